@@ -1,0 +1,147 @@
+"""The budget guard, and what a plan costs before it is run."""
+
+import dataclasses
+import itertools
+import warnings
+from typing import Any
+
+from dp_accounting import dp_event
+
+from accounting.accountant_base import ShuffleAccountant
+from accounting.ledger import Ledger
+from accounting.plan import PrivacyPlan
+from accounting.rdp_accountants import OrderRangeWarning
+from accounting.registry import ACCOUNTANTS
+
+
+class BudgetExceeded(RuntimeError):
+    """The next round would take ε above the budget."""
+
+
+class PrivacyBudget:
+    """Stops a run before the round that would exceed its budget.
+
+    Ask before each round: `spend` records the round in the ledger first, on disk, and composes it
+    then; only after it returned may the round be broadcast.
+    """
+
+    def __init__(
+        self,
+        accountant: ShuffleAccountant,
+        target_epsilon: float,
+        delta: float,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """Makes a guard; the rounds already in `ledger` are composed at once.
+
+        Args:
+            accountant: A fresh accountant; the guard owns it from here on.
+            target_epsilon: The budget.
+            delta: δ at which ε is read.
+            ledger: Where rounds are recorded, or None to record nowhere.
+
+        Raises:
+            ValueError: The accountant has composed something already.
+        """
+        if not isinstance(accountant.ledger, dp_event.NoOpDpEvent):
+            raise ValueError("accountant must be fresh, got one that has composed events")
+        self.accountant = accountant
+        self.target_epsilon = target_epsilon
+        self.delta = delta
+        self.ledger = ledger
+        for event, run in itertools.groupby(ledger.events() if ledger else ()):
+            accountant.compose(event, sum(1 for _ in run))
+
+    @property
+    def epsilon(self) -> float:
+        """ε spent so far at δ."""
+        return float(self.accountant.get_epsilon(self.delta))
+
+    def epsilon_after(self, event: Any) -> float:
+        """Returns ε at δ if `event` took place once more; composes nothing."""
+        return self.accountant.epsilon_after(event, self.delta)
+
+    def would_exceed(self, event: Any) -> bool:
+        """Tells whether one more `event` would take ε above the budget; composes nothing."""
+        return not self.epsilon_after(event) <= self.target_epsilon
+
+    def spend(self, event: Any, round: int | None = None) -> None:
+        """Records one round on disk, then composes it.
+
+        Args:
+            event: What the round will release.
+            round: Its number; the one after the ledger's last if None.
+
+        Raises:
+            BudgetExceeded: It would exceed the budget. Nothing was recorded.
+            LedgerError: It could not be recorded. Nothing was composed: halt.
+        """
+        after = self.epsilon_after(event)
+        if not after <= self.target_epsilon:
+            raise BudgetExceeded(
+                f"{self.accountant.name}: epsilon would be {after:.6g} at delta {self.delta:g}, "
+                f"the budget is {self.target_epsilon:g}"
+            )
+        if self.ledger is not None:
+            self.ledger.append_round(self.ledger.last_round + 1 if round is None else round, event)
+        self.accountant.compose(event)
+
+
+def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> int:
+    """Returns the most rounds T <= plan.rounds whose ε stays within the plan's budget.
+
+    By bisection on T, independently of the step-by-step guard.
+
+    Args:
+        plan: The plan.
+        accountant: Whose ε; the plan's own if None.
+
+    Raises:
+        ValueError: An unknown accountant.
+    """
+    pricing, event = plan.make_accountant(accountant), plan.event()
+    within, beyond = 0, plan.rounds + 1
+    while beyond - within > 1:
+        middle = (within + beyond) // 2
+        if pricing.epsilon_after(event, plan.delta, middle) <= plan.target_epsilon:
+            within = middle
+        else:
+            beyond = middle
+    return within
+
+
+@dataclasses.dataclass(frozen=True)
+class EpsilonRow:
+    """One accountant's answer.
+
+    Attributes:
+        name: The accountant.
+        epsilon: ε at the plan's δ.
+        covers: What that ε holds for, and on what assumption.
+        warning: What limits the number, or None.
+    """
+
+    name: str
+    epsilon: float
+    covers: str
+    warning: str | None
+
+
+def epsilon_table(plan: PrivacyPlan, rounds: int) -> list[EpsilonRow]:
+    """Returns ε after `rounds` rounds of the plan, by every accountant of the registry.
+
+    Args:
+        plan: The plan.
+        rounds: Rounds spent, 0 or more.
+    """
+    rows = []
+    for name, cls in ACCOUNTANTS.items():
+        accountant = plan.make_accountant(name)
+        if rounds:
+            accountant.compose(plan.event(), rounds)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", OrderRangeWarning)
+            epsilon = accountant.get_epsilon(plan.delta)
+        texts = [str(item.message) for item in caught]
+        rows.append(EpsilonRow(name, float(epsilon), cls.covers, "; ".join(texts) or None))
+    return rows

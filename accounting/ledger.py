@@ -1,0 +1,335 @@
+"""The ledger: one durable line per round, on disk before the round is broadcast.
+
+A JSON-lines file. The first line holds the run's id and its plan; each further line holds a round
+and the event it spends, so that any accountant can price the run again. Every line ends with a
+check value over itself and the line before, so a change anywhere but at the end is found.
+
+A crash can only over-count: a last line that was cut short counts as a spent round, though that
+round was never broadcast. Continuing a ledger rewrites such a line as a whole one.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from accounting import validation
+from accounting.events import event_from_dict, event_to_dict
+from accounting.plan import PrivacyPlan
+
+FORMAT = 1
+_CHECK_LENGTH = 16
+
+
+class LedgerError(RuntimeError):
+    """The ledger cannot be read, does not belong to this run, or cannot be written."""
+
+
+class LedgerEntry(NamedTuple):
+    """One spent round.
+
+    Attributes:
+        round: Its number; strictly increasing through the ledger.
+        event: What it released.
+        interrupted: True if a crash cut the line short; if its event is lost it is the plan's.
+        note: What else the caller recorded; never read by an accountant.
+    """
+
+    round: int
+    event: Any
+    interrupted: bool
+    note: dict[str, Any]
+
+
+class LedgerContent(NamedTuple):
+    """What a ledger file says.
+
+    Attributes:
+        run_id: The run it belongs to.
+        plan: The plan of that run.
+        entries: The spent rounds, in order.
+    """
+
+    run_id: str
+    plan: PrivacyPlan
+    entries: list[LedgerEntry]
+
+    def events(self) -> list[Any]:
+        """Returns the events of all spent rounds, in order."""
+        return [entry.event for entry in self.entries]
+
+
+class _Parsed(NamedTuple):
+    content: LedgerContent
+    whole: int  # bytes of whole lines
+    check: str  # of the last whole line
+    torn: bool
+
+
+def _encode(body: dict[str, Any], previous: str) -> tuple[bytes, str]:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    check = hashlib.sha256((previous + text).encode()).hexdigest()[:_CHECK_LENGTH]
+    return f'{text[:-1]},"~check":"{check}"}}\n'.encode(), check
+
+
+def _decode(line: bytes, previous: str) -> tuple[dict[str, Any], str]:
+    """The body and check value of one line, or ValueError."""
+    body = json.loads(line)
+    if not isinstance(body, dict):
+        raise ValueError("not a JSON object")
+    body.pop("~check", None)
+    encoded, check = _encode(body, previous)
+    if encoded != line:
+        raise ValueError("check value does not match")
+    return body, check
+
+
+def _parse(data: bytes, path: Path) -> _Parsed:
+    lines = [line + b"\n" for line in data.split(b"\n")]
+    lines[-1] = lines[-1][:-1]  # what follows the last line end: nothing, or a line cut short
+    if not lines[-1]:
+        lines.pop()
+    try:
+        header, check = _decode(lines[0] if lines else b"", "")
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']!r} is not {FORMAT}")
+        plan = PrivacyPlan.from_json(json.dumps(header["plan"]))
+        content = LedgerContent(str(header["run_id"]), plan, [])
+    except (ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f"ledger {path} has no readable first line: {error}") from None
+    whole = len(lines[0])
+    last_round = 0
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            body, check_here = _decode(line, check)
+            entry = _entry(body, last_round)
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines):
+                raise LedgerError(f"ledger {path} is damaged at line {number}: {error}") from None
+            content.entries.append(_cut_short(line, check, last_round, plan))
+            return _Parsed(content, whole, check, True)
+        content.entries.append(entry)
+        check, last_round, whole = check_here, entry.round, whole + len(line)
+    return _Parsed(content, whole, check, False)
+
+
+def _entry(body: dict[str, Any], last_round: int) -> LedgerEntry:
+    round_number = validation.integer("round", body["round"], last_round + 1)
+    event = event_from_dict(body["event"])
+    return LedgerEntry(round_number, event, bool(body["interrupted"]), dict(body["note"]))
+
+
+def _body(entry: LedgerEntry) -> dict[str, Any]:
+    return entry._asdict() | {"event": event_to_dict(entry.event)}
+
+
+def _cut_short(line: bytes, check: str, last_round: int, plan: PrivacyPlan) -> LedgerEntry:
+    """What a torn last line counts as: itself if only its end is missing, else a planned round."""
+    try:
+        entry = _entry(_decode(line + b"\n", check)[0], last_round)
+    except (ValueError, KeyError, TypeError):
+        return LedgerEntry(last_round + 1, plan.event(), True, {})
+    return entry._replace(interrupted=True)
+
+
+class Ledger:
+    """An open ledger, held by one process at a time.
+
+    Use `Ledger.create` for a new run, `Ledger.open` to continue one, `Ledger.read` to look.
+    """
+
+    def __init__(self, path: Path, descriptor: int, content: LedgerContent, check: str) -> None:
+        """Private: use `create` or `open`."""
+        self.path = path
+        self._descriptor = descriptor
+        self._content = content
+        self._check = check
+        self._failed = False
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], plan: PrivacyPlan, run_id: str) -> "Ledger":
+        """Starts a ledger; when this returns its first line and its name are on disk.
+
+        Raises:
+            LedgerError: The file exists, or cannot be written.
+        """
+        path = Path(path)
+        header = {"format": FORMAT, "plan": json.loads(plan.to_json()), "run_id": run_id}
+        line, check = _encode(header, "")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            raise LedgerError(f"ledger {path} exists already: open it to continue") from None
+        except OSError as error:
+            raise LedgerError(f"cannot create ledger {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write_all(descriptor, line)
+            os.fsync(descriptor)
+            _sync_directory(path.parent)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise LedgerError(f"cannot create ledger {path}: {error.strerror}") from error
+        return cls(path, descriptor, LedgerContent(run_id, plan, []), check)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], plan: PrivacyPlan | None = None) -> "Ledger":
+        """Continues a ledger; a line cut short by a crash is rewritten so that it still counts.
+
+        Args:
+            path: The file.
+            plan: If given, the plan the ledger must have been made for.
+
+        Raises:
+            LedgerError: No such file, damaged, of another plan, or in use by another process.
+        """
+        path = Path(path)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise LedgerError(f"cannot open ledger {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            parsed = _parse(path.read_bytes(), path)
+            if plan is not None and parsed.content.plan != plan:
+                raise LedgerError(
+                    f"ledger {path} belongs to plan {parsed.content.plan.digest()[:12]}, "
+                    f"not {plan.digest()[:12]}"
+                )
+            ledger = cls(path, descriptor, parsed.content, parsed.check)
+            if parsed.torn:
+                ledger._repair(parsed.content.entries[-1], parsed.whole)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise LedgerError(f"ledger {path} is in use by another process") from None
+        except OSError as error:
+            os.close(descriptor)
+            raise LedgerError(f"cannot open ledger {path}: {error.strerror}") from error
+        except LedgerError:
+            os.close(descriptor)
+            raise
+        return ledger
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> LedgerContent:
+        """Returns what a ledger says, a line cut short counted as spent; changes nothing.
+
+        Raises:
+            LedgerError: No such file, or damaged anywhere but at its end.
+        """
+        path = Path(path)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise LedgerError(f"cannot read ledger {path}: {error.strerror}") from error
+        return _parse(data, path).content
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The plan in the first line."""
+        return self._content.plan
+
+    @property
+    def run_id(self) -> str:
+        """The run's id in the first line."""
+        return self._content.run_id
+
+    @property
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """The spent rounds, in order."""
+        return tuple(self._content.entries)
+
+    @property
+    def last_round(self) -> int:
+        """The number of the last spent round, 0 if there is none."""
+        return self._content.entries[-1].round if self._content.entries else 0
+
+    def events(self) -> list[Any]:
+        """Returns the events of all spent rounds, in order."""
+        return self._content.events()
+
+    def append_round(self, round: int, event: Any, note: dict[str, Any] | None = None) -> None:
+        """Records that a round is spent; when this returns the line is on disk.
+
+        Args:
+            round: Its number, above `last_round`.
+            event: What it will release.
+            note: Plain JSON values for the reader; no accountant uses them.
+
+        Raises:
+            ValueError: `round` does not increase, or `event` is not one of ours.
+            LedgerError: The line is not on disk (full disk, for one). The caller must not broadcast
+                the round and must halt; this ledger takes no further rounds.
+        """
+        entry = LedgerEntry(
+            validation.integer("round", round, self.last_round + 1), event, False, note or {}
+        )
+        if self._failed:
+            raise LedgerError(f"ledger {self.path} failed or was closed: it takes no more rounds")
+        self._write_entry(entry)
+        self._content.entries.append(entry)
+
+    def _repair(self, entry: LedgerEntry, start: int) -> None:
+        """Writes a torn line anew in its own place: if that fails too, its remains still count."""
+        line, check = _encode(_body(entry), self._check)
+        os.lseek(self._descriptor, start, os.SEEK_SET)
+        _write_all(self._descriptor, line)
+        os.ftruncate(self._descriptor, start + len(line))
+        os.fsync(self._descriptor)
+        self._check = check
+
+    def _write_entry(self, entry: LedgerEntry) -> None:
+        line, check = _encode(_body(entry), self._check)
+        end = os.lseek(self._descriptor, 0, os.SEEK_END)
+        try:
+            _write_all(self._descriptor, line)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            self._failed = True
+            try:
+                os.ftruncate(self._descriptor, end)
+                os.fsync(self._descriptor)
+                left = "nothing of it was kept"
+            except OSError:
+                left = "part of it may be on disk and will count as spent"
+            raise LedgerError(
+                f"cannot record round {entry.round} in {self.path}: {error.strerror}; "
+                f"{left}; halt, do not broadcast"
+            ) from error
+        self._check = check
+
+    def close(self) -> None:
+        """Closes the file and lets another process have it; may be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._failed = True
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

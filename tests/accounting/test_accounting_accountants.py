@@ -1,0 +1,322 @@
+"""Events, accountants, conversion."""
+
+import math
+import subprocess
+import sys
+import time
+import warnings
+
+import attrs
+import dp_accounting
+import mpmath as mp
+import numpy as np
+import pytest
+from accounting_oracles import gaussian_delta
+from dp_accounting import privacy_accountant_test
+from dp_accounting.rdp.rdp_privacy_accountant import compute_delta, compute_epsilon
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import accounting
+from accounting import conversion, events
+
+RELATION = dp_accounting.NeighboringRelation
+CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent(60_000, 0.1, 5.0)
+EVERYONE = accounting.ShuffledGaussianDpEvent(100, 3.0)
+FIXED = accounting.FixedSizeShuffledGaussianDpEvent(100, 30, 3.0)
+ALL_EVENTS = [CHECK_IN, EVERYONE, FIXED]
+ALL = list(accounting.ACCOUNTANTS)
+
+
+class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [
+            accounting.make_accountant(name, adjacency)
+            for name in accounting.ACCOUNTANTS
+            for adjacency in accounting.ADJACENCIES
+        ]
+
+
+@pytest.mark.parametrize("event", ALL_EVENTS)
+def test_events_round_trip_through_named_tuples_and_json(event):
+    assert dp_accounting.DpEvent.from_named_tuple(event.to_named_tuple()) == event
+    assert events.event_from_dict(events.event_to_dict(event)) == event
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        event.users = 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: accounting.ShuffledCheckInGaussianDpEvent(10, 1.3, 1.0),
+         r"check-in rate must lie in \(0, 1\], got 1.3"),
+        (lambda: accounting.ShuffledCheckInGaussianDpEvent(10, 0.0, 1.0), "check-in rate must lie"),
+        (lambda: accounting.ShuffledCheckInGaussianDpEvent(10, math.nan, 1.0), "got nan"),
+        (lambda: accounting.ShuffledCheckInGaussianDpEvent(0, 0.5, 1.0),
+         "number of users must be at least 1, got 0"),
+        (lambda: accounting.ShuffledCheckInGaussianDpEvent(True, 0.5, 1.0), "must be an integer"),
+        (lambda: accounting.ShuffledCheckInGaussianDpEvent(2.5, 0.5, 1.0), "must be an integer"),
+        (lambda: accounting.ShuffledGaussianDpEvent(10, -1.0),
+         r"noise multiplier must lie in \[0, inf\), got -1.0"),
+        (lambda: accounting.ShuffledGaussianDpEvent(10, math.inf), "noise multiplier must lie"),
+        (lambda: accounting.ShuffledGaussianDpEvent(10, "3"), "must be a number"),
+        (lambda: accounting.FixedSizeShuffledGaussianDpEvent(10, 11, 1.0),
+         r"number of reports must be in 0..10, got 11"),
+        (lambda: accounting.FixedSizeShuffledGaussianDpEvent(10, -1, 1.0), "number of reports"),
+        (lambda: events.event_from_dict({"name": "GaussianDpEvent"}), "event must be one of"),
+        (lambda: events.event_from_dict({"name": "ShuffledGaussianDpEvent", "users": 3}),
+         "must have parameters"),
+        (lambda: events.event_to_dict(dp_accounting.GaussianDpEvent(1.0)), "event must be one of"),
+    ],
+)  # fmt: skip
+def test_an_event_out_of_range_is_refused_in_one_line(make, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_accountant_prices_every_event_nested_or_not(name):
+    for event in ALL_EVENTS:
+        nested = dp_accounting.ComposedDpEvent(
+            [dp_accounting.SelfComposedDpEvent(event, 3), dp_accounting.NoOpDpEvent(), event]
+        )
+        accountant = accounting.make_accountant(name)
+        assert accountant.supports(nested)
+        left = accountant.compose(nested).get_epsilon(1e-5)
+        assert left == accounting.make_accountant(name).compose(event, 4).get_epsilon(1e-5)
+        assert 0 < left < math.inf
+        recorded = accounting.make_accountant(name).compose(accountant.ledger)
+        assert recorded.get_epsilon(1e-5) == left
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_other_mechanisms_and_add_or_remove_are_refused_by_name(name):
+    accountant = accounting.make_accountant(name)
+    assert not accountant.supports(dp_accounting.GaussianDpEvent(1.0))
+    with pytest.raises(dp_accounting.UnsupportedEventError, match="GaussianDpEvent"):
+        accountant.epsilon_after(dp_accounting.GaussianDpEvent(1.0), 1e-5)
+    with pytest.raises(ValueError, match="ADD_OR_REMOVE_ONE"):
+        accounting.ACCOUNTANTS[name](RELATION.ADD_OR_REMOVE_ONE)
+    with pytest.raises(ValueError, match="adjacency must be"):
+        accounting.make_accountant(name, "add")
+    with pytest.raises(ValueError, match="accountant must be"):
+        accounting.make_accountant("moments")
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.filterwarnings("ignore::accounting.OrderRangeWarning")
+def test_replacing_a_record_needs_twice_the_noise_of_zeroing_it_out(name):
+    for event in ALL_EVENTS:
+        doubled = attrs.evolve(event, noise_multiplier=2 * event.noise_multiplier)
+        replace = accounting.make_accountant(name, "replace").compose(doubled, 7)
+        zero_out = accounting.make_accountant(name, "zero-out").compose(event, 7)
+        assert replace.get_epsilon(1e-5) == zero_out.get_epsilon(1e-5)
+
+
+def test_reference_values_of_the_published_setting():
+    values = {}
+    for name in ("theorem3", "rdp"):
+        accountant = accounting.make_accountant(name, "zero-out").compose(CHECK_IN, 5540)
+        values[name] = accountant.get_epsilon(1 / 60_000), accountant.best_order(1 / 60_000)
+    assert values["theorem3"][0] == pytest.approx(9.617, abs=0.001)
+    assert values["theorem3"][1] == 2
+    assert values["rdp"][0] == pytest.approx(0.06079, abs=5e-6)
+    assert values["rdp"][1] == 177
+
+
+def test_theorem_3_is_floored_where_the_printed_form_fails():
+    event = accounting.ShuffledCheckInGaussianDpEvent(57, 0.00036, 1.7233)
+    printed = accounting.make_accountant("theorem3", "zero-out").compose(event)
+    exact = accounting.CheckInRdpAccountant(RELATION.REPLACE_SPECIAL, 256).compose(event)
+    assert np.all(printed.rdp >= exact.rdp)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    users=st.integers(1, 10**5),
+    rate=st.floats(1e-4, 1.0),
+    noise=st.floats(0.3, 30.0),
+    rounds=st.integers(1, 10**5),
+    delta=st.floats(1e-12, 0.5),
+)
+def test_theorem_3_never_claims_less_than_the_exact_moments(users, rate, noise, rounds, delta):
+    event = accounting.ShuffledCheckInGaussianDpEvent(users, rate, noise)
+    published = accounting.Theorem3Accountant(max_order=40).compose(event, rounds)
+    exact = accounting.CheckInRdpAccountant(max_order=40).compose(event, rounds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", accounting.OrderRangeWarning)
+        assert published.get_epsilon(delta) >= exact.get_epsilon(delta)
+        more = exact.epsilon_after(event, delta)
+        assert more >= exact.get_epsilon(delta)
+
+
+def test_certain_participation_is_priced_by_theorem_1():
+    everyone = accounting.ShuffledGaussianDpEvent(500, 4.0)
+    check_in = accounting.ShuffledCheckInGaussianDpEvent(500, 1.0, 4.0)
+    fixed = accounting.FixedSizeShuffledGaussianDpEvent(500, 500, 4.0)
+    for name in ("theorem3", "rdp"):
+        values = [accounting.make_accountant(name).compose(e).rdp for e in
+                  (everyone, check_in, fixed)]  # fmt: skip
+        np.testing.assert_allclose(values[1], values[0], rtol=1e-9)
+        np.testing.assert_allclose(values[2], values[0], rtol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    # For small divergences r dp_accounting computes 1 - e^-r with few digits (below 1e-16, none).
+    rdp=st.lists(st.floats(1e-6, 1e4) | st.just(0.0) | st.just(math.inf), min_size=3, max_size=40),
+    delta=st.floats(0, 1) | st.floats(1e-15, 1e-3),
+    epsilon=st.floats(0, 1e3),
+)
+def test_conversion_is_that_of_dp_accounting(rdp, delta, epsilon):
+    orders = np.arange(2.0, 2.0 + len(rdp))
+    got = conversion.epsilon_from_rdp(orders, np.array(rdp), delta)[0]
+    assert got == pytest.approx(float(compute_epsilon(orders, rdp, delta)[0]), rel=1e-12)
+    with np.errstate(all="ignore"):
+        got = conversion.delta_from_rdp(orders, np.array(rdp), epsilon)[0]
+        assert got == pytest.approx(float(compute_delta(orders, rdp, epsilon)[0]), rel=1e-8)
+
+
+def test_conversion_refuses_what_dp_accounting_calls_zero():
+    for wrong in (-1e-9, math.nan):
+        with pytest.raises(ValueError, match="non-negative"):
+            conversion.epsilon_from_rdp(np.array([2.0]), np.array([wrong]), 1e-5)
+        with pytest.raises(ValueError, match="non-negative"):
+            conversion.delta_from_rdp(np.array([2.0]), np.array([wrong]), 1.0)
+    for delta in (-0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match="delta must lie"):
+            conversion.epsilon_from_rdp(np.array([2.0]), np.array([1.0]), delta)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_epsilon_and_delta_undo_each_other(name):
+    accountant = accounting.make_accountant(name).compose(FIXED, 20)
+    epsilon = accountant.get_epsilon(1e-6)
+    assert accountant.get_delta(epsilon) == pytest.approx(1e-6, rel=1e-6)
+    assert accountant.get_delta(math.inf) == 0
+
+
+@pytest.mark.parametrize("rounds", [1, 50, 5540])
+@pytest.mark.parametrize("noise", [0.5, 5.0, 300.0])
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
+def test_local_is_the_exact_gaussian_and_never_below(rounds, noise, delta):
+    event = accounting.ShuffledCheckInGaussianDpEvent(1000, 0.01, noise)
+    accountant = accounting.make_accountant("local", "zero-out").compose(event, rounds)
+    shift = mp.sqrt(rounds) / mp.mpf(noise)
+    epsilon = accountant.get_epsilon(delta)
+    assert gaussian_delta(shift, epsilon) <= delta
+    if epsilon > 0:
+        assert gaussian_delta(shift, epsilon * (1 - 1e-8) - 1e-11) > delta
+    truth = gaussian_delta(shift, 0.7)
+    assert truth <= accountant.get_delta(0.7) + 1e-300
+    assert accountant.get_delta(0.7) <= truth * (1 + mp.mpf("1e-7")) + mp.mpf("1e-300")
+
+
+def test_local_adds_rounds_of_different_noise_as_one_gaussian():
+    accountant = accounting.make_accountant("local", "zero-out")
+    for noise in (1.0, 2.0, 2.0):
+        accountant.compose(accounting.ShuffledGaussianDpEvent(10, noise))
+    epsilon = accountant.get_epsilon(1e-5)
+    assert gaussian_delta(mp.sqrt(1.5), epsilon) <= 1e-5
+    assert accountant.best_order(1e-5) is None
+    accountant.compose(accounting.FixedSizeShuffledGaussianDpEvent(10, 0, 2.0))
+    assert accountant.get_epsilon(1e-5) == epsilon
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_noise_is_not_private(name):
+    for event in ALL_EVENTS:
+        silent = attrs.evolve(event, noise_multiplier=0.0)
+        accountant = accounting.make_accountant(name).compose(silent)
+        assert accountant.get_epsilon(1e-5) == math.inf
+        assert accountant.get_delta(10.0) == 1.0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_dp_accountings_calibration_finds_the_noise(name):
+    event = lambda z: dp_accounting.SelfComposedDpEvent(  # noqa: E731
+        accounting.ShuffledCheckInGaussianDpEvent(2000, 0.2, z), 10
+    )
+    make = (
+        (lambda: accounting.ACCOUNTANTS[name](max_order=64))
+        if name != "local"
+        else (lambda: accounting.make_accountant(name))
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", accounting.OrderRangeWarning)
+        noise = dp_accounting.calibrate_dp_mechanism(
+            make, event, 5.0, 1e-5, dp_accounting.LowerEndpointAndGuess(0.1, 5.0), tol=1e-3
+        )
+        assert make().compose(event(noise)).get_epsilon(1e-5) <= 5.0
+        assert make().compose(event(noise - 4e-3)).get_epsilon(1e-5) > 5.0
+        rounds = dp_accounting.calibrate_dp_mechanism(
+            make,
+            lambda t: dp_accounting.SelfComposedDpEvent(event(noise).event, t),
+            5.0, 1e-5, dp_accounting.ExplicitBracketInterval(1, 500), discrete=True,
+        )  # fmt: skip
+    assert 9 <= rounds <= 11
+
+
+def test_the_last_order_being_best_is_warned_of_and_more_orders_help():
+    few = accounting.CheckInRdpAccountant(max_order=20).compose(CHECK_IN)
+    with pytest.warns(accounting.OrderRangeWarning, match="last one computed"):
+        epsilon = few.get_epsilon(1e-6)
+    many = accounting.CheckInRdpAccountant(max_order=200).compose(CHECK_IN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", accounting.OrderRangeWarning)
+        assert many.get_epsilon(1e-6) < epsilon
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accounting.CheckInRdpAccountant().compose(CHECK_IN, 5540).get_epsilon(1e-6)
+        assert accounting.CheckInRdpAccountant(max_order=3).get_epsilon(1e-6) == 0
+
+
+@pytest.mark.parametrize("name", ["theorem3", "rdp"])
+def test_more_rounds_more_noise_and_more_users_move_epsilon_the_right_way(name):
+    def epsilon(users=2000, rate=0.1, noise=4.0, rounds=100):
+        event = accounting.ShuffledCheckInGaussianDpEvent(users, rate, noise)
+        return accounting.make_accountant(name).compose(event, rounds).get_epsilon(1e-5)
+
+    assert epsilon(rounds=101) > epsilon() > epsilon(noise=4.1)
+    assert epsilon(rate=0.11) > epsilon() > epsilon(users=2200)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_asking_before_each_round_is_fast_and_changes_nothing(name):
+    accountant = accounting.make_accountant(name).compose(CHECK_IN, 3)
+    before = accountant.get_epsilon(1e-6), accountant.ledger
+    accountant.epsilon_after(CHECK_IN, 1e-6)
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        accountant.epsilon_after(CHECK_IN, 1e-6)
+        times.append(time.perf_counter() - start)
+    # The exact Gaussian conversion of `local` searches a root in scipy.
+    assert sorted(times)[25] < (1e-2 if name == "local" else 1e-3)
+    assert (accountant.get_epsilon(1e-6), accountant.ledger) == before
+
+
+def test_mixed_runs_of_events_add_up_in_any_order():
+    one = accounting.make_accountant("rdp")
+    for event, count in ((CHECK_IN, 2), (FIXED, 1), (CHECK_IN, 1), (FIXED, 2)):
+        one.compose(event, count)
+    other = accounting.make_accountant("rdp").compose(FIXED, 3).compose(CHECK_IN, 3)
+    np.testing.assert_allclose(one.rdp, other.rdp, rtol=1e-13)
+
+
+def test_each_accountant_says_what_its_epsilon_covers():
+    covers = {name: cls.covers for name, cls in accounting.ACCOUNTANTS.items()}
+    assert "homogeneous pair only" in covers["theorem3"]
+    assert "homogeneous pair only" in covers["rdp"]
+    assert "every pair" in covers["local"]
+    assert "colludes" in covers["local"]
+
+
+def test_importing_the_package_does_not_import_a_framework():
+    code = (
+        "import accounting, sys;"
+        "print([m for m in ('torch', 'flwr', 'ray', 'grpc') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,173 @@
+"""The budget guard, rounds within budget, the table of every accountant."""
+
+import math
+import time
+
+import pytest
+
+import accounting
+
+
+def make_plan(**change):
+    values = {
+        "users": 2000,
+        "check_in_rate": 0.1,
+        "clip_norm": 1.0,
+        "noise_multiplier": 4.0,
+        "rounds": 2000,
+        "delta": 1e-5,
+        "target_epsilon": 6.0,
+        "minimum_batch": 10,
+        "adjacency": "zero-out",
+    }
+    return accounting.PrivacyPlan(**values | change)
+
+
+def guard(plan, ledger=None, name=None):
+    return accounting.PrivacyBudget(
+        plan.make_accountant(name), plan.target_epsilon, plan.delta, ledger
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"accountant": "rdp", "target_epsilon": 0.6, "noise_multiplier": 2.0},
+        {"accountant": "local", "target_epsilon": 20.0},
+        {"adjacency": "replace", "target_epsilon": 5.5},
+    ],
+)
+def test_the_guard_halts_at_the_round_found_by_bisection(change):
+    plan = make_plan(**change)
+    expected = accounting.rounds_within_budget(plan)
+    assert 0 < expected < plan.rounds
+    budget, spent = guard(plan), 0
+    while not budget.would_exceed(plan.event()):
+        budget.spend(plan.event())
+        spent += 1
+    assert spent == expected
+    assert budget.epsilon <= plan.target_epsilon < budget.epsilon_after(plan.event())
+    with pytest.raises(accounting.BudgetExceeded, match="the budget is"):
+        budget.spend(plan.event())
+    fresh = plan.make_accountant().compose(plan.event(), expected)
+    assert fresh.get_epsilon(plan.delta) == budget.epsilon
+    assert fresh.compose(plan.event()).get_epsilon(plan.delta) > plan.target_epsilon
+
+
+def test_the_plans_rounds_are_the_most_and_none_the_least():
+    assert accounting.rounds_within_budget(make_plan(rounds=3)) == 3
+    assert accounting.rounds_within_budget(make_plan(target_epsilon=1e-6)) == 0
+    assert accounting.rounds_within_budget(make_plan(), "rdp") == 2000
+
+
+def test_asking_changes_nothing():
+    plan = make_plan()
+    budget = guard(plan)
+    budget.spend(plan.event())
+    before = budget.epsilon, budget.accountant.ledger
+    for _ in range(5):
+        budget.would_exceed(plan.event())
+        budget.epsilon_after(plan.event())
+    assert (budget.epsilon, budget.accountant.ledger) == before
+
+
+def test_a_round_is_on_disk_before_it_is_composed(tmp_path, monkeypatch):
+    plan = make_plan()
+    path = tmp_path / "ledger"
+    with accounting.Ledger.create(path, plan, "run") as ledger:
+        budget = guard(plan, ledger)
+        order = []
+        compose = budget.accountant.compose
+
+        def watched(event):
+            order.append((len(accounting.Ledger.read(path).entries), budget.epsilon))
+            return compose(event)
+
+        monkeypatch.setattr(budget.accountant, "compose", watched)
+        budget.spend(plan.event(), 1)
+        assert order == [(1, 0.0)]
+        assert budget.epsilon > 0
+
+
+def test_what_cannot_be_recorded_is_not_composed(tmp_path):
+    plan = make_plan()
+    ledger = accounting.Ledger.create(tmp_path / "ledger", plan, "run")
+    budget = guard(plan, ledger)
+    budget.spend(plan.event(), 1)
+    before = budget.epsilon
+    with pytest.raises(ValueError, match="round must be at least 2"):
+        budget.spend(plan.event(), 1)
+    ledger.close()
+    with pytest.raises(accounting.LedgerError):
+        budget.spend(plan.event(), 2)
+    assert budget.epsilon == before
+
+
+def test_a_refused_round_is_not_recorded(tmp_path):
+    plan = make_plan(target_epsilon=1e-6)
+    with accounting.Ledger.create(tmp_path / "ledger", plan, "run") as ledger:
+        with pytest.raises(accounting.BudgetExceeded):
+            guard(plan, ledger).spend(plan.event(), 1)
+        assert ledger.entries == ()
+
+
+def test_a_continued_run_has_spent_what_its_ledger_says(tmp_path):
+    plan = make_plan()
+    path = tmp_path / "ledger"
+    other = accounting.FixedSizeShuffledGaussianDpEvent(2000, 150, 4.0)
+    with accounting.Ledger.create(path, plan, "run") as ledger:
+        budget = guard(plan, ledger)
+        for event in (plan.event(), plan.event(), other, plan.event()):
+            budget.spend(event)
+        spent = budget.epsilon
+    with accounting.Ledger.open(path, plan) as ledger:
+        assert guard(plan, ledger).epsilon == spent
+    path.write_bytes(path.read_bytes()[:-30])
+    with accounting.Ledger.open(path, plan) as ledger:
+        assert guard(plan, ledger).epsilon >= spent
+
+
+def test_an_accountant_that_has_spent_already_is_refused():
+    plan = make_plan()
+    used = plan.make_accountant().compose(plan.event())
+    with pytest.raises(ValueError, match="must be fresh"):
+        accounting.PrivacyBudget(used, 1.0, 1e-5)
+
+
+def test_an_undefined_epsilon_exceeds_every_budget(monkeypatch):
+    plan = make_plan()
+    budget = guard(plan)
+    monkeypatch.setattr(budget.accountant, "epsilon_after", lambda *_: math.nan)
+    assert budget.would_exceed(plan.event())
+    with pytest.raises(accounting.BudgetExceeded):
+        budget.spend(plan.event())
+
+
+def test_the_table_has_every_accountant_with_what_it_covers():
+    rows = accounting.epsilon_table(make_plan(), 20)
+    assert [row.name for row in rows] == list(accounting.ACCOUNTANTS)
+    by_name = {row.name: row for row in rows}
+    assert by_name["rdp"].epsilon < by_name["theorem3"].epsilon < by_name["local"].epsilon
+    assert all(row.covers for row in rows)
+    assert by_name["local"].warning is None
+    for row in rows:
+        expected = make_plan().make_accountant(row.name).compose(make_plan().event(), 20)
+        assert row.epsilon == expected.get_epsilon(1e-5)
+    assert [row.epsilon for row in accounting.epsilon_table(make_plan(), 0)] == [0, 0, 0]
+
+
+def test_the_table_passes_warnings_on():
+    plan = make_plan(users=60_000, noise_multiplier=20.0, delta=1e-9)
+    rows = {row.name: row for row in accounting.epsilon_table(plan, 1)}
+    assert "last one computed" in rows["rdp"].warning
+
+
+def test_a_thousand_guarded_rounds_take_little_time():
+    plan = make_plan(accountant="rdp", rounds=2000)
+    budget = guard(plan)
+    budget.spend(plan.event())
+    start = time.perf_counter()
+    for _ in range(500):
+        budget.spend(plan.event())
+    assert time.perf_counter() - start < 0.5 * 2

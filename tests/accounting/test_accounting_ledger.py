@@ -1,0 +1,273 @@
+"""The ledger: durable, refuses damage, a crash can only over-count."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import accounting
+from accounting import ledger as ledger_lib
+
+PLAN = accounting.PrivacyPlan(
+    users=1000,
+    check_in_rate=0.1,
+    clip_norm=1.0,
+    noise_multiplier=5.0,
+    rounds=100,
+    delta=1e-5,
+    target_epsilon=2.0,
+    minimum_batch=10,
+)
+EVENT = PLAN.event()
+FIXED = accounting.FixedSizeShuffledGaussianDpEvent(1000, 99, 5.0)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
+@pytest.fixture
+def three(path):
+    with accounting.Ledger.create(path, PLAN, "run-1") as ledger:
+        ledger.append_round(1, EVENT)
+        ledger.append_round(2, FIXED, {"reports": 99})
+        ledger.append_round(5, EVENT)
+    return path
+
+
+def test_what_was_appended_is_read_back(three):
+    content = accounting.Ledger.read(three)
+    assert content.run_id == "run-1"
+    assert content.plan == PLAN
+    assert [entry.round for entry in content.entries] == [1, 2, 5]
+    assert content.events() == [EVENT, FIXED, EVENT]
+    assert content.entries[1].note == {"reports": 99}
+    assert not any(entry.interrupted for entry in content.entries)
+    assert three.read_bytes().count(b"\n") == 4
+
+
+def test_any_accountant_can_price_a_ledger_again(three):
+    epsilons = []
+    for name in accounting.ACCOUNTANTS:
+        accountant = accounting.make_accountant(name)
+        for event in accounting.Ledger.read(three).events():
+            accountant.compose(event)
+        epsilons.append(accountant.get_epsilon(1e-5))
+    assert all(epsilon > 0 for epsilon in epsilons)
+
+
+def test_an_existing_file_is_not_overwritten(three):
+    before = three.read_bytes()
+    with pytest.raises(accounting.LedgerError, match="exists already"):
+        accounting.Ledger.create(three, PLAN, "run-2")
+    assert three.read_bytes() == before
+
+
+def test_continuing_keeps_the_rounds_and_their_order(three):
+    with accounting.Ledger.open(three, PLAN) as ledger:
+        assert ledger.last_round == 5
+        assert ledger.run_id == "run-1"
+        for wrong in (5, 4, 0, True, 6.0):
+            with pytest.raises(ValueError, match="round must be"):
+                ledger.append_round(wrong, EVENT)
+        ledger.append_round(6, EVENT)
+    assert [e.round for e in accounting.Ledger.read(three).entries] == [1, 2, 5, 6]
+
+
+def test_another_plan_is_refused(three):
+    other = accounting.PrivacyPlan.from_json(PLAN.to_json().replace("1e-05", "1e-06"))
+    with pytest.raises(accounting.LedgerError, match="belongs to plan"):
+        accounting.Ledger.open(three, other)
+    accounting.Ledger.open(three).close()
+
+
+def test_two_writers_are_refused(three):
+    with (
+        accounting.Ledger.open(three),
+        pytest.raises(accounting.LedgerError, match="in use by another"),
+    ):
+        accounting.Ledger.open(three)
+    accounting.Ledger.open(three).close()
+
+
+def test_a_closed_ledger_takes_no_rounds(three):
+    ledger = accounting.Ledger.open(three)
+    ledger.close()
+    ledger.close()
+    with pytest.raises(accounting.LedgerError, match="closed"):
+        ledger.append_round(6, EVENT)
+
+
+def test_an_event_that_cannot_be_priced_is_not_recorded(three):
+    with accounting.Ledger.open(three) as ledger, pytest.raises(ValueError, match="event must be"):
+        ledger.append_round(6, object())
+    assert len(accounting.Ledger.read(three).entries) == 3
+
+
+def test_a_line_torn_at_any_byte_counts_as_spent_and_is_repaired(three):
+    whole = three.read_bytes()
+    start = whole.rstrip(b"\n").rfind(b"\n") + 1
+    for cut in range(start + 1, len(whole)):
+        three.write_bytes(whole[:cut])
+        content = accounting.Ledger.read(three)
+        assert len(content.entries) == 3
+        assert content.entries[2].interrupted
+        assert three.read_bytes() == whole[:cut]  # reading changes nothing
+        with accounting.Ledger.open(three) as ledger:
+            assert ledger.events() == [EVENT, FIXED, EVENT]
+            ledger.append_round(ledger.last_round + 1, EVENT)
+        repaired = accounting.Ledger.read(three)
+        assert len(repaired.entries) == 4
+        assert [e.interrupted for e in repaired.entries] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * 40, b'{"round":\r\n', b"\r\r\r", b"[1]", b"\xff\xfe"])
+def test_garbage_at_the_end_counts_as_one_spent_round(three, garbage):
+    three.write_bytes(three.read_bytes() + garbage)
+    assert len(accounting.Ledger.read(three).entries) == 4
+    with accounting.Ledger.open(three) as ledger:
+        assert ledger.last_round == 6
+    assert len(accounting.Ledger.read(three).entries) == 4
+
+
+def test_damage_elsewhere_is_refused_in_one_line(three):
+    lines = three.read_bytes().splitlines(keepends=True)
+    damaged = {
+        2: lines[1].replace(b'"round":1', b'"round":9'),
+        3: lines[2].replace(b'"reports":99', b'"reports":9'),
+    }
+    for number, line in damaged.items():
+        assert line != lines[number - 1]
+        three.write_bytes(b"".join([*lines[: number - 1], line, *lines[number:]]))
+        for attempt in (accounting.Ledger.read, accounting.Ledger.open):
+            with pytest.raises(accounting.LedgerError, match=f"damaged at line {number}") as error:
+                attempt(three)
+            assert "\n" not in str(error.value)
+    three.write_bytes(b"".join([lines[0], *lines[2:]]))  # a round taken out
+    with pytest.raises(accounting.LedgerError, match="damaged at line 2"):
+        accounting.Ledger.read(three)
+
+
+def test_a_repair_that_fails_leaves_the_round_counted(three, monkeypatch):
+    three.write_bytes(three.read_bytes()[:-40])
+    write = os.write
+
+    def short(descriptor, data):
+        if len(data) < 60:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:30])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_lib.os, "write", short)
+        with pytest.raises(accounting.LedgerError, match="No space left"):
+            accounting.Ledger.open(three)
+    assert len(accounting.Ledger.read(three).entries) == 3
+    with accounting.Ledger.open(three) as ledger:
+        assert len(ledger.entries) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b'{"format":1', b"hello\n"])
+def test_a_file_without_a_first_line_is_refused(path, content):
+    path.write_bytes(content)
+    with pytest.raises(accounting.LedgerError, match="no readable first line"):
+        accounting.Ledger.read(path)
+
+
+def test_a_missing_file_or_folder_is_one_clear_error(path):
+    for attempt in (accounting.Ledger.read, accounting.Ledger.open):
+        with pytest.raises(accounting.LedgerError, match="No such file"):
+            attempt(path)
+    with pytest.raises(accounting.LedgerError, match="cannot create ledger"):
+        accounting.Ledger.create(path / "deeper", PLAN, "x")
+
+
+def test_the_line_is_synced_before_append_returns(path, monkeypatch):
+    synced = []
+    real = os.fsync
+
+    def fsync(descriptor):
+        real(descriptor)
+        synced.append(path.read_bytes().count(b"\n"))
+
+    monkeypatch.setattr(ledger_lib.os, "fsync", fsync)
+    ledger = accounting.Ledger.create(path, PLAN, "run")
+    assert synced == [1, 1]  # the file, then its directory
+    ledger.append_round(1, EVENT)
+    assert synced == [1, 1, 2]
+
+
+def test_a_disk_that_fills_up_keeps_nothing_of_the_line(three):
+    before = three.read_bytes()
+    ledger = accounting.Ledger.open(three)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:  # a real short write, then a real error: the file may grow by 20 bytes only
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+        with pytest.raises(accounting.LedgerError, match=r"cannot record round 6 .* halt"):
+            ledger.append_round(6, EVENT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert three.read_bytes() == before
+    assert ledger.last_round == 5
+    with pytest.raises(accounting.LedgerError, match="takes no more rounds"):
+        ledger.append_round(6, EVENT)
+    ledger.close()
+    with accounting.Ledger.open(three) as again:
+        again.append_round(6, EVENT)
+
+
+def test_a_failed_sync_is_not_believed(three, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    ledger = accounting.Ledger.open(three)
+    monkeypatch.setattr(ledger_lib.os, "fsync", fail)
+    with pytest.raises(accounting.LedgerError, match="may be on disk and will count as spent"):
+        ledger.append_round(6, EVENT)
+    assert ledger.last_round == 5
+
+
+KILLED = textwrap.dedent(
+    """
+    import sys
+    import accounting
+    path, acknowledge = sys.argv[1], open(sys.argv[2], "ab", buffering=0)
+    try:
+        ledger = accounting.Ledger.open(path)
+    except accounting.LedgerError:
+        plan = accounting.PrivacyPlan.from_json(sys.argv[3])
+        ledger = accounting.Ledger.create(path, plan, "killed")
+    event = ledger.plan.event()
+    while True:
+        number = ledger.last_round + 1
+        ledger.append_round(number, event, {"padding": "x" * 20000})
+        acknowledge.write(b"%d\\n" % number)
+    """
+)
+
+
+def test_kill_9_while_appending_loses_no_acknowledged_round(path, tmp_path):
+    acknowledged = tmp_path / "acknowledged"
+    acknowledged.touch()
+    for attempt in range(3):
+        before = len(acknowledged.read_text().split())
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(path), str(acknowledged), PLAN.to_json()]
+        )
+        while len(acknowledged.read_text().split()) < before + 20 + 7 * attempt:
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        rounds = [int(word) for word in acknowledged.read_text().split()]
+        content = accounting.Ledger.read(path)
+        spent = [entry.round for entry in content.entries]
+        assert spent == list(range(1, len(spent) + 1))
+        assert set(rounds) <= set(spent)
+        assert len(spent) <= rounds[-1] + 1

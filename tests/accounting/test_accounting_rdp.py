@@ -1,0 +1,176 @@
+"""Rényi moments: Theorem 1, exact check-in, fixed size, Theorem 2."""
+
+import math
+
+import mpmath as mp
+import numpy as np
+import pytest
+from accounting_oracles import moment, quadrature, series_moments, theorem2
+from dp_accounting.rdp import compute_epsilon
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from accounting import moments, rdp_bounds
+
+CASES = [
+    (1, 1.0, 2.0),
+    (2, 1.0, 0.5),
+    (3, 0.4, 1.0),
+    (7, 0.9, 0.3),
+    (50, 0.02, 3.0),
+    (10**4, 0.1, 10.0),
+    (10**8, 1e-3, 100.0),
+    (10**8, 1.0, 0.7),
+]
+
+
+def never_below(got, truth, slack=2e-10):
+    """The truth is bounded from above, and missed by at most `slack` of itself."""
+    assert truth <= mp.mpf(float(got)) <= truth * (1 + mp.mpf(slack))
+
+
+@pytest.mark.parametrize(("users", "rate", "sigma"), CASES)
+def test_moments_equal_the_partition_sum_in_50_digits(users, rate, sigma):
+    got = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, 12)
+    for order in range(2, 13):
+        never_below(got[order], mp.log(moment(users, sigma, order, rate)))
+
+
+@pytest.mark.parametrize(
+    ("users", "rate", "sigma"),
+    [(60_000, 0.1, 5.0), (60_000, 1.0, 9.48), (10**6, 0.01, 1.2), (30, 0.3, 1.0), (4, 1.0, 2.0)],
+)
+def test_high_orders_equal_the_series_in_high_precision(users, rate, sigma):
+    with mp.workdps(400 if users < 100 else 60):
+        truth = series_moments(users, sigma, 150, rate)
+        got = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, 150)
+        for order in range(2, 151, 7):
+            never_below(got[order], mp.log(truth[order]))
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.0, 7.0, 1e4])
+def test_one_user_who_always_reports_is_the_gaussian_mechanism(sigma):
+    rdp = rdp_bounds.rdp_from_log_moments(rdp_bounds.shuffled_gaussian(1, sigma, 300))
+    np.testing.assert_allclose(rdp, np.arange(2, 301) / (2 * sigma**2), rtol=3e-10)
+
+
+@pytest.mark.parametrize(("users", "rate"), [(1, 0.3), (2, 1.0), (2, 0.3), (3, 0.6)])
+def test_small_groups_agree_with_quadrature(users, rate):
+    got = rdp_bounds.shuffled_check_in_gaussian(users, rate, 1.5, 6)
+    for order in range(2, 7):
+        truth = quadrature(users, 1.5, rate, lambda w, k=order: w**k)
+        assert got[order] == pytest.approx(math.log(truth), rel=1e-8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    users=st.integers(1, 3),
+    rate=st.floats(0.01, 1),
+    sigma=st.floats(1.0, 8.0),
+    order=st.integers(2, 8),
+)
+def test_the_reverse_direction_is_never_larger(users, rate, sigma, order):
+    forward = quadrature(users, sigma, rate, lambda w: w**order, nodes=60)
+    reverse = quadrature(users, sigma, rate, lambda w: w ** (1.0 - order), nodes=60)
+    assert reverse <= forward * (1 + 1e-9)
+    got = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, order)[order]
+    assert math.log(reverse) <= got + 1e-9
+
+
+def test_table_1_of_the_paper():
+    orders = np.arange(2, 31)
+    rdp = rdp_bounds.rdp_from_log_moments(rdp_bounds.shuffled_gaussian(60_000, 9.48, 30))
+    for compositions in range(1, 8):
+        epsilon = compute_epsilon(orders, compositions * rdp, 1 / 60_000)[0]
+        assert 0.228200 <= epsilon <= 0.228225
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    users=st.integers(1, 40),
+    rate=st.floats(1e-3, 1),
+    sigma=st.floats(0.3, 30),
+    order=st.integers(2, 30),
+)
+def test_check_in_is_the_binomial_mixture_of_fixed_sizes(users, rate, sigma, order):
+    chances = stats.binom.pmf(np.arange(users + 1), users, rate)
+    mixture = 0.0
+    for k, chance in enumerate(chances):
+        part = rdp_bounds.fixed_size_shuffled_gaussian(users, k, sigma, order)[order]
+        mixture += chance * (mp.expm1(part))
+    got = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, order)[order]
+    assert got == pytest.approx(float(mp.log1p(mixture)), rel=1e-8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(users=st.integers(1, 10**6), sigma=st.floats(0.2, 50), more=st.integers(1, 1000))
+def test_everyone_taking_part_is_theorem_1_in_every_form(users, sigma, more):
+    everyone = rdp_bounds.shuffled_gaussian(users, sigma, 40)
+    check_in = rdp_bounds.shuffled_check_in_gaussian(users, 1.0, sigma, 40)
+    fixed = rdp_bounds.fixed_size_shuffled_gaussian(users, users, sigma, 40)
+    np.testing.assert_allclose(check_in, everyone, rtol=1e-12)
+    np.testing.assert_allclose(fixed, everyone, rtol=1e-12)
+    # Just below certainty the coins go through the other recurrence.
+    almost = rdp_bounds.shuffled_check_in_gaussian(users, 1 - 1e-12, sigma, 40)
+    np.testing.assert_allclose(almost, everyone, rtol=1e-8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    users=st.integers(1, 10**6),
+    rate=st.floats(1e-4, 0.9),
+    sigma=st.floats(0.3, 30),
+    factor=st.floats(1.01, 1.1),
+)
+def test_rdp_falls_in_users_and_noise_and_rises_in_the_rate(users, rate, sigma, factor):
+    def rdp(n, g, s):
+        return rdp_bounds.shuffled_check_in_gaussian(n, g, s, 30)
+
+    here = rdp(users, rate, sigma)
+    slack = 1 + 1e-9
+    assert np.all(rdp(users + 1, rate, sigma) <= here * slack)
+    assert np.all(rdp(users, rate, sigma * factor) <= here * slack)
+    assert np.all(rdp(users, rate * factor, sigma) * slack >= here)
+
+
+@pytest.mark.parametrize(("rate", "m", "sigma"), [(0.1, 1, 5.0), (0.3, 20, 0.4), (1.0, 500, 3.0)])
+def test_theorem_2_is_the_printed_sum(rate, m, sigma):
+    got = rdp_bounds.subsampled_shuffled_gaussian(rate, m, sigma, 10)
+    for order in range(2, 11):
+        never_below(got[order], mp.log(theorem2(rate, m, sigma, order)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), users=st.integers(1, 5000), sigma=st.floats(0.2, 30))
+def test_theorem_2_is_never_below_the_exact_fixed_size_moment(data, users, sigma):
+    m = data.draw(st.integers(1, users))
+    bound = rdp_bounds.subsampled_shuffled_gaussian(m / users, m, sigma, 40)
+    exact = rdp_bounds.fixed_size_shuffled_gaussian(users, m, sigma, 40)
+    assert np.all(bound * (1 + 1e-9) >= exact)
+
+
+def test_no_reports_cost_nothing_even_without_noise():
+    assert not rdp_bounds.fixed_size_shuffled_gaussian(10, 0, 0.0, 5).any()
+    assert not rdp_bounds.subsampled_shuffled_gaussian(0.5, 0, 0.0, 5).any()
+
+
+@pytest.mark.parametrize("sigma", [0.0, 1e-160, 1e-200])
+def test_a_moment_that_cannot_be_represented_is_infinite(sigma):
+    for result in (
+        rdp_bounds.shuffled_gaussian(5, sigma, 4),
+        rdp_bounds.shuffled_check_in_gaussian(5, 0.5, sigma, 4),
+        rdp_bounds.fixed_size_shuffled_gaussian(5, 2, sigma, 4),
+        rdp_bounds.subsampled_shuffled_gaussian(0.5, 2, sigma, 4),
+    ):
+        assert np.all(result[2:] > 1e300)
+
+
+def test_very_large_noise_keeps_its_digits():
+    got = rdp_bounds.shuffled_gaussian(10, 1e100, 2)[2]
+    assert got == pytest.approx(1e-201, rel=1e-8)  # log(1 + (e^s - 1)/10), s = 1e-200
+    assert np.all(rdp_bounds.shuffled_check_in_gaussian(10**6, 0.01, 1e170, 10)[2:] > 0)
+
+
+def test_a_nan_becomes_infinite_not_small():
+    assert moments.round_up(np.array([np.nan]))[0] == np.inf

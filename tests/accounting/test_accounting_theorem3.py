@@ -1,0 +1,164 @@
+"""Theorem 3 and the direct sum of Eq. 17."""
+
+import math
+import time
+
+import mpmath as mp
+import numpy as np
+import pytest
+from accounting_oracles import moment, theorem2, theorem3
+from dp_accounting.rdp import compute_epsilon
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from accounting import rdp_bounds
+from accounting import theorem3 as t3
+
+PARAMETERS = {
+    "users": st.integers(1, 200_000),
+    "rate": st.floats(1e-4, 1.0),
+    "sigma": st.floats(0.15, 30.0),
+}
+
+
+def test_reference_value_of_the_published_setting():
+    log_moments = t3.shuffled_check_in_gaussian(60_000, 0.1, 5.0, 256)
+    rdp = rdp_bounds.rdp_from_log_moments(log_moments)
+    epsilon, order = compute_epsilon(np.arange(2, 257), 5540 * rdp, 1 / 60_000)
+    assert epsilon == pytest.approx(9.617, abs=0.001)
+    assert order == 2
+
+
+@pytest.mark.parametrize(
+    ("users", "rate", "sigma"), [(30, 0.5, 2.0), (12, 0.9, 0.3), (40, 0.2, 0.8), (9, 0.05, 1.0)]
+)
+def test_equals_the_printed_formula_at_every_split_in_50_digits(users, rate, sigma):
+    got = t3.shuffled_check_in_gaussian(users, rate, sigma, 8)
+    for order in range(2, 9):
+        truth = theorem3(users, rate, sigma, order)
+        assert truth <= mp.mpf(float(got[order])) <= truth * (1 + mp.mpf(2e-10))
+
+
+def every_split(users, rate, sigma, max_order, split):
+    """Brute force over all m, with the moments of each m from the direct recurrence."""
+    mean = users * rate
+    m = np.arange(1, min(math.floor(mean) + 1, users) + 1)
+    second = rdp_bounds.subsampled_log_excess(
+        np.full(m.size, rate), m.astype(float), sigma, max_order
+    )
+    first = np.logaddexp(0.0, second[:, 0])
+    tail = -0.5 * mean * np.maximum(1 - (m - 1) / mean, 0) ** 2
+    if split == "binomial":
+        tail = np.minimum(tail, stats.binom.logcdf(m - 1, users, rate))
+    return np.logaddexp(0.0, np.min(np.logaddexp(first[:, None] + tail, second), axis=1))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    users=st.integers(1, 3000),
+    rate=st.floats(1e-3, 1.0),
+    sigma=st.floats(0.2, 30.0),
+    split=st.sampled_from(["chernoff", "binomial"]),
+)
+def test_the_split_found_is_the_best_of_all(users, rate, sigma, split):
+    got = t3.shuffled_check_in_gaussian(users, rate, sigma, 40, split=split)[2:]
+    brute = every_split(users, rate, sigma, 40, split)[2:]
+    # Below e^-575 the binomial tail is bounded, not computed: hence a looser upper limit there.
+    assert np.all(got >= brute * (1 - 1e-12))
+    assert np.all(got <= brute * (1 + (1e-8 if split == "binomial" else 3e-10)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(**PARAMETERS)
+def test_as_printed_is_never_below_the_exact_value_if_a_report_is_expected(users, rate, sigma):
+    assume(users * rate >= 1.0)
+    exact = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, 60)
+    for split in ("chernoff", "binomial"):
+        printed = t3.shuffled_check_in_gaussian(users, rate, sigma, 60, split=split)
+        assert np.all(printed * (1 + 1e-9) >= exact)
+
+
+def test_as_printed_falls_below_the_true_divergence_if_hardly_anyone_checks_in():
+    """57 users at rate 0.00036: why the accountant floors the printed theorem."""
+    printed = theorem3(57, 0.00036, 1.7233, 12)
+    exact = mp.log(moment(57, 1.7233, 12, 0.00036))
+    assert printed > exact  # low orders are fine,
+    printed = t3.shuffled_check_in_gaussian(57, 0.00036, 1.7233, 48)[48]
+    exact = rdp_bounds.shuffled_check_in_gaussian(57, 0.00036, 1.7233, 48)[48]
+    assert printed < 0.1 * exact  # high ones are not
+
+
+@settings(max_examples=40, deadline=None)
+@given(**PARAMETERS)
+def test_the_conditional_rate_is_sound_everywhere(users, rate, sigma):
+    exact = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, 30)
+    bound = t3.shuffled_check_in_gaussian(users, rate, sigma, 30, rate="conditional")
+    assert np.all(bound * (1 + 1e-9) >= exact)
+
+
+@settings(max_examples=40, deadline=None)
+@given(**PARAMETERS)
+def test_the_binomial_tail_is_never_worse_than_chernoff(users, rate, sigma):
+    chernoff = t3.shuffled_check_in_gaussian(users, rate, sigma, 40)
+    binomial = t3.shuffled_check_in_gaussian(users, rate, sigma, 40, split="binomial")
+    assert np.all(binomial <= chernoff)
+
+
+@pytest.mark.parametrize("rate_form", ["nominal", "conditional"])
+def test_the_direct_sum_is_eq_17_in_50_digits(rate_form):
+    users, rate, sigma, order = 15, 0.3, 1.5, 6
+    total = mp.mpf(0)
+    for k in range(users + 1):
+        chance = mp.binomial(users, k) * mp.mpf(rate) ** k * (1 - mp.mpf(rate)) ** (users - k)
+        used = rate if rate_form == "nominal" else mp.mpf(k) / users
+        total += chance * (theorem2(used, k, sigma, order) if k else 1)
+    got = t3.direct_sum(users, rate, sigma, order, rate_form)[order]
+    assert float(mp.log(total)) <= got * (1 + 1e-12)
+    assert got == pytest.approx(float(mp.log(total)), rel=1e-8)
+
+
+@settings(max_examples=15, deadline=None)
+@given(**PARAMETERS)
+def test_the_direct_sum_lies_between_the_exact_value_and_theorem_3(users, rate, sigma):
+    exact = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, 12)
+    total = t3.direct_sum(users, rate, sigma, 12)
+    assert np.all(total * (1 + 1e-9) >= exact)
+    bound = t3.shuffled_check_in_gaussian(users, rate, sigma, 12, "binomial", "conditional")
+    assert np.all(total <= bound * (1 + 1e-3))  # blocks beyond 2000 counts cost a little
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 10**6), p=st.floats(1e-4, 0.999), at=st.floats(0, 1))
+def test_binomial_tails_are_bounds_and_tight_where_representable(n, p, at):
+    k = np.array([int(at * n)])
+    lower, upper = t3.log_binomial_tails(k, n, p)
+    for got, truth in ((lower, stats.binom.logcdf(k, n, p)), (upper, stats.binom.logsf(k, n, p))):
+        assert got[0] >= truth[0] - 1e-9 * abs(truth[0]) - 1e-12
+        if truth[0] > -500:
+            assert got[0] == pytest.approx(truth[0], abs=1e-6)
+
+
+def test_far_binomial_tails_do_not_underflow():
+    lower, upper = t3.log_binomial_tails(np.array([0, 9999]), 10_000, 0.9)
+    assert lower[0] == pytest.approx(10_000 * math.log(0.1))
+    assert np.all(np.isfinite(lower))
+    assert upper[1] == pytest.approx(10_000 * math.log(0.9), abs=1e-6)
+
+
+def test_a_hundred_million_expected_reports_are_no_harder():
+    start = time.perf_counter()
+    result = t3.shuffled_check_in_gaussian(10**9, 0.1, 1.0, 256)
+    assert time.perf_counter() - start < 5.0
+    assert np.all(np.isfinite(result))
+
+
+def test_no_noise_is_infinite():
+    assert np.all(t3.shuffled_check_in_gaussian(10, 0.5, 0.0, 5)[2:] == np.inf)
+    assert np.all(t3.direct_sum(10, 0.5, 0.0, 5)[2:] == np.inf)
+
+
+@pytest.mark.parametrize("wrong", [{"split": "bernstein"}, {"rate": "printed"}])
+def test_unknown_forms_are_refused(wrong):
+    with pytest.raises(ValueError, match="must be"):
+        t3.shuffled_check_in_gaussian(10, 0.5, 1.0, 5, **wrong)
