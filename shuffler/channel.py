@@ -1,0 +1,82 @@
+"""Addresses, and the settings that both ends of the wire share."""
+
+from __future__ import annotations
+
+import ipaddress
+
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "MAX_REPORT_BYTES",
+    "READY",
+    "SERVER_OPTIONS",
+    "TOKEN_KEY",
+    "TOKEN_VARIABLE",
+    "join_address",
+    "parse_address",
+]
+
+MAX_REPORT_BYTES = 64 * 2**20
+"""Longest sealed report that a run may declare, in bytes."""
+
+READY = "shuffler listening on "
+"""A started shuffler's one line on standard output is this and its address."""
+
+TOKEN_VARIABLE = "SHUFL_CONTROL_TOKEN"
+"""Environment variable with the server's control token (not an option: options are public)."""
+
+TOKEN_KEY = "authorization"
+"""Metadata key of the control token; its value is `Bearer <token>`."""
+
+_MESSAGE_BYTES = MAX_REPORT_BYTES + 2**16  # a longest report and its header
+_LENGTHS = [
+    ("grpc.max_send_message_length", _MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+]
+
+SERVER_OPTIONS = [
+    *_LENGTHS,
+    # Otherwise a second process could listen on the same port and take half of the reports.
+    ("grpc.so_reuseport", 0),
+]
+
+CHANNEL_OPTIONS = [
+    *_LENGTHS,
+    ("grpc.enable_retries", 0),
+    # Straight to the shuffler, whatever http_proxy says.
+    ("grpc.enable_http_proxy", 0),
+    # A restarted shuffler is found again within seconds rather than minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # Else channels of one process to one address share a connection and its window.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def parse_address(address: str) -> tuple[str, int, bool]:
+    """Splits `HOST:PORT`, an IPv6 host in brackets.
+
+    Returns:
+        The host, the port, and whether the host is certain to be this machine's loopback. Of names
+        only `localhost` is, and it is taken as 127.0.0.1: other names may resolve to anything.
+
+    Raises:
+        ValueError: if there is no host, or the port does not lie in [0, 65535].
+    """
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"an IPv6 address goes in brackets, [HOST]:PORT, got {address!r}")
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"an address is HOST:PORT with a port in [0, 65535], got {address!r}")
+    if host == "localhost":
+        return "127.0.0.1", int(port), True
+    try:
+        return host, int(port), ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host, int(port), False
+
+
+def join_address(host: str, port: int) -> str:
+    """`HOST:PORT`, with an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,355 @@
+"""What user devices and the server use to talk to the shuffler.
+
+A channel is made when it is first used, in the process that uses it: a client object may be made
+before a fork or sent to a Ray worker, and each process then has its own connection.
+
+Every wait for the shuffler has a limit. Nothing is retried here. Plaintext goes to a loopback
+address only; any other needs `root_certificates`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from shuffler import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.channel import (
+    CHANNEL_OPTIONS,
+    MAX_REPORT_BYTES,
+    TOKEN_KEY,
+    join_address,
+    parse_address,
+)
+from shuffler.errors import Outcome, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
+from shuffler.sealing import RoundHeader
+
+__all__ = ["ControlClient", "IntakeClient"]
+
+_stubs: Any = shuffler_pb2_grpc  # generated without types
+
+_WINDOW_REPORTS = 256  # of one stream, sent and not yet answered
+_WINDOW_BYTES = 8 * 2**20
+
+
+class _Client:
+    """One lazily made channel for each process."""
+
+    def __init__(self, address: str, root_certificates: bytes | None, timeout: float) -> None:
+        host, port, loopback = parse_address(address)
+        if port == 0:
+            raise ValueError(f"a shuffler's port lies in [1, 65535], got {address!r}")
+        if root_certificates is None and not loopback:
+            raise ValueError(
+                f"plaintext only to a loopback address: {address} needs root certificates"
+            )
+        if not timeout > 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        self.address = join_address(host, port)
+        self.timeout = timeout
+        self._root_certificates = root_certificates
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
+        self._owner = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_channel": None, "_owner": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection of this process; the next call makes a new one."""
+        if self._channel is not None and self._owner == os.getpid():
+            self._channel.close()
+        self._channel = None
+
+    def _connected(self) -> grpc.Channel:
+        if self._owner != os.getpid():
+            # After a fork the lock may be held by a thread that does not exist here.
+            self._lock, self._channel, self._owner = threading.Lock(), None, os.getpid()
+        with self._lock:
+            if self._channel is None:
+                if self._root_certificates is None:
+                    self._channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
+                else:
+                    credentials = grpc.ssl_channel_credentials(self._root_certificates)
+                    self._channel = grpc.secure_channel(self.address, credentials, CHANNEL_OPTIONS)
+            return self._channel
+
+    @contextmanager
+    def _errors(self, stall: _Stall | None = None) -> Iterator[None]:
+        """Turns gRPC's errors into ours."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            details = str(error.details() or error.code().name)
+            reason, _, sentence = details.partition(": ")
+            if reason in Refusal.__members__:
+                raise ShufflerRefused(Refusal(reason), sentence) from error
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or (stall and stall.expired):
+                details = f"nothing within {self.timeout:g} s"
+            raise ShufflerUnavailable(
+                f"shuffler at {self.address} does not answer: {details}"
+            ) from error
+
+
+class IntakeClient(_Client):
+    """Hands sealed reports in. For user devices and for the nodes that simulate many of them.
+
+    One object per process and stream of reports is meant; several threads may share it.
+    """
+
+    def __init__(
+        self, address: str, root_certificates: bytes | None = None, timeout: float = 60.0
+    ) -> None:
+        """Remembers where the shuffler is; connects with the first report.
+
+        Args:
+            address: the shuffler's `HOST:PORT`.
+            root_certificates: PEM certificates to trust; switches TLS on.
+            timeout: longest wait in seconds for one verdict. A stream of reports may last longer.
+
+        Raises:
+            ValueError: if the address is malformed, or not loopback without `root_certificates`.
+        """
+        super().__init__(address, root_certificates, timeout)
+
+    def submit(
+        self, header: RoundHeader, reports: Iterable[tuple[str, bytes]]
+    ) -> Iterator[Verdict]:
+        """Streams reports of one round to the shuffler.
+
+        Nothing is sent before the result is iterated over. `reports` is then read in the caller's
+        thread, as far ahead of the verdicts as the window of unanswered reports allows (256, and
+        8 MiB or one report), so it can be a generator of any length.
+
+        Args:
+            header: the round; the same that the reports were sealed with.
+            reports: pairs of the sender's pseudonym and the sealed report.
+
+        Yields:
+            One verdict for each report, in order. Only `ACCEPTED` reports are in the batch.
+
+        Raises:
+            ShufflerUnavailable: if the shuffler is not there or stops answering. The reports
+                without a verdict may or may not be in the batch; submitting them again is harmless.
+            ValueError: if a report is longer than any shuffler takes.
+        """
+        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        stub = _stubs.IntakeStub(self._connected())
+        waiting: deque[int] = deque()  # lengths of the reports without a verdict
+        unanswered = 0  # their sum
+        with self._errors():
+            call = stub.Submit(iter(requests.get, None))
+        stall = _Stall(call, self.timeout)
+        try:
+            for sender, sealed in reports:
+                if len(sealed) > MAX_REPORT_BYTES:
+                    raise ValueError(
+                        f"a sealed report has at most {MAX_REPORT_BYTES} bytes, got {len(sealed)}"
+                    )
+                while waiting and (
+                    len(waiting) >= _WINDOW_REPORTS or unanswered + len(sealed) > _WINDOW_BYTES
+                ):
+                    yield self._verdict(stall)
+                    unanswered -= waiting.popleft()
+                requests.put(_request(header, sender, sealed))
+                waiting.append(len(sealed))
+                unanswered += len(sealed)
+            requests.put(None)
+            for _ in waiting:
+                yield self._verdict(stall)
+        finally:
+            requests.put(None)
+            stall.stop()
+            call.cancel()
+
+    def _verdict(self, stall: _Stall) -> Verdict:
+        with self._errors(stall):
+            reply = stall.next()
+        if reply is None:
+            raise ShufflerUnavailable(
+                f"shuffler at {self.address} does not answer: it ended the stream early"
+            )
+        return Verdict(reply.verdict)
+
+
+class ControlClient(_Client):
+    """Runs rounds. For the server only: it needs the control token."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        root_certificates: bytes | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        """Remembers where the shuffler is; connects with the first call.
+
+        Args:
+            address: the shuffler's `HOST:PORT`.
+            token: the control token that the shuffler was started with.
+            root_certificates: PEM certificates to trust; switches TLS on.
+            timeout: longest wait in seconds for one answer, or one part of a release.
+
+        Raises:
+            ValueError: if the address is malformed, or not loopback without `root_certificates`,
+                or the token is no text that a header may carry.
+        """
+        super().__init__(address, root_certificates, timeout)
+        if not (token.isascii() and token.isprintable()):
+            raise ValueError("a control token is printable ASCII")
+        self._metadata = ((TOKEN_KEY, f"Bearer {token}"),)
+
+    def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
+        """Registers a run with its plan; the same call again changes nothing.
+
+        Args:
+            run_id: the run's name, 1 to 256 characters.
+            plan: the privacy plan, a JSON object with `users` and `minimum_batch`.
+            report_bytes: length of every sealed report in bytes (`sealed_length` of the payload).
+
+        Returns:
+            The plan's digest as the shuffler computed it: SHA-256 of `plan`, hexadecimal.
+
+        Raises:
+            ShufflerRefused: `MALFORMED`; `RUN_EXISTS` with another plan or length; `RUN_ENDED`.
+            ShufflerUnavailable: if the shuffler does not answer.
+        """
+        request = shuffler_pb2.CreateRunRequest(run_id=run_id, plan=plan, report_bytes=report_bytes)
+        return str(self._call("CreateRun", request).plan_digest)
+
+    def open_round(self, run_id: str, round: int, model_version: str) -> None:
+        """Opens a round for reports on this model version.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
+                `ROUND_NOT_INCREASING`, `MALFORMED`, `STORAGE_FULL`.
+            ShufflerUnavailable: if the shuffler does not answer.
+        """
+        request = shuffler_pb2.OpenRoundRequest(
+            run_id=run_id, round=round, model_version=model_version
+        )
+        self._call("OpenRound", request)
+
+    def close_round(self, run_id: str, round: int) -> Outcome:
+        """Ends a round's intake; asking again gives the same answer.
+
+        Returns:
+            `RELEASABLE`, or `BELOW_MINIMUM`: then the batch has been destroyed. How many reports
+            there were is not told.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`,
+                `STORAGE_FULL`.
+            ShufflerUnavailable: if the shuffler does not answer.
+        """
+        request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round)
+        return Outcome(self._call("CloseRound", request).outcome)
+
+    def release(self, run_id: str, round: int) -> Iterator[bytes]:
+        """The sealed reports of a closed round in uniformly random order.
+
+        The shuffler gives a batch out once and destroys it at the end of this call, also when the
+        call is broken off: then the rest is lost. Nothing is asked before the first iteration.
+
+        Raises:
+            ShufflerRefused: `ROUND_NOT_CLOSED`, `BELOW_MINIMUM`, `ALREADY_RELEASED`,
+                `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`, `STORAGE_FULL`.
+            ShufflerUnavailable: if the shuffler does not answer; the batch may then be incomplete.
+        """
+        stub = _stubs.ControlStub(self._connected())
+        request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
+        with self._errors():
+            call = stub.Release(request, metadata=self._metadata)
+        stall = _Stall(call, self.timeout)
+        try:
+            while True:
+                with self._errors(stall):
+                    chunk = stall.next()
+                if chunk is None:
+                    return
+                yield from chunk.sealed
+        finally:
+            stall.stop()
+            call.cancel()
+
+    def end_run(self, run_id: str) -> None:
+        """Destroys everything of a run; repeating it changes nothing.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`.
+            ShufflerUnavailable: if the shuffler does not answer.
+        """
+        self._call("EndRun", shuffler_pb2.EndRunRequest(run_id=run_id))
+
+    def _call(self, name: str, request: Any) -> Any:
+        method = getattr(_stubs.ControlStub(self._connected()), name)
+        with self._errors():
+            return method(request, timeout=self.timeout, metadata=self._metadata)
+
+
+class _Stall:
+    """Ends a streaming call when one answer takes too long.
+
+    A gRPC deadline would limit the whole stream, which may last as long as the training of all its
+    users.
+    """
+
+    def __init__(self, call: Any, timeout: float) -> None:
+        self.expired = False
+        self._call = call
+        self._timeout = timeout
+        self._since: float | None = None
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def next(self) -> Any:
+        """The next answer; None at the end of the stream."""
+        self._since = time.monotonic()
+        try:
+            return next(self._call, None)
+        finally:
+            self._since = None
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(1.0, self._timeout / 4)):
+            since = self._since
+            if since is not None and time.monotonic() - since > self._timeout:
+                self.expired = True
+                self._call.cancel()
+                return
+
+
+def _request(header: RoundHeader, sender: str, sealed: bytes) -> Any:
+    return shuffler_pb2.SubmitRequest(
+        run_id=header.run_id,
+        round=header.round,
+        model_version=header.model_version,
+        plan_digest=header.plan_digest,
+        sender=sender,
+        sealed=sealed,
+    )

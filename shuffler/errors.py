@@ -1,0 +1,94 @@
+"""What can go wrong between the parties, and what the shuffler answers to one report."""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+__all__ = [
+    "Outcome",
+    "Refusal",
+    "ReportRejected",
+    "ShufflerError",
+    "ShufflerRefused",
+    "ShufflerUnavailable",
+    "Verdict",
+]
+
+
+class Verdict(IntEnum):
+    """The shuffler's answer to one report; the numbers are those of `shuffler.proto`.
+
+    Only `ACCEPTED` means that the report is stored (and on disk). `DUPLICATE` means that an earlier
+    report of the same sender is in the round's batch: also what a sender is told who submits again
+    because the answer to the first attempt was lost.
+    """
+
+    ACCEPTED = 1
+    UNKNOWN_RUN = 2
+    ROUND_NOT_OPEN = 3
+    DUPLICATE = 4
+    WRONG_LENGTH = 5
+    WRONG_PLAN = 6
+    WRONG_MODEL_VERSION = 7
+    BAD_SENDER = 8
+    ROUND_FULL = 9
+    STORAGE_FULL = 10
+    STORAGE_FAILED = 11
+
+
+class Outcome(IntEnum):
+    """What closing a round found; the numbers are those of `shuffler.proto`."""
+
+    RELEASABLE = 1
+    BELOW_MINIMUM = 2
+
+
+class Refusal(StrEnum):
+    """Why a control call was refused."""
+
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    MALFORMED = "MALFORMED"
+    UNKNOWN_RUN = "UNKNOWN_RUN"
+    RUN_EXISTS = "RUN_EXISTS"
+    RUN_ENDED = "RUN_ENDED"
+    UNKNOWN_ROUND = "UNKNOWN_ROUND"
+    ROUND_NOT_INCREASING = "ROUND_NOT_INCREASING"
+    ANOTHER_ROUND_OPEN = "ANOTHER_ROUND_OPEN"
+    ROUND_NOT_CLOSED = "ROUND_NOT_CLOSED"
+    BELOW_MINIMUM = "BELOW_MINIMUM"
+    ALREADY_RELEASED = "ALREADY_RELEASED"
+    BATCH_LOST = "BATCH_LOST"
+    STORAGE_FULL = "STORAGE_FULL"
+    STORAGE_FAILED = "STORAGE_FAILED"
+
+
+class ShufflerError(Exception):
+    """Base of everything the client stubs raise about the shuffler."""
+
+
+class ShufflerUnavailable(ShufflerError):
+    """The shuffler does not answer; what became of unanswered reports is unknown.
+
+    Submitting those again is harmless: a report that had been stored is answered `DUPLICATE`.
+    """
+
+
+class ShufflerRefused(ShufflerError):
+    """The shuffler answered, and refused.
+
+    Attributes:
+        reason: which rule (`Refusal`), for programs.
+        detail: one sentence for people.
+    """
+
+    def __init__(self, reason: Refusal, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type[ShufflerRefused], tuple[Refusal, str]]:
+        return (type(self), (self.reason, self.detail))
+
+
+class ReportRejected(Exception):
+    """A sealed report does not open under this key and header."""

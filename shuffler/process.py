@@ -1,0 +1,184 @@
+"""The shuffler as a child process of the run that needs it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from shuffler.channel import READY, TOKEN_VARIABLE
+from shuffler.errors import ShufflerError, ShufflerUnavailable
+
+__all__ = ["ShufflerProcess"]
+
+_TAIL_BYTES = 2000
+
+
+class ShufflerProcess:
+    """Starts a shuffler as a process of its own, and stops it at the end of the `with` block.
+
+    The child ends when this process does, even if that is killed. It finds the package from
+    whatever working directory. What it writes to standard error is kept for error messages; give
+    `log_file` to keep its log.
+
+    Attributes:
+        control_token: what `ControlClient` needs. In the child it is in the environment only.
+        address: `HOST:PORT` where it listens; set when the block is entered.
+    """
+
+    def __init__(
+        self,
+        spool: Path | None = None,
+        *,
+        listen: str = "127.0.0.1:0",
+        log_file: Path | None = None,
+        tls_certificate: Path | None = None,
+        tls_key: Path | None = None,
+        control_token: str | None = None,
+        start_timeout: float = 30.0,
+        stop_timeout: float = 10.0,
+    ) -> None:
+        """Remembers how to start; `__enter__` does it.
+
+        Args:
+            spool: where accepted reports are kept, also for a later start on the same directory.
+                Default: a temporary directory that goes with the process.
+            listen: `HOST:PORT`; port 0 picks a free one.
+            log_file: where the shuffler logs.
+            tls_certificate: PEM file with the certificate chain.
+            tls_key: PEM file with its private key.
+            control_token: default: a fresh random one.
+            start_timeout: longest wait in seconds for the child to listen.
+            stop_timeout: wait in seconds after SIGTERM before SIGKILL.
+        """
+        self.control_token = control_token or secrets.token_urlsafe(32)
+        self.address = ""
+        self._arguments = ["--listen", listen, "--exit-with-parent"]
+        for option, path in (
+            ("--spool", spool),
+            ("--log-file", log_file),
+            ("--tls-certificate", tls_certificate),
+            ("--tls-key", tls_key),
+        ):
+            if path is not None:
+                self._arguments += [option, str(Path(path).absolute())]
+        self._start_timeout = start_timeout
+        self._stop_timeout = stop_timeout
+        self._child: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The child's process id.
+
+        Raises:
+            ShufflerError: if it was not started.
+        """
+        if self._child is None:
+            raise ShufflerError("the shuffler process was not started")
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the child is running."""
+        return self._child is not None and self._child.poll() is None
+
+    def __enter__(self) -> Self:
+        """Starts the child and waits until it listens.
+
+        Raises:
+            ShufflerUnavailable: if it ends or does not listen in time; with its last words.
+        """
+        if self._child is not None:
+            raise ShufflerError("the shuffler process is already started")
+        # The child's temporary files lie here, so that they go even if it has to be killed.
+        self._scratch = tempfile.TemporaryDirectory(prefix="shufl-", ignore_cleanup_errors=True)
+        self._errors = tempfile.TemporaryFile()
+        package_parent = str(Path(__file__).resolve().parent.parent)
+        paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "shuffler", *self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(paths),
+                    TOKEN_VARIABLE: self.control_token,
+                    "TMPDIR": self._scratch.name,
+                },
+                # Ctrl-C at the terminal is for the run, which then stops the shuffler in order.
+                start_new_session=True,
+            )
+            self.address = self._wait_for_address(self._child)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stops the child: SIGTERM, and SIGKILL if that does not help."""
+        self._stop()
+
+    def _wait_for_address(self, child: subprocess.Popen[bytes]) -> str:
+        assert child.stdout is not None
+        line = b""
+        deadline = time.monotonic() + self._start_timeout
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    raise ShufflerUnavailable(
+                        f"the shuffler did not start within {self._start_timeout:g} s{self._tail()}"
+                    )
+                read = os.read(child.stdout.fileno(), 4096)
+                if not read:
+                    child.wait(self._stop_timeout)
+                    raise ShufflerUnavailable(
+                        f"the shuffler ended with exit code {child.returncode}{self._tail()}"
+                    )
+                line += read
+        text = line.decode(errors="replace")
+        if not text.startswith(READY):
+            raise ShufflerUnavailable(f"the shuffler said {line!r} instead of its address")
+        return text.removeprefix(READY).strip()
+
+    def _tail(self) -> str:
+        """The end of the child's standard error, for a message."""
+        assert self._errors is not None
+        end = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, end - _TAIL_BYTES))
+        text = self._errors.read().decode(errors="replace").strip()
+        return f": {text}" if text else ""
+
+    def _stop(self) -> None:
+        child = self._child
+        if child is not None:
+            child.terminate()  # does nothing to a child that has ended
+            try:
+                child.wait(self._stop_timeout)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    pipe.close()
+        if self._errors is not None:
+            self._errors.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()

@@ -1,0 +1,48 @@
+"""What clients and the server agree on beside the seal: a report's bytes and a model's version."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from shuffler.errors import ReportRejected
+
+__all__ = ["decode_report", "encode_report", "model_version", "report_length"]
+
+if TYPE_CHECKING:  # the shuffler process knows nothing of contents and does without numpy
+    import numpy as np
+
+_ENTRY, _ENTRY_BYTES = "<f4", 4  # little-endian float32
+
+
+def report_length(dimension: int) -> int:
+    """Length in bytes of an encoded report of `dimension` entries: the same for every report."""
+    return dimension * _ENTRY_BYTES
+
+
+def encode_report(report: np.ndarray) -> bytes:
+    """A report of shape (d,) as d little-endian float32."""
+    return report.astype(_ENTRY).tobytes()
+
+
+def decode_report(payload: bytes, dimension: int) -> np.ndarray:
+    """The report of shape (d,), float32, that `encode_report` wrote.
+
+    Raises:
+        ReportRejected: if the payload's length is not that of `dimension` entries.
+    """
+    import numpy as np
+
+    if len(payload) != report_length(dimension):
+        raise ReportRejected(f"a report has {report_length(dimension)} bytes, got {len(payload)}")
+    return np.frombuffer(payload, dtype=_ENTRY)
+
+
+def model_version(parameters: Iterable[bytes]) -> str:
+    """SHA-256 (hexadecimal) of a model's parameters, each given as its bytes, in order."""
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        digest.update(len(parameter).to_bytes(8, "big"))
+        digest.update(parameter)
+    return digest.hexdigest()

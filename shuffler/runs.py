@@ -1,0 +1,419 @@
+"""Runs, rounds and their batches: what the shuffler remembers, and the rules it holds.
+
+A round goes open → closed → releasing → done, or open → done when its batch is below the plan's
+minimum; each step is on disk before it is answered. After a crash at any point the same directory
+can be opened again: runs, open and closed rounds, and every acknowledged report are there. A crash
+*while releasing* loses that batch. It is never released twice: two releases would be two random
+orders of the same reports, and a server that saw half of one could match it with the other.
+
+Nothing here knows gRPC. Everything is blocking and for one thread, except the reading of a batch
+that `begin_release` handed out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import NoReturn
+
+from shuffler.channel import MAX_REPORT_BYTES
+from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
+from shuffler.spool import RoundSpool
+from shuffler.storage import (
+    PAGE_BYTES,
+    claim_directory,
+    connect,
+    delete_database,
+    storage_errors,
+    storage_refusal,
+    transaction,
+)
+
+__all__ = ["Report", "RunStore"]
+
+_MAX_NAME = 256  # characters of a run id, a model version or a sender's pseudonym
+_MAX_ROUND = 2**63 - 1
+_MAX_PLAN_BYTES = 2**20
+_RESERVE_BYTES = 128 * 2**10
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs(
+    run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rounds(
+    run_id TEXT, round INTEGER, model_version TEXT NOT NULL, state TEXT NOT NULL, outcome INTEGER,
+    PRIMARY KEY (run_id, round)
+) WITHOUT ROWID;
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """One sealed report as submitted: its round, its sender and its opaque bytes."""
+
+    run_id: str
+    round: int
+    model_version: str
+    plan_digest: str
+    sender: str
+    sealed: bytes
+
+
+class _State(StrEnum):
+    OPEN = "open"
+    CLOSED = "closed"
+    RELEASING = "releasing"
+    DONE = "done"
+
+
+@dataclasses.dataclass(slots=True)
+class _Round:
+    number: int
+    model_version: str
+    state: _State
+    outcome: Outcome | None  # of closing; None before, and for a batch whose file was missing
+    spool: RoundSpool | None
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    digest: str
+    users: int
+    minimum_batch: int
+    report_bytes: int
+    ended: bool
+    rounds: dict[int, _Round]
+
+    def open_round(self) -> _Round | None:
+        return next((r for r in self.rounds.values() if r.state is _State.OPEN), None)
+
+
+class RunStore:
+    """All runs of one shuffler process, in one directory that only it uses."""
+
+    def __init__(self, directory: Path, reserve_bytes: int = _RESERVE_BYTES) -> None:
+        """Opens the directory (made with mode 0700 if missing) and takes up what is in it.
+
+        Args:
+            directory: where `runs.db` and one file for each batch are kept.
+            reserve_bytes: free space in bytes that reports may not use, so that rounds can still
+                be closed and released when they have filled the disk.
+
+        Raises:
+            ValueError: if others may enter the directory, or another process uses it.
+            OSError: if the directory can not be made or used.
+            sqlite3.Error: if `runs.db` can not be read or written.
+        """
+        self._directory = directory
+        self._reserve = reserve_bytes
+        self._lock = claim_directory(directory)
+        self._runs: dict[str, _Run] = {}
+        try:
+            self._connection = connect(directory / "runs.db")
+            self._connection.executescript(_SCHEMA)
+            self._recover()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
+        """Registers a run; the same call again changes nothing.
+
+        Args:
+            run_id: the run's name, not used before.
+            plan: the privacy plan, a JSON object with integers `users` ≥ `minimum_batch` ≥ 1.
+            report_bytes: the length of every *sealed* report in bytes.
+
+        Returns:
+            The plan's digest: SHA-256 of its bytes, lower-case hexadecimal.
+
+        Raises:
+            ShufflerRefused: `MALFORMED`, `RUN_EXISTS` (other content), `RUN_ENDED`, storage.
+        """
+        if not 1 <= len(run_id) <= _MAX_NAME:
+            _refuse(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
+        if not 1 <= report_bytes <= MAX_REPORT_BYTES:
+            _refuse(
+                Refusal.MALFORMED,
+                f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}",
+            )
+        run = _parse_run(plan, report_bytes)
+        known = self._runs.get(run_id)
+        if known is None:
+            with self._durably() as rows:
+                rows.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run_id, plan, report_bytes))
+            self._runs[run_id] = run
+        elif known.ended:
+            _refuse(Refusal.RUN_ENDED, "this run has ended and its id can not be used again")
+        elif (known.digest, known.report_bytes) != (run.digest, report_bytes):
+            _refuse(Refusal.RUN_EXISTS, "this run has another plan or report length")
+        return run.digest
+
+    def open_round(self, run_id: str, number: int, model_version: str) -> None:
+        """Opens a round for reports.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
+                `ROUND_NOT_INCREASING`, `MALFORMED`, or storage.
+        """
+        run = self._run(run_id)
+        if number > _MAX_ROUND or not 1 <= len(model_version) <= _MAX_NAME:
+            _refuse(
+                Refusal.MALFORMED,
+                f"a round is below 2**63, a model version has 1 to {_MAX_NAME} characters",
+            )
+        if run.open_round() is not None:
+            _refuse(Refusal.ANOTHER_ROUND_OPEN, "close the open round first")
+        if run.rounds and number <= max(run.rounds):
+            _refuse(Refusal.ROUND_NOT_INCREASING, f"round {number} does not follow the last one")
+        path = self._path(run_id, number)
+        try:
+            # The file before the entry: a crash in between leaves a file that nobody names.
+            with self._durably() as rows:
+                spool = RoundSpool(path)
+                rows.execute(
+                    "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL)",
+                    (run_id, number, model_version, _State.OPEN),
+                )
+        except ShufflerRefused:
+            with suppress(OSError):
+                delete_database(path)
+            raise
+        run.rounds[number] = _Round(number, model_version, _State.OPEN, None, spool)
+
+    def accept(self, reports: Sequence[Report]) -> list[Verdict]:
+        """Stores what may be stored, with one commit for each round; answers in order.
+
+        An answer `ACCEPTED` means that the report is on disk. A full or failing disk is a verdict,
+        not an error, and leaves nothing of the reports concerned.
+        """
+        verdicts = [self._examine(report) for report in reports]
+        batches: dict[tuple[str, int], list[int]] = {}
+        for index, report in enumerate(reports):
+            if verdicts[index] is Verdict.ACCEPTED:
+                batches.setdefault((report.run_id, report.round), []).append(index)
+        for (run_id, number), indices in batches.items():
+            run = self._runs[run_id]
+            pairs = [(reports[index].sender, reports[index].sealed) for index in indices]
+            for index, verdict in zip(
+                indices, self._store(run, run.rounds[number], pairs), strict=True
+            ):
+                verdicts[index] = verdict
+        return verdicts
+
+    def close_round(self, run_id: str, number: int) -> Outcome:
+        """Ends a round's intake; below the plan's minimum batch its reports are destroyed.
+
+        Closing a closed round again answers the same.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`, or storage.
+        """
+        run, entry = self._entry(run_id, number)
+        if entry.state is not _State.OPEN:
+            if entry.outcome is None:
+                _refuse(Refusal.BATCH_LOST, "the batch's file was missing after a restart")
+            return entry.outcome
+        assert entry.spool is not None
+        enough = entry.spool.count >= run.minimum_batch
+        entry.outcome = Outcome.RELEASABLE if enough else Outcome.BELOW_MINIMUM
+        try:
+            self._move(run_id, entry, _State.CLOSED if enough else _State.DONE)
+        except ShufflerRefused:
+            entry.outcome = None
+            raise
+        if not enough:
+            self._destroy(entry)
+        return entry.outcome
+
+    def begin_release(self, run_id: str, number: int) -> tuple[RoundSpool, int]:
+        """Marks the batch as being released, which can happen once, and hands it out.
+
+        Returns:
+            The batch, to be read with `next_reports`, and the length of each report in bytes.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `ROUND_NOT_CLOSED`,
+                `BELOW_MINIMUM`, `ALREADY_RELEASED`, `BATCH_LOST`, or storage.
+        """
+        run, entry = self._entry(run_id, number)
+        if entry.state is _State.OPEN:
+            _refuse(Refusal.ROUND_NOT_CLOSED, "close the round first")
+        if entry.outcome is None:
+            _refuse(Refusal.BATCH_LOST, "the batch's file was missing after a restart")
+        if entry.outcome is Outcome.BELOW_MINIMUM:
+            _refuse(
+                Refusal.BELOW_MINIMUM, "the batch was below the plan's minimum and is destroyed"
+            )
+        if entry.state is not _State.CLOSED:
+            _refuse(Refusal.ALREADY_RELEASED, "a batch is released once")
+        assert entry.spool is not None
+        self._move(run_id, entry, _State.RELEASING)
+        return entry.spool, run.report_bytes
+
+    def finish_release(self, run_id: str, number: int) -> None:
+        """Destroys a batch that was being released, whether or not all of it was read."""
+        run = self._runs[run_id]
+        entry = run.rounds.get(number)
+        if run.ended or entry is None or entry.state is not _State.RELEASING:
+            return
+        self._destroy(entry)
+        self._move(run_id, entry, _State.DONE)
+
+    def end_run(self, run_id: str) -> None:
+        """Destroys all batches and the plan of a run; only the used run id is kept.
+
+        Ending an ended run changes nothing.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, or storage.
+        """
+        run = self._runs.get(run_id)
+        if run is None:
+            _refuse(Refusal.UNKNOWN_RUN, "no such run")
+        # The files first: that also works on a full disk, and makes room for the entry.
+        for entry in run.rounds.values():
+            self._destroy(entry)
+        with self._durably() as rows:
+            rows.execute("DELETE FROM rounds WHERE run_id = ?", (run_id,))
+            rows.execute("UPDATE runs SET plan = NULL, ended = 1 WHERE run_id = ?", (run_id,))
+        run.ended = True
+        run.rounds.clear()
+
+    def close(self) -> None:
+        """Closes all files and keeps them for the next start on this directory."""
+        for run in self._runs.values():
+            for entry in run.rounds.values():
+                if entry.spool is not None:
+                    entry.spool.close()
+        self._connection.close()
+        os.close(self._lock)
+
+    def _examine(self, report: Report) -> Verdict:
+        run = self._runs.get(report.run_id)
+        if run is None or run.ended:
+            return Verdict.UNKNOWN_RUN
+        if report.plan_digest != run.digest:
+            return Verdict.WRONG_PLAN
+        entry = run.rounds.get(report.round)
+        if entry is None or entry.state is not _State.OPEN:
+            return Verdict.ROUND_NOT_OPEN
+        if report.model_version != entry.model_version:
+            return Verdict.WRONG_MODEL_VERSION
+        if len(report.sealed) != run.report_bytes:
+            return Verdict.WRONG_LENGTH
+        if not 1 <= len(report.sender) <= _MAX_NAME:
+            return Verdict.BAD_SENDER
+        return Verdict.ACCEPTED
+
+    def _store(self, run: _Run, entry: _Round, pairs: list[tuple[str, bytes]]) -> list[Verdict]:
+        """Stores as many of the pairs as the disk has room for."""
+        assert entry.spool is not None
+        disk = os.statvfs(self._directory)
+        # Twice its length, for pages that are not full, and the page where its row goes.
+        cost = 2 * run.report_bytes + PAGE_BYTES
+        room = (disk.f_bavail * disk.f_frsize - self._reserve) // cost
+        fitting = pairs[: max(0, room)]
+        try:
+            verdicts = entry.spool.add(fitting, run.users)
+        except (sqlite3.Error, OSError) as error:
+            full = storage_refusal(error) is Refusal.STORAGE_FULL
+            verdicts = [Verdict.STORAGE_FULL if full else Verdict.STORAGE_FAILED] * len(fitting)
+        return verdicts + [Verdict.STORAGE_FULL] * (len(pairs) - len(fitting))
+
+    def _run(self, run_id: str) -> _Run:
+        run = self._runs.get(run_id)
+        if run is None:
+            _refuse(Refusal.UNKNOWN_RUN, "no such run")
+        if run.ended:
+            _refuse(Refusal.RUN_ENDED, "this run has ended")
+        return run
+
+    def _entry(self, run_id: str, number: int) -> tuple[_Run, _Round]:
+        run = self._run(run_id)
+        entry = run.rounds.get(number)
+        if entry is None:
+            _refuse(Refusal.UNKNOWN_ROUND, f"round {number} was never opened")
+        return run, entry
+
+    def _move(self, run_id: str, entry: _Round, state: _State) -> None:
+        with self._durably() as rows:
+            rows.execute(
+                "UPDATE rounds SET state = ?, outcome = ? WHERE run_id = ? AND round = ?",
+                (state, entry.outcome, run_id, entry.number),
+            )
+        entry.state = state
+
+    def _destroy(self, entry: _Round) -> None:
+        if entry.spool is not None:
+            with storage_errors():
+                entry.spool.destroy()
+            entry.spool = None
+
+    @contextmanager
+    def _durably(self) -> Iterator[sqlite3.Connection]:
+        """A transaction on runs.db; a full or failing disk becomes a refusal."""
+        with storage_errors(), transaction(self._connection) as rows:
+            yield rows
+
+    def _path(self, run_id: str, number: int) -> Path:
+        # Hashed: a run id is a foreign string and no file name.
+        return self._directory / f"batch-{hashlib.sha256(run_id.encode()).hexdigest()}-{number}.db"
+
+    def _recover(self) -> None:
+        """Takes up the runs on disk and deletes what no open or closed round names."""
+        rows = self._connection.execute("SELECT run_id, plan, report_bytes, ended FROM runs")
+        for run_id, plan, report_bytes, ended in rows.fetchall():
+            self._runs[run_id] = (
+                _Run("", 0, 0, report_bytes, True, {}) if ended else _parse_run(plan, report_bytes)
+            )
+        kept: set[Path] = set()
+        rows = self._connection.execute(
+            "SELECT run_id, round, model_version, state, outcome FROM rounds"
+        )
+        for run_id, number, model_version, state, outcome in rows.fetchall():
+            entry = _Round(
+                number, model_version, _State(state), Outcome(outcome) if outcome else None, None
+            )
+            self._runs[run_id].rounds[number] = entry
+            path = self._path(run_id, number)
+            if entry.state in (_State.OPEN, _State.CLOSED) and path.exists():
+                entry.spool = RoundSpool(path)
+                kept.add(path)
+            elif entry.state in (_State.OPEN, _State.CLOSED):
+                entry.outcome = None
+                self._move(run_id, entry, _State.DONE)
+            elif entry.state is _State.RELEASING:
+                self._move(run_id, entry, _State.DONE)
+        for path in self._directory.glob("batch-*.db*"):
+            if path.with_name(path.name.partition(".db")[0] + ".db") not in kept:
+                path.unlink(missing_ok=True)
+
+
+def _parse_run(plan: bytes, report_bytes: int) -> _Run:
+    """The run that a plan describes."""
+    if len(plan) > _MAX_PLAN_BYTES:
+        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_PLAN_BYTES} bytes")
+    try:
+        fields = json.loads(plan)
+    except (ValueError, RecursionError):
+        _refuse(Refusal.MALFORMED, "the plan is not JSON")
+    if not isinstance(fields, dict):
+        _refuse(Refusal.MALFORMED, "the plan is not a JSON object")
+    users, minimum = fields.get("users"), fields.get("minimum_batch")
+    if type(users) is not int or type(minimum) is not int or not 1 <= minimum <= users:
+        _refuse(
+            Refusal.MALFORMED,
+            f"the plan needs integers users >= minimum_batch >= 1, got {users!r} and {minimum!r}",
+        )
+    return _Run(hashlib.sha256(plan).hexdigest(), users, minimum, report_bytes, False, {})
+
+
+def _refuse(reason: Refusal, detail: str) -> NoReturn:
+    raise ShufflerRefused(reason, detail)

@@ -1,0 +1,134 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERDICT_UNSPECIFIED: _ClassVar[Verdict]
+    ACCEPTED: _ClassVar[Verdict]
+    UNKNOWN_RUN: _ClassVar[Verdict]
+    ROUND_NOT_OPEN: _ClassVar[Verdict]
+    DUPLICATE: _ClassVar[Verdict]
+    WRONG_LENGTH: _ClassVar[Verdict]
+    WRONG_PLAN: _ClassVar[Verdict]
+    WRONG_MODEL_VERSION: _ClassVar[Verdict]
+    BAD_SENDER: _ClassVar[Verdict]
+    ROUND_FULL: _ClassVar[Verdict]
+    STORAGE_FULL: _ClassVar[Verdict]
+    STORAGE_FAILED: _ClassVar[Verdict]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    RELEASABLE: _ClassVar[Outcome]
+    BELOW_MINIMUM: _ClassVar[Outcome]
+VERDICT_UNSPECIFIED: Verdict
+ACCEPTED: Verdict
+UNKNOWN_RUN: Verdict
+ROUND_NOT_OPEN: Verdict
+DUPLICATE: Verdict
+WRONG_LENGTH: Verdict
+WRONG_PLAN: Verdict
+WRONG_MODEL_VERSION: Verdict
+BAD_SENDER: Verdict
+ROUND_FULL: Verdict
+STORAGE_FULL: Verdict
+STORAGE_FAILED: Verdict
+OUTCOME_UNSPECIFIED: Outcome
+RELEASABLE: Outcome
+BELOW_MINIMUM: Outcome
+
+class SubmitRequest(_message.Message):
+    __slots__ = ("run_id", "round", "model_version", "plan_digest", "sender", "sealed")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    model_version: str
+    plan_digest: str
+    sender: str
+    sealed: bytes
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_version: _Optional[str] = ..., plan_digest: _Optional[str] = ..., sender: _Optional[str] = ..., sealed: _Optional[bytes] = ...) -> None: ...
+
+class SubmitReply(_message.Message):
+    __slots__ = ("verdict",)
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    verdict: Verdict
+    def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ...) -> None: ...
+
+class CreateRunRequest(_message.Message):
+    __slots__ = ("run_id", "plan", "report_bytes")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    REPORT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    plan: bytes
+    report_bytes: int
+    def __init__(self, run_id: _Optional[str] = ..., plan: _Optional[bytes] = ..., report_bytes: _Optional[int] = ...) -> None: ...
+
+class CreateRunReply(_message.Message):
+    __slots__ = ("plan_digest",)
+    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    plan_digest: str
+    def __init__(self, plan_digest: _Optional[str] = ...) -> None: ...
+
+class OpenRoundRequest(_message.Message):
+    __slots__ = ("run_id", "round", "model_version")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    model_version: str
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_version: _Optional[str] = ...) -> None: ...
+
+class OpenRoundReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CloseRoundRequest(_message.Message):
+    __slots__ = ("run_id", "round")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
+
+class CloseRoundReply(_message.Message):
+    __slots__ = ("outcome",)
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    outcome: Outcome
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("run_id", "round")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
+
+class ReleaseChunk(_message.Message):
+    __slots__ = ("sealed",)
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    sealed: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, sealed: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class EndRunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class EndRunReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,61 @@
+"""A shuffler process with the two ends of its wire, for the tests of this folder."""
+
+from __future__ import annotations
+
+import json
+
+from shuffler import (
+    ControlClient,
+    IntakeClient,
+    RoundHeader,
+    ShufflerProcess,
+    Verdict,
+    generate_key_pair,
+    seal,
+    sealed_length,
+)
+
+PAYLOAD_BYTES = 100
+
+
+def plan(users: int = 100_000, minimum_batch: int = 1) -> bytes:
+    return json.dumps({"users": users, "minimum_batch": minimum_batch}).encode()
+
+
+class World:
+    """One shuffler process, both clients, and a server's key pair."""
+
+    def __init__(self, process: ShufflerProcess) -> None:
+        self.process = process
+        self.private_key, self.public_key = generate_key_pair()
+        self.control = ControlClient(process.address, process.control_token, timeout=20)
+        self.intake = IntakeClient(process.address, timeout=20)
+
+    def close(self) -> None:
+        self.control.close()
+        self.intake.close()
+
+    def begin(
+        self,
+        run_id: str = "run",
+        round: int = 1,
+        minimum_batch: int = 1,
+        users: int = 100_000,
+        report_bytes: int = sealed_length(PAYLOAD_BYTES),
+    ) -> RoundHeader:
+        digest = self.control.create_run(run_id, plan(users, minimum_batch), report_bytes)
+        self.control.open_round(run_id, round, f"model {round}")
+        return RoundHeader(run_id, round, f"model {round}", digest)
+
+    def reports(self, header: RoundHeader, count: int, first: int = 0) -> list[tuple[str, bytes]]:
+        return [
+            (f"user-{user}", seal(payload(user), self.public_key, header))
+            for user in range(first, first + count)
+        ]
+
+    def submit(self, header: RoundHeader, reports: list[tuple[str, bytes]]) -> list[Verdict]:
+        return list(self.intake.submit(header, reports))
+
+
+def payload(user: int) -> bytes:
+    return f"payload of {user}".encode().ljust(PAYLOAD_BYTES, b".")

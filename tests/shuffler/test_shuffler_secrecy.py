@@ -1,0 +1,105 @@
+"""The shuffler never holds a plaintext, and forgets a batch that is released."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from shuffler_world import World
+
+from shuffler import seal, sealed_length
+
+MARKER = b"the plaintext marker that must stay sealed"
+
+
+def memory_holds(pid: int | str, needle: bytes) -> bool:
+    """Whether a writable region of the process's memory contains the bytes."""
+    regions = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for region in regions:
+            match = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", region)
+            if match is None:
+                continue
+            start, end = (int(bound, 16) for bound in match.groups())
+            try:
+                memory.seek(start)
+                if needle in memory.read(end - start):
+                    return True
+            except OSError:  # a region of a device
+                continue
+    return False
+
+
+def disk_holds(directory: Path, needle: bytes) -> bool:
+    return any(needle in path.read_bytes() for path in directory.rglob("*") if path.is_file())
+
+
+def test_no_plaintext_reaches_the_shuffler_and_nothing_stays_after_a_release(
+    start: Callable[..., World], tmp_path: Path
+):
+    if not os.access("/proc/self/mem", os.R_OK):
+        pytest.skip("process memory can not be read here")
+    place, log = tmp_path / "spool", tmp_path / "log"
+    world = start(place, log_file=log)
+    pid = world.process.pid
+    header = world.begin(report_bytes=sealed_length(len(MARKER) * 20))
+    reports = [
+        (f"pseudonym-{user:04}", seal(MARKER * 20, world.public_key, header)) for user in range(30)
+    ]
+    world.submit(header, reports)
+    sender, sealed = reports[-1]
+    part = sealed[40:200]
+
+    # The searches find what is there …
+    assert memory_holds("self", MARKER)
+    assert memory_holds(pid, part)
+    assert disk_holds(place, part)
+    assert disk_holds(place, sender.encode())
+    # … and the plaintext is not.
+    assert not memory_holds(pid, MARKER)
+    assert not disk_holds(place, MARKER)
+    assert not memory_holds(pid, world.private_key.private_bytes_raw())
+
+    world.control.close_round("run", 1)
+    assert len(list(world.control.release("run", 1))) == 30
+    assert not memory_holds(pid, MARKER)
+    for _, sealed in reports:
+        assert not disk_holds(place, sealed[40:200])
+    assert not disk_holds(place, b"pseudonym-")
+
+    text = log.read_text()
+    assert "batch released" in text
+    assert "pseudonym" not in text and MARKER.decode() not in text
+    assert world.process.control_token not in text
+
+
+def test_the_log_of_two_rounds_of_different_size_is_the_same(
+    start: Callable[..., World], tmp_path: Path
+):
+    logs = []
+    for count in (3, 300):
+        log = tmp_path / f"log-{count}"
+        world = start(log_file=log)
+        header = world.begin()
+        world.submit(header, world.reports(header, count))
+        world.control.close_round("run", 1)
+        list(world.control.release("run", 1))
+        world.control.end_run("run")
+        world.process.__exit__(None, None, None)
+        logs.append([line.split(" ", 2)[2] for line in log.read_text().splitlines()])
+    assert logs[0] == logs[1] != []
+
+
+def test_ending_a_run_leaves_nothing_of_it_on_disk(start: Callable[..., World], tmp_path: Path):
+    place = tmp_path / "spool"
+    world = start(place)
+    header = world.begin()
+    reports = world.reports(header, 20)
+    world.submit(header, reports)
+    assert disk_holds(place, reports[0][1][40:])
+    world.control.end_run("run")
+    assert not any(disk_holds(place, sealed[40:]) for _, sealed in reports)
+    assert not disk_holds(place, b"user-")

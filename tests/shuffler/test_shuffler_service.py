@@ -1,0 +1,349 @@
+"""What the service promises, over real gRPC to a real process."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from scipy.stats import chisquare
+from shuffler_world import PAYLOAD_BYTES, World, payload, plan
+
+from shuffler import (
+    ControlClient,
+    IntakeClient,
+    Outcome,
+    Refusal,
+    RoundHeader,
+    ShufflerRefused,
+    ShufflerUnavailable,
+    Verdict,
+    open_report,
+    sealed_length,
+    shuffler_pb2,
+)
+
+FALSE_ALARM = 1e-6
+
+
+def refusal(call: Callable, *arguments: object) -> Refusal:
+    with pytest.raises(ShufflerRefused) as refused:
+        result = call(*arguments)
+        list(result or [])
+    return refused.value.reason
+
+
+def test_a_release_is_exactly_the_accepted_reports_in_another_order(shared: World):
+    header = shared.begin("exactly")
+    reports = shared.reports(header, 200)
+    assert shared.submit(header, reports) == [Verdict.ACCEPTED] * 200
+    assert shared.control.close_round("exactly", 1) is Outcome.RELEASABLE
+    released = list(shared.control.release("exactly", 1))
+    arrived = [sealed for _, sealed in reports]
+    assert sorted(released) == sorted(arrived)
+    assert released != arrived  # equal with probability 1/200!
+    opened = [open_report(sealed, shared.private_key, header) for sealed in released]
+    assert sorted(opened) == sorted(payload(user) for user in range(200))
+
+
+def test_the_position_of_the_first_report_is_uniform_through_the_service(shared: World):
+    positions: Counter = Counter()
+    header = shared.begin("position", 1)
+    for round in range(1, 151):
+        if round > 1:
+            header = shared.begin("position", round)
+        reports = shared.reports(header, 5)
+        shared.submit(header, reports)
+        shared.control.close_round("position", round)
+        released = list(shared.control.release("position", round))
+        positions[released.index(reports[0][1])] += 1
+    assert chisquare([positions[place] for place in range(5)]).pvalue > FALSE_ALARM
+
+
+def test_every_rule_has_its_verdict(shared: World):
+    header = shared.begin("verdicts", 5)
+    [(sender, sealed)] = shared.reports(header, 1)
+
+    def verdict(sender: str = sender, sealed: bytes = sealed, **changes: object) -> Verdict:
+        return shared.submit(replace(header, **changes), [(sender, sealed)])[0]
+
+    assert verdict(run_id="nobody's") is Verdict.UNKNOWN_RUN
+    assert verdict(round=4) is Verdict.ROUND_NOT_OPEN
+    assert verdict(round=6) is Verdict.ROUND_NOT_OPEN
+    assert verdict(plan_digest="0" * 64) is Verdict.WRONG_PLAN
+    assert verdict(model_version="model 4") is Verdict.WRONG_MODEL_VERSION
+    assert verdict(sealed=sealed + b"\0") is Verdict.WRONG_LENGTH
+    assert verdict(sealed=b"") is Verdict.WRONG_LENGTH
+    assert verdict(sender="") is Verdict.BAD_SENDER
+    assert verdict(sender="x" * 257) is Verdict.BAD_SENDER
+    assert verdict() is Verdict.ACCEPTED
+    assert verdict() is Verdict.DUPLICATE
+    shared.control.close_round("verdicts", 5)
+    assert verdict(sender="late") is Verdict.ROUND_NOT_OPEN
+    assert list(shared.control.release("verdicts", 5)) == [sealed]
+    shared.control.end_run("verdicts")
+    assert verdict() is Verdict.UNKNOWN_RUN
+
+
+def test_verdicts_come_in_the_order_of_the_reports(shared: World):
+    header = shared.begin("order", users=300)
+    reports = shared.reports(header, 300)
+    mixed = [reports[0], *reports, ("other", b"short")]
+    expected = [Verdict.ACCEPTED, Verdict.DUPLICATE, *[Verdict.ACCEPTED] * 299]
+    assert shared.submit(header, mixed) == [*expected, Verdict.WRONG_LENGTH]
+    extra = shared.reports(header, 1, first=300)
+    assert shared.submit(header, extra) == [Verdict.ROUND_FULL]
+
+
+def test_below_the_minimum_batch_nothing_is_released_and_no_count_is_told(start, tmp_path: Path):
+    world = start(tmp_path / "spool", log_file=tmp_path / "log")
+    header = world.begin(minimum_batch=38)
+    world.submit(header, world.reports(header, 37))
+    assert world.control.close_round("run", 1) is Outcome.BELOW_MINIMUM
+    assert world.control.close_round("run", 1) is Outcome.BELOW_MINIMUM
+    with pytest.raises(ShufflerRefused) as refused:
+        list(world.control.release("run", 1))
+    assert refused.value.reason is Refusal.BELOW_MINIMUM
+    assert not any(character.isdigit() for character in str(refused.value))
+    assert not list((tmp_path / "spool").glob("batch-*"))
+    fields = shuffler_pb2.CloseRoundReply.DESCRIPTOR.fields
+    assert [field.name for field in fields] == ["outcome"]
+
+    header = world.begin(round=2, minimum_batch=38)
+    world.submit(header, world.reports(header, 38))
+    assert world.control.close_round("run", 2) is Outcome.RELEASABLE
+
+
+def test_a_batch_is_released_after_closing_and_once(shared: World):
+    header = shared.begin("once")
+    shared.submit(header, shared.reports(header, 3))
+    release = shared.control.release
+    assert refusal(release, "once", 1) is Refusal.ROUND_NOT_CLOSED
+    shared.control.close_round("once", 1)
+    assert len(list(release("once", 1))) == 3
+    assert refusal(release, "once", 1) is Refusal.ALREADY_RELEASED
+    assert refusal(release, "once", 2) is Refusal.UNKNOWN_ROUND
+    assert refusal(release, "nobody's", 1) is Refusal.UNKNOWN_RUN
+
+
+def test_a_release_that_is_broken_off_is_over(start, tmp_path: Path):
+    world = start(tmp_path / "spool")
+    header = world.begin(report_bytes=2**20)
+    world.submit(header, [(f"user-{user}", os.urandom(2**20)) for user in range(40)])
+    world.control.close_round("run", 1)
+    release = world.control.release("run", 1)
+    next(release)
+    release.close()
+    assert refusal(world.control.release, "run", 1) is Refusal.ALREADY_RELEASED
+    world.control.end_run("run")
+    assert not list((tmp_path / "spool").glob("batch-*"))
+
+
+def test_rounds_increase_one_at_a_time_and_a_plan_never_changes(shared: World):
+    control = shared.control
+    digest = control.create_run("rules", plan(10, 2), 64)
+    assert digest == hashlib.sha256(plan(10, 2)).hexdigest()
+    assert control.create_run("rules", plan(10, 2), 64) == digest
+    assert refusal(control.create_run, "rules", plan(10, 1), 64) is Refusal.RUN_EXISTS
+    assert refusal(control.create_run, "rules", plan(10, 2), 65) is Refusal.RUN_EXISTS
+    assert refusal(control.open_round, "nobody's", 1, "m") is Refusal.UNKNOWN_RUN
+    control.open_round("rules", 3, "m")
+    assert refusal(control.open_round, "rules", 3, "m") is Refusal.ANOTHER_ROUND_OPEN
+    assert refusal(control.open_round, "rules", 4, "m") is Refusal.ANOTHER_ROUND_OPEN
+    control.close_round("rules", 3)
+    for round in (2, 3):
+        assert refusal(control.open_round, "rules", round, "m") is Refusal.ROUND_NOT_INCREASING
+    control.open_round("rules", 4, "m")
+    control.end_run("rules")
+    control.end_run("rules")
+    assert refusal(control.open_round, "rules", 5, "m") is Refusal.RUN_ENDED
+    assert refusal(control.create_run, "rules", plan(10, 2), 64) is Refusal.RUN_ENDED
+    assert refusal(control.end_run, "nobody's") is Refusal.UNKNOWN_RUN
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [b"", b"no json", b"[1]", b"{}", plan(5, 6), plan(5, 0), plan(5, True), plan(5, 2.0)],
+)
+def test_a_plan_without_a_minimum_batch_is_refused(shared: World, bad: bytes):
+    assert refusal(shared.control.create_run, "bad plan", bad, 64) is Refusal.MALFORMED
+
+
+@pytest.mark.parametrize("length", [0, 64 * 2**20 + 1])
+def test_a_report_length_out_of_range_is_refused(shared: World, length: int):
+    assert refusal(shared.control.create_run, "bad length", plan(), length) is Refusal.MALFORMED
+
+
+@pytest.mark.parametrize("token", ["", "x" * 43])
+def test_without_the_token_no_control_call_works(shared: World, token: str):
+    header = shared.begin(f"guarded {token}")
+    run_id = header.run_id
+    shared.submit(header, shared.reports(header, 2))
+    with ControlClient(shared.process.address, token) as stranger:
+        for call, arguments in (
+            (stranger.create_run, ("new", plan(), 64)),
+            (stranger.open_round, (run_id, 2, "m")),
+            (stranger.close_round, (run_id, 1)),
+            (stranger.release, (run_id, 1)),
+            (stranger.end_run, (run_id,)),
+        ):
+            assert refusal(call, *arguments) is Refusal.UNAUTHENTICATED
+    with grpc.insecure_channel(shared.process.address) as channel:
+        bare = channel.unary_unary("/shufl.v1.Control/EndRun")
+        with pytest.raises(grpc.RpcError) as error:
+            bare(shuffler_pb2.EndRunRequest(run_id=run_id).SerializeToString())
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    shared.control.close_round(run_id, 1)
+    assert len(list(shared.control.release(run_id, 1))) == 2
+
+
+def test_closing_while_many_streams_submit_splits_accepted_from_late(start):
+    world = start()
+    header = world.begin()
+    accepted: list[list[bytes]] = [[] for _ in range(3)]
+    late = threading.Event()
+
+    def stream(number: int) -> None:
+        sent = []
+
+        def reports():
+            for index in range(5000):
+                if late.is_set():
+                    return
+                sealed = os.urandom(sealed_length(PAYLOAD_BYTES))
+                sent.append(sealed)
+                yield f"{number}-{index}", sealed
+
+        with IntakeClient(world.process.address) as intake:
+            for index, verdict in enumerate(intake.submit(header, reports())):
+                if verdict is Verdict.ACCEPTED:
+                    accepted[number].append(sent[index])
+                else:
+                    assert verdict is Verdict.ROUND_NOT_OPEN
+                    late.set()
+
+    threads = [threading.Thread(target=stream, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    while min(map(len, accepted)) < 50:
+        threads[0].join(0.01)
+    world.control.close_round("run", 1)
+    released = list(world.control.release("run", 1))
+    for thread in threads:
+        thread.join(30)
+    assert late.is_set()
+    assert sorted(released) == sorted(itertools.chain.from_iterable(accepted))
+
+
+def test_a_stream_reads_its_reports_no_further_ahead_than_its_window(shared: World):
+    header = shared.begin("window", report_bytes=2**20)
+    read = []
+
+    def reports():
+        for index in range(30):
+            read.append(index)
+            yield f"user-{index}", bytes(2**20)
+
+    verdicts = shared.intake.submit(header, reports())
+    for answered in range(1, 31):
+        assert next(verdicts) is Verdict.ACCEPTED
+        assert len(read) <= answered + 8  # 8 MiB unanswered, and the one that waits for room
+    assert len(read) == 30
+
+
+def test_an_error_of_the_caller_s_generator_reaches_the_caller(shared: World):
+    header = shared.begin("generator")
+
+    def reports():
+        yield from shared.reports(header, 1)
+        raise RuntimeError("training failed")
+
+    with pytest.raises(RuntimeError, match="training failed"):
+        list(shared.intake.submit(header, reports()))
+
+
+def test_the_largest_report_passes_and_a_larger_one_is_refused_here(shared: World):
+    header = shared.begin("large", report_bytes=64 * 2**20)
+    report = os.urandom(2**20) * 64
+    assert shared.submit(header, [("user", report)]) == [Verdict.ACCEPTED]
+    with pytest.raises(ValueError, match="at most 67108864 bytes, got 67108865"):
+        shared.submit(header, [("user", report + b"\0")])
+    shared.control.close_round("large", 1)
+    assert list(shared.control.release("large", 1)) == [report]
+
+
+def test_a_shuffler_that_is_not_there_or_hangs_is_unavailable(start):
+    world = start()
+    header = world.begin()
+    control = ControlClient(world.process.address, world.process.control_token, timeout=1)
+    intake = IntakeClient(world.process.address, timeout=1)
+    os.kill(world.process.pid, signal.SIGSTOP)
+    try:
+        for call in (
+            lambda: control.open_round("run", 2, "m"),
+            lambda: list(control.release("run", 1)),
+            lambda: list(intake.submit(header, world.reports(header, 1))),
+        ):
+            with pytest.raises(ShufflerUnavailable, match=r"does not answer: nothing within 1 s"):
+                call()
+    finally:
+        os.kill(world.process.pid, signal.SIGCONT)
+    world.process.__exit__(None, None, None)
+    with pytest.raises(ShufflerUnavailable, match=rf"shuffler at {world.process.address} does not"):
+        control.end_run("run")
+    with pytest.raises(ShufflerUnavailable, match="does not answer"):
+        list(intake.submit(header, world.reports(header, 1)))
+
+
+def _submit_one(intake: IntakeClient, header: RoundHeader, sender: str, answers) -> None:
+    answers.put(list(intake.submit(header, [(sender, bytes(sealed_length(PAYLOAD_BYTES)))])))
+
+
+def test_a_client_made_before_a_fork_or_pickled_connects_where_it_is_used(shared: World):
+    header = shared.begin("forked")
+    intake = IntakeClient(shared.process.address)  # has no channel yet
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        answers = context.SimpleQueue()
+        child = context.Process(target=_submit_one, args=(intake, header, method, answers))
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
+        assert answers.get() == [Verdict.ACCEPTED]
+    used = pickle.loads(pickle.dumps(shared.intake))
+    assert list(used.submit(header, [("x", b"")])) == [Verdict.WRONG_LENGTH]
+
+
+def test_python_and_protocol_agree_on_verdicts_and_outcomes():
+    assert dict(shuffler_pb2.Verdict.items()) == {
+        "VERDICT_UNSPECIFIED": 0,
+        **{verdict.name: verdict.value for verdict in Verdict},
+    }
+    assert dict(shuffler_pb2.Outcome.items()) == {
+        "OUTCOME_UNSPECIFIED": 0,
+        **{outcome.name: outcome.value for outcome in Outcome},
+    }
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:5", "shuffler.example:5", "0.0.0.0:5", "[::]:5"])
+def test_clients_send_no_plaintext_beyond_loopback(address: str):
+    with pytest.raises(ValueError, match="plaintext only to a loopback address"):
+        IntakeClient(address)
+    with pytest.raises(ValueError, match="plaintext only to a loopback address"):
+        ControlClient(address, "token")
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1", ":5", "127.0.0.1:x", "::1:5", "h:65536"])
+def test_a_malformed_address_is_refused(address: str):
+    with pytest.raises(ValueError, match="address"):
+        IntakeClient(address)
