@@ -1,0 +1,64 @@
+"""The Flower ClientApp: one message a round in, one constant acknowledgement out."""
+
+from __future__ import annotations
+
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from clients.settings import ClientSettings
+from clients.worker import Worker
+from shuffler import RoundHeader
+
+_STATE = "shufl"
+_workers: dict[
+    str, Worker
+] = {}  # this process's worker, by run; Flower rebuilds the app per message
+
+
+def make_client_app(settings: ClientSettings) -> ClientApp:
+    """The ClientApp of a run.
+
+    A node answers for the users whose id is its partition id modulo the number of partitions. Its
+    reply is the same constant whether or not any of them checked in; a round it refuses
+    (`RoundRefused`) is Flower's error reply, decided before any coin.
+    """
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        _take_part(_worker(settings), message, context)
+        return Message(_acknowledgement(), reply_to=message)
+
+    return app
+
+
+def _take_part(worker: Worker, message: Message, context: Context) -> None:
+    announcement = dict(message.content["round"])
+    public_key = announcement.pop("public_key")
+    header = RoundHeader.from_dict(announcement)
+    model = message.content["model"]
+    worker.check(header, model, answered=_last_answered(context))
+    context.state[_STATE] = ConfigRecord({"last_round": header.round})
+    worker.take_part(_node_users(context, worker.settings.plan.users), header, model, public_key)
+
+
+def _acknowledgement() -> RecordDict:
+    return RecordDict({"acknowledgement": ConfigRecord({"received": True})})
+
+
+def _last_answered(context: Context) -> int:
+    return int(context.state[_STATE]["last_round"]) if _STATE in context.state else 0
+
+
+def _node_users(context: Context, users: int) -> np.ndarray:
+    """Ids of the users on this node, shape (u,): the partition id, and every N-th after it."""
+    partition = int(context.node_config["partition-id"])
+    return np.arange(partition, users, int(context.node_config["num-partitions"]))
+
+
+def _worker(settings: ClientSettings) -> Worker:
+    if settings.run_id not in _workers:
+        _workers.clear()
+        _workers[settings.run_id] = Worker(settings)
+    return _workers[settings.run_id]

@@ -1,0 +1,95 @@
+"""Where check-in coins and Gaussian noise come from.
+
+Simulation: a pure function of (seed, round, user), so that every engine and every number of workers
+draws the same coins and the same noise. Deployment: the operating system's entropy, nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import numpy as np
+from scipy import special
+
+_COIN, _NOISE, _TRAINING = 1, 2, 3  # separate Philox keys, so the streams never overlap
+
+
+class Randomness(Protocol):
+    """The three draws a client makes."""
+
+    def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
+        """Whether each of `users` (int, shape (u,)) checks in, bool of shape (u,)."""
+        ...
+
+    def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
+        """`size` independent N(0, 1) draws for one user's report, float64 of shape (size,)."""
+        ...
+
+    def training_seed(self, round: int, user: int) -> int:
+        """A 63-bit seed for the order of records in local training (protects nothing)."""
+        ...
+
+
+class SeededRandomness:
+    """Reproducible draws for simulation: Philox keyed by (seed, purpose, round), counter = user.
+
+    Not for deployment: whoever knows the seed can subtract the noise.
+    """
+
+    def __init__(self, seed: int):
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed must lie in [0, 2^63), got {seed}")
+        self._seed = seed
+
+    def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
+        """User u's coin is the u-th uniform of the round's stream, whoever else is asked."""
+        if len(users) == 0:
+            return np.zeros(0, dtype=bool)
+        uniforms = self._stream(_COIN, round).random(int(np.max(users)) + 1)
+        return uniforms[users] < rate
+
+    def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
+        """N(0, 1) draws of the stream (seed, round, user)."""
+        return self._stream(_NOISE, round, user).standard_normal(size)
+
+    def training_seed(self, round: int, user: int) -> int:
+        """A seed from the stream (seed, round, user)."""
+        return int(self._stream(_TRAINING, round, user).integers(2**63))
+
+    def _stream(self, purpose: int, round: int, user: int = 0) -> np.random.Generator:
+        key = np.array([self._seed, (purpose << 32) | round], dtype=np.uint64)
+        counter = np.array([0, 0, 0, user], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+class SystemRandomness:
+    """Draws from the operating system's cryptographic generator, for deployment."""
+
+    def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
+        """Independent coins with probability `rate` (to 2^-53)."""
+        return _system_uniform(len(users)) < rate
+
+    def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
+        """N(0, 1) draws, each the sum of four halved normals.
+
+        One double-precision normal has holes in its low bits that identify the value it was added
+        to; a sum of several closes them (Holohan and Braghin, "Secure random sampling in
+        differential privacy", 2021), which is also what Opacus' secure mode does.
+        """
+        return special.ndtri(_system_uniform(4 * size)).reshape(4, size).sum(axis=0) / 2
+
+    def training_seed(self, round: int, user: int) -> int:
+        """63 bits of system entropy."""
+        return int.from_bytes(os.urandom(8), "little") >> 1
+
+
+def make_randomness(seed: int | None) -> Randomness:
+    """Seeded draws for a seed, the operating system's entropy for None."""
+    return SystemRandomness() if seed is None else SeededRandomness(seed)
+
+
+def _system_uniform(size: int) -> np.ndarray:
+    """Uniforms on the open interval (0, 1), 53 bits each, float64 of shape (size,)."""
+    bits = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(11)
+    return (bits + 0.5) * 2.0**-53

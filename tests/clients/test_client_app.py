@@ -1,0 +1,238 @@
+"""The Flower ClientApp against a real shuffler: constant replies, refusals, and exact reports."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from torch import nn
+
+from accounting import PrivacyPlan, rounds_within_budget
+from clients import ClientSettings, LocalTraining, SeededRandomness, make_client_app
+from clients.worker import ReportFailed, RoundRefused
+from shuffler import (
+    ControlClient,
+    Outcome,
+    RoundHeader,
+    ShufflerProcess,
+    decode_report,
+    generate_key_pair,
+    model_version,
+    open_report,
+    report_length,
+    sealed_length,
+)
+
+USERS, DIMENSION = 12, 8
+
+
+def plan(rate):
+    return PrivacyPlan(
+        users=USERS,
+        check_in_rate=rate,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        rounds=50,
+        delta=1 / USERS,
+        target_epsilon=8.0,
+        minimum_batch=1,
+    )
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def records(user):
+    return torch.full((1, 3), float(user)), torch.tensor([user % 2])
+
+
+def load_users():
+    return records
+
+
+def broken_users():
+    def fail(user):
+        raise ZeroDivisionError("no records")
+
+    return fail
+
+
+class Round:
+    """A run on a real shuffler, and the messages its server would send."""
+
+    def __init__(self, address, control, rate, run_id, **changes):
+        self.control = control
+        self.plan = plan(rate)
+        self.settings = ClientSettings(
+            run_id=run_id,
+            plan=self.plan,
+            make_model=make_model,
+            load_users=load_users,
+            training=LocalTraining(),
+            shuffler_address=address,
+            seed=3,
+        )
+        self.settings = dataclasses.replace(self.settings, **changes)
+        self.model = ArrayRecord(make_model().state_dict())
+        self.header = RoundHeader(
+            run_id,
+            1,
+            model_version(array.data for array in self.model.values()),
+            self.plan.digest(),
+        )
+        self.private_key, self.public_key = generate_key_pair()
+        self.context = Context(
+            run_id=1,
+            node_id=7,
+            node_config={"partition-id": 1, "num-partitions": 3},
+            state=RecordDict(),
+            run_config={},
+        )
+
+    def open(self):
+        length = sealed_length(report_length(DIMENSION))
+        self.control.create_run(self.settings.run_id, self.plan.to_json().encode(), length)
+        self.control.open_round(self.header.run_id, 1, self.header.model_version)
+        return self
+
+    def announce(self, **changes):
+        header = dataclasses.replace(self.header, **changes)
+        content = RecordDict(
+            {
+                "model": self.model,
+                "round": ConfigRecord({**header.to_dict(), "public_key": self.public_key}),
+            }
+        )
+        return self._deliver(Message(content, dst_node_id=7, message_type="train"))
+
+    def _deliver(self, message):
+        return make_client_app(self.settings)(message, self.context)
+
+    def released(self):
+        """user-independent view of the server: the opened reports, sorted."""
+        if self.control.close_round(self.header.run_id, 1) is Outcome.BELOW_MINIMUM:
+            return []
+        return [
+            decode_report(open_report(sealed, self.private_key, self.header), DIMENSION)
+            for sealed in self.control.release(self.header.run_id, 1)
+        ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def flower_task():
+    """Messages are made inside a task, as Flower's runtime does."""
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 7
+
+
+@pytest.fixture(scope="module")
+def shuffler():
+    with ShufflerProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def make_round(shuffler, request):
+    control = ControlClient(shuffler.address, shuffler.control_token)
+    yield functools.partial(Round, shuffler.address, control, run_id=request.node.name[:200])
+    control.close()
+
+
+def reply_content(reply):
+    assert not reply.has_error()
+    return {name: dict(record) for name, record in reply.content.items()}
+
+
+def test_each_user_who_checked_in_sent_its_own_clipped_noisy_gradient(make_round):
+    round = make_round(rate=1.0).open()
+    round.announce()
+    expected = []
+    for user in (1, 4, 7, 10):  # partition 1 of 3
+        model, (features, labels) = make_model(), records(user)
+        loss = nn.functional.cross_entropy(model(features), labels)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        gradient = torch.cat([g.flatten() for g in gradients])
+        gradient = gradient / max(1.0, float(gradient.norm()))
+        noise = SeededRandomness(3).standard_normal(1, user, DIMENSION)
+        expected.append(gradient.numpy() + 2.0 * noise)
+    key = functools.partial(sorted, key=lambda report: float(report[0]))
+    np.testing.assert_allclose(key(round.released()), key(expected), atol=1e-5)
+
+
+def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
+    everyone = make_round(rate=1.0).open()
+    with_reports = reply_content(everyone.announce())
+    assert len(everyone.released()) == 4
+    nobody = make_round(rate=1e-9)
+    nobody = Round(
+        nobody.settings.shuffler_address, nobody.control, 1e-9, nobody.settings.run_id + "-nobody"
+    ).open()
+    without_reports = reply_content(nobody.announce())
+    assert nobody.released() == []
+    assert with_reports == without_reports == {"acknowledgement": {"received": True}}
+
+
+def test_the_reply_is_the_same_when_the_shuffler_is_gone(make_round):
+    with ShufflerProcess() as gone:
+        address = gone.address
+    round = make_round(rate=1.0, shuffler_address=address)
+    assert reply_content(round.announce()) == {"acknowledgement": {"received": True}}
+
+
+def test_system_entropy_gives_reports_no_seed_predicts(make_round):
+    round = make_round(rate=1.0, seed=None).open()
+    round.announce()
+    seeded = SeededRandomness(3)
+    reports = round.released()
+    assert len(reports) == 4
+    for report in reports:
+        for user in range(USERS):
+            noise = seeded.standard_normal(1, user, DIMENSION)
+            assert np.abs(report - 2.0 * noise).max() > 1.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run_id": "another"}, "run must be .*, got another"),
+        ({"plan_digest": "0" * 64}, "privacy plan must be .*, got 0000"),
+        ({"model_version": "0" * 64}, "the model received is not the one"),
+        ({"round": 0}, "round must be above 0, the last answered, got 0"),
+        ({"round": 51}, "where the privacy budget ends, got 51"),
+    ],
+)
+def test_a_round_that_was_not_agreed_is_refused_before_any_coin(make_round, changes, message):
+    round = make_round(rate=1.0).open()
+    with pytest.raises(RoundRefused, match=message):
+        round.announce(**changes)
+    assert round.released() == []
+
+
+def test_the_clients_own_accountant_ends_the_rounds(make_round):
+    round = make_round(rate=1.0)
+    last = rounds_within_budget(round.plan)
+    assert 1 <= last < round.plan.rounds
+    with pytest.raises(RoundRefused, match=f"at most {last}, where the privacy budget ends"):
+        round.announce(round=last + 1)
+
+
+def test_a_round_announced_twice_gets_one_answer(make_round):
+    round = make_round(rate=1.0).open()
+    round.announce()
+    with pytest.raises(RoundRefused, match="round must be above 1, the last answered, got 1"):
+        round.announce()
+    assert len(round.released()) == 4
+
+
+def test_a_failing_user_is_named_in_simulation_and_hidden_in_deployment(make_round):
+    round = make_round(rate=1.0, load_users=broken_users).open()
+    with pytest.raises(ReportFailed, match=r"round 1, user 1: .* ZeroDivisionError: no records"):
+        round.announce()
+    deployed = make_round(rate=1.0, load_users=broken_users, seed=None)
+    deployed.settings = dataclasses.replace(deployed.settings, run_id="deployed")
+    deployed.header = dataclasses.replace(deployed.header, run_id="deployed")
+    assert reply_content(deployed.announce()) == {"acknowledgement": {"received": True}}
