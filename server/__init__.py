@@ -1,0 +1,27 @@
+"""The server: guard, broadcast, fetch the shuffled batch, aggregate, step, evaluate, checkpoint.
+
+`make_server_app` gives the Flower ServerApp; the rest are its parts, each usable alone.
+"""
+
+from server.aggregate import Aggregate, aggregate_reports
+from server.app import make_server_app
+from server.checkpoint import load_checkpoint, save_checkpoint
+from server.evaluate import Evaluation, evaluate
+from server.rounds import RoundFailed, RoundLoop
+from server.settings import Optimiser, RoundRecord, RunResult, ServerSettings
+
+__all__ = [
+    "Aggregate",
+    "Evaluation",
+    "Optimiser",
+    "RoundFailed",
+    "RoundLoop",
+    "RoundRecord",
+    "RunResult",
+    "ServerSettings",
+    "aggregate_reports",
+    "evaluate",
+    "load_checkpoint",
+    "make_server_app",
+    "save_checkpoint",
+]

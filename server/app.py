@@ -1,0 +1,34 @@
+"""The Flower ServerApp: a round loop over Flower's grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from server.rounds import RoundLoop
+from server.settings import RoundRecord, RunResult, ServerSettings
+
+
+def make_server_app(
+    settings: ServerSettings,
+    observe: Callable[[RoundRecord], None],
+    finish: Callable[[RunResult], None],
+    stop: Callable[[], bool] = lambda: False,
+) -> ServerApp:
+    """The ServerApp of a run.
+
+    Args:
+        settings: the server's side of the run.
+        observe: called after every round.
+        finish: called once, with how the run ended.
+        stop: polled; when it turns true, the round is closed early and the run ends.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        finish(RoundLoop(settings, grid, observe, stop).run())
+
+    return app

@@ -1,0 +1,79 @@
+"""One broadcast over Flower: the model to every node, acknowledgements back within a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from shuffler import RoundHeader
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Acknowledgements:
+    """Who answered: nodes that acknowledged, and the error of each node that answered with one."""
+
+    received: int
+    errors: list[str]
+
+
+def wait_for_nodes(grid: Grid, nodes: int, timeout: float, stop: Callable[[], bool]) -> list[int]:
+    """Ids of the connected nodes, once there are at least `nodes` of them.
+
+    Raises:
+        TimeoutError: fewer are connected after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while len(connected := list(grid.get_node_ids())) < nodes and not stop():
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{len(connected)} of {nodes} Flower nodes connected within {timeout:.0f} s"
+            )
+        time.sleep(_POLL_SECONDS)
+    return sorted(connected)
+
+
+def broadcast(
+    grid: Grid,
+    nodes: list[int],
+    header: RoundHeader,
+    public_key: bytes,
+    model: ArrayRecord,
+    timeout: float,
+    stop: Callable[[], bool],
+) -> Acknowledgements:
+    """Sends the round to every node and waits for all acknowledgements, the deadline, or `stop`.
+
+    Every node gets it every round: the server neither chooses nor learns who checks in.
+    """
+    content = RecordDict(
+        {"model": model, "round": ConfigRecord({**header.to_dict(), "public_key": public_key})}
+    )
+    group = str(header.round)
+    waiting = set(
+        grid.push_messages(
+            Message(content, node, MessageType.TRAIN, group_id=group, ttl=timeout) for node in nodes
+        )
+    )
+    received, errors = 0, []
+    deadline = time.monotonic() + timeout
+    while waiting and time.monotonic() < deadline and not stop():
+        time.sleep(_POLL_SECONDS)
+        for reply in grid.pull_messages(waiting):
+            waiting.discard(reply.metadata.reply_to_message_id)
+            if reply.has_error():
+                errors.append(_reason(reply.error.reason))
+            else:
+                received += 1
+    return Acknowledgements(received, errors)
+
+
+def _reason(text: str | None) -> str:
+    """What a client's exception said, out of what Flower wraps around it."""
+    inner = str(text).rpartition("Message: ")[2]
+    return " ".join(inner.removesuffix("'>").split())

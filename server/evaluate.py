@@ -1,0 +1,37 @@
+"""Accuracy and loss of a model on the server's public test data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy in [0, 1] and mean cross-entropy."""
+
+    accuracy: float
+    loss: float
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> Evaluation:
+    """Evaluates in batches, in eval mode.
+
+    Args:
+        model: a classifier with output of shape (r, classes).
+        features: shape (r, ...).
+        labels: int64 of shape (r,).
+    """
+    model.eval()
+    correct, loss = 0, 0.0
+    for batch, target in zip(features.split(_BATCH), labels.split(_BATCH), strict=True):
+        scores = model(batch)
+        correct += int((scores.argmax(dim=1) == target).sum())
+        loss += float(functional.cross_entropy(scores, target, reduction="sum"))
+    return Evaluation(correct / len(labels), loss / len(labels))

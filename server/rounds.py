@@ -1,0 +1,172 @@
+"""The round loop: guard, ledger, broadcast, close, fetch, aggregate, step, evaluate, checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+
+from accounting import Ledger, PrivacyBudget
+from server.aggregate import Aggregate, aggregate_reports
+from server.broadcast import broadcast, wait_for_nodes
+from server.checkpoint import save_checkpoint
+from server.evaluate import Evaluation, evaluate
+from server.settings import RoundRecord, RunResult, ServerSettings
+from shuffler import (
+    ControlClient,
+    Outcome,
+    PrivateKey,
+    RoundHeader,
+    generate_key_pair,
+    model_version,
+    report_length,
+    sealed_length,
+)
+
+log = logging.getLogger(__name__)
+
+
+class RoundFailed(RuntimeError):
+    """A round in which no node could take part; carries the first node's reason."""
+
+
+class RoundLoop:
+    """One run on the server. Holds the model, the optimiser and the budget."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        grid: Grid,
+        observe: Callable[[RoundRecord], None],
+        stop: Callable[[], bool],
+    ):
+        self.settings = settings
+        self._grid = grid
+        self._observe = observe
+        self._stop = stop
+        self._event = settings.plan.event()
+        self._model = settings.make_model()
+        self._optimiser = settings.optimiser.build(self._model)
+        self._dimension = sum(p.numel() for p in self._model.parameters())
+        self._test = settings.load_test()
+        self._control = ControlClient(settings.shuffler_address, settings.control_token)
+        plan = settings.plan
+        self._budget = PrivacyBudget(
+            plan.make_accountant(),
+            plan.target_epsilon,
+            plan.delta,
+            Ledger.create(settings.folder / "ledger.jsonl", plan, settings.run_id),
+        )
+
+    def run(self) -> RunResult:
+        """Runs until the budget, the plan's last round, or an interrupt.
+
+        Raises:
+            RoundFailed: every node answered a round with an error.
+            ShufflerError: the shuffler does not answer or refuses.
+            TimeoutError: the nodes did not connect.
+        """
+        settings = self.settings
+        self._control.create_run(
+            settings.run_id,
+            settings.plan.to_json().encode(),
+            sealed_length(report_length(self._dimension)),
+        )
+        nodes = wait_for_nodes(self._grid, settings.nodes, settings.round_timeout, self._stop)
+        round, stopped_by = 0, "rounds"
+        while round < settings.plan.rounds:
+            if self._stop():
+                stopped_by = "interrupt"
+                break
+            if self._budget.would_exceed(self._event):
+                stopped_by = "budget"
+                break
+            round += 1
+            self._observe(self._round(round, nodes))
+        final = self._evaluate()
+        torch.save(self._model.state_dict(), settings.folder / "model.pt")
+        self._control.end_run(settings.run_id)
+        return RunResult(round, stopped_by, self._budget.epsilon, final.accuracy, final.loss)
+
+    def _round(self, round: int, nodes: list[int]) -> RoundRecord:
+        started = time.monotonic()
+        model = ArrayRecord(self._model.state_dict())
+        header = RoundHeader(
+            self.settings.run_id, round, _version(model), self.settings.plan.digest()
+        )
+        private_key, public_key = generate_key_pair()
+        self._control.open_round(header.run_id, header.round, header.model_version)
+        self._budget.spend(self._event, round)  # on disk before anything leaves
+        answers = broadcast(
+            self._grid,
+            nodes,
+            header,
+            public_key,
+            model,
+            self.settings.round_timeout,
+            self._stop,
+        )
+        for reason in answers.errors:
+            log.error("round %d: a node failed: %s", round, reason)
+        aggregate = self._collect(header, private_key)
+        if len(answers.errors) == len(nodes):
+            raise RoundFailed(f"round {round}: every node failed: {answers.errors[0]}")
+        if aggregate is not None:
+            self._step(aggregate)
+        result = self._evaluate() if round % self.settings.evaluate_every == 0 else None
+        if round % self.settings.checkpoint_every == 0:
+            self._save(round)
+        return RoundRecord(
+            round=round,
+            epsilon=self._budget.epsilon,
+            released=aggregate is not None,
+            reports=aggregate.reports if aggregate else 0,
+            rejected=aggregate.rejected if aggregate else 0,
+            silent_nodes=len(nodes) - answers.received,
+            accuracy=result.accuracy if result else None,
+            loss=result.loss if result else None,
+            seconds=time.monotonic() - started,
+        )
+
+    def _collect(self, header: RoundHeader, private_key: PrivateKey) -> Aggregate | None:
+        """The round's aggregate, or None when the shuffler holds too few reports."""
+        outcome = self._control.close_round(header.run_id, header.round)
+        if outcome is Outcome.BELOW_MINIMUM:
+            return None
+        return aggregate_reports(
+            self._control.release(header.run_id, header.round),
+            private_key,
+            header,
+            self.settings.plan,
+            self._dimension,
+        )
+
+    def _step(self, aggregate: Aggregate) -> None:
+        """One optimiser step, with the estimate in the gradients' place."""
+        gradient = torch.from_numpy(aggregate.estimate)
+        offset = 0
+        for parameter in self._model.parameters():
+            part = gradient[offset : offset + parameter.numel()]
+            parameter.grad = part.view_as(parameter).clone()
+            offset += parameter.numel()
+        self._optimiser.step()
+
+    def _evaluate(self) -> Evaluation:
+        return evaluate(self._model, *self._test)
+
+    def _save(self, round: int) -> None:
+        save_checkpoint(
+            self.settings.folder / "checkpoint.pt",
+            self._model,
+            self._optimiser,
+            round,
+            self.settings.run_id,
+        )
+
+
+def _version(model: ArrayRecord) -> str:
+    return model_version(array.data for array in model.values())

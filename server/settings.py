@@ -1,0 +1,109 @@
+"""What the server needs before its first round, and what it hands out after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from accounting import PrivacyPlan
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """The server's optimiser, from torch.optim; the noisy mean stands where the gradient would.
+
+    Attributes:
+        name: `sgd` or `adam`.
+        learning_rate: step size.
+        momentum: for `sgd` only.
+    """
+
+    name: Literal["sgd", "adam"] = "sgd"
+    learning_rate: float = 0.1
+    momentum: float = 0.0
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimiser over the model's parameters."""
+        if self.name == "adam":
+            return torch.optim.Adam(model.parameters(), lr=self.learning_rate)
+        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The server's side of a run.
+
+    Attributes:
+        run_id: the run's name in every message and sealed report.
+        plan: the privacy plan.
+        make_model: builds the initial model.
+        load_test: gives public test data, features (r, ...) and int64 labels of shape (r,).
+        optimiser: the server's step.
+        nodes: Flower nodes to wait for before the first round.
+        shuffler_address, control_token: the shuffler, and the right to open, close and release.
+        folder: an existing folder for the ledger, checkpoints and the final model.
+        round_timeout: seconds to wait for acknowledgements before the round is closed.
+        evaluate_every, checkpoint_every: in rounds; the last round is always evaluated and saved.
+    """
+
+    run_id: str
+    plan: PrivacyPlan
+    make_model: Callable[[], nn.Module]
+    load_test: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    optimiser: Optimiser
+    nodes: int
+    shuffler_address: str
+    control_token: str
+    folder: Path
+    round_timeout: float
+    evaluate_every: int
+    checkpoint_every: int
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What a finished round tells its observers.
+
+    Attributes:
+        round: from 1.
+        epsilon: spent so far under the halting accountant, this round included.
+        released: whether the shuffler released the batch (False: below the minimum batch).
+        reports: reports aggregated; 0 when nothing was released.
+        rejected: released reports that did not open or that no honest client could have sent.
+        silent_nodes: nodes that did not acknowledge in time or answered with an error.
+        accuracy, loss: on the test data, None in rounds without evaluation.
+        seconds: wall-clock time of the round.
+    """
+
+    round: int
+    epsilon: float
+    released: bool
+    reports: int
+    rejected: int
+    silent_nodes: int
+    accuracy: float | None
+    loss: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        rounds: rounds spent.
+        stopped_by: `budget`, `rounds` (the plan's last) or `interrupt`.
+        epsilon: spent under the halting accountant.
+        accuracy, loss: of the final model on the test data.
+    """
+
+    rounds: int
+    stopped_by: Literal["budget", "rounds", "interrupt"]
+    epsilon: float
+    accuracy: float
+    loss: float

@@ -1,0 +1,44 @@
+"""Evaluation and checkpoints."""
+
+import pytest
+import torch
+from torch import nn
+
+from server import Optimiser, evaluate, load_checkpoint, save_checkpoint
+
+
+def test_evaluation_counts_every_record_across_batches():
+    model = nn.Linear(1, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0], [-1.0]]))
+        model.bias.zero_()
+    features = torch.cat([torch.ones(1500, 1), -torch.ones(601, 1)])
+    labels = torch.zeros(2101, dtype=torch.long)
+    result = evaluate(model, features, labels)
+    assert result.accuracy == pytest.approx(1500 / 2101)
+    right, wrong = (torch.log1p(torch.exp(torch.tensor(s * 2.0))).item() for s in (-1, 1))
+    assert result.loss == pytest.approx((1500 * right + 601 * wrong) / 2101, rel=1e-5)
+
+
+@pytest.mark.parametrize("optimiser", [Optimiser("adam"), Optimiser("sgd", momentum=0.9)])
+def test_a_checkpoint_brings_model_and_optimiser_back(tmp_path, optimiser):
+    def steps(model, stepper, count):
+        for _ in range(count):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            stepper.step()
+
+    model = nn.Linear(3, 2)
+    stepper = optimiser.build(model)
+    steps(model, stepper, 2)
+    save_checkpoint(tmp_path / "checkpoint.pt", model, stepper, 2, "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    state = load_checkpoint(tmp_path / "checkpoint.pt")
+    assert (state["round"], state["run_id"]) == (2, "run")
+    again = nn.Linear(3, 2)
+    again.load_state_dict(state["model"])
+    stepper_again = optimiser.build(again)
+    stepper_again.load_state_dict(state["optimiser"])
+    steps(model, stepper, 3)
+    steps(again, stepper_again, 3)
+    assert torch.equal(model.weight, again.weight)
