@@ -1,0 +1,1 @@
+"""Configurations that ship with shufl, as TOML."""

@@ -1,0 +1,82 @@
+"""The `shufl` command. Heavy imports happen inside the commands that need them."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from shuffler.cli import shuffler_command
+
+_INTERRUPTED = 130  # what a shell expects after Ctrl-C
+
+app = typer.Typer(
+    help="Federated learning in the shuffle model of differential privacy.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Federated learning in the shuffle model of differential privacy."""
+
+
+@app.command("run")
+def run_command(
+    config: Annotated[
+        str, typer.Argument(help="A TOML file, or the name of one that ships (quickstart, mnist).")
+    ],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override a setting: section.key=value. Repeatable."),
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
+) -> None:
+    """Run an experiment until its privacy budget ends, on Flower and Ray with a real shuffler."""
+    # For models named module:callable. Our own folder first: in an editable install it is not on
+    # the path, and a folder of the user's named `server` would hide ours.
+    sys.path += [str(Path(__file__).resolve().parents[1]), str(Path.cwd())]
+    from rich.console import Console
+
+    from accounting import LedgerError, OrderRangeWarning
+    from server import RoundFailed
+    from shuffler import ShufflerError
+    from simulator.config import ConfigError, load
+    from simulator.datasets import DatasetError
+
+    # The closing table carries these; here they would cut through the progress bar.
+    warnings.simplefilter("ignore", OrderRangeWarning)
+    try:
+        loaded = load(config, set_)
+        from simulator.run import run
+
+        result = run(loaded, runs, Console())
+    except (ConfigError, DatasetError) as error:
+        _fail(error, 2)
+    except (RoundFailed, ShufflerError, LedgerError, TimeoutError, OSError) as error:
+        _fail(error, 1)
+    if result.stopped_by == "interrupt":
+        raise typer.Exit(_INTERRUPTED)
+
+
+app.command("shuffler")(shuffler_command)
+
+
+def _fail(error: BaseException, code: int) -> NoReturn:
+    """One line on standard error, then exit."""
+    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Entry point of the `shufl` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""A run's configuration: TOML, validated before any work; every mistake is one clear line."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from simulator.datasets import DATASETS
+from simulator.partition import SCHEMES
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number above 0")]
+Count = Annotated[int, Field(ge=1, description="a whole number, at least 1")]
+
+
+class ConfigError(ValueError):
+    """The configuration is not valid; one line says which key, its value, and what is allowed."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Privacy(_Section):
+    """The privacy plan, but for n. See `accounting.PrivacyPlan`."""
+
+    check_in_rate: float = Field(gt=0, le=1, allow_inf_nan=False, description="a number in (0, 1]")
+    clip_norm: Positive = 1.0
+    noise_multiplier: Positive
+    mechanism: Literal["gaussian"] = "gaussian"
+    adjacency: Literal["replace", "zero-out"] = "replace"
+    accountant: Literal["theorem3", "rdp", "local"] = "theorem3"
+    target_epsilon: Positive
+    delta: Literal["1/n"] | Annotated[float, Field(gt=0, lt=1)] = Field(
+        "1/n", description='"1/n" or a number in (0, 1)'
+    )
+    rounds: Count
+    minimum_batch: int | None = Field(
+        None, ge=1, description="a whole number from 1 to the number of users"
+    )
+
+
+class Data(_Section):
+    """The dataset and its division among users."""
+
+    dataset: Literal[tuple(DATASETS)]  # type: ignore[valid-type]
+    users: int | None = Field(None, ge=1, description="a whole number, at least 1")
+    partition: Literal[SCHEMES] = "iid"  # type: ignore[valid-type]
+    concentration: Positive = 0.5
+
+
+class Model(_Section):
+    """A model by name or `module:callable`, and its keyword arguments."""
+
+    name: str
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="a table of the model's keyword arguments"
+    )
+
+
+class Training(_Section):
+    """Local computation and the server's optimiser."""
+
+    algorithm: Literal["fedsgd", "fedavg"] = "fedsgd"
+    local_epochs: Count = 1
+    local_learning_rate: Positive = 0.1
+    local_batch_size: Count = 32
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    learning_rate: Positive
+    momentum: float = Field(0.0, ge=0, lt=1, allow_inf_nan=False, description="a number in [0, 1)")
+    evaluate_every: Count = 1
+    checkpoint_every: Count = 10
+
+
+class Simulation(_Section):
+    """The Flower simulation."""
+
+    nodes: Count = 20
+    cpus_per_node: Positive = 1.0
+    round_timeout: Positive = 600.0
+
+
+class Config(_Section):
+    """A whole run. `load` reads it; `resolved` writes it back with every value decided."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="letters, digits, '.', '_' or '-'"
+    )
+    seed: Literal["system"] | Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0,
+        description='a whole number in [0, 2^63), or "system" for the operating system\'s entropy',
+    )
+    privacy: Privacy
+    data: Data
+    model: Model
+    training: Training
+    simulation: Simulation = Field(default_factory=Simulation)
+
+
+def load(source: str, overrides: list[str] | None = None) -> Config:
+    """Reads and validates a configuration.
+
+    Args:
+        source: a TOML file, or the name of one that ships with shufl (`quickstart`).
+        overrides: `section.key=value` settings, values in TOML (a bare word is a string).
+
+    Raises:
+        ConfigError: one line naming the key, what it was given, and what is allowed.
+    """
+    try:
+        content = tomllib.loads(_find(source).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from error
+    for override in overrides or []:
+        _override(content, override)
+    try:
+        return Config.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_one_line(error.errors()[0])}") from None
+
+
+def dumps(config: Config) -> str:
+    """The configuration as TOML; `load` reads it back to the same values."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def shipped() -> list[str]:
+    """Names of the configurations that ship with shufl."""
+    folder = importlib.resources.files("configs")
+    return sorted(Path(f.name).stem for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def _find(source: str) -> Path:
+    if source in shipped() and not Path(source).exists():
+        return Path(str(importlib.resources.files("configs") / f"{source}.toml"))
+    return Path(source)
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"an override must look like section.key=value, got {override!r}")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        content = content.setdefault(section, {})
+        if not isinstance(content, dict):
+            raise ConfigError(f"override {key.strip()}: {section} is not a section")
+    content[last] = parsed
+
+
+def _one_line(error: Any) -> str:
+    """One pydantic error as `key: what is allowed, got what`."""
+    path = [str(part) for part in error["loc"]]
+    section, field = _locate(path)
+    key = ".".join(path[: len(path) if field is None else field[1]])
+    if error["type"] == "extra_forbidden":
+        names = list(section.model_fields)
+        close = difflib.get_close_matches(path[-1], names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(names)}"
+        return f"unknown key {key}; {hint}"
+    allowed = _allowed(section.model_fields[field[0]]) if field else "a section"
+    if error["type"] == "missing":
+        return f"{key} is missing: {allowed}"
+    return f"{key} must be {allowed}, got {error['input']!r}"
+
+
+def _locate(path: list[str]) -> tuple[type[_Section], tuple[str, int] | None]:
+    """The section an error's path ends in, and its field's name with the field's depth."""
+    section: type[_Section] = Config
+    for depth, part in enumerate(path):
+        info = section.model_fields.get(part)
+        if info is None:
+            return section, None
+        if isinstance(info.annotation, type) and issubclass(info.annotation, _Section):
+            section = info.annotation
+        else:
+            return section, (part, depth + 1)
+    return section, None
+
+
+def _allowed(info: Any) -> str:
+    if info.description:
+        return info.description
+    if values := get_args(info.annotation):
+        return "one of " + ", ".join(str(value) for value in values)
+    return "a string" if info.annotation is str else "a section"

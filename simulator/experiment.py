@@ -1,0 +1,168 @@
+"""From a configuration to everything a run needs, with every mistake found before any work."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from accounting import PrivacyPlan, rounds_within_budget
+from clients.settings import LocalTraining, UserRecords
+from server.settings import Optimiser
+from simulator.config import Config, ConfigError
+from simulator.datasets import Dataset, load_dataset
+from simulator.models import ModelError, build_model
+from simulator.partition import partition
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A configuration with every value decided, and what follows from it.
+
+    Attributes:
+        config: resolved: n, delta and the minimum batch are numbers.
+        plan: the privacy plan.
+        halting_round: rounds the budget allows under the plan's accountant, at least 1.
+        parameters: number of model parameters d.
+    """
+
+    config: Config
+    plan: PrivacyPlan
+    halting_round: int
+    parameters: int
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of coins and noise; None: the operating system's entropy."""
+        return None if self.config.seed == "system" else self.config.seed
+
+    @property
+    def make_model(self) -> functools.partial:
+        """Builds the initial model; picklable."""
+        return functools.partial(_make_model, self.config)
+
+    @property
+    def load_users(self) -> functools.partial:
+        """Gives access to users' records; picklable."""
+        return functools.partial(load_user_records, self.config)
+
+    @property
+    def load_test(self) -> functools.partial:
+        """Gives the test data."""
+        return functools.partial(_load_test, self.config.data.dataset)
+
+    @property
+    def local_training(self) -> LocalTraining:
+        """The clients' side of training."""
+        training = self.config.training
+        return LocalTraining(
+            training.algorithm,
+            training.local_epochs,
+            training.local_learning_rate,
+            training.local_batch_size,
+        )
+
+    @property
+    def optimiser(self) -> Optimiser:
+        """The server's optimiser."""
+        training = self.config.training
+        return Optimiser(training.optimiser, training.learning_rate, training.momentum)
+
+
+def prepare(config: Config) -> Experiment:
+    """Loads the dataset and decides every value.
+
+    Raises:
+        ConfigError: values that do not fit together or the data.
+        DatasetError: the dataset is not available.
+    """
+    dataset = load_dataset(config.data.dataset)
+    config = _resolve(config, dataset)
+    privacy = config.privacy
+    try:
+        plan = PrivacyPlan(
+            users=config.data.users,
+            check_in_rate=privacy.check_in_rate,
+            clip_norm=privacy.clip_norm,
+            noise_multiplier=privacy.noise_multiplier,
+            mechanism=privacy.mechanism,
+            adjacency=privacy.adjacency,
+            rounds=privacy.rounds,
+            delta=privacy.delta,
+            target_epsilon=privacy.target_epsilon,
+            minimum_batch=privacy.minimum_batch,
+            accountant=privacy.accountant,
+        )
+        partition(
+            dataset.train_labels.numpy(), plan.users, config.data.partition, _data_seed(config)
+        )
+        model = _make_model(config)
+    except (ValueError, ModelError) as error:
+        raise ConfigError(str(error)) from error
+    halting_round = rounds_within_budget(plan)
+    if halting_round == 0:
+        one = plan.make_accountant().compose(plan.event()).get_epsilon(plan.delta)
+        raise ConfigError(
+            f"privacy.target_epsilon must be at least {one:.4g}, the {plan.accountant} epsilon of "
+            f"one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
+        )
+    return Experiment(config, plan, halting_round, sum(p.numel() for p in model.parameters()))
+
+
+def load_user_records(config: Config) -> UserRecords:
+    """Maps a user id to its records (features as model input, labels), from a resolved config."""
+    dataset = load_dataset(config.data.dataset)
+    parts = partition(
+        dataset.train_labels.numpy(),
+        config.data.users,
+        config.data.partition,
+        _data_seed(config),
+        config.data.concentration,
+    )
+
+    def records(user: int) -> tuple[torch.Tensor, torch.Tensor]:
+        index = torch.from_numpy(parts[user])
+        return dataset.inputs(dataset.train_features[index]), dataset.train_labels[index]
+
+    return records
+
+
+def _resolve(config: Config, dataset: Dataset) -> Config:
+    """Every value that depends on another one, decided."""
+    users = config.data.users or len(dataset.train_labels)
+    privacy = config.privacy
+    delta = 1 / users if privacy.delta == "1/n" else privacy.delta
+    minimum = privacy.minimum_batch or max(1, int(users * privacy.check_in_rate / 2))
+    if config.simulation.nodes > users:
+        raise ConfigError(
+            f"simulation.nodes must be at most the number of users, {users}, "
+            f"got {config.simulation.nodes}"
+        )
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"users": users}),
+            "privacy": privacy.model_copy(update={"delta": delta, "minimum_batch": minimum}),
+        }
+    )
+
+
+def _data_seed(config: Config) -> int:
+    """Seed of the partition and the initial model, which no privacy rests on."""
+    return 0 if config.seed == "system" else config.seed
+
+
+def _make_model(config: Config) -> torch.nn.Module:
+    dataset = load_dataset(config.data.dataset)
+    return build_model(
+        config.model.name,
+        dataset.input_shape,
+        dataset.classes,
+        _data_seed(config),
+        config.model.options,
+    )
+
+
+def _load_test(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    dataset = load_dataset(name)
+    return dataset.inputs(dataset.test_features), dataset.test_labels

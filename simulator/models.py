@@ -1,0 +1,111 @@
+"""Models by name, or any `module:callable` that takes (input_shape, classes, **options)."""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ModelError(ValueError):
+    """A model could not be built, or cannot be trained here."""
+
+
+def logistic_regression(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """One linear layer, starting at zero."""
+    linear = nn.Linear(math.prod(input_shape), classes)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return nn.Sequential(nn.Flatten(), linear)
+
+
+def mlp(input_shape: tuple[int, ...], classes: int, hidden: int = 64) -> nn.Module:
+    """One hidden layer of `hidden` ReLU units."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(math.prod(input_shape), hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, classes),
+    )
+
+
+def small_cnn(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The two-convolution network of the MNIST experiments: 26 010 parameters at 1x28x28."""
+    features = nn.Sequential(
+        nn.Conv2d(input_shape[0], 16, kernel_size=8, stride=2, padding=3),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, kernel_size=4, stride=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 1),
+        nn.Flatten(),
+    )
+    with torch.no_grad():
+        width = features(torch.zeros(1, *input_shape)).shape[1]
+    return nn.Sequential(features, nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, classes))
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "logistic-regression": logistic_regression,
+    "mlp": mlp,
+    "small-cnn": small_cnn,
+}
+
+
+def build_model(
+    name: str,
+    input_shape: tuple[int, ...],
+    classes: int,
+    seed: int,
+    options: dict[str, Any] | None = None,
+) -> nn.Module:
+    """The model of that name with parameters initialised from `seed`.
+
+    Args:
+        name: a key of MODELS or `module:callable`.
+        input_shape: shape of one record.
+        classes: number of classes.
+        seed: of the initial parameters.
+        options: keyword arguments of the model.
+
+    Raises:
+        ModelError: unknown name, wrong options, an output of the wrong shape, or batch norm.
+    """
+    make = _resolve(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            model = make(input_shape, classes, **(options or {}))
+            with torch.no_grad():
+                shape = tuple(model.eval()(torch.zeros(2, *input_shape)).shape)
+        except Exception as error:
+            raise ModelError(
+                f"model {name} could not be built for records of shape {input_shape}: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+    if shape != (2, classes):
+        raise ModelError(f"model {name} must give {classes} scores a record, got shape {shape[1:]}")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ModelError(
+                f"model {name} has batch norm ({path}): its running statistics come from users' "
+                "records and no noise protects them; use group norm or layer norm"
+            )
+    return model
+
+
+def _resolve(name: str) -> Callable[..., nn.Module]:
+    if name in MODELS:
+        return MODELS[name]
+    if ":" not in name:
+        raise ModelError(
+            f"model must be one of {', '.join(MODELS)}, or module:callable, got {name}"
+        )
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(f"model {name} could not be imported: {error}") from error

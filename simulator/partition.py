@@ -1,0 +1,71 @@
+"""Which training records belong to which user. Every scheme is a function of (labels, seed)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+SCHEMES = ("iid", "by-label", "dirichlet")
+
+
+def partition(
+    labels: np.ndarray, users: int, scheme: str, seed: int, concentration: float = 0.5
+) -> np.ndarray:
+    """Deals records to users, the same number q to each; what is left over is not used.
+
+    `iid`: a random permutation cut into equal parts. `by-label`: records sorted by label and cut
+    into two shards a user, dealt at random (McMahan et al. 2017). `dirichlet`: each user draws its
+    own label proportions from Dirichlet(concentration) and fills its quota by them (Hsu et al.
+    2019).
+
+    Args:
+        labels: int of shape (r,).
+        users: number of users, 1 to r.
+        scheme: one of SCHEMES.
+        seed: the deal.
+        concentration: for `dirichlet`; small is skewed.
+
+    Returns:
+        int of shape (users, q): each user's record indices, disjoint.
+
+    Raises:
+        ValueError: there are too few records.
+    """
+    quota = len(labels) // users
+    least = 2 if scheme == "by-label" else 1
+    if quota < least:
+        raise ValueError(
+            f"users must lie in [1, {len(labels) // least}] ({len(labels)} training records, at "
+            f"least {least} each under {scheme}), got {users}"
+        )
+    rng = np.random.Generator(np.random.Philox(key=seed))
+    order = rng.permutation(len(labels))
+    if scheme == "by-label":
+        ordered = order[np.argsort(labels[order], kind="stable")]
+        shards = ordered[: users * 2 * (quota // 2)].reshape(2 * users, quota // 2)
+        return rng.permutation(shards).reshape(users, -1)
+    if scheme == "dirichlet":
+        return _dirichlet(labels, order, users, quota, rng, concentration)
+    return order[: users * quota].reshape(users, quota)
+
+
+def _dirichlet(
+    labels: np.ndarray,
+    order: np.ndarray,
+    users: int,
+    quota: int,
+    rng: np.random.Generator,
+    concentration: float,
+) -> np.ndarray:
+    """Each user filled record by record, by labels drawn from its own proportions."""
+    pools = [list(order[labels[order] == label]) for label in np.unique(labels)]
+    dealt = np.empty((users, quota), dtype=order.dtype)
+    for user in range(users):
+        proportions = rng.dirichlet(np.full(len(pools), concentration))
+        for place in range(quota):
+            left = np.array([len(pool) for pool in pools], dtype=float)
+            weights = proportions * (left > 0)
+            if weights.sum() == 0:  # none of the labels this user wants is left
+                weights = left
+            label = rng.choice(len(pools), p=weights / weights.sum())
+            dealt[user, place] = pools[label].pop()
+    return dealt

@@ -1,0 +1,49 @@
+"""Live progress: a bar on a terminal, a line every few rounds elsewhere."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from server.settings import RoundRecord
+
+
+class RoundProgress:
+    """Shows round, reports, accuracy and epsilon so far against the budget."""
+
+    def __init__(self, console: Console, rounds: int, target_epsilon: float):
+        self._console = console
+        self._rounds = rounds
+        self._target = target_epsilon
+        self._accuracy: float | None = None
+        self._every = max(1, rounds // 20)
+        self._bar = Progress(
+            TextColumn("round {task.completed:>4.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID = self._bar.add_task("starting Flower and Ray", total=rounds)
+
+    def __enter__(self) -> RoundProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, record: RoundRecord) -> None:
+        """Shows one finished round."""
+        if record.accuracy is not None:
+            self._accuracy = record.accuracy
+        accuracy = "" if self._accuracy is None else f"  accuracy {self._accuracy:.1%}"
+        reports = f"{record.reports} reports" if record.released else "below minimum batch"
+        status = f"{reports}{accuracy}  ε {record.epsilon:.3f} of {self._target:g}"
+        if record.silent_nodes:
+            status += f"  {record.silent_nodes} nodes failed or silent, see server.log"
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=record.round, description=status)
+        elif record.round % self._every == 0 or record.round in (1, self._rounds):
+            self._console.print(f"round {record.round}/{self._rounds}  {status}")

@@ -1,0 +1,87 @@
+"""The end of a run: the table, the plot and the summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+from accounting import PrivacyPlan, epsilon_table
+from server.settings import RunResult
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+_STOPPED = {
+    "budget": "privacy budget: one more round would exceed it",
+    "rounds": "all planned rounds done",
+    "interrupt": "interrupted",
+}
+
+
+def summarise(result: RunResult, plan: PrivacyPlan) -> dict[str, Any]:
+    """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon."""
+    return {
+        "rounds": result.rounds,
+        "stopped_by": result.stopped_by,
+        "accuracy": result.accuracy,
+        "loss": result.loss,
+        "delta": plan.delta,
+        "adjacency": plan.adjacency,
+        "accountant": plan.accountant,
+        "target_epsilon": plan.target_epsilon,
+        "epsilon": {
+            row.name: {"epsilon": row.epsilon, "covers": row.covers, "warning": row.warning}
+            for row in epsilon_table(plan, result.rounds)
+        },
+    }
+
+
+def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
+    """The closing table."""
+    run = Table(title="Run", show_header=False, title_justify="left")
+    run.add_row("rounds", str(summary["rounds"]))
+    run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
+    run.add_row("test accuracy", f"{summary['accuracy']:.2%}")
+    run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
+    run.add_row("δ, adjacency", f"{summary['delta']:.3g}, {summary['adjacency']}")
+    run.add_row("run folder", str(folder))
+    console.print(run)
+    table = Table(title="ε of the run, by accountant", title_justify="left")
+    table.add_column("accountant")
+    table.add_column("ε", justify="right")
+    table.add_column("holds for")
+    for name, row in summary["epsilon"].items():
+        halting = " (halts)" if name == summary["accountant"] else ""
+        covers = row["covers"] + (f" [{row['warning']}]" if row["warning"] else "")
+        table.add_row(name + halting, f"{row['epsilon']:.4g}", covers)
+    console.print(table)
+
+
+def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: Path) -> None:
+    """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
+    evaluated = [row for row in rows if row["accuracy"] is not None]
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    for name in rows[0]["epsilons"] if rows else ():
+        axes.plot(
+            [row["epsilons"][name] for row in evaluated],
+            [100 * row["accuracy"] for row in evaluated],
+            marker=".",
+            label=name,
+        )
+    axes.axvline(
+        plan.target_epsilon, color="grey", linestyle="--", label=f"budget ({plan.accountant})"
+    )
+    axes.set(
+        xscale="log",
+        xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
+        ylabel="test accuracy (%)",
+        title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, z = {plan.noise_multiplier:g}",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

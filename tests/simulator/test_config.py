@@ -1,0 +1,81 @@
+"""Every mistake is one line that names the key, the value and what is allowed."""
+
+import pytest
+
+from simulator.config import ConfigError, dumps, load, shipped
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "privacy.check_in_rate=1.3",
+            r"privacy.check_in_rate must be a number in \(0, 1\], got 1.3",
+        ),
+        ("privacy.check_in_rate=0", r"privacy.check_in_rate must be a number in \(0, 1\], got 0"),
+        (
+            "privacy.chek_in_rate=0.3",
+            "unknown key privacy.chek_in_rate; did you mean check_in_rate",
+        ),
+        ("privacy.rounds=2.5", "privacy.rounds must be a whole number, at least 1, got 2.5"),
+        ("privacy.rounds=true", "privacy.rounds must be a whole number, at least 1, got True"),
+        ("privacy.delta=1.0", r'privacy.delta must be "1/n" or a number in \(0, 1\), got 1.0'),
+        (
+            "privacy.noise_multiplier=nan",
+            "privacy.noise_multiplier must be a number above 0, got nan",
+        ),
+        (
+            "privacy.noise_multiplier=inf",
+            "privacy.noise_multiplier must be a number above 0, got inf",
+        ),
+        ("privacy.adjacency=add", "privacy.adjacency must be one of replace, zero-out, got 'add'"),
+        ("privacy.accountant=moments", "must be one of theorem3, rdp, local, got 'moments'"),
+        ("data.dataset=mnits", "data.dataset must be one of digits, mnist, .* got 'mnits'"),
+        ("learning_rate=1.0", "unknown key learning_rate; allowed: name, seed"),
+        ("seed=-1", r'seed must be a whole number in \[0, 2\^63\), or "system"'),
+        ("seed=sometimes", "seed must be a whole number .* got 'sometimes'"),
+        ("simulation=3", "simulation must be a section, got 3"),
+        ("name=../up", r"name must be letters, digits, .* got '\.\./up'"),
+        ("training.momentum=1.0", r"training.momentum must be a number in \[0, 1\), got 1.0"),
+        ("privacy", "an override must look like section.key=value, got 'privacy'"),
+        ("name.first=1", "name is not a section"),
+    ],
+)
+def test_one_line_for_each_mistake(override, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load("quickstart", [override])
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_key_says_what_belongs_there(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('name = "x"\n[privacy]\n')
+    with pytest.raises(
+        ConfigError, match=r"privacy.check_in_rate is missing: a number in \(0, 1\]"
+    ):
+        load(str(path))
+
+
+def test_files_that_are_not_there_or_not_toml(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load(str(tmp_path / "none.toml"))
+    path = tmp_path / "run.toml"
+    path.write_text("name = \n")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load(str(path))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load(str(path))
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_configurations_load_and_write_back_to_the_same(name, tmp_path):
+    config = load(name)
+    path = tmp_path / "again.toml"
+    path.write_text(dumps(config))
+    assert load(str(path)) == config
+
+
+def test_overrides_take_toml_values_and_bare_words():
+    config = load("quickstart", ["seed=system", "privacy.check_in_rate=0.25", "model.name=mlp"])
+    assert (config.seed, config.privacy.check_in_rate, config.model.name) == ("system", 0.25, "mlp")

@@ -1,0 +1,149 @@
+"""Datasets load, partitions deal each record once, models build or say why not."""
+
+import gzip
+import struct
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from simulator.datasets import DatasetError, load_dataset
+from simulator.models import ModelError, build_model
+from simulator.partition import SCHEMES, partition
+
+
+def test_digits_are_scikit_learns_split_in_fifths():
+    digits = load_dataset("digits")
+    assert len(digits.train_labels) + len(digits.test_labels) == 1797
+    assert len(digits.test_labels) == 360
+    assert digits.input_shape == (1, 8, 8)
+    inputs = digits.inputs(digits.train_features)
+    assert (inputs.min(), inputs.max()) == (-1.0, 1.0)
+
+
+def _write_idx(path, array):
+    """An IDX file as MNIST has them: magic with type 8 (unsigned byte), big-endian sizes, bytes."""
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+def test_mnist_files_are_read_by_torchvision(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("SHUFL_DATA", raising=False)
+    raw = tmp_path / "shufl" / "MNIST" / "raw"
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (30, 28, 28))
+    for part, count in (("train", 20), ("t10k", 10)):
+        _write_idx(raw / f"{part}-images-idx3-ubyte", images[:count])
+        _write_idx(raw / f"{part}-labels-idx1-ubyte", np.arange(count) % 10)
+    load_dataset.cache_clear()
+    try:
+        mnist = load_dataset("mnist")
+    finally:
+        load_dataset.cache_clear()
+    assert (mnist.train_features.squeeze(1).numpy() == images[:20]).all()
+    assert mnist.test_labels.tolist() == list(range(10))
+    expected = (images[3, 5, 6] / 255 - 0.1307) / 0.3081
+    assert mnist.inputs(mnist.train_features)[3, 0, 5, 6].item() == pytest.approx(
+        expected, abs=1e-6
+    )
+
+
+def test_a_data_folder_that_is_not_there_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SHUFL_DATA", str(tmp_path / "none"))
+    load_dataset.cache_clear()
+    with pytest.raises(DatasetError, match=r"SHUFL_DATA must name an existing folder, got .*none"):
+        load_dataset("mnist")
+
+
+def test_archives_are_copied_not_unpacked_in_place(tmp_path, monkeypatch):
+    from simulator.datasets import _copy_archives
+
+    source = tmp_path / "given" / "MNIST" / "raw"
+    source.mkdir(parents=True)
+    (source / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"x"))
+    for _ in range(2):
+        _copy_archives(
+            tmp_path / "given", tmp_path / "cache", source.relative_to(tmp_path / "given"), "*.gz"
+        )
+    assert [p.name for p in source.iterdir()] == ["train-images-idx3-ubyte.gz"]
+    copied = list((tmp_path / "cache" / "MNIST" / "raw").iterdir())
+    assert [p.read_bytes() for p in copied] == [gzip.compress(b"x")]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_partitions_are_disjoint_equal_and_reproducible(scheme):
+    labels = np.arange(1003) % 10
+    parts = partition(labels, 50, scheme, seed=1)
+    assert parts.shape == (50, 20)
+    assert len(np.unique(parts)) == parts.size
+    assert (parts == partition(labels, 50, scheme, seed=1)).all()
+    assert (parts != partition(labels, 50, scheme, seed=2)).any()
+
+
+def test_skewed_schemes_are_skewed():
+    labels = np.arange(5000) % 10
+
+    def labels_per_user(scheme):
+        parts = partition(labels, 50, scheme, seed=1, concentration=0.1)
+        return np.mean([len(np.unique(labels[part])) for part in parts])
+
+    assert labels_per_user("iid") > 9.5
+    assert labels_per_user("by-label") <= 2.5
+    assert labels_per_user("dirichlet") < 6
+
+
+def test_too_many_users_for_the_records():
+    with pytest.raises(ValueError, match=r"users must lie in \[1, 10\]"):
+        partition(np.zeros(10), 11, "iid", seed=0)
+    with pytest.raises(ValueError, match=r"users must lie in \[1, 5\] .* under by-label"):
+        partition(np.zeros(10), 6, "by-label", seed=0)
+
+
+def test_the_mnist_network_has_the_published_size():
+    model = build_model("small-cnn", (1, 28, 28), 10, seed=0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 26_010
+
+
+def test_initial_parameters_depend_on_the_seed_only():
+    torch.manual_seed(99)
+    first, again, other = (build_model("mlp", (1, 8, 8), 10, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first[1].weight, again[1].weight)
+    assert not torch.equal(first[1].weight, other[1].weight)
+
+
+def custom_net(input_shape, classes, width=5):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
+
+
+def net_with_batch_norm(input_shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
+
+
+def net_of_wrong_width(input_shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes + 1))
+
+
+def test_any_module_and_callable_is_a_model():
+    model = build_model(f"{__name__}:custom_net", (1, 8, 8), 10, 0, {"width": 7})
+    assert model[1].out_features == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
+        ("no_such_module:net", "could not be imported"),
+        ("torch.nn:NoSuchLayer", "could not be imported"),
+        (f"{__name__}:net_of_wrong_width", "must give 10 scores a record, got shape"),
+        (f"{__name__}:net_with_batch_norm", "has batch norm .* use group norm"),
+        ("small-cnn", "could not be built for records of shape"),
+    ],
+)
+def test_models_that_cannot_be_used_say_why(name, message):
+    with pytest.raises(ModelError, match=message) as error:
+        build_model(name, (1, 8, 8), 10, 0)
+    assert "\n" not in str(error.value)
