@@ -1,0 +1,126 @@
+"""Rounds per minute of the Flower engine, beside plain Flower on the same users.
+
+The peer is what a Flower user would write without shufl: the same nodes, users, coins, model and
+per-user gradients, but every node sums its gradients and returns the sum in its reply: no clipping,
+noise, sealing or shuffler. The ratio is what the private path costs.
+
+    python benchmarks/flower_rounds.py mnist --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from rich.console import Console
+from rich.table import Table
+
+from clients import SeededRandomness, local_update
+from simulator.config import load
+from simulator.engine import run_on_flower
+from simulator.experiment import Experiment, prepare
+from simulator.records import read_rows
+from simulator.run import run
+
+_loaded: dict[str, tuple] = {}
+
+
+def plain_flower(experiment: Experiment, rounds: int, folder: Path) -> list[float]:
+    """Seconds of each round without shufl."""
+    seconds: list[float] = []
+    nodes = experiment.config.simulation.nodes
+    make_model, load_users, training = (
+        experiment.make_model,
+        experiment.load_users,
+        experiment.local_training,
+    )
+    users, rate, seed = experiment.plan.users, experiment.plan.check_in_rate, experiment.seed
+    client_app, server_app = ClientApp(), ServerApp()
+
+    @client_app.train()
+    def train(message: Message, context) -> Message:
+        if "parts" not in _loaded:
+            _loaded["parts"] = (make_model(), load_users())
+        model, records = _loaded["parts"]
+        model.load_state_dict(message.content["model"].to_torch_state_dict())
+        mine = np.arange(context.node_config["partition-id"], users, nodes)
+        round = int(message.metadata.group_id)
+        coins = SeededRandomness(seed).check_ins(round, mine, rate)
+        total = np.zeros(experiment_size(model), dtype=np.float32)
+        for user in mine[coins].tolist():
+            total += local_update(model, *records(user), training, seed=0)
+        content = RecordDict({"sum": ArrayRecord({"sum": Array(total)})})
+        return Message(content, reply_to=message)
+
+    @server_app.main()
+    def main(grid, context) -> None:
+        model = make_model()
+        while len(ids := list(grid.get_node_ids())) < nodes:
+            time.sleep(0.05)
+        for round in range(1, rounds + 1):
+            started = time.monotonic()
+            content = RecordDict({"model": ArrayRecord(model.state_dict())})
+            messages = [Message(content, i, "train", group_id=str(round)) for i in ids]
+            replies = grid.send_and_receive(messages, timeout=3600)
+            total = sum(reply.content["sum"]["sum"].numpy() for reply in replies)
+            step = torch.from_numpy(total / (users * rate) * experiment.optimiser.learning_rate)
+            vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - step
+            torch.nn.utils.vector_to_parameters(vector, model.parameters())
+            seconds.append(time.monotonic() - started)
+
+    run_on_flower(
+        server_app,
+        client_app,
+        nodes,
+        experiment.config.simulation.cpus_per_node,
+        threading.Event(),
+        folder / "plain.log",
+    )
+    return seconds
+
+
+def experiment_size(model: torch.nn.Module) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    config = load(
+        arguments.config,
+        [f"privacy.rounds={arguments.rounds}", f"training.evaluate_every={arguments.rounds}"],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run(config, Path(folder), Console(quiet=True))
+        (made,) = Path(folder).glob(f"{config.name}-*")
+        rows = read_rows(made / "metrics.jsonl")
+        plain = plain_flower(prepare(config), arguments.rounds, Path(folder))
+    reports = float(np.mean([row["reports"] for row in rows]))
+    table = Table(title=f"{config.name}: {reports:.0f} reports a round, {arguments.rounds} rounds")
+    for column in ("path", "median s/round", "rounds/min", "reports/s", "ratio"):
+        table.add_column(column, justify="right")
+    timings = {"plain Flower": plain, "shufl": [row["seconds"] for row in rows]}
+    base = float(np.median(plain))
+    for name, seconds in timings.items():
+        median = float(np.median(seconds))
+        table.add_row(
+            name, f"{median:.2f}", f"{60 / median:.1f}", f"{reports / median:.0f}",
+            f"{base / median:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The whole path, real in every part: what a run does, what it leaves, and how it ends."""
+
+import json
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    NOISE,
+    RATE,
+    USERS,
+    epsilon_after,
+    json_lines,
+    only_folder,
+    running,
+    shufl,
+    tiny_config,
+    wait_until,
+)
+
+from accounting import Ledger, PrivacyPlan
+from clients import SeededRandomness
+from simulator.config import load
+from simulator.experiment import prepare
+
+ROUNDS = 6
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run whose budget admits six rounds."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = shufl("run", tiny_config(folder, ROUNDS), "--runs", folder / "runs")
+    assert result.returncode == 0, result.stderr
+    return result, only_folder(folder / "runs")
+
+
+def test_the_run_halts_at_exactly_the_round_the_accountant_predicts(finished):
+    result, folder = finished
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["rounds"], summary["stopped_by"]) == (ROUNDS, "budget")
+    assert epsilon_after(ROUNDS) <= summary["target_epsilon"] < epsilon_after(ROUNDS + 1)
+    assert summary["epsilon"]["theorem3"]["epsilon"] == pytest.approx(epsilon_after(ROUNDS))
+    assert "budget" in result.stdout
+
+
+def test_every_round_is_in_the_metrics_and_in_the_ledger(finished):
+    _, folder = finished
+    rows = json_lines(folder / "metrics.jsonl")
+    assert [row["round"] for row in rows] == list(range(1, ROUNDS + 1))
+    for row in rows:
+        assert row["epsilon"] == pytest.approx(epsilon_after(row["round"]))
+        assert row["released"] and row["rejected"] == 0 and row["silent_nodes"] == 0
+        assert set(row["epsilons"]) == {"theorem3", "rdp", "local"}
+    ledger = Ledger.read(folder / "ledger.jsonl")
+    assert [entry.round for entry in ledger.entries] == list(range(1, ROUNDS + 1))
+    assert ledger.plan == PrivacyPlan.from_json((folder / "plan.json").read_bytes())
+
+
+def test_reports_are_those_of_the_users_whose_coin_came_up(finished):
+    _, folder = finished
+    for row in json_lines(folder / "metrics.jsonl"):
+        coins = SeededRandomness(5).check_ins(row["round"], np.arange(USERS), RATE)
+        assert row["reports"] == coins.sum()
+
+
+def test_the_final_model_is_the_one_computed_by_hand(finished):
+    """The published algorithm in a few lines: no Flower, no shuffler, no sealing."""
+    _, folder = finished
+    experiment = prepare(load(str(folder / "config.toml")))
+    randomness, clip_norm = SeededRandomness(5), 0.8
+    model, users = experiment.make_model(), experiment.load_users()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    parameters = list(model.parameters())
+    for round in range(1, ROUNDS + 1):
+        total = torch.zeros(experiment.parameters, dtype=torch.float64)
+        for user in np.flatnonzero(randomness.check_ins(round, np.arange(USERS), RATE)):
+            features, labels = users(user)
+            loss = torch.nn.functional.cross_entropy(model(features), labels)
+            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+            gradient = gradient.double() * min(1.0, clip_norm / float(gradient.double().norm()))
+            noise = randomness.standard_normal(round, user, len(gradient))
+            total += gradient + NOISE * clip_norm * torch.from_numpy(noise)
+        estimate = (total / (USERS * RATE)).float()
+        for part, parameter in zip(
+            estimate.split([p.numel() for p in parameters]), parameters, strict=True
+        ):
+            parameter.grad = part.view_as(parameter)
+        optimiser.step()
+    final = torch.load(folder / "model.pt", weights_only=True)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(final[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_seed_gives_the_same_model_to_the_bit(finished, tmp_path):
+    """Although the shuffler's order, the keys and the timing all differ; another node count too."""
+    _, folder = finished
+    again = shufl("run", folder / "config.toml", "--runs", tmp_path, "--set", "simulation.nodes=2")
+    assert again.returncode == 0, again.stderr
+    first, second = (
+        torch.load(path / "model.pt", weights_only=True) for path in (folder, only_folder(tmp_path))
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_run_folder_is_complete_and_the_process_leaves_nothing(finished):
+    _, folder = finished
+    names = {path.name for path in folder.iterdir()}
+    assert {
+        "config.toml",
+        "plan.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "ledger.jsonl",
+        "checkpoint.pt",
+        "model.pt",
+        "summary.json",
+        "accuracy_epsilon.png",
+    } <= names
+    assert (folder / "accuracy_epsilon.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    log = (folder / "shuffler.log").read_text()
+    assert "user-" not in log
+
+
+def test_system_entropy_and_local_epochs(tmp_path):
+    result = shufl(
+        "run",
+        tiny_config(tmp_path, 2),
+        "--runs",
+        tmp_path / "runs",
+        "--set",
+        "seed=system",
+        "--set",
+        "training.algorithm=fedavg",
+        "--set",
+        "training.local_epochs=2",
+        "--set",
+        "training.optimiser=adam",
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json_lines(only_folder(tmp_path / "runs") / "metrics.jsonl")
+    assert len(rows) == 2 and all(row["reports"] > 0 for row in rows)
+
+
+def test_rounds_below_the_minimum_batch_are_spent_and_training_goes_on(tmp_path):
+    result = shufl(
+        "run", tiny_config(tmp_path, 3), "--runs", tmp_path / "runs",
+        "--set", f"privacy.minimum_batch={USERS}",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    folder = only_folder(tmp_path / "runs")
+    rows = json_lines(folder / "metrics.jsonl")
+    assert [(row["released"], row["reports"]) for row in rows] == [(False, 0)] * 3
+    assert len(Ledger.read(folder / "ledger.jsonl").entries) == 3
+    start = prepare(load(str(folder / "config.toml"))).make_model().state_dict()
+    final = torch.load(folder / "model.pt", weights_only=True)
+    assert all(torch.equal(start[name], final[name]) for name in start)
+
+
+def test_a_shuffler_killed_mid_run_ends_it_in_one_clear_error(long_run):
+    long_run.wait_for_rounds(3)
+    os.kill(long_run.shuffler_pid, signal.SIGKILL)
+    code, _, err = long_run.finish()
+    assert code == 1
+    (line,) = [line for line in err.splitlines() if line.strip()]
+    assert line.startswith("error: shuffler at 127.0.0.1:")
+    assert "does not answer" in line
+    done = len(json_lines(long_run.folder / "metrics.jsonl"))
+    spent = Ledger.read(long_run.folder / "ledger.jsonl").entries
+    assert [entry.round for entry in spent] == list(range(1, len(spent) + 1))
+    assert done <= len(spent) <= done + 1
+    wait_until(lambda: not any(map(running, long_run.spawned)), 30, "children to end")
+
+
+def test_a_run_killed_with_sigkill_has_only_over_counted_and_its_shuffler_ends(long_run):
+    long_run.wait_for_rounds(2)
+    long_run.process.kill()
+    long_run.process.wait()
+    done = len(json_lines(long_run.folder / "metrics.jsonl"))
+    assert done <= len(Ledger.read(long_run.folder / "ledger.jsonl").entries) <= done + 1
+    wait_until(lambda: not running(long_run.shuffler_pid), 15, "the shuffler to end")
+
+
+def test_an_interrupt_ends_the_run_in_order(long_run):
+    long_run.wait_for_rounds(2)
+    long_run.process.send_signal(signal.SIGINT)
+    code, out, err = long_run.finish()
+    assert (code, err.strip()) == (130, "")
+    assert "interrupted" in out
+    assert (long_run.folder / "model.pt").exists()
+    assert math.isfinite(json_lines(long_run.folder / "metrics.jsonl")[-1]["epsilon"])
+    wait_until(lambda: not any(map(running, long_run.spawned)), 30, "children to end")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["privacy.check_in_rat=0.1"], "unknown key privacy.check_in_rat; did you mean"),
+        (["data.users=5000"], r"users must lie in [1, 1437]"),
+        (
+            ["simulation.nodes=61"],
+            "simulation.nodes must be at most the number of users, 60, got 61",
+        ),
+        (["privacy.minimum_batch=61"], "got 61"),
+        (["privacy.target_epsilon=1e-6"], "privacy.target_epsilon must be at least"),
+        (["model.name=nothing:here"], "model nothing:here could not be imported"),
+    ],
+)
+def test_a_mistake_in_the_configuration_is_one_line_before_any_work(tmp_path, overrides, message):
+    arguments = [part for override in overrides for part in ("--set", override)]
+    result = shufl("run", tiny_config(tmp_path, 2), "--runs", tmp_path / "runs", *arguments)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
+    assert not (tmp_path / "runs").exists()
