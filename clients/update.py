@@ -35,7 +35,9 @@ def local_update(
     Returns:
         float32 of shape (d,), d the number of parameters.
     """
-    torch.manual_seed(seed)
+    # Not torch.manual_seed: without a GPU in use it also queues a call with its stack trace for each
+    # kind of accelerator, for ever.
+    torch.default_generator.manual_seed(seed)
     if training.algorithm == "fedsgd":
         return _gradient(model, features, labels)
     start = parameters_to_vector(model.parameters()).detach().clone()
