@@ -13,6 +13,7 @@ import argparse
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from flwr.serverapp import ServerApp
 from rich.console import Console
 from rich.table import Table
 
+from accounting import OrderRangeWarning
 from clients import SeededRandomness, local_update
 from simulator.config import load
 from simulator.engine import run_on_flower
@@ -98,6 +100,7 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
+    warnings.simplefilter("ignore", OrderRangeWarning)  # of epsilon after a few rounds; not shown
     config = load(
         arguments.config,
         [f"privacy.rounds={arguments.rounds}", f"training.evaluate_every={arguments.rounds}"],

@@ -35,8 +35,8 @@ def local_update(
     Returns:
         float32 of shape (d,), d the number of parameters.
     """
-    # Not torch.manual_seed: without a GPU in use it also queues a call with its stack trace for each
-    # kind of accelerator, for ever.
+    # Not torch.manual_seed: for every kind of accelerator not in use it also queues a call with its
+    # stack trace, for ever.
     torch.default_generator.manual_seed(seed)
     if training.algorithm == "fedsgd":
         return _gradient(model, features, labels)
