@@ -37,7 +37,7 @@ def plan(rate):
         noise_multiplier=2.0,
         rounds=50,
         delta=1 / USERS,
-        target_epsilon=8.0,
+        target_epsilon=3.0,
         minimum_batch=1,
     )
 
