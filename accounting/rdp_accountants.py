@@ -162,8 +162,9 @@ class Theorem3Accountant(RdpShuffleAccountant):
 
     name = "theorem3"
     covers = (
-        "the homogeneous pair only (all other users hold the differing user's record); "
-        "assumes the shuffler does not collude with the server"
+        "the homogeneous pair only (all other users hold the differing user's record); assumes "
+        "that all n users flip their coins every round, and that the server gets nothing of the "
+        "round but the shuffled reports"
     )
     default_max_order = 256
 
@@ -215,7 +216,7 @@ class CheckInRdpAccountant(RdpShuffleAccountant):
     name = "rdp"
     covers = (
         "the homogeneous pair only (all other users hold the differing user's record), exact in "
-        "Rényi divergence; assumes the shuffler does not collude with the server"
+        "Rényi divergence; the same assumptions as theorem3"
     )
     default_max_order = 1024
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -9,6 +12,8 @@ from flwr.clientapp import ClientApp
 from clients.settings import ClientSettings
 from clients.worker import Worker
 from shuffler import RoundHeader
+
+log = logging.getLogger(__name__)
 
 _STATE = "shufl"
 _workers: dict[
@@ -20,14 +25,25 @@ def make_client_app(settings: ClientSettings) -> ClientApp:
     """The ClientApp of a run.
 
     A node answers for the users whose id is its partition id modulo the number of partitions. Its
-    reply is the same constant whether or not any of them checked in; a round it refuses
-    (`RoundRefused`) is Flower's error reply, decided before any coin.
+    reply is the same constant whether or not any of them checked in, `reply_after` seconds after
+    the message came; a round it refuses (`RoundRefused`) is Flower's error reply, decided before
+    any coin. A query before the first round makes a node load its data and model, and answers
+    whether it agrees to the plan.
     """
     app = ClientApp()
 
+    @app.query()
+    def ready(message: Message, context: Context) -> Message:
+        _worker(settings).agree(RoundHeader.from_dict(message.content["round"]))
+        return Message(_acknowledgement(), reply_to=message)
+
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        reply_at = time.monotonic() + settings.reply_after
         _take_part(_worker(settings), message, context)
+        if (left := reply_at - time.monotonic()) < 0 < settings.reply_after:
+            log.warning("local work took %.1f s longer than reply_after", -left)
+        time.sleep(max(0.0, left))
         return Message(_acknowledgement(), reply_to=message)
 
     return app
@@ -38,7 +54,7 @@ def _take_part(worker: Worker, message: Message, context: Context) -> None:
     public_key = announcement.pop("public_key")
     header = RoundHeader.from_dict(announcement)
     model = message.content["model"]
-    worker.check(header, model, answered=_last_answered(context))
+    worker.check(header, model, public_key, answered=_last_answered(context))
     context.state[_STATE] = ConfigRecord({"last_round": header.round})
     worker.take_part(_node_users(context, worker.settings.plan.users), header, model, public_key)
 

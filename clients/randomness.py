@@ -67,15 +67,15 @@ class SystemRandomness:
     """Draws from the operating system's cryptographic generator, for deployment."""
 
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
-        """Independent coins with probability `rate` (to 2^-53)."""
+        """Independent coins with probability `rate` (to 2^-52)."""
         return _system_uniform(len(users)) < rate
 
     def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
         """N(0, 1) draws, each the sum of four halved normals.
 
-        One double-precision normal has holes in its low bits that identify the value it was added
-        to; a sum of several closes them (Holohan and Braghin, "Secure random sampling in
-        differential privacy", 2021), which is also what Opacus' secure mode does.
+        The holes of one double-precision normal can identify the value it was added to; against a
+        sum of several that attack is infeasible (Holohan and Braghin, "Secure random sampling in
+        differential privacy", 2021). Opacus' secure mode does the same.
         """
         return special.ndtri(_system_uniform(4 * size)).reshape(4, size).sum(axis=0) / 2
 
@@ -90,6 +90,9 @@ def make_randomness(seed: int | None) -> Randomness:
 
 
 def _system_uniform(size: int) -> np.ndarray:
-    """Uniforms on the open interval (0, 1), 53 bits each, float64 of shape (size,)."""
-    bits = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(11)
-    return (bits + 0.5) * 2.0**-53
+    """Uniforms on the open interval (0, 1), float64 of shape (size,).
+
+    (b + 1/2) / 2^52 with b of 52 bits: exact in float64, symmetric, never 0 or 1.
+    """
+    bits = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(12)
+    return (bits + 0.5) * 2.0**-52

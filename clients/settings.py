@@ -42,6 +42,9 @@ class ClientSettings:
         training: local computation.
         shuffler_address: host:port of the shuffler.
         seed: simulation's seed; None takes coins and noise from the operating system.
+        reply_after: seconds from a message to its acknowledgement. Work takes longer for those who
+            checked in, so outside simulation set it above the longest local work, or the moment of
+            the reply tells the server who did.
     """
 
     run_id: str
@@ -51,3 +54,4 @@ class ClientSettings:
     training: LocalTraining
     shuffler_address: str
     seed: int | None
+    reply_after: float = 0.0

@@ -51,7 +51,7 @@ def local_update(
 
 def _gradient(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
     loss = functional.cross_entropy(model(features), labels)
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    gradients = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).numpy()
 
 

@@ -51,17 +51,11 @@ class Worker:
         """The last round within the budget by this client's own accountant, not the server's."""
         return rounds_within_budget(self.settings.plan)
 
-    def check(self, header: RoundHeader, model: ArrayRecord, answered: int) -> None:
-        """Refuses a round that is not this client's to answer. Depends on no coin and no data.
-
-        Args:
-            header: the announced round.
-            model: the broadcast model.
-            answered: the last round this node answered, 0 before the first.
+    def agree(self, header: RoundHeader) -> None:
+        """Refuses a run or a plan that is not this client's.
 
         Raises:
-            RoundRefused: another run or plan, a model other than the header names, a round already
-                answered, or one beyond the budget.
+            RoundRefused: the header names another run or plan.
         """
         if header.run_id != self.settings.run_id:
             raise RoundRefused(f"run must be {self.settings.run_id}, got {header.run_id}")
@@ -69,8 +63,29 @@ class Worker:
             raise RoundRefused(
                 f"privacy plan must be {self._plan_digest}, got {header.plan_digest}"
             )
+
+    def check(
+        self, header: RoundHeader, model: ArrayRecord, public_key: bytes, answered: int
+    ) -> None:
+        """Refuses a round that is not this client's to answer. Depends on no coin and no data.
+
+        Args:
+            header: the announced round.
+            model: the broadcast model.
+            public_key: the server's key for this round.
+            answered: the last round this node answered, 0 before the first.
+
+        Raises:
+            RoundRefused: another run or plan, a model other than the header names, a key that
+                nothing can be sealed to, a round already answered, or one beyond the budget.
+        """
+        self.agree(header)
         if header.model_version != model_version(array.data for array in model.values()):
             raise RoundRefused("the model received is not the one that the round's header names")
+        try:
+            seal(b"", public_key, header)
+        except Exception as error:
+            raise RoundRefused("the round's public key is not one to seal to") from error
         if header.round <= answered:
             raise RoundRefused(
                 f"round must be above {answered}, the last answered, got {header.round}"
@@ -90,9 +105,9 @@ class Worker:
     ) -> None:
         """Each user flips its coin; those who check in submit a sealed private report.
 
-        Whatever goes wrong on the way to the shuffler is logged on this node and not told to the
-        server: an error only nodes with check-ins can have would tell who checked in. Outside
-        simulation that goes for every error.
+        Whatever goes wrong from the coins on is logged on this node and not told to the server: an
+        error only nodes with check-ins can have would tell who checked in. In simulation a failing
+        computation is told, since it would otherwise be hard to find.
 
         Args:
             users: ids of this node's users, int of shape (u,).
@@ -103,20 +118,21 @@ class Worker:
         Raises:
             ReportFailed: in simulation, when computing a report failed.
         """
-        coins = self._randomness.check_ins(header.round, users, self.settings.plan.check_in_rate)
-        self._model.load_state_dict(model.to_torch_state_dict())
-        self._model.train()
+        rate = self.settings.plan.check_in_rate
         try:
+            coins = self._randomness.check_ins(header.round, users, rate)
+            self._model.load_state_dict(model.to_torch_state_dict())
+            self._model.train()
             reports = self._sealed_reports(users[coins], header, public_key)
             for verdict in self._intake.submit(header, reports):
                 if verdict is not Verdict.ACCEPTED:
                     log.warning("round %d: a report was rejected: %s", header.round, verdict.name)
         except ShufflerError as error:
             log.warning("round %d: reports not submitted: %s", header.round, error)
-        except ReportFailed as error:
+        except Exception:
             if self.settings.seed is not None:
                 raise
-            log.error("%s", error)
+            log.exception("round %d: reports not submitted", header.round)
 
     def _sealed_reports(
         self, users: np.ndarray, header: RoundHeader, public_key: bytes
@@ -124,13 +140,13 @@ class Worker:
         """(sender, sealed report) of every user in `users`, one at a time."""
         for user in users.tolist():
             try:
-                payload = encode_report(self._report(user, header.round))
+                sealed = seal(encode_report(self._report(user, header.round)), public_key, header)
             except Exception as error:
                 raise ReportFailed(
                     f"round {header.round}, user {user}: computing the report failed: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            yield f"user-{user}", seal(payload, public_key, header)
+            yield f"user-{user}", sealed
 
     def _report(self, user: int, round: int) -> np.ndarray:
         features, labels = self._records(user)

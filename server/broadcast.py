@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from flwr.serverapp import Grid
 from shuffler import RoundHeader
 
 _POLL_SECONDS = 0.05
+_REASON_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,17 @@ def wait_for_nodes(grid: Grid, nodes: int, timeout: float, stop: Callable[[], bo
     return sorted(connected)
 
 
+def greet(
+    grid: Grid, nodes: list[int], header: RoundHeader, timeout: float, stop: Callable[[], bool]
+) -> Acknowledgements:
+    """Asks every node to get ready (load its data) and whether it agrees to the run's plan.
+
+    Nothing has been spent yet; `header` names the run and the plan, as round 0.
+    """
+    content = RecordDict({"round": ConfigRecord(header.to_dict())})
+    return _exchange(grid, nodes, content, MessageType.QUERY, header, timeout, stop)
+
+
 def broadcast(
     grid: Grid,
     nodes: list[int],
@@ -49,15 +62,29 @@ def broadcast(
 ) -> Acknowledgements:
     """Sends the round to every node and waits for all acknowledgements, the deadline, or `stop`.
 
-    Every node gets it every round: the server neither chooses nor learns who checks in.
+    Every node gets it every round: the server neither chooses nor is told who checks in.
     """
     content = RecordDict(
         {"model": model, "round": ConfigRecord({**header.to_dict(), "public_key": public_key})}
     )
-    group = str(header.round)
+    return _exchange(grid, nodes, content, MessageType.TRAIN, header, timeout, stop)
+
+
+def _exchange(
+    grid: Grid,
+    nodes: list[int],
+    content: RecordDict,
+    message_type: str,
+    header: RoundHeader,
+    timeout: float,
+    stop: Callable[[], bool],
+) -> Acknowledgements:
+    """One message to each node, and what came back."""
     waiting = set(
         grid.push_messages(
-            Message(content, node, MessageType.TRAIN, group_id=group, ttl=timeout) for node in nodes
+            # Flower's own deadline lies behind ours, so that ours is the one that speaks.
+            Message(content, node, message_type, group_id=str(header.round), ttl=timeout + 60)
+            for node in nodes
         )
     )
     received, errors = 0, []
@@ -74,6 +101,6 @@ def broadcast(
 
 
 def _reason(text: str | None) -> str:
-    """What a client's exception said, out of what Flower wraps around it."""
+    """What a client's exception said, out of what Flower wraps around it; at most one long line."""
     inner = str(text).rpartition("Message: ")[2]
-    return " ".join(inner.removesuffix("'>").split())
+    return textwrap.shorten(inner.removesuffix("'>"), _REASON_CHARACTERS, placeholder=" …")

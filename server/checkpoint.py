@@ -13,18 +13,25 @@ from torch import nn
 def save_checkpoint(
     path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, round: int, run_id: str
 ) -> None:
-    """Writes to a temporary file, syncs it, and renames it into place."""
+    """Saves what training needs to go on after `round`."""
+    content = {
+        "run_id": run_id,
+        "round": round,
+        "model": model.state_dict(),
+        "optimiser": optimiser.state_dict(),
+    }
+    save_atomically(path, content)
+
+
+def save_atomically(path: Path, content: Any) -> None:
+    """torch.save to a temporary file, synced and renamed into place.
+
+    Raises:
+        OSError: for example a full disk; what was at `path` is still there.
+    """
     temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        torch.save(
-            {
-                "run_id": run_id,
-                "round": round,
-                "model": model.state_dict(),
-                "optimiser": optimiser.state_dict(),
-            },
-            file,
-        )
+    with temporary.open("wb") as file:  # given a path, torch would hide the OSError
+        torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -12,10 +12,10 @@ from flwr.serverapp import Grid
 
 from accounting import Ledger, PrivacyBudget
 from server.aggregate import Aggregate, aggregate_reports
-from server.broadcast import broadcast, wait_for_nodes
-from server.checkpoint import save_checkpoint
+from server.broadcast import Acknowledgements, broadcast, greet, wait_for_nodes
+from server.checkpoint import save_atomically, save_checkpoint
 from server.evaluate import Evaluation, evaluate
-from server.settings import RoundRecord, RunResult, ServerSettings
+from server.settings import RoundOutcome, RoundRecord, RunResult, ServerSettings, StoppedBy
 from shuffler import (
     ControlClient,
     Outcome,
@@ -29,9 +29,18 @@ from shuffler import (
 
 log = logging.getLogger(__name__)
 
+_START_SECONDS = 120.0  # for nodes to connect and load their data, at least
+_MOST_INCOMPLETE = 3  # each is spent for nothing
+
+_OUTCOMES: dict[Outcome, RoundOutcome] = {
+    Outcome.RELEASABLE: "released",
+    Outcome.BELOW_MINIMUM: "below-minimum",
+    Outcome.DISCARDED: "discarded",
+}
+
 
 class RoundFailed(RuntimeError):
-    """A round in which no node could take part; carries the first node's reason."""
+    """Nodes are missing, so that no round could be released; carries the first node's reason."""
 
 
 class RoundLoop:
@@ -53,6 +62,7 @@ class RoundLoop:
         self._optimiser = settings.optimiser.build(self._model)
         self._dimension = sum(p.numel() for p in self._model.parameters())
         self._test = settings.load_test()
+        self._incomplete = 0  # rounds in a row that lacked nodes
         self._control = ControlClient(settings.shuffler_address, settings.control_token)
         plan = settings.plan
         self._budget = PrivacyBudget(
@@ -66,7 +76,7 @@ class RoundLoop:
         """Runs until the budget, the plan's last round, or an interrupt.
 
         Raises:
-            RoundFailed: every node answered a round with an error.
+            RoundFailed: nodes do not get ready, or three rounds in a row lacked nodes.
             ShufflerError: the shuffler does not answer or refuses.
             TimeoutError: the nodes did not connect.
         """
@@ -76,8 +86,9 @@ class RoundLoop:
             settings.plan.to_json().encode(),
             sealed_length(report_length(self._dimension)),
         )
-        nodes = wait_for_nodes(self._grid, settings.nodes, settings.round_timeout, self._stop)
-        round, stopped_by = 0, "rounds"
+        nodes = self._ready_nodes()
+        round = 0
+        stopped_by: StoppedBy = "rounds"
         while round < settings.plan.rounds:
             if self._stop():
                 stopped_by = "interrupt"
@@ -88,9 +99,25 @@ class RoundLoop:
             round += 1
             self._observe(self._round(round, nodes))
         final = self._evaluate()
-        torch.save(self._model.state_dict(), settings.folder / "model.pt")
+        self._save(round)
+        save_atomically(settings.folder / "model.pt", self._model.state_dict())
         self._control.end_run(settings.run_id)
         return RunResult(round, stopped_by, self._budget.epsilon, final.accuracy, final.loss)
+
+    def _ready_nodes(self) -> list[int]:
+        """The nodes, once all of them have loaded their data and agreed to the plan."""
+        settings = self.settings
+        timeout = max(_START_SECONDS, settings.round_timeout)
+        nodes = wait_for_nodes(self._grid, settings.nodes, timeout, self._stop)
+        header = RoundHeader(settings.run_id, 0, "", settings.plan.digest())
+        answers = greet(self._grid, nodes, header, timeout, self._stop)
+        if answers.received < len(nodes) and not self._stop():
+            missing = len(nodes) - answers.received
+            raise RoundFailed(
+                f"{missing} of {len(nodes)} nodes did not get ready: "
+                f"{_first_reason(answers, timeout)}"
+            )
+        return nodes
 
     def _round(self, round: int, nodes: list[int]) -> RoundRecord:
         started = time.monotonic()
@@ -99,8 +126,8 @@ class RoundLoop:
             self.settings.run_id, round, _version(model), self.settings.plan.digest()
         )
         private_key, public_key = generate_key_pair()
-        self._control.open_round(header.run_id, header.round, header.model_version)
         self._budget.spend(self._event, round)  # on disk before anything leaves
+        self._control.open_round(header.run_id, header.round, header.model_version)
         answers = broadcast(
             self._grid,
             nodes,
@@ -112,10 +139,19 @@ class RoundLoop:
         )
         for reason in answers.errors:
             log.error("round %d: a node failed: %s", round, reason)
-        aggregate = self._collect(header, private_key)
-        if len(answers.errors) == len(nodes):
-            raise RoundFailed(f"round {round}: every node failed: {answers.errors[0]}")
-        if aggregate is not None:
+        complete = answers.received == len(nodes)
+        # Epsilon is that of n users mixing: with a node missing, nothing may be released.
+        outcome = self._control.close_round(header.run_id, header.round, discard=not complete)
+        self._incomplete = 0 if complete else self._incomplete + 1
+        if self._incomplete == _MOST_INCOMPLETE and not self._stop():
+            raise RoundFailed(
+                f"{_MOST_INCOMPLETE} rounds in a row lacked nodes and could not be released, in "
+                f"round {round} {len(nodes) - answers.received} of {len(nodes)}: "
+                f"{_first_reason(answers, self.settings.round_timeout)}"
+            )
+        aggregate = None
+        if outcome is Outcome.RELEASABLE:
+            aggregate = self._collect(header, private_key)
             self._step(aggregate)
         result = self._evaluate() if round % self.settings.evaluate_every == 0 else None
         if round % self.settings.checkpoint_every == 0:
@@ -123,7 +159,7 @@ class RoundLoop:
         return RoundRecord(
             round=round,
             epsilon=self._budget.epsilon,
-            released=aggregate is not None,
+            outcome=_OUTCOMES[outcome],
             reports=aggregate.reports if aggregate else 0,
             rejected=aggregate.rejected if aggregate else 0,
             silent_nodes=len(nodes) - answers.received,
@@ -132,11 +168,8 @@ class RoundLoop:
             seconds=time.monotonic() - started,
         )
 
-    def _collect(self, header: RoundHeader, private_key: PrivateKey) -> Aggregate | None:
-        """The round's aggregate, or None when the shuffler holds too few reports."""
-        outcome = self._control.close_round(header.run_id, header.round)
-        if outcome is Outcome.BELOW_MINIMUM:
-            return None
+    def _collect(self, header: RoundHeader, private_key: PrivateKey) -> Aggregate:
+        """The aggregate of the released batch."""
         return aggregate_reports(
             self._control.release(header.run_id, header.round),
             private_key,
@@ -170,3 +203,7 @@ class RoundLoop:
 
 def _version(model: ArrayRecord) -> str:
     return model_version(array.data for array in model.values())
+
+
+def _first_reason(answers: Acknowledgements, timeout: float) -> str:
+    return answers.errors[0] if answers.errors else f"no answer within {timeout:g} s"

@@ -12,6 +12,9 @@ from torch import nn
 
 from accounting import PrivacyPlan
 
+RoundOutcome = Literal["released", "below-minimum", "discarded"]
+StoppedBy = Literal["budget", "rounds", "interrupt"]
+
 
 @dataclass(frozen=True)
 class Optimiser:
@@ -48,7 +51,7 @@ class ServerSettings:
         shuffler_address, control_token: the shuffler, and the right to open, close and release.
         folder: an existing folder for the ledger, checkpoints and the final model.
         round_timeout: seconds to wait for acknowledgements before the round is closed.
-        evaluate_every, checkpoint_every: in rounds; the last round is always evaluated and saved.
+        evaluate_every, checkpoint_every: in rounds; the end of the run always does both.
     """
 
     run_id: str
@@ -72,7 +75,9 @@ class RoundRecord:
     Attributes:
         round: from 1.
         epsilon: spent so far under the halting accountant, this round included.
-        released: whether the shuffler released the batch (False: below the minimum batch).
+        outcome: `released`; `below-minimum`: the shuffler held too few reports; `discarded`: a node
+            was silent or failed, so fewer users mixed than epsilon assumes, and the batch was
+            destroyed unseen. The round is spent in every case.
         reports: reports aggregated; 0 when nothing was released.
         rejected: released reports that did not open or that no honest client could have sent.
         silent_nodes: nodes that did not acknowledge in time or answered with an error.
@@ -82,7 +87,7 @@ class RoundRecord:
 
     round: int
     epsilon: float
-    released: bool
+    outcome: RoundOutcome
     reports: int
     rejected: int
     silent_nodes: int
@@ -103,7 +108,7 @@ class RunResult:
     """
 
     rounds: int
-    stopped_by: Literal["budget", "rounds", "interrupt"]
+    stopped_by: StoppedBy
     epsilon: float
     accuracy: float
     loss: float

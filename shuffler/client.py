@@ -252,19 +252,24 @@ class ControlClient(_Client):
         )
         self._call("OpenRound", request)
 
-    def close_round(self, run_id: str, round: int) -> Outcome:
+    def close_round(self, run_id: str, round: int, discard: bool = False) -> Outcome:
         """Ends a round's intake; asking again gives the same answer.
 
+        Args:
+            run_id: the run.
+            round: the open round.
+            discard: whether to destroy the batch unseen, whatever its size.
+
         Returns:
-            `RELEASABLE`, or `BELOW_MINIMUM`: then the batch has been destroyed. How many reports
-            there were is not told.
+            `RELEASABLE`, or `BELOW_MINIMUM` or `DISCARDED`: then the batch has been destroyed. How
+            many reports there were is not told.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`,
                 `STORAGE_FULL`.
             ShufflerUnavailable: if the shuffler does not answer.
         """
-        request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round)
+        request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round, discard=discard)
         return Outcome(self._call("CloseRound", request).outcome)
 
     def release(self, run_id: str, round: int) -> Iterator[bytes]:
@@ -274,7 +279,7 @@ class ControlClient(_Client):
         call is broken off: then the rest is lost. Nothing is asked before the first iteration.
 
         Raises:
-            ShufflerRefused: `ROUND_NOT_CLOSED`, `BELOW_MINIMUM`, `ALREADY_RELEASED`,
+            ShufflerRefused: `ROUND_NOT_CLOSED`, `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`,
                 `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`, `STORAGE_FULL`.
             ShufflerUnavailable: if the shuffler does not answer; the batch may then be incomplete.
         """

@@ -106,7 +106,8 @@ class ShufflerProcess:
         paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "shuffler", *self._arguments],
+                # -P: the working directory is not ours and may hold a folder named `shuffler`.
+                [sys.executable, "-P", "-m", "shuffler", *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

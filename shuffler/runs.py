@@ -207,8 +207,8 @@ class RunStore:
                 verdicts[index] = verdict
         return verdicts
 
-    def close_round(self, run_id: str, number: int) -> Outcome:
-        """Ends a round's intake; below the plan's minimum batch its reports are destroyed.
+    def close_round(self, run_id: str, number: int, discard: bool = False) -> Outcome:
+        """Ends a round's intake; a batch below the plan's minimum or not wanted is destroyed.
 
         Closing a closed round again answers the same.
 
@@ -221,14 +221,19 @@ class RunStore:
                 _refuse(Refusal.BATCH_LOST, "the batch's file was missing after a restart")
             return entry.outcome
         assert entry.spool is not None
-        enough = entry.spool.count >= run.minimum_batch
-        entry.outcome = Outcome.RELEASABLE if enough else Outcome.BELOW_MINIMUM
+        if discard:
+            entry.outcome = Outcome.DISCARDED
+        elif entry.spool.count >= run.minimum_batch:
+            entry.outcome = Outcome.RELEASABLE
+        else:
+            entry.outcome = Outcome.BELOW_MINIMUM
+        kept = entry.outcome is Outcome.RELEASABLE
         try:
-            self._move(run_id, entry, _State.CLOSED if enough else _State.DONE)
+            self._move(run_id, entry, _State.CLOSED if kept else _State.DONE)
         except ShufflerRefused:
             entry.outcome = None
             raise
-        if not enough:
+        if not kept:
             self._destroy(entry)
         return entry.outcome
 
@@ -240,7 +245,7 @@ class RunStore:
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `ROUND_NOT_CLOSED`,
-                `BELOW_MINIMUM`, `ALREADY_RELEASED`, `BATCH_LOST`, or storage.
+                `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`, `BATCH_LOST`, or storage.
         """
         run, entry = self._entry(run_id, number)
         if entry.state is _State.OPEN:
@@ -251,6 +256,8 @@ class RunStore:
             _refuse(
                 Refusal.BELOW_MINIMUM, "the batch was below the plan's minimum and is destroyed"
             )
+        if entry.outcome is Outcome.DISCARDED:
+            _refuse(Refusal.DISCARDED, "the batch was destroyed when the round was closed")
         if entry.state is not _State.CLOSED:
             _refuse(Refusal.ALREADY_RELEASED, "a batch is released once")
         assert entry.spool is not None

@@ -203,7 +203,9 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         return shuffler_pb2.OpenRoundReply()
 
     async def CloseRound(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        outcome = await self._call(context, self._store.close_round, request.run_id, request.round)
+        outcome = await self._call(
+            context, self._store.close_round, request.run_id, request.round, request.discard
+        )
         _log.info("round closed")
         return shuffler_pb2.CloseRoundReply(outcome=shuffler_pb2.Outcome.Name(outcome))
 

@@ -27,6 +27,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
     RELEASABLE: _ClassVar[Outcome]
     BELOW_MINIMUM: _ClassVar[Outcome]
+    DISCARDED: _ClassVar[Outcome]
 VERDICT_UNSPECIFIED: Verdict
 ACCEPTED: Verdict
 UNKNOWN_RUN: Verdict
@@ -42,6 +43,7 @@ STORAGE_FAILED: Verdict
 OUTCOME_UNSPECIFIED: Outcome
 RELEASABLE: Outcome
 BELOW_MINIMUM: Outcome
+DISCARDED: Outcome
 
 class SubmitRequest(_message.Message):
     __slots__ = ("run_id", "round", "model_version", "plan_digest", "sender", "sealed")
@@ -96,12 +98,14 @@ class OpenRoundReply(_message.Message):
     def __init__(self) -> None: ...
 
 class CloseRoundRequest(_message.Message):
-    __slots__ = ("run_id", "round")
+    __slots__ = ("run_id", "round", "discard")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
+    discard: bool
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., discard: _Optional[bool] = ...) -> None: ...
 
 class CloseRoundReply(_message.Message):
     __slots__ = ("outcome",)

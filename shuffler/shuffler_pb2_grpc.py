@@ -159,7 +159,8 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CloseRound(self, request, context):
-        """Ends the round's intake. Tells whether the batch may be released, not how large it is.
+        """Ends the round's intake. Tells whether the batch may be released, not how large it is. With
+        `discard` the batch is destroyed unseen, whatever its size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

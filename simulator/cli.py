@@ -37,7 +37,10 @@ def run_command(
     ] = None,
     runs: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
 ) -> None:
-    """Run an experiment until its privacy budget ends, on Flower and Ray with a real shuffler."""
+    """Run an experiment until its privacy budget ends, on Flower and Ray with a real shuffler.
+
+    CONFIG is a TOML file, or the name of one that ships with shufl: quickstart, mnist.
+    """
     # For models named module:callable. Our own folder first: in an editable install it is not on
     # the path, and a folder of the user's named `server` would hide ours.
     sys.path += [str(Path(__file__).resolve().parents[1]), str(Path.cwd())]
@@ -48,6 +51,7 @@ def run_command(
     from shuffler import ShufflerError
     from simulator.config import ConfigError, load
     from simulator.datasets import DatasetError
+    from simulator.engine import EngineFailed
 
     # The closing table carries these; here they would cut through the progress bar.
     warnings.simplefilter("ignore", OrderRangeWarning)
@@ -58,7 +62,7 @@ def run_command(
         result = run(loaded, runs, Console())
     except (ConfigError, DatasetError) as error:
         _fail(error, 2)
-    except (RoundFailed, ShufflerError, LedgerError, TimeoutError, OSError) as error:
+    except (RoundFailed, ShufflerError, LedgerError, EngineFailed, OSError) as error:
         _fail(error, 1)
     if result.stopped_by == "interrupt":
         raise typer.Exit(_INTERRUPTED)
@@ -69,12 +73,17 @@ app.command("shuffler")(shuffler_command)
 
 def _fail(error: BaseException, code: int) -> NoReturn:
     """One line on standard error, then exit."""
-    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename or 'a file'}: {error.strerror}"
+    typer.echo(f"error: {' '.join(text.split())}", err=True)
     raise typer.Exit(code)
 
 
 def main() -> None:
     """Entry point of the `shufl` command."""
+    for stream in (sys.stdout, sys.stderr):  # ε and σ need not stop a run where they cannot show
+        stream.reconfigure(errors="replace")
     app()
 
 

@@ -39,7 +39,7 @@ class Privacy(_Section):
     delta: Literal["1/n"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         "1/n", description='"1/n" or a number in (0, 1)'
     )
-    rounds: Count
+    rounds: int = Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")
     minimum_batch: int | None = Field(
         None, ge=1, description="a whole number from 1 to the number of users"
     )
@@ -83,13 +83,17 @@ class Simulation(_Section):
     nodes: Count = 20
     cpus_per_node: Positive = 1.0
     round_timeout: Positive = 600.0
+    reply_after: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="seconds, a number of at least 0"
+    )
 
 
 class Config(_Section):
     """A whole run. `load` reads it; `resolved` writes it back with every value decided."""
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="letters, digits, '.', '_' or '-'"
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        description="at most 100 letters, digits, '.', '_' or '-'",
     )
     seed: Literal["system"] | Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0,
@@ -113,9 +117,12 @@ def load(source: str, overrides: list[str] | None = None) -> Config:
         ConfigError: one line naming the key, what it was given, and what is allowed.
     """
     try:
-        content = tomllib.loads(_find(source).read_text(encoding="utf-8"))
+        content = tomllib.loads(_find(source).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"{source} cannot be read: {error.strerror}; a configuration is a TOML file or one of "
+            f"{', '.join(shipped())}"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source} is not valid TOML: {error}") from error
     for override in overrides or []:

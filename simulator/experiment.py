@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 
 import torch
 
 from accounting import PrivacyPlan, rounds_within_budget
 from clients.settings import LocalTraining, UserRecords
+from clients.update import local_update
+from server.aggregate import largest_honest_norm
 from server.settings import Optimiser
 from simulator.config import Config, ConfigError
 from simulator.datasets import Dataset, load_dataset
 from simulator.models import ModelError, build_model
-from simulator.partition import partition
+from simulator.partition import partition, records_per_user
+
+_LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,7 @@ class Experiment:
     @property
     def local_training(self) -> LocalTraining:
         """The clients' side of training."""
-        training = self.config.training
-        return LocalTraining(
-            training.algorithm,
-            training.local_epochs,
-            training.local_learning_rate,
-            training.local_batch_size,
-        )
+        return _local_training(self.config)
 
     @property
     def optimiser(self) -> Optimiser:
@@ -94,20 +93,52 @@ def prepare(config: Config) -> Experiment:
             minimum_batch=privacy.minimum_batch,
             accountant=privacy.accountant,
         )
-        partition(
-            dataset.train_labels.numpy(), plan.users, config.data.partition, _data_seed(config)
-        )
+        records_per_user(len(dataset.train_labels), plan.users, config.data.partition)
         model = _make_model(config)
     except (ValueError, ModelError) as error:
         raise ConfigError(str(error)) from error
+    _try_update(model, dataset, config)
+    parameters = sum(p.numel() for p in model.parameters())
+    if not largest_honest_norm(plan, parameters) < _LARGEST_FLOAT32:
+        raise ConfigError(
+            "privacy.clip_norm times the noise must fit float32 reports, got "
+            f"C = {plan.clip_norm:g}, z = {plan.noise_multiplier:g}"
+        )
     halting_round = rounds_within_budget(plan)
     if halting_round == 0:
         one = plan.make_accountant().compose(plan.event()).get_epsilon(plan.delta)
         raise ConfigError(
-            f"privacy.target_epsilon must be at least {one:.4g}, the {plan.accountant} epsilon of "
-            f"one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
+            f"privacy.target_epsilon must be at least {one * 1.001:.4g}, the {plan.accountant} "
+            f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
-    return Experiment(config, plan, halting_round, sum(p.numel() for p in model.parameters()))
+    return Experiment(config, plan, halting_round, parameters)
+
+
+def _try_update(model: torch.nn.Module, dataset: Dataset, config: Config) -> None:
+    """One update from one blank record, so that a model that cannot be trained is found now.
+
+    Raises:
+        ConfigError: it fails.
+    """
+    blank = dataset.inputs(torch.zeros_like(dataset.train_features[:1]))
+    label = torch.zeros(1, dtype=torch.int64)
+    try:
+        local_update(model.train(), blank, label, _local_training(config), seed=0)
+    except Exception as error:
+        raise ConfigError(
+            f"model {config.model.name} could not be trained on one record: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+
+
+def _local_training(config: Config) -> LocalTraining:
+    training = config.training
+    return LocalTraining(
+        training.algorithm,
+        training.local_epochs,
+        training.local_learning_rate,
+        training.local_batch_size,
+    )
 
 
 def load_user_records(config: Config) -> UserRecords:
@@ -132,12 +163,19 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
     """Every value that depends on another one, decided."""
     users = config.data.users or len(dataset.train_labels)
     privacy = config.privacy
+    if privacy.delta == "1/n" and users == 1:
+        raise ConfigError('privacy.delta must be a number when there is one user, got "1/n"')
     delta = 1 / users if privacy.delta == "1/n" else privacy.delta
     minimum = privacy.minimum_batch or max(1, int(users * privacy.check_in_rate / 2))
     if config.simulation.nodes > users:
         raise ConfigError(
             f"simulation.nodes must be at most the number of users, {users}, "
             f"got {config.simulation.nodes}"
+        )
+    if config.simulation.cpus_per_node > (os.cpu_count() or 1):
+        raise ConfigError(
+            f"simulation.cpus_per_node must be at most {os.cpu_count()}, the CPUs here, "
+            f"got {config.simulation.cpus_per_node:g}"
         )
     return config.model_copy(
         update={

@@ -73,7 +73,8 @@ def build_model(
         options: keyword arguments of the model.
 
     Raises:
-        ModelError: unknown name, wrong options, an output of the wrong shape, or batch norm.
+        ModelError: unknown name, wrong options, an output of the wrong shape, nothing to train,
+            frozen parameters, or memory of the records seen (batch norm).
     """
     make = _resolve(name)
     with torch.random.fork_rng():
@@ -89,13 +90,50 @@ def build_model(
             ) from error
     if shape != (2, classes):
         raise ModelError(f"model {name} must give {classes} scores a record, got shape {shape[1:]}")
+    _refuse_what_is_not_trained(name, model)
+    _refuse_what_mixes_users(name, model, input_shape)
+    return model
+
+
+def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
+    """Every parameter is in every report, with noise on it.
+
+    Raises:
+        ModelError: there are no parameters, or some are frozen.
+    """
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError(f"model {name} has no parameters to train")
+    for path, parameter in parameters.items():
+        if not parameter.requires_grad:
+            raise ModelError(
+                f"model {name} freezes {path}: noise would be added to it all the same; make what "
+                "is not trained a buffer"
+            )
+
+
+def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int, ...]) -> None:
+    """An update must depend on its own user's records only, or clipping bounds nothing.
+
+    Raises:
+        ModelError: the model keeps something of the records it has seen.
+    """
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ModelError(
-                f"model {name} has batch norm ({path}): its running statistics come from users' "
-                "records and no noise protects them; use group norm or layer norm"
+                f"model {name} has batch norm ({path}): its running statistics mix users' records "
+                "and no noise protects them; use group norm or layer norm"
             )
-    return model
+    before = {path: buffer.clone() for path, buffer in model.named_buffers()}
+    if before:
+        with torch.no_grad():
+            model.train()(torch.ones(2, *input_shape))
+        for path, buffer in model.named_buffers():
+            if not torch.equal(before[path], buffer):
+                raise ModelError(
+                    f"model {name} changes its buffer {path} in training: that carries one user's "
+                    "records into another's update"
+                )
 
 
 def _resolve(name: str) -> Callable[..., nn.Module]:

@@ -30,13 +30,7 @@ def partition(
     Raises:
         ValueError: there are too few records.
     """
-    quota = len(labels) // users
-    least = 2 if scheme == "by-label" else 1
-    if quota < least:
-        raise ValueError(
-            f"users must lie in [1, {len(labels) // least}] ({len(labels)} training records, at "
-            f"least {least} each under {scheme}), got {users}"
-        )
+    quota = records_per_user(len(labels), users, scheme)
     rng = np.random.Generator(np.random.Philox(key=seed))
     order = rng.permutation(len(labels))
     if scheme == "by-label":
@@ -46,6 +40,21 @@ def partition(
     if scheme == "dirichlet":
         return _dirichlet(labels, order, users, quota, rng, concentration)
     return order[: users * quota].reshape(users, quota)
+
+
+def records_per_user(records: int, users: int, scheme: str) -> int:
+    """How many records each user gets.
+
+    Raises:
+        ValueError: there are too few.
+    """
+    least = 2 if scheme == "by-label" else 1
+    if records // users < least:
+        raise ValueError(
+            f"data.users must lie in [1, {records // least}] ({records} training records, at least "
+            f"{least} each under {scheme}), got {users}"
+        )
+    return records // users
 
 
 def _dirichlet(

@@ -39,11 +39,13 @@ class RoundProgress:
         if record.accuracy is not None:
             self._accuracy = record.accuracy
         accuracy = "" if self._accuracy is None else f"  accuracy {self._accuracy:.1%}"
-        reports = f"{record.reports} reports" if record.released else "below minimum batch"
+        reports = f"{record.reports} reports" if record.outcome == "released" else record.outcome
         status = f"{reports}{accuracy}  ε {record.epsilon:.3f} of {self._target:g}"
+        if record.rejected:
+            status += f"  {record.rejected} rejected"
         if record.silent_nodes:
-            status += f"  {record.silent_nodes} nodes failed or silent, see server.log"
+            status += f"  {record.silent_nodes} nodes missing, see server.log"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=record.round, description=status)
         elif record.round % self._every == 0 or record.round in (1, self._rounds):
-            self._console.print(f"round {record.round}/{self._rounds}  {status}")
+            self._console.print(f"round {record.round}/{self._rounds}  {status}", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,19 @@ from torch.utils.tensorboard import SummaryWriter
 
 from accounting import ACCOUNTANTS, PrivacyPlan
 from server.settings import RoundRecord
+
+
+def to_json(content: Any, indent: int | None = None) -> str:
+    """Standard JSON, which has no NaN and no infinity: those become null."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    return content
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -36,7 +50,7 @@ class RunRecorder:
             epsilons[name] = accountant.get_epsilon(self._plan.delta)
         row = {**asdict(record), "epsilons": epsilons}
         self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(to_json(row) + "\n")
         self._file.flush()
         self._to_tensorboard(record, epsilons)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import secrets
 import threading
@@ -12,14 +12,15 @@ from typing import Any
 
 from rich.console import Console
 
+from accounting import Ledger, LedgerError
 from clients import ClientSettings, make_client_app
 from server import RoundRecord, RunResult, ServerSettings, make_server_app
 from shuffler import ShufflerProcess
 from simulator.config import Config, dumps
-from simulator.engine import logs_to, run_on_flower
+from simulator.engine import interrupts, logs_to, run_on_flower
 from simulator.experiment import Experiment, prepare
 from simulator.progress import RoundProgress
-from simulator.records import RunRecorder
+from simulator.records import RunRecorder, to_json
 from simulator.report import plot_accuracy_epsilon, print_summary, summarise
 
 
@@ -47,13 +48,33 @@ def run(config: Config, runs: Path, console: Console) -> RunResult:
     recorder = RunRecorder(folder, experiment.plan)
     try:
         result = _execute(experiment, folder, recorder, console)
+    except BaseException:
+        _tell_what_was_spent(console, folder)
+        raise
     finally:
         recorder.close()
     summary = summarise(result, experiment.plan)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    plot_accuracy_epsilon(recorder.rows, experiment.plan, folder / "accuracy_epsilon.png")
     print_summary(console, summary, folder)
+    (folder / "summary.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
+    plot_accuracy_epsilon(recorder.rows, experiment.plan, folder / "accuracy_epsilon.png")
     return result
+
+
+def _tell_what_was_spent(console: Console, folder: Path) -> None:
+    """After a run that ended early: what its ledger says, which is what counts."""
+    try:
+        ledger = Ledger.read(folder / "ledger.jsonl")
+    except LedgerError:
+        spent = "nothing was spent"
+    else:
+        accountant = ledger.plan.make_accountant()
+        for event in ledger.events():
+            accountant.compose(event)
+        epsilon = accountant.get_epsilon(ledger.plan.delta)
+        spent = f"{len(ledger.entries)} rounds spent, ε {epsilon:.4g} by {accountant.name}"
+    console.print(
+        f"ended early: {spent}; ledger, metrics and checkpoints stay in {folder}", soft_wrap=True
+    )
 
 
 def _execute(
@@ -65,6 +86,7 @@ def _execute(
     stop = threading.Event()
     results: list[RunResult] = []
     with (
+        interrupts(stop),
         ShufflerProcess(log_file=folder / "shuffler.log") as shuffler,
         RoundProgress(console, experiment.halting_round, plan.target_epsilon) as progress,
         logs_to(folder / "server.log", "server"),
@@ -102,6 +124,7 @@ def _execute(
                 training=experiment.local_training,
                 shuffler_address=shuffler.address,
                 seed=experiment.seed,
+                reply_after=config.simulation.reply_after,
             )
         )
         os.environ["FLWR_HOME"] = str(folder / "flower")
@@ -120,13 +143,13 @@ def _make_folder(runs: Path, experiment: Experiment) -> Path:
     """A new folder `<name>-<time>` with the resolved configuration and the plan."""
     stem = f"{experiment.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     runs.mkdir(parents=True, exist_ok=True)
-    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
-        folder = (runs / f"{stem}{suffix}").absolute()
+    folder = (runs / stem).absolute()
+    for number in itertools.count(2):
         try:
             folder.mkdir()
             break
         except FileExistsError:
-            continue
+            folder = folder.with_name(f"{stem}-{number}")
     (folder / "config.toml").write_text(dumps(experiment.config), encoding="utf-8")
     (folder / "plan.json").write_text(experiment.plan.to_json(), encoding="utf-8")
     return folder
@@ -143,9 +166,9 @@ def _describe(console: Console, experiment: Experiment, folder: Path) -> None:
         f"z = {plan.noise_multiplier:g}, {plan.adjacency} (σ = {plan.sigma:g}), "
         f"δ = {plan.delta:.3g}, minimum batch {plan.minimum_batch}; "
         f"coins and noise from {randomness}",
-        "budget": f"ε ≤ {plan.target_epsilon:g} by {plan.accountant}: ends after round "
-        f"{experiment.halting_round} of at most {plan.rounds}",
+        "budget": f"ε ≤ {plan.target_epsilon:g} by {plan.accountant}, which allows "
+        f"{experiment.halting_round} rounds of at most {plan.rounds}",
     }
     for name, text in facts.items():
-        console.print(f"[bold]{name:8}[/bold] {text}", highlight=False)
-    console.print(f"[bold]{'folder':8}[/bold] {folder}", highlight=False)
+        console.print(f"[bold]{name:8}[/bold] {text}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{'folder':8}[/bold] {folder}", highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from shuffler import (
     sealed_length,
 )
 
-USERS, DIMENSION = 12, 8
+USERS, WIDTH = 12, 40
+DIMENSION = 2 * WIDTH + 2
 
 
 def plan(rate):
@@ -44,11 +46,11 @@ def plan(rate):
 
 def make_model():
     torch.manual_seed(0)
-    return nn.Linear(3, 2)
+    return nn.Linear(WIDTH, 2)
 
 
 def records(user):
-    return torch.full((1, 3), float(user)), torch.tensor([user % 2])
+    return torch.full((1, WIDTH), float(user)), torch.tensor([user % 2])
 
 
 def load_users():
@@ -186,13 +188,13 @@ def test_the_reply_is_the_same_when_the_shuffler_is_gone(make_round):
 def test_system_entropy_gives_reports_no_seed_predicts(make_round):
     round = make_round(rate=1.0, seed=None).open()
     round.announce()
-    seeded = SeededRandomness(3)
     reports = round.released()
     assert len(reports) == 4
     for report in reports:
         for user in range(USERS):
-            noise = seeded.standard_normal(1, user, DIMENSION)
-            assert np.abs(report - 2.0 * noise).max() > 1.1
+            noise = SeededRandomness(3).standard_normal(1, user, DIMENSION)
+            # With this user's seeded noise taken off, only the clipped update would be left.
+            assert np.linalg.norm(report - 2.0 * noise) > 1.001
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,23 @@ def test_a_round_announced_twice_gets_one_answer(make_round):
     with pytest.raises(RoundRefused, match="round must be above 1, the last answered, got 1"):
         round.announce()
     assert len(round.released()) == 4
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1.0])
+@pytest.mark.parametrize("key", [b"", b"short", bytes(32), 7])
+def test_a_key_that_nothing_can_be_sealed_to_is_refused_before_any_coin(make_round, key, rate):
+    round = make_round(rate=rate)
+    round.public_key = key
+    with pytest.raises(RoundRefused, match="public key is not one to seal to"):
+        round.announce()
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1.0])
+def test_the_reply_waits_for_its_moment_whoever_checked_in(make_round, rate):
+    round = make_round(rate=rate, reply_after=1.0)
+    started = time.monotonic()
+    round.announce()
+    assert time.monotonic() - started >= 1.0
 
 
 def test_a_failing_user_is_named_in_simulation_and_hidden_in_deployment(make_round):

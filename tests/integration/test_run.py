@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,7 +55,7 @@ def test_every_round_is_in_the_metrics_and_in_the_ledger(finished):
     assert [row["round"] for row in rows] == list(range(1, ROUNDS + 1))
     for row in rows:
         assert row["epsilon"] == pytest.approx(epsilon_after(row["round"]))
-        assert row["released"] and row["rejected"] == 0 and row["silent_nodes"] == 0
+        assert (row["outcome"], row["rejected"], row["silent_nodes"]) == ("released", 0, 0)
         assert set(row["epsilons"]) == {"theorem3", "rdp", "local"}
     ledger = Ledger.read(folder / "ledger.jsonl")
     assert [entry.round for entry in ledger.entries] == list(range(1, ROUNDS + 1))
@@ -106,7 +108,7 @@ def test_the_same_seed_gives_the_same_model_to_the_bit(finished, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_run_folder_is_complete_and_the_process_leaves_nothing(finished):
+def test_the_run_folder_is_complete_and_names_no_user(finished):
     _, folder = finished
     names = {path.name for path in folder.iterdir()}
     assert {
@@ -154,19 +156,64 @@ def test_rounds_below_the_minimum_batch_are_spent_and_training_goes_on(tmp_path)
     assert result.returncode == 0, result.stderr
     folder = only_folder(tmp_path / "runs")
     rows = json_lines(folder / "metrics.jsonl")
-    assert [(row["released"], row["reports"]) for row in rows] == [(False, 0)] * 3
+    assert [(row["outcome"], row["reports"]) for row in rows] == [("below-minimum", 0)] * 3
     assert len(Ledger.read(folder / "ledger.jsonl").entries) == 3
     start = prepare(load(str(folder / "config.toml"))).make_model().state_dict()
     final = torch.load(folder / "model.pt", weights_only=True)
     assert all(torch.equal(start[name], final[name]) for name in start)
 
 
+def test_a_round_is_in_the_ledger_before_any_client_works_on_it(tmp_path):
+    """The model reads the ledger from disk in every user's forward pass."""
+    result = shufl(
+        "run", tiny_config(tmp_path, 3), "--runs", tmp_path / "runs",
+        "--set", "model.name=odd_models:reads_ledger", "--set", "model.options={}",
+        cwd=Path(__file__).parent, env={**os.environ, "TEST_FOLDER": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    seen = Counter(int(line) for line in (tmp_path / "seen").read_text().split())
+    rows = json_lines(only_folder(tmp_path / "runs") / "metrics.jsonl")
+    assert seen == {row["round"]: row["reports"] for row in rows}
+
+
+def test_a_round_with_a_silent_node_is_spent_and_its_batch_destroyed(tmp_path):
+    """Epsilon is that of all users mixing; with fewer nothing is released."""
+    result = shufl(
+        "run", tiny_config(tmp_path, 5), "--runs", tmp_path / "runs",
+        "--set", "model.name=odd_models:first_call_hangs", "--set", "model.options={}",
+        "--set", "simulation.round_timeout=6.0",
+        cwd=Path(__file__).parent, env={**os.environ, "TEST_FOLDER": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = json_lines(only_folder(tmp_path / "runs") / "metrics.jsonl")
+    assert len(rows) == 5
+    first, last = rows[0], rows[-1]
+    assert (first["outcome"], first["reports"]) == ("discarded", 0)
+    assert first["silent_nodes"] >= 1
+    assert (last["outcome"], last["silent_nodes"]) == ("released", 0)
+
+
+def test_nodes_that_never_answer_end_the_run_in_one_clear_error(tmp_path):
+    result = shufl(
+        "run", tiny_config(tmp_path, 3), "--runs", tmp_path / "runs",
+        "--set", "model.name=odd_models:always_hangs", "--set", "model.options={}",
+        "--set", "simulation.round_timeout=3.0",
+        cwd=Path(__file__).parent, env={**os.environ, "TEST_FOLDER": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: 3 rounds in a row lacked nodes and could not be released")
+    assert "in round 3 3 of 3: no answer within 3 s" in line
+    assert "ended early: 3 rounds spent" in result.stdout
+
+
 def test_a_shuffler_killed_mid_run_ends_it_in_one_clear_error(long_run):
     long_run.wait_for_rounds(3)
     os.kill(long_run.shuffler_pid, signal.SIGKILL)
-    code, _, err = long_run.finish()
+    code, out, err = long_run.finish()
     assert code == 1
     (line,) = [line for line in err.splitlines() if line.strip()]
+    assert "rounds spent" in out
     assert line.startswith("error: shuffler at 127.0.0.1:")
     assert "does not answer" in line
     done = len(json_lines(long_run.folder / "metrics.jsonl"))
@@ -200,7 +247,7 @@ def test_an_interrupt_ends_the_run_in_order(long_run):
     ("overrides", "message"),
     [
         (["privacy.check_in_rat=0.1"], "unknown key privacy.check_in_rat; did you mean"),
-        (["data.users=5000"], r"users must lie in [1, 1437]"),
+        (["data.users=5000"], r"data.users must lie in [1, 1437]"),
         (
             ["simulation.nodes=61"],
             "simulation.nodes must be at most the number of users, 60, got 61",
@@ -208,6 +255,8 @@ def test_an_interrupt_ends_the_run_in_order(long_run):
         (["privacy.minimum_batch=61"], "got 61"),
         (["privacy.target_epsilon=1e-6"], "privacy.target_epsilon must be at least"),
         (["model.name=nothing:here"], "model nothing:here could not be imported"),
+        (["simulation.cpus_per_node=1e6"], "simulation.cpus_per_node must be at most"),
+        (["privacy.clip_norm=1e308"], "must fit float32 reports, got C = 1e+308"),
     ],
 )
 def test_a_mistake_in_the_configuration_is_one_line_before_any_work(tmp_path, overrides, message):

@@ -70,6 +70,17 @@ def test_the_position_of_the_first_report_is_uniform_through_the_service(shared:
     assert chisquare([positions[place] for place in range(5)]).pvalue > FALSE_ALARM
 
 
+def test_a_discarded_batch_is_gone_whatever_its_size(start: Callable[..., World], tmp_path: Path):
+    world = start(spool=tmp_path / "spool")
+    header = world.begin("discard")
+    world.submit(header, world.reports(header, 50))
+    assert world.control.close_round("discard", 1, discard=True) is Outcome.DISCARDED
+    assert world.control.close_round("discard", 1) is Outcome.DISCARDED
+    assert refusal(world.control.release, "discard", 1) is Refusal.DISCARDED
+    assert not list((tmp_path / "spool").glob("batch-*"))
+    world.begin("discard", 2)
+
+
 def test_every_rule_has_its_verdict(shared: World):
     header = shared.begin("verdicts", 5)
     [(sender, sealed)] = shared.reports(header, 1)

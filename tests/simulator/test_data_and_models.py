@@ -123,6 +123,28 @@ def net_with_batch_norm(input_shape, classes):
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
 
 
+class NetWithMemory(nn.Module):
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.linear = nn.Linear(64, classes)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, records):
+        if self.training:
+            self.seen += records.sum()
+        return self.linear(records.flatten(1))
+
+
+def nothing_to_train(input_shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(classes))
+
+
+def frozen_net(input_shape, classes):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+    model[1].bias.requires_grad_(False)
+    return model
+
+
 def net_of_wrong_width(input_shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, classes + 1))
 
@@ -135,6 +157,9 @@ def test_any_module_and_callable_is_a_model():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        (f"{__name__}:NetWithMemory", "changes its buffer seen in training"),
+        (f"{__name__}:nothing_to_train", "has no parameters to train"),
+        (f"{__name__}:frozen_net", "freezes 1.bias"),
         ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
         ("no_such_module:net", "could not be imported"),
         ("torch.nn:NoSuchLayer", "could not be imported"),

@@ -1,0 +1,48 @@
+"""Models with side effects, for runs that must show or survive them."""
+
+import os
+import time
+from pathlib import Path
+
+from torch import nn
+
+HANG_SECONDS = 14
+
+
+class _Linear(nn.Module):
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.linear = nn.Linear(64, classes)
+
+    def forward(self, records):
+        if self.training and Path(os.environ["TEST_FOLDER"], "runs").exists():
+            self.in_training(Path(os.environ["TEST_FOLDER"]))
+        return self.linear(records.flatten(1))
+
+
+class reads_ledger(_Linear):
+    """Writes how many rounds the ledger holds whenever a user trains."""
+
+    def in_training(self, folder):
+        (ledger,) = folder.glob("runs/*/ledger.jsonl")
+        rounds = len(ledger.read_text().splitlines()) - 1
+        with (folder / "seen").open("a") as file:
+            file.write(f"{rounds}\n")
+
+
+class first_call_hangs(_Linear):
+    """Keeps the first user that trains busy for longer than the round."""
+
+    def in_training(self, folder):
+        try:
+            (folder / "hung").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        time.sleep(HANG_SECONDS)
+
+
+class always_hangs(_Linear):
+    """Keeps every user busy for longer than the test."""
+
+    def in_training(self, folder):
+        time.sleep(600)
