@@ -11,8 +11,17 @@ from accounting.budget import (
     EpsilonRow,
     PrivacyBudget,
     epsilon_table,
+    price,
     rounds_within_budget,
 )
+from accounting.calibration import (
+    CalibrationError,
+    epsilon_of,
+    largest_rate,
+    least_noise,
+    most_rounds,
+)
+from accounting.clones_accountant import ClonesAccountant
 from accounting.events import (
     FixedSizeShuffledGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
@@ -32,7 +41,9 @@ __all__ = [
     "ACCOUNTANTS",
     "ADJACENCIES",
     "BudgetExceeded",
+    "CalibrationError",
     "CheckInRdpAccountant",
+    "ClonesAccountant",
     "EpsilonRow",
     "FixedSizeShuffledGaussianDpEvent",
     "Ledger",
@@ -48,7 +59,12 @@ __all__ = [
     "ShuffledGaussianDpEvent",
     "Theorem3Accountant",
     "effective_sigma",
+    "epsilon_of",
     "epsilon_table",
+    "largest_rate",
+    "least_noise",
     "make_accountant",
+    "most_rounds",
+    "price",
     "rounds_within_budget",
 ]

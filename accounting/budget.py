@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from dp_accounting import dp_event
@@ -11,7 +12,7 @@ from accounting.accountant_base import ShuffleAccountant
 from accounting.ledger import Ledger
 from accounting.plan import PrivacyPlan
 from accounting.rdp_accountants import OrderRangeWarning
-from accounting.registry import ACCOUNTANTS
+from accounting.registry import ACCOUNTANTS, make_accountant
 
 
 class BudgetExceeded(RuntimeError):
@@ -127,6 +128,28 @@ class EpsilonRow:
     warning: str | None
 
 
+def price(counts: Iterable[tuple[Any, int]], adjacency: str, delta: float) -> list[EpsilonRow]:
+    """Returns ε of composed events by every accountant of the registry.
+
+    Args:
+        counts: Events and how often each took place.
+        adjacency: "replace" or "zero-out".
+        delta: δ at which ε is read.
+    """
+    spent = [(event, count) for event, count in counts if count]
+    rows = []
+    for name, cls in ACCOUNTANTS.items():
+        accountant = make_accountant(name, adjacency)
+        for event, count in spent:
+            accountant.compose(event, count)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", OrderRangeWarning)
+            epsilon = accountant.get_epsilon(delta)
+        texts = [str(item.message) for item in caught]
+        rows.append(EpsilonRow(name, float(epsilon), cls.covers, "; ".join(texts) or None))
+    return rows
+
+
 def epsilon_table(plan: PrivacyPlan, rounds: int) -> list[EpsilonRow]:
     """Returns ε after `rounds` rounds of the plan, by every accountant of the registry.
 
@@ -134,14 +157,4 @@ def epsilon_table(plan: PrivacyPlan, rounds: int) -> list[EpsilonRow]:
         plan: The plan.
         rounds: Rounds spent, 0 or more.
     """
-    rows = []
-    for name, cls in ACCOUNTANTS.items():
-        accountant = plan.make_accountant(name)
-        if rounds:
-            accountant.compose(plan.event(), rounds)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", OrderRangeWarning)
-            epsilon = accountant.get_epsilon(plan.delta)
-        texts = [str(item.message) for item in caught]
-        rows.append(EpsilonRow(name, float(epsilon), cls.covers, "; ".join(texts) or None))
-    return rows
+    return price([(plan.event(), rounds)], plan.adjacency, plan.delta)

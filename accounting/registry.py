@@ -6,11 +6,18 @@ To add one: subclass `ShuffleAccountant` in its own module, set `name` and `cove
 from accounting import adjacency as adjacency_lib
 from accounting import validation
 from accounting.accountant_base import ShuffleAccountant
+from accounting.clones_accountant import ClonesAccountant
 from accounting.local_accountant import LocalAccountant
 from accounting.rdp_accountants import CheckInRdpAccountant, Theorem3Accountant
 
 ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
-    cls.name: cls for cls in (Theorem3Accountant, CheckInRdpAccountant, LocalAccountant)
+    cls.name: cls
+    for cls in (
+        Theorem3Accountant,
+        CheckInRdpAccountant,
+        ClonesAccountant,
+        LocalAccountant,
+    )
 }
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shuffler.cli import shuffler_command
+from simulator.account_cli import account_command, calibrate_command, compare_command
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -68,6 +69,9 @@ def run_command(
         raise typer.Exit(_INTERRUPTED)
 
 
+app.command("account")(account_command)
+app.command("calibrate")(calibrate_command)
+app.command("compare")(compare_command)
 app.command("shuffler")(shuffler_command)
 
 

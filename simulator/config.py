@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from accounting import ACCOUNTANTS
 from simulator.datasets import DATASETS
 from simulator.partition import SCHEMES
 
@@ -31,10 +32,15 @@ class Privacy(_Section):
 
     check_in_rate: float = Field(gt=0, le=1, allow_inf_nan=False, description="a number in (0, 1]")
     clip_norm: Positive = 1.0
-    noise_multiplier: Positive
+    noise_multiplier: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="a number above 0, or left out to be found from target_epsilon and rounds",
+    )
     mechanism: Literal["gaussian"] = "gaussian"
     adjacency: Literal["replace", "zero-out"] = "replace"
-    accountant: Literal["theorem3", "rdp", "local"] = "theorem3"
+    accountant: Literal[tuple(ACCOUNTANTS)] = "theorem3"  # type: ignore[valid-type]
     target_epsilon: Positive
     delta: Literal["1/n"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         "1/n", description='"1/n" or a number in (0, 1)'

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from accounting import PrivacyPlan, rounds_within_budget
+from accounting import PrivacyPlan, epsilon_of, least_noise, rounds_within_budget
 from clients.settings import LocalTraining, UserRecords
 from clients.update import local_update
 from server.aggregate import largest_honest_norm
@@ -78,21 +78,8 @@ def prepare(config: Config) -> Experiment:
     """
     dataset = load_dataset(config.data.dataset)
     config = _resolve(config, dataset)
-    privacy = config.privacy
     try:
-        plan = PrivacyPlan(
-            users=config.data.users,
-            check_in_rate=privacy.check_in_rate,
-            clip_norm=privacy.clip_norm,
-            noise_multiplier=privacy.noise_multiplier,
-            mechanism=privacy.mechanism,
-            adjacency=privacy.adjacency,
-            rounds=privacy.rounds,
-            delta=privacy.delta,
-            target_epsilon=privacy.target_epsilon,
-            minimum_batch=privacy.minimum_batch,
-            accountant=privacy.accountant,
-        )
+        config, plan = _plan(config)
         records_per_user(len(dataset.train_labels), plan.users, config.data.partition)
         model = _make_model(config)
     except (ValueError, ModelError) as error:
@@ -112,6 +99,31 @@ def prepare(config: Config) -> Experiment:
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
     return Experiment(config, plan, halting_round, parameters)
+
+
+def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
+    """The plan, and the configuration with its noise multiplier, calibrated if it was left out.
+
+    Raises:
+        ValueError: a value out of range, or no noise reaches the target.
+    """
+    values = config.privacy.model_dump()
+    given = values.pop("noise_multiplier")
+    plan = PrivacyPlan(users=config.data.users, noise_multiplier=given or 1.0, **values)
+    if given is None:
+        noise = least_noise(
+            lambda z: epsilon_of(
+                plan.accountant,
+                plan.adjacency,
+                replace(plan, noise_multiplier=z).event(),
+                plan.rounds,
+                plan.delta,
+            ),
+            plan.target_epsilon,
+        )
+        plan = replace(plan, noise_multiplier=noise)
+    privacy = config.privacy.model_copy(update={"noise_multiplier": plan.noise_multiplier})
+    return config.model_copy(update={"privacy": privacy}), plan
 
 
 def _try_update(model: torch.nn.Module, dataset: Dataset, config: Config) -> None:

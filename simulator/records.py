@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from accounting import ACCOUNTANTS, PrivacyPlan
 from server.settings import RoundRecord
-
-
-def to_json(content: Any, indent: int | None = None) -> str:
-    """Standard JSON, which has no NaN and no infinity: those become null."""
-    return json.dumps(_finite(content), indent=indent, allow_nan=False)
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, float) and not math.isfinite(content):
-        return None
-    return content
+from simulator.plain_json import to_json
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     table.add_column("holds for")
     for name, row in summary["epsilon"].items():
         halting = " (halts)" if name == summary["accountant"] else ""
-        covers = row["covers"] + (f" [{row['warning']}]" if row["warning"] else "")
+        covers = row["covers"] + (f" ({row['warning']})" if row["warning"] else "")
         table.add_row(name + halting, f"{row['epsilon']:.4g}", covers)
     console.print(table)
 

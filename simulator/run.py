@@ -19,8 +19,9 @@ from shuffler import ShufflerProcess
 from simulator.config import Config, dumps
 from simulator.engine import interrupts, logs_to, run_on_flower
 from simulator.experiment import Experiment, prepare
+from simulator.plain_json import to_json
 from simulator.progress import RoundProgress
-from simulator.records import RunRecorder, to_json
+from simulator.records import RunRecorder
 from simulator.report import plot_accuracy_epsilon, print_summary, summarise
 
 

@@ -104,7 +104,8 @@ def test_other_mechanisms_and_add_or_remove_are_refused_by_name(name):
         accounting.make_accountant("moments")
 
 
-@pytest.mark.parametrize("name", ALL)
+# `clones` holds wherever the others are: up to 2C from the differing user, even under zero-out.
+@pytest.mark.parametrize("name", [name for name in ALL if name != "clones"])
 @pytest.mark.filterwarnings("ignore::accounting.OrderRangeWarning")
 def test_replacing_a_record_needs_twice_the_noise_of_zeroing_it_out(name):
     for event in ALL_EVENTS:
@@ -240,7 +241,7 @@ def test_dp_accountings_calibration_finds_the_noise(name):
     )
     make = (
         (lambda: accounting.ACCOUNTANTS[name](max_order=64))
-        if name != "local"
+        if name in ("theorem3", "rdp")
         else (lambda: accounting.make_accountant(name))
     )
     with warnings.catch_warnings():

@@ -154,7 +154,7 @@ def test_the_table_has_every_accountant_with_what_it_covers():
     for row in rows:
         expected = make_plan().make_accountant(row.name).compose(make_plan().event(), 20)
         assert row.epsilon == expected.get_epsilon(1e-5)
-    assert [row.epsilon for row in accounting.epsilon_table(make_plan(), 0)] == [0, 0, 0]
+    assert not any(row.epsilon for row in accounting.epsilon_table(make_plan(), 0))
 
 
 def test_the_table_passes_warnings_on():

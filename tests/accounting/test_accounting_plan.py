@@ -43,7 +43,7 @@ GOOD = {
         ({"minimum_batch": 60_001}, "minimum batch must be in"),
         ({"adjacency": "add"}, "adjacency must be 'replace' or 'zero-out', got 'add'"),
         ({"mechanism": "laplace"}, "mechanism must be 'gaussian', got 'laplace'"),
-        ({"accountant": "magic"}, "accountant must be 'theorem3' or 'rdp' or 'local'"),
+        ({"accountant": "magic"}, "accountant must be 'theorem3' or 'rdp' or 'clones'"),
         ({"accountant": 3}, "accountant must be"),
     ],
 )

@@ -56,7 +56,7 @@ def test_every_round_is_in_the_metrics_and_in_the_ledger(finished):
     for row in rows:
         assert row["epsilon"] == pytest.approx(epsilon_after(row["round"]))
         assert (row["outcome"], row["rejected"], row["silent_nodes"]) == ("released", 0, 0)
-        assert set(row["epsilons"]) == {"theorem3", "rdp", "local"}
+        assert set(row["epsilons"]) == {"theorem3", "rdp", "clones", "local"}
     ledger = Ledger.read(folder / "ledger.jsonl")
     assert [entry.round for entry in ledger.entries] == list(range(1, ROUNDS + 1))
     assert ledger.plan == PrivacyPlan.from_json((folder / "plan.json").read_bytes())

@@ -1,0 +1,223 @@
+"""The accountant of `accounting.clones`: check-in, fixed-size and full rounds, composed."""
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from dp_accounting import NeighboringRelation
+from scipy import stats
+
+from accounting import clones
+from accounting.composition import Target
+from accounting.events import FixedSizeShuffledGaussianDpEvent, ShuffledCheckInGaussianDpEvent
+from accounting.loss_pmf import MAX_LOSS, FloatArray, Profile
+from accounting.profiles import Counts, ProfileShuffleAccountant
+
+_BALL = 2.0  # distance of two records at most, in clip norms
+_LADDER = math.log(2.0)
+_MOST_SHARE = 1.0
+_MOST_STEPS = 40
+
+
+class _Reports(NamedTuple):
+    """Blocks of counts k: first, last, an upper bound of the probability; n users."""
+
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+    chance: FloatArray
+    users: int
+
+
+def reports_of(event: Any) -> _Reports:
+    """Returns how many report in a round of `event`; k = 0 loses nothing and is left out."""
+    n = event.users
+    if not isinstance(event, ShuffledCheckInGaussianDpEvent) or event.check_in_rate == 1.0:
+        k = event.reports if isinstance(event, FixedSizeShuffledGaussianDpEvent) else n
+        one = np.array([k], dtype=np.int64)
+        return _Reports(one, one, np.ones(1), n)
+    rate = event.check_in_rate
+    mean, deviation = n * rate, math.sqrt(n * rate * (1.0 - rate))
+    first = clones.block_starts(mean, deviation, 1, n)
+    last = np.append(first[1:] - 1, n)
+    below, above = stats.binom.cdf(last, n, rate), stats.binom.sf(first - 1, n, rate)
+    lower = below - stats.binom.cdf(first - 1, n, rate)
+    upper = above - stats.binom.sf(last, n, rate)
+    # The smaller of two tails keeps its digits; rounding errs relative to the tail.
+    chance = np.where(last < mean, lower + 1e-9 * below, upper + 1e-9 * above)
+    return _Reports(first, last, np.clip(chance * (1.0 + 1e-9), 0.0, 1.0), n)
+
+
+class ClonesAccountant(ProfileShuffleAccountant):
+    """Every pair of neighbouring datasets, in any dimension.
+
+    Under zero-out the differing user's two records are C apart, but another user's can be 2C from
+    one of them, and a user left out by the coins puts another in its place: both are priced so.
+    """
+
+    name = "clones"
+    covers = (
+        "every pair of neighbouring datasets, in any dimension; "
+        "assumes the shuffler does not collude with the server"
+    )
+
+    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
+        """One round's profile with a defect of e^{-30}; `_search` tries the others."""
+        return self._profile_of(event, round(30.0 / _LADDER))
+
+    def _profile_of(self, event: Any, variant: Hashable) -> tuple[FloatArray, FloatArray]:
+        assert isinstance(variant, int)
+        zero_out = self.neighboring_relation is NeighboringRelation.REPLACE_SPECIAL
+        return round_profile(event, math.exp(-variant * _LADDER), zero_out)
+
+    def _search(self, counts: Counts, target: Target, read: Callable[[Hashable], float]) -> float:
+        """The least answer over the ladder of defects η = 2^{-v}; it falls, then rises, in v."""
+        weight = math.fsum(2.0 * count * _participation(event) for event, count in counts)
+
+        def first(delta: float) -> int:
+            # No smaller v can do: 2 q η in every round exceeds δ.
+            return math.ceil(
+                max(math.log(weight / (_MOST_SHARE * max(delta, 1e-300))) / _LADDER, 1.0)
+            )
+
+        if target.delta is not None:
+            return _descend(read, first(target.delta))
+        # The least v that `get_epsilon` would start from at the δ it gives: the two are inverse.
+        low, high = 0, 256
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if middle >= first(read(middle)) else (middle, high)
+        return _descend(read, high)
+
+
+def _participation(event: Any) -> float:
+    if isinstance(event, ShuffledCheckInGaussianDpEvent):
+        return float(event.check_in_rate)
+    if isinstance(event, FixedSizeShuffledGaussianDpEvent):
+        return float(event.reports / event.users)
+    return 1.0
+
+
+def _descend(read: Callable[[int], float], start: int) -> float:
+    best = math.inf
+    for v in range(start, start + _MOST_STEPS):
+        value = read(v)
+        if value >= best and best < math.inf:
+            break
+        best = min(best, value)
+    return best
+
+
+def round_profile(event: Any, defect: float, zero_out: bool) -> tuple[FloatArray, FloatArray]:
+    """Returns a certified profile of one round, for every pair of neighbouring datasets.
+
+    Args:
+        event: An event of `accounting.events` with noise multiplier z > 0.
+        defect: η in (0, 1), the total variation given up at a typical number of reports.
+        zero_out: Whether one of the two records is zero (else both are anywhere in the ball).
+
+    Returns:
+        epsilons from 0 and deltas, both directions' maximum, same shape.
+    """
+    reports = reports_of(event)
+    if reports.last[-1] == 0:
+        return np.zeros(1), np.zeros(1)
+    replace = _Part(event.noise_multiplier, reports, defect, (_BALL, _BALL), _BALL)
+    typical = float(np.sum(reports.chance * reports.last)) / reports.users
+    part = replace
+    if zero_out:
+        part = _Part(event.noise_multiplier, reports, defect, (_BALL, 1.0), 1.0)
+    grid = np.concatenate([part.grid(), replace.grid()]) if zero_out else part.grid()
+    rates = [min(typical, 1.0), *_rare_rates(reports, typical)]
+    steps = [1] + [6] * (len(rates) - 1)
+    sampled = [np.log1p(q * np.expm1(grid[::step])) for q, step in zip(rates, steps, strict=True)]
+    epsilons = np.unique(np.concatenate([[0.0], *sampled]))
+    excess = np.expm1(epsilons)
+    deltas = np.zeros_like(epsilons)
+    for row, (first, last, chance) in enumerate(zip(*reports[:3], strict=True)):
+        q = last / reports.users
+        inner = np.log1p(np.minimum(excess / q, 1e304))
+        if zero_out and q < 1.0:
+            value = _zero_out(part, replace, row, inner, excess, first / reports.users, q)
+        else:
+            value = q * part.deltas(row, inner)
+        deltas += chance * np.minimum(value, 1.0)
+    return _without_far_tail(epsilons, deltas, 8.0 * defect)
+
+
+def _rare_rates(reports: _Reports, typical: float) -> list[float]:
+    """Sampling rates well above the mean one that some number of reports may still bring."""
+    rates = reports.last[reports.chance > 1e-40] / reports.users
+    top = float(rates[-1])
+    return [q for q in np.geomspace(typical, top, 9)[1:].tolist() if top > 1.2 * typical]
+
+
+def _without_far_tail(
+    epsilons: FloatArray, deltas: FloatArray, level: float
+) -> tuple[FloatArray, FloatArray]:
+    """Ends the profile where clones hide nothing more and the Gaussian alone does far later.
+
+    A δ of about the defect is left. As an infinite loss it costs little more than as a loss many
+    times all others, and composes in far shorter windows.
+    """
+    hull = Profile.enveloping(epsilons, deltas)
+    jumps = (hull.epsilons[1:] > 4.0 * hull.epsilons[:-1]) & (hull.epsilons[:-1] > 0.0)
+    ends = np.flatnonzero(jumps & (hull.deltas[:-1] <= level))
+    last = int(ends[0]) + 1 if ends.size else hull.epsilons.size
+    return hull.epsilons[:last], hull.deltas[:last]
+
+
+def _zero_out(
+    part: "_Part",
+    replace: "_Part",
+    row: int,
+    inner: FloatArray,
+    v: FloatArray,
+    low: float,
+    q: float,
+) -> FloatArray:
+    """q ((1-β) δ_replace + β δ_zero-out) for the worst sampling rate in low..q; α' = 1 + v."""
+    zero_weight = (1.0 + v) * q * q / (q + v)
+    # (1-β) q = q v (1-q)/(q+v) has one maximum in q, where q² + 2vq = v.
+    top = np.clip(np.sqrt(v * v + v) - v, low, q)
+    replace_weight = top * v * (1.0 - top) / np.maximum(top + v, 1e-300)
+    both = zero_weight * part.deltas(row, inner) + replace_weight * replace.deltas(row, inner)
+    result: FloatArray = np.minimum(both, q * replace.deltas(row, inner))
+    return result
+
+
+class _Part:
+    """δ(α) given k, for one kind of pair: clones with their defects, or the Gaussian unshuffled."""
+
+    def __init__(
+        self,
+        noise_multiplier: float,
+        reports: _Reports,
+        defect: float,
+        distances: tuple[float, float],
+        apart: float,
+    ) -> None:
+        usual = reports.last[
+            min(int(np.searchsorted(np.cumsum(reports.chance), 1.0 - 1e-6)), reports.last.size - 1)
+        ]
+        parameters = clones.clone_parameters(
+            noise_multiplier, distances, apart, int(usual) - 1, defect
+        )
+        self._clones = clones.CloneProfile(reports.first, parameters)
+        self._defects = (reports.last - 1) * parameters.clone_defect + parameters.user_defect
+        self._shift = apart / noise_multiplier
+
+    def grid(self) -> FloatArray:
+        """ε before sampling, from 0, where the profile should be read."""
+        alone = self._shift * self._shift / 2.0 + self._shift * np.linspace(0.0, 13.0, 300)
+        joined: FloatArray = np.concatenate([self._clones.epsilons(), alone])
+        return np.minimum(joined, np.float64(MAX_LOSS))
+
+    def deltas(self, row: int, epsilons: FloatArray) -> FloatArray:
+        """Certified δ(e^ε)."""
+        growth: FloatArray = 1.0 + np.exp(np.minimum(epsilons, clones.MOST_EPSILON))
+        hidden = self._clones.deltas(row, epsilons) + growth * float(self._defects[row])
+        alone = np.exp(clones.log_gaussian_delta(self._shift, epsilons))
+        result: FloatArray = np.minimum(np.minimum(hidden, alone), 1.0)
+        return result

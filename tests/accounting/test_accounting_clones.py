@@ -1,0 +1,324 @@
+"""`clones`: the pair, the decomposition, and real mechanisms with other users anywhere."""
+
+import itertools
+import math
+import time
+
+import mpmath as mp
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation, privacy_accountant_test
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import accounting
+from accounting import clones, comparisons
+from accounting.clones_accountant import ClonesAccountant, reports_of
+
+REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
+CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent
+EVERYONE = accounting.ShuffledGaussianDpEvent
+FIXED = accounting.FixedSizeShuffledGaussianDpEvent
+
+
+class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [ClonesAccountant(REPLACE), ClonesAccountant(ZERO_OUT)]
+
+
+def enumerated_pair(k, p, odds, epsilon):
+    """H_{e^ε} of (A+B, C-A+1-B) against (A+1-B, C-A+B), outcome by outcome."""
+    b = math.exp(odds) / (math.exp(odds) + 1)
+    left, right = {}, {}
+    for c in range(k):
+        for a in range(c + 1):
+            weight = stats.binom.pmf(c, k - 1, p) * stats.binom.pmf(a, c, 0.5)
+            for coin, chance in ((1, b), (0, 1 - b)):
+                one, two = (a + coin, c - a + 1 - coin), (a + 1 - coin, c - a + coin)
+                left[one] = left.get(one, 0.0) + weight * chance
+                right[two] = right.get(two, 0.0) + weight * chance
+    keys = set(left) | set(right)
+    return sum(max(left.get(o, 0) - math.exp(epsilon) * right.get(o, 0), 0) for o in keys)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 17])
+@pytest.mark.parametrize("p", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize("odds", [0.05, 1.0, 6.0])
+def test_the_one_dimensional_formula_is_the_pair(k, p, odds):
+    profile = clones.CloneProfile(np.array([k]), clones.CloneParameters(p, odds, 0.0, 0.0))
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        truth = enumerated_pair(k, p, odds, share * odds)
+        got = float(profile.deltas(0, np.array([share * odds]))[0])
+        assert truth * (1 - 1e-12) <= got <= truth * 1.01 + 1e-12
+
+
+def test_many_clones_in_blocks_stay_above_the_sum_over_all_counts():
+    k, p, odds = 3000, 0.2, 1.5
+    profile = clones.CloneProfile(np.array([k]), clones.CloneParameters(p, odds, 0.0, 0.0))
+    counts = np.arange(450, 760)
+    chance = stats.binom.pmf(counts - 1, k - 1, p)
+    for epsilon in (0.0, 0.05, 0.2, 0.4):
+        t = math.tanh(odds / 2)
+        level = math.tanh(epsilon / 2) / t
+        calls = [
+            np.sum(stats.binom.pmf(a, m, 0.5) * np.maximum(2 * a / m - 1 - level, 0))
+            for m in counts
+            for a in [np.arange(m + 1)]
+        ]
+        truth = (1 + math.exp(epsilon)) * t * float(chance @ np.array(calls))
+        got = float(profile.deltas(0, np.array([epsilon]))[0])
+        assert truth * (1 - 1e-9) <= got <= truth * (1.05 if epsilon < 0.3 else 1.2)
+
+
+@pytest.mark.parametrize("m", [1, 2, 9, 400, 20001])
+def test_calls_on_the_mean_of_signs_in_fifty_digits(m):
+    levels = [0.0, 0.4 / math.sqrt(m), 2 / math.sqrt(m), 7 / math.sqrt(m), 0.97]
+    levels = [c for c in levels if c < 1]
+    got = clones.sign_mean_calls([m], levels)[0]
+    for level, value in zip(levels, got, strict=True):
+        first = int(mp.floor(m * (1 + mp.mpf(level)) / 2)) + 1
+        term, total = mp.binomial(m, first) * mp.mpf(2) ** -m, mp.mpf(0)
+        for a in range(first, m + 1):
+            total += term * (mp.mpf(2 * a) / m - 1 - mp.mpf(level))
+            term *= mp.mpf(m - a) / (a + 1)
+            if term < total * mp.mpf(10) ** -30:
+                break
+        assert total - mp.mpf("1e-300") <= value <= total * (1 + mp.mpf("1e-7"))
+
+
+def density(points, center, noise):
+    return np.exp(-((points - center) ** 2).sum(-1) / (2 * noise**2)) / (2 * np.pi * noise**2)
+
+
+@pytest.mark.parametrize("noise", [0.7, 1.5, 5.0])
+def test_the_defect_covers_every_record_of_the_ball(noise):
+    axis = np.linspace(-1 - 9 * noise, 1 + 9 * noise, 701)
+    points = np.stack(np.meshgrid(axis, axis), -1)
+    cell = (axis[1] - axis[0]) ** 2
+    rng = np.random.default_rng(0)
+    for distances, apart, ends in (
+        ((2.0, 2.0), 2.0, ((1, 0), (-1, 0))),
+        ((2.0, 1.0), 1.0, ((1, 0), (0, 0))),
+    ):
+        for defect in (1e-2, 1e-5):
+            found = clones.clone_parameters(noise, distances, apart, 1, defect)
+            assert found.clone_defect + found.user_defect <= defect * (1 + 1e-6)
+            f0, f1 = (density(points, np.array(end), noise) for end in ends)
+            half = found.clone_probability / 2
+            others = [(1, 0), (-1, 0), (0, 1), (0, 0), *rng.normal(size=(4, 2))]
+            for other in others:
+                place = np.array(other) / max(1, np.linalg.norm(other))
+                missing = np.maximum(half * (f0 + f1) - density(points, place, noise), 0).sum()
+                assert missing * cell <= found.clone_defect * (1 + 1e-3) + 1e-12
+            # The differing user's two Gaussians, clamped to odds e^{ε1}, their sum unchanged.
+            odds = math.exp(found.log_odds)
+            clamped = np.clip(f0, (f0 + f1) / (1 + odds), (f0 + f1) * odds / (1 + odds))
+            assert clamped.sum() * cell == pytest.approx(1, abs=1e-6)
+            moved = np.maximum(f0 - clamped, 0).sum() * cell
+            assert moved <= found.user_defect * (1 + 1e-3) + 1e-12
+
+
+def likelihoods(reports, centers, noise):
+    """Density of unordered reports whose senders sit at `centers`, up to a factor: a permanent."""
+    squares = ((reports[:, :, None, :] - centers[None, None]) ** 2).sum(-1) / (-2 * noise**2)
+    factors = np.exp(squares)
+    k = centers.shape[0]
+    return sum(
+        np.prod([factors[:, i, order[i]] for i in range(k)], axis=0)
+        for order in itertools.permutations(range(k))
+    )
+
+
+def measured_deltas(first, second, others, noise, epsilons, reports=None, draws=200_000):
+    """Lower confidence bounds (4.5 standard errors) of δ, the larger direction, by Monte Carlo."""
+    rng = np.random.default_rng(7)
+    n = others.shape[0] + 1
+    size = n if reports is None else reports
+    results = []
+    for here, there in ((first, second), (second, first)):
+        datasets = [np.vstack([end, others]) for end in (here, there)]
+        subsets = list(itertools.combinations(range(n), size))
+        chosen = rng.integers(len(subsets), size=draws)
+        centers = datasets[0][np.array(subsets)[chosen]]
+        drawn = centers + noise * rng.normal(size=centers.shape)
+        p, q = (
+            sum(likelihoods(drawn, data[list(subset)], noise) for subset in subsets)
+            for data in datasets
+        )
+        gains = np.maximum(1 - np.exp(epsilons)[:, None] * (q / p)[None], 0)
+        results.append(gains.mean(1) - 4.5 * gains.std(1) / math.sqrt(draws))
+    return np.max(results, axis=0)
+
+
+def placements(dimension, count):
+    """Unit vectors for the other users: antipodal, equilateral, opposite, orthogonal, at zero."""
+    e = np.zeros((2, max(dimension, 2)))
+    e[0, 0], e[1, 1] = 1, 1
+    e = e[:, :dimension]
+    yield "antipodal", np.tile(-e[0], (count, 1))
+    yield "same", np.tile(e[0], (count, 1))
+    yield "zero", np.zeros((count, dimension))
+    yield "half each", np.array([e[0] * (-1) ** i for i in range(count)])
+    if dimension > 1:
+        turn = [-0.5 * e[0] + math.sqrt(0.75) * s * e[1] for s in (1, -1)]
+        yield "equilateral", np.array([turn[i % 2] for i in range(count)])
+        yield "orthogonal", np.tile(e[1], (count, 1))
+
+
+@pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT])
+@pytest.mark.parametrize("noise", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("dimension", [1, 3])
+def test_no_placement_of_the_others_exceeds_the_bound(relation, noise, dimension):
+    epsilons = np.array([0.0, 0.05, 0.3, 1.0, 2.0])
+    x = np.zeros(dimension)
+    x[0] = 1
+    for users, reports in ((3, None), (4, 2), (4, 3)):
+        event = EVERYONE(users, noise) if reports is None else FIXED(users, reports, noise)
+        accountant = ClonesAccountant(relation).compose(event)
+        bound = np.array([accountant.get_delta(e) for e in epsilons])
+        for name, others in placements(dimension, users - 1):
+            other = np.zeros(dimension) if relation is ZERO_OUT else -x
+            low = measured_deltas(x, other, others, noise, epsilons, reports, draws=15_000)
+            assert np.all(low <= bound), (name, users, reports)
+
+
+def test_many_others_opposite_to_the_user_under_zero_out():
+    # The counterexample to the homogeneous pair: others at -x, δ(0.3) about 0.0172, not 0.0030.
+    rng, n, noise, draws = np.random.default_rng(3), 10, 2.0, 400_000
+    reports = noise * rng.normal(size=(draws, n)) - 1
+    reports[:, 0] += 2
+    one = np.mean(np.exp(2 * reports / noise**2), axis=1)
+    two = np.mean(np.exp((reports + 0.5) / noise**2), axis=1)
+    gain = np.maximum(1 - math.exp(0.3) * two / one, 0)
+    low = gain.mean() - 4.5 * gain.std() / math.sqrt(draws)
+    assert 0.016 < low < gain.mean() < 0.0185
+    accountant = ClonesAccountant(ZERO_OUT).compose(EVERYONE(n, noise))
+    assert accountant.get_delta(0.3) >= gain.mean()
+
+
+def test_zero_out_lies_between_replace_and_its_own_half_distance():
+    # The others stay 2C apart: zero-out costs more than replace at twice the noise.
+    for event, rounds in ((CHECK_IN(60_000, 0.1, 5.0), 5540), (EVERYONE(1000, 4.0), 3)):
+        doubled = type(event)(*[*_values(event)[:-1], 2 * event.noise_multiplier])
+        zero_out = ClonesAccountant(ZERO_OUT).compose(event, rounds).get_epsilon(1e-5)
+        replace = ClonesAccountant(REPLACE).compose(event, rounds).get_epsilon(1e-5)
+        halved = ClonesAccountant(REPLACE).compose(doubled, rounds).get_epsilon(1e-5)
+        assert halved < zero_out < replace
+
+
+def _values(event):
+    return [getattr(event, name) for name in type(event).__slots__ if not name.startswith("__")]
+
+
+def test_the_number_of_reports_is_covered_by_blocks():
+    for users, rate in ((5, 0.3), (60_000, 0.1), (10**6, 1e-7), (10**9, 0.5)):
+        found = reports_of(CHECK_IN(users, rate, 1.0))
+        assert found.first[0] == 1 and found.last[-1] == users
+        assert np.all(found.first[1:] == found.last[:-1] + 1)
+        exact = stats.binom.cdf(found.last, users, rate) - stats.binom.cdf(
+            found.first - 1, users, rate
+        )
+        assert np.all(found.chance >= exact - 1e-12)
+        total = float(np.sum(found.chance)) + stats.binom.pmf(0, users, rate)
+        assert 1 - 1e-9 <= total <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT])
+@pytest.mark.parametrize("noise", [0.1, 0.5, 3.0, 1000.0])
+def test_one_user_alone_is_the_gaussian_mechanism(relation, noise):
+    mine = ClonesAccountant(relation).compose(EVERYONE(1, noise))
+    exact = accounting.LocalAccountant(relation).compose(EVERYONE(1, noise))
+    for delta in (1e-2, 1e-6, 1e-12):
+        truth = exact.get_epsilon(delta)
+        assert truth * (1 - 1e-8) <= mine.get_epsilon(delta) <= truth * 1.002 + 1e-3 / noise
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    users=st.integers(2, 10**6),
+    rate=st.floats(1e-3, 1.0),
+    noise=st.floats(0.3, 30.0),
+    rounds=st.integers(1, 10**4),
+    delta=st.floats(1e-12, 0.1),
+)
+def test_more_of_anything_moves_epsilon_the_right_way(users, rate, noise, rounds, delta):
+    def epsilon(relation=REPLACE, count=rounds, **change):
+        values = {"users": users, "check_in_rate": rate, "noise_multiplier": noise} | change
+        return ClonesAccountant(relation).epsilon_after(CHECK_IN(**values), delta, count)
+
+    base, room = epsilon(), 1.02
+    assert epsilon(count=2 * rounds) >= base
+    assert epsilon(noise_multiplier=1.5 * noise) <= base * room + 1e-9
+    assert epsilon(users=3 * users) <= base * room + 1e-9
+    assert epsilon(check_in_rate=rate / 2) <= base * 1.05 + 1e-9
+    assert epsilon(ZERO_OUT) <= base * room + 1e-9
+    local = accounting.LocalAccountant(REPLACE)
+    event = CHECK_IN(users, rate, noise)
+    assert base <= local.epsilon_after(event, delta, rounds) * 1.01 + 1e-3 * math.sqrt(rounds)
+    assert base >= ClonesAccountant(REPLACE).epsilon_after(event, min(2 * delta, 1), rounds)
+
+
+def test_reference_values():
+    def epsilon(relation, event, rounds):
+        start = time.perf_counter()
+        value = ClonesAccountant(relation).epsilon_after(event, 1 / 60_000, rounds)
+        assert time.perf_counter() - start < 3.0
+        return value
+
+    # The design's: 1.05 (zero-out, with the others' distance taken as C), 3.86 and 0.0087.
+    assert epsilon(ZERO_OUT, CHECK_IN(60_000, 0.1, 5.0), 5540) == pytest.approx(1.11, abs=0.02)
+    assert epsilon(REPLACE, CHECK_IN(60_000, 0.1, 5.0), 5540) < 3.86
+    assert epsilon(ZERO_OUT, EVERYONE(60_000, 9.48), 1) < 0.0087
+    assert epsilon(REPLACE, CHECK_IN(10**9, 0.01, 2.0), 10**6) < math.inf
+
+
+def test_the_published_forms_for_comparison():
+    orders = [2, 5, 20]
+    values = comparisons.girgis_rdp(10**6, 0.5, orders)
+    sampled = comparisons.girgis_subsampled_rdp(0.1, 10**6, 0.5, orders)
+    for order, value, less in zip(orders, values, sampled, strict=True):
+        e0, n = mp.mpf("0.5"), 10**6
+        bar = int(mp.floor((n - 1) / (2 * mp.e**e0))) + 1
+        grow = mp.e**e0 - 1, mp.e ** (2 * e0) - 1
+        total = 1 + mp.binomial(order, 2) * grow[0] ** 2 / (bar * mp.e**e0)
+        total += mp.e ** (e0 * order - (n - 1) / (8 * mp.e**e0))
+        below = 1 + 4 * mp.binomial(order, 2) * mp.mpf("0.01") * grow[0] ** 2 / (bar * mp.e**e0)
+        step = mp.mpf("0.1") * grow[1] / (2 * mp.e**e0)
+        below += ((1 + step) ** order - 1 - order * step) * mp.e ** (-(n - 1) / (8 * mp.e**e0))
+        for i in range(3, order + 1):
+            ratio = grow[1] ** 2 / (2 * mp.e ** (2 * e0) * bar)
+            total += mp.binomial(order, i) * i * mp.gamma(i / mp.mpf(2)) * ratio ** (i / mp.mpf(2))
+            below += (
+                mp.binomial(order, i) * mp.mpf("0.1") ** i * i * mp.gamma(i / mp.mpf(2))
+                * (4 * ratio) ** (i / mp.mpf(2))
+            )  # fmt: skip
+        assert value == pytest.approx(float(mp.log(total) / (order - 1)), rel=1e-9)
+        assert less == pytest.approx(float(mp.log(below) / (order - 1)), rel=1e-9)
+    for epsilon in (0.0, 0.3):
+        found = float(comparisons.stronger_clones_delta(6, 1.0, [epsilon])[0])
+        assert found == pytest.approx(enumerated_pair(6, 2 / (math.e + 1), 1.0, epsilon), rel=1e-2)
+    assert "clones-2022" not in accounting.ACCOUNTANTS
+    with pytest.raises(ValueError, match="orders must be integers"):
+        comparisons.girgis_rdp(10, 1.0, [1.5])
+
+
+def test_the_guard_halts_where_bisection_does():
+    accountant, event = ClonesAccountant(ZERO_OUT), CHECK_IN(3000, 0.1, 4.0)
+    previous, target = 0.0, 2.0
+    times = []
+    rounds = 0
+    while True:
+        start = time.perf_counter()
+        here = accountant.epsilon_after(event, 1e-5)
+        times.append(time.perf_counter() - start)
+        assert here >= previous
+        if here > target:
+            break
+        accountant.compose(event)
+        previous, rounds = here, rounds + 1
+    fresh = ClonesAccountant(ZERO_OUT)
+    assert fresh.epsilon_after(event, 1e-5, rounds) == previous <= target
+    assert fresh.epsilon_after(event, 1e-5, rounds + 1) == here > target
+    assert rounds > 100
+    assert sorted(times)[len(times) // 2] < 1e-3

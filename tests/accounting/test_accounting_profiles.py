@@ -1,0 +1,250 @@
+"""From a certified profile to composed ε: domination, closed forms, independence of the path."""
+
+import math
+import time
+
+import mpmath as mp
+import numpy as np
+import pytest
+from accounting_oracles import gaussian_delta
+from dp_accounting import NeighboringRelation, gaussian_mechanism, privacy_accountant_test
+from dp_accounting.pld import privacy_loss_distribution
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special
+
+import accounting
+from accounting import composition, loss_pmf, profiles
+
+ZERO_OUT = NeighboringRelation.REPLACE_SPECIAL
+
+
+def gaussian_profile(shift, points=1500, reach=12.5):
+    eps = np.linspace(0.0, shift * shift / 2 + reach * shift, points)
+    near = special.log_ndtr(shift / 2 - eps / shift)
+    far = eps + special.log_ndtr(-shift / 2 - eps / shift)
+    return eps, np.exp(near) * -np.expm1(np.minimum(far - near, 0.0)) * (1 + 1e-9)
+
+
+class ToyAccountant(profiles.ProfileShuffleAccountant):
+    """Prices any event as the Gaussian mechanism that the local randomiser is."""
+
+    name = "toy"
+    covers = "a test"
+
+    def _profile(self, event):
+        return gaussian_profile(1.0 / self._sigma(event))
+
+
+class LeakyAccountant(ToyAccountant):
+    name = "leaky"
+
+    def _additive_delta(self, event):
+        return 1e-7
+
+
+def event(noise, users=10):
+    return accounting.ShuffledGaussianDpEvent(users, noise)
+
+
+def toy(cls=ToyAccountant):
+    return cls(ZERO_OUT)
+
+
+class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [toy(), toy(LeakyAccountant), ToyAccountant()]
+
+
+@pytest.mark.parametrize("shift", [1e-4, 0.03, 1.0, 8.0])
+def test_the_discrete_loss_dominates_the_profile_everywhere(shift):
+    eps, deltas = gaussian_profile(shift)
+    pld = profiles.pld_from_profile(eps, deltas)
+    asked = np.sort(np.concatenate([eps, np.linspace(0, eps[-1], 4001)]))
+    truth = np.array([float(gaussian_delta(shift, e)) for e in asked])
+    got = np.array(pld.get_delta_for_epsilon(asked))
+    assert np.all(got >= truth * (1 - 1e-12))
+    middle = truth > 1e-9
+    assert np.all(got[middle] <= truth[middle] * 1.01 + 1e-12)
+    # The other direction is the continuation to ε < 0.
+    for e in np.linspace(0.0, 2 * shift, 7):
+        below = pld.get_delta_for_epsilon(float(-e))
+        assert below >= 1 - math.exp(-e) + math.exp(-e) * float(gaussian_delta(shift, e)) - 1e-12
+    assert pld._pmf_remove._probs.sum() + pld._pmf_remove._infinity_mass == pytest.approx(1, 1e-12)
+
+
+def test_the_envelope_is_the_hull_and_caps_total_variation():
+    eps = np.array([0.0, 0.1, 0.2, 0.3, 5.0])
+    profile = loss_pmf.Profile.enveloping(eps, [0.9, 0.05, 0.2, 0.01, 0.02])
+    assert list(profile.epsilons) == [0.0, 0.1, 0.3, 5.0]
+    # (ε, δ)-DP in both directions caps the total variation.
+    cap = (2 * 0.01 + math.expm1(0.3)) / (math.exp(0.3) + 1)
+    assert profile.deltas[0] == pytest.approx(
+        min(cap, (2 * 0.05 + math.expm1(0.1)) / (math.exp(0.1) + 1)), rel=1e-9
+    )
+    assert np.all(np.diff(profile.deltas) <= 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.floats(1e-4, 0.5), min_size=1, max_size=30),
+    deltas=st.lists(st.floats(0, 1.5), min_size=31, max_size=31),
+)
+def test_any_points_give_a_distribution_below_all_of_them(steps, deltas):
+    eps = np.concatenate([[0.0], np.cumsum(steps)])
+    values = np.array(deltas[: eps.size])
+    profile = loss_pmf.Profile.enveloping(eps, values)
+    assert np.all(profile.delta_at(eps) <= np.minimum(values, 1) * (1 + 2e-11) + 1e-300)
+    pmf = profile.discretised(profile.interval())
+    assert np.all(pmf.probs >= 0) and pmf.infinity >= 0
+    # Rounding may add mass, never take any.
+    assert -1e-9 <= pmf.probs.sum() + pmf.infinity - 1.0 <= 1e-3
+    for j in range(0, pmf.half_width, max(pmf.half_width // 20, 1)):
+        e = j * pmf.interval
+        kept = pmf.losses > e
+        got = pmf.infinity + float(pmf.probs[kept] @ -np.expm1(e - pmf.losses[kept]))
+        assert got >= float(profile.delta_at(e)) * (1 - 1e-9) - 1e-13
+
+
+@pytest.mark.parametrize(
+    ("eps", "deltas", "message"),
+    [
+        ([0.0, 1.0], [0.1], "as many epsilons as deltas"),
+        ([0.1, 1.0], [0.1, 0.0], "increase from 0"),
+        ([0.0, 0.0], [0.1, 0.0], "increase from 0"),
+        ([0.0, 1.0], [0.1, math.nan], "at least 0"),
+        ([0.0, 1.0], [0.1, -1e-9], "at least 0"),
+    ],
+)
+def test_what_is_no_profile_is_refused(eps, deltas, message):
+    with pytest.raises(ValueError, match=message):
+        profiles.pld_from_profile(eps, deltas)
+
+
+@pytest.mark.parametrize("noise", [3e3, 50.0, 1.0, 0.1])
+@pytest.mark.parametrize("rounds", [1, 2, 17, 5540, 10**6])
+@pytest.mark.parametrize("delta", [1e-15, 1e-5, 1e-2])
+def test_composed_gaussians_are_one_gaussian_from_above(noise, rounds, delta):
+    accountant = toy().compose(event(noise), rounds)
+    start = time.perf_counter()
+    epsilon = accountant.get_epsilon(delta)
+    assert time.perf_counter() - start < 1.0
+    shift = mp.sqrt(rounds) / mp.mpf(noise)
+    assert gaussian_delta(shift, epsilon) <= delta
+    if epsilon > 0:
+        assert gaussian_delta(shift, epsilon * (1 - 1e-4) - 2e-5 / mp.mpf(noise)) > delta
+    assert accountant.get_delta(epsilon) <= delta * (1 + 1e-6)
+    assert accountant.get_delta(epsilon) >= gaussian_delta(shift, epsilon)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    log_shift=st.floats(-9, 2),
+    rounds=st.integers(1, 10**6),
+    log_delta=st.floats(-34, -1),
+)
+def test_epsilon_is_never_too_small(log_shift, rounds, log_delta):
+    noise, delta = math.exp(-log_shift), math.exp(log_delta)
+    epsilon = toy().epsilon_after(event(noise), delta, rounds)
+    assert gaussian_delta(mp.sqrt(rounds) / mp.mpf(noise), epsilon) <= delta
+
+
+def test_rounds_of_different_noise_add_up_in_any_order_to_the_last_bit():
+    mixed = toy()
+    for noise, count in ((1.0, 1), (40.0, 3), (1.0, 2), (7.0, 5)):
+        mixed.compose(event(noise), count)
+    other = toy().compose(event(7.0), 5).compose(event(40.0), 3).compose(event(1.0), 2)
+    ahead = other.epsilon_after(event(1.0), 1e-6)
+    other.compose(event(1.0))
+    assert mixed.get_epsilon(1e-6) == other.get_epsilon(1e-6) == ahead
+    shift = mp.sqrt(3 + 3 / mp.mpf(1600) + 5 / mp.mpf(49))
+    assert gaussian_delta(shift, ahead) <= 1e-6
+    assert gaussian_delta(shift, ahead * (1 - 2e-4)) > 1e-6
+
+
+def test_step_by_step_and_bisection_agree_at_every_count():
+    stepped, previous = toy(), 0.0
+    counts = [*range(1, 60), *range(250, 262), *range(1022, 1027)]
+    for count in range(1, max(counts) + 1):
+        here = stepped.epsilon_after(event(60.0), 1e-5)
+        assert here >= previous
+        stepped.compose(event(60.0))
+        if count in counts:
+            assert toy().epsilon_after(event(60.0), 1e-5, count) == here
+            assert stepped.get_epsilon(1e-5) == here
+        previous = here
+
+
+def test_asking_after_each_round_takes_less_than_a_millisecond():
+    accountant, ev = toy(), event(100.0)
+    accountant.epsilon_after(ev, 1e-5)
+    start = time.perf_counter()
+    for _ in range(3000):
+        accountant.epsilon_after(ev, 1e-5)
+        accountant._add([(ev, 1)])
+    assert (time.perf_counter() - start) / 3000 < 1e-3
+
+
+def test_an_additive_delta_is_counted_once_a_round():
+    plain, leaky = toy(), toy(LeakyAccountant)
+    for each in (plain, leaky):
+        each.compose(event(100.0), 20)
+    assert leaky.get_epsilon(1e-5) >= plain.get_epsilon(1e-5 - 20e-7) * (1 - 1e-5)
+    assert leaky.get_delta(0.3) == pytest.approx(plain.get_delta(0.3) + 20e-7, rel=1e-9)
+    assert leaky.get_epsilon(1e-6) == math.inf
+    assert leaky.get_delta(1e9) >= 20e-7
+
+
+def test_randomised_response_composes_like_dp_accountings():
+    # P = (p, 1-p), Q = (1-p, p): δ(ε) = (p - e^ε (1-p))_+, exact between the two atoms.
+    odds = 0.25
+    p = math.exp(odds) / (1 + math.exp(odds))
+    eps = np.linspace(0.0, odds, 9)
+    deltas = np.maximum(p - np.exp(eps) * (1 - p), 0.0)
+    pmf = loss_pmf.Profile.enveloping(eps, deltas).discretised(2.0**-6)
+    for rounds in (1, 3, 40):
+        found = composition.Composition(
+            [pmf], [composition.count_block(rounds)], composition.Target(delta=1e-4)
+        ).epsilon((rounds,), 1e-4)
+        atoms = np.arange(rounds + 1)
+        mass = special.comb(rounds, atoms) * p**atoms * (1 - p) ** (rounds - atoms)
+        loss = (2 * atoms - rounds) * odds
+
+        def truth(e, loss=loss, mass=mass):
+            return float(mass[loss > e] @ -np.expm1(e - loss[loss > e]))
+
+        assert truth(found) <= 1e-4
+        assert found == 0 or truth(found * (1 - 1e-6) - 1e-9) > 1e-4
+
+
+def test_an_infinite_loss_cannot_be_bought_off():
+    pmf = loss_pmf.Profile.enveloping([0.0, 1.0], [0.2, 1e-6]).discretised(0.125)
+    composed = composition.Composition([pmf], [(10, 10)], composition.Target(delta=1e-5))
+    assert composed.epsilon((10,), 9e-6) == math.inf
+    assert composed.epsilon((10,), 1.1e-5) < math.inf
+    assert composed.delta((10,), 100.0) == pytest.approx(1 - (1 - 1e-6) ** 10, rel=1e-6)
+
+
+def test_agrees_with_dp_accountings_own_gaussian():
+    pld = privacy_loss_distribution.from_gaussian_mechanism(
+        2.0, value_discretization_interval=1e-3
+    ).self_compose(30)
+    mine = toy().compose(event(2.0), 30).get_epsilon(1e-6)
+    assert mine == pytest.approx(pld.get_epsilon_for_delta(1e-6), rel=2e-4)
+    assert mine >= gaussian_mechanism.get_epsilon_gaussian(2.0 / math.sqrt(30), 1e-6)
+
+
+def test_nothing_spent_costs_nothing_and_no_noise_everything():
+    accountant = toy()
+    accountant.compose(accounting.FixedSizeShuffledGaussianDpEvent(10, 0, 1.0), 5)
+    assert accountant.get_epsilon(1e-9) == 0
+    assert accountant.get_delta(0.0) == 0
+    assert accountant.best_order(1e-5) is None
+    accountant.compose(event(0.0))
+    assert accountant.get_epsilon(0.5) == math.inf
+    assert accountant.get_delta(5.0) == 1
+    for wrong in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="delta must lie"):
+            accountant.get_epsilon(wrong)
+    with pytest.raises(ValueError, match="epsilon must be"):
+        accountant.get_delta(-1.0)

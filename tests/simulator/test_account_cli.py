@@ -1,0 +1,127 @@
+"""`shufl account`, `calibrate` and `compare` as a user calls them."""
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from accounting import (
+    Ledger,
+    PrivacyPlan,
+    ShuffledCheckInGaussianDpEvent,
+    make_accountant,
+)
+from simulator.cli import app
+
+PAPER = "--n 60000 --gamma 0.1 --noise 5 --rounds 5540 --adjacency zero-out"
+SMALL = "--n 1000 --gamma 0.3 --delta 1e-5"
+
+
+def shufl(command):
+    return CliRunner().invoke(app, command.split())
+
+
+def test_the_papers_setting_by_every_accountant():
+    result = shufl(f"account {PAPER} --json")
+    assert result.exit_code == 0, result.output
+    epsilons = {name: row["epsilon"] for name, row in json.loads(result.stdout).items()}
+    assert epsilons["theorem3"] == pytest.approx(9.617, abs=1e-3)
+    assert epsilons["rdp"] == pytest.approx(0.06079, rel=1e-3)
+    assert 1.0 < epsilons["clones"] < 1.2
+
+
+def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
+    plan = PrivacyPlan(
+        users=500,
+        check_in_rate=0.2,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        rounds=9,
+        delta=1e-4,
+        target_epsilon=50.0,
+        minimum_batch=1,
+        adjacency="zero-out",
+    )
+    with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
+        for round in range(1, 8):
+            ledger.append_round(round, plan.event())
+    rows = json.loads(shufl(f"account {tmp_path} --json").stdout)
+    expected = make_accountant("rdp", "zero-out").compose(plan.event(), 7).get_epsilon(1e-4)
+    assert rows["rdp"]["epsilon"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("accountant", ["theorem3", "rdp", "clones", "local"])
+def test_calibrated_noise_is_within_the_target_and_nearly_least(accountant):
+    command = f"calibrate {SMALL} --rounds 20 --target-epsilon 15 --accountant {accountant} --json"
+    found = json.loads(shufl(command).stdout)
+    assert found["epsilon"] <= 15
+
+    def epsilon(noise):
+        event = ShuffledCheckInGaussianDpEvent(1000, 0.3, noise)
+        return make_accountant(accountant).compose(event, 20).get_epsilon(1e-5)
+
+    assert epsilon(found["noise"]) <= 15 < epsilon(found["noise"] * 0.997)
+
+
+def test_calibrated_rounds_are_the_most():
+    command = f"calibrate {SMALL} --noise 3 --target-epsilon 2 --accountant rdp --json"
+    rounds = json.loads(shufl(command).stdout)["rounds"]
+    event = ShuffledCheckInGaussianDpEvent(1000, 0.3, 3.0)
+
+    def epsilon(count):
+        return make_accountant("rdp").compose(event, count).get_epsilon(1e-5)
+
+    assert epsilon(rounds) <= 2 < epsilon(rounds + 1)
+
+
+def test_calibrated_rate_is_nearly_the_largest():
+    command = "calibrate --n 1000 --delta 1e-5 --noise 3 --rounds 100 --target-epsilon 0.6"
+    rate = json.loads(shufl(f"{command} --accountant rdp --json").stdout)["gamma"]
+
+    def epsilon(gamma):
+        event = ShuffledCheckInGaussianDpEvent(1000, gamma, 3.0)
+        return make_accountant("rdp").compose(event, 100).get_epsilon(1e-5)
+
+    assert epsilon(rate) <= 0.6 < epsilon(min(1.0, rate * 1.003))
+
+
+def test_compare_is_the_accountants_against_rounds(tmp_path):
+    command = f"compare {SMALL} --noise 3 --rounds 50 --plot {tmp_path}/curves.png --json"
+    result = json.loads(shufl(command).stdout)
+    assert result["rounds"][0] == 1 and result["rounds"][-1] == 50
+    event = ShuffledCheckInGaussianDpEvent(1000, 0.3, 3.0)
+    for name in ("theorem3", "rdp", "clones", "local"):
+        curve = result["epsilon"][name]
+        assert curve == sorted(curve)
+        composed = make_accountant(name).compose(event, 50).get_epsilon(1e-5)
+        assert math.isclose(curve[-1], composed)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("account --gamma 0.1 --noise 5 --rounds 10", "--n is missing"),
+        ("account --n 100 --noise 5 --rounds 10", "--gamma is missing"),
+        ("account --n 100 --gamma 1.5 --noise 5 --rounds 10", "must lie in (0, 1], got 1.5"),
+        ("account --n 100 --gamma 0.5 --noise 5 --rounds 0", "--rounds must lie in [1, 10^9]"),
+        ("account --n 1 --gamma 0.5 --noise 5 --rounds 1", '"1/n" with n > 1, got 1/n'),
+        (
+            "account --n 9 --gamma 1 --noise 5 --rounds 1 --adjacency x",
+            "must be replace or",
+        ),
+        ("account nowhere", "cannot read ledger"),
+        ("calibrate --target-epsilon 1 --n 9 --gamma 1", "leave out exactly one of"),
+        ("calibrate --target-epsilon 0 --n 9 --gamma 1 --noise 1", "must be above 0, got 0"),
+        (
+            "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --accountant x",
+            "accountant must be",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(command, message):
+    result = shufl(command)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
