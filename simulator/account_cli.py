@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -44,15 +44,15 @@ def account_command(
                 counts[event] = counts.get(event, 0) + 1
             adjacency, at = ledger.plan.adjacency, ledger.plan.delta
         else:
-            users = _needed("--n", n)
-            event = _event(users, gamma, noise)
+            users = needed("--n", n)
+            event = make_event(users, gamma, noise)
             counts, at = {event: _count("--rounds", rounds)}, _delta(delta, users)
-        _check_adjacency(adjacency)
+        check_adjacency(adjacency)
         rows = price(counts.items(), adjacency, at)
     except (ValueError, LedgerError) as error:
-        _fail(error)
+        fail(error)
     if json:
-        _print_json(
+        print_json(
             {r.name: {"epsilon": r.epsilon, "covers": r.covers, "warning": r.warning} for r in rows}
         )
         return
@@ -81,9 +81,9 @@ def calibrate_command(
     from accounting import epsilon_of, largest_rate, least_noise, most_rounds
 
     try:
-        users = _needed("--n", n)
+        users = needed("--n", n)
         at = _delta(delta, users)
-        _check_adjacency(adjacency)
+        check_adjacency(adjacency)
         if not target_epsilon > 0:
             raise ValueError(f"--target-epsilon must be above 0, got {target_epsilon}")
         given = {"noise": noise, "rounds": rounds, "gamma": gamma}
@@ -92,7 +92,7 @@ def calibrate_command(
             raise ValueError("leave out exactly one of --noise, --rounds and --gamma")
 
         def epsilon(share: float | None, z: float | None, times: int | None) -> float:
-            event = _event(users, share, z)
+            event = make_event(users, share, z)
             return epsilon_of(accountant, adjacency, event, _count("--rounds", times), at)
 
         if missing == ["noise"]:
@@ -103,7 +103,7 @@ def calibrate_command(
             gamma = largest_rate(lambda g: epsilon(g, noise, rounds), target_epsilon, users)
         reached = epsilon(gamma, noise, rounds) if rounds else 0.0
     except ValueError as error:
-        _fail(error)
+        fail(error)
     result = {
         "n": users,
         "gamma": gamma,
@@ -116,7 +116,7 @@ def calibrate_command(
         "epsilon": reached,
     }
     if json:
-        _print_json(result)
+        print_json(result)
         return
     table = Table(title=f"{missing[0]} for ε ≤ {target_epsilon:g}", show_header=False)
     for key, value in result.items():
@@ -142,10 +142,10 @@ def compare_command(
     from accounting import price
 
     try:
-        users = _needed("--n", n)
+        users = needed("--n", n)
         at = _delta(delta, users)
-        _check_adjacency(adjacency)
-        event = _event(users, gamma, noise)
+        check_adjacency(adjacency)
+        event = make_event(users, gamma, noise)
         last = _count("--rounds", rounds)
         points = sorted({max(1, round(last ** (step / 8))) for step in range(9)})
         curves: dict[str, list[float]] = {}
@@ -155,9 +155,9 @@ def compare_command(
         if plot is not None:
             _draw(points, curves, f"δ = {at:.3g}, {adjacency}", plot)
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     if json:
-        _print_json({"rounds": points, "epsilon": curves})
+        print_json({"rounds": points, "epsilon": curves})
         return
     table = Table(title=f"ε against rounds at δ = {at:.4g}, {adjacency}", title_justify="left")
     for column in ("rounds", *curves):
@@ -167,20 +167,22 @@ def compare_command(
     Console().print(table)
 
 
-def _event(n: int, gamma: float | None, noise: float | None) -> Any:
+def make_event(n: int, gamma: float | None, noise: float | None) -> Any:
+    """One check-in round, from the options."""
     from accounting import ShuffledCheckInGaussianDpEvent
 
-    return ShuffledCheckInGaussianDpEvent(n, _needed("--gamma", gamma), _needed("--noise", noise))
+    return ShuffledCheckInGaussianDpEvent(n, needed("--gamma", gamma), needed("--noise", noise))
 
 
-def _needed(option: str, value: Any) -> Any:
+def needed(option: str, value: Any) -> Any:
+    """The value of an option that must be given."""
     if value is None:
         raise ValueError(f"{option} is missing")
     return value
 
 
 def _count(option: str, value: int | None) -> int:
-    if not 1 <= _needed(option, value) <= 10**9:
+    if not 1 <= needed(option, value) <= 10**9:
         raise ValueError(f"{option} must lie in [1, 10^9], got {value}")
     return int(value)  # type: ignore[arg-type]
 
@@ -195,7 +197,8 @@ def _delta(text: str, n: int) -> float:
     return delta
 
 
-def _check_adjacency(adjacency: str) -> None:
+def check_adjacency(adjacency: str) -> None:
+    """Refuses an unknown adjacency."""
     from accounting import ADJACENCIES
 
     if adjacency not in ADJACENCIES:
@@ -220,10 +223,12 @@ def _draw(points: list[int], curves: dict[str, list[float]], title: str, path: P
     pyplot.close(figure)
 
 
-def _print_json(content: Any) -> None:
+def print_json(content: Any) -> None:
+    """One JSON object on one line."""
     typer.echo(to_json(content))
 
 
-def _fail(error: Exception) -> None:
+def fail(error: Exception) -> NoReturn:
+    """One line on standard error, exit code 2."""
     typer.echo(f"error: {' '.join(str(error).split())}", err=True)
     raise typer.Exit(2)

@@ -11,6 +11,7 @@ import typer
 
 from shuffler.cli import shuffler_command
 from simulator.account_cli import account_command, calibrate_command, compare_command
+from simulator.audit_cli import audit_command
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -72,6 +73,7 @@ def run_command(
 app.command("account")(account_command)
 app.command("calibrate")(calibrate_command)
 app.command("compare")(compare_command)
+app.command("audit")(audit_command)
 app.command("shuffler")(shuffler_command)
 
 

@@ -1,0 +1,123 @@
+"""`shufl audit`: attack the claimed δ(ε) of one round."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from simulator.account_cli import (
+    Adjacency,
+    Json,
+    Noise,
+    Rate,
+    Users,
+    check_adjacency,
+    fail,
+    make_event,
+    needed,
+    print_json,
+)
+
+
+def audit_command(
+    n: Users = None,
+    gamma: Rate = 1.0,
+    noise: Noise = None,
+    adjacency: Adjacency = "replace",
+    epsilon: Annotated[float, typer.Option("--epsilon", help="ε at which δ is attacked.")] = 0.3,
+    accountant: Annotated[
+        list[str] | None,
+        typer.Option("--accountant", help="Whose claim; repeatable. Default: all."),
+    ] = None,
+    placement: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--placement",
+            help="Where the other users are: homogeneous, antipodal, opposite or equilateral; "
+            "repeatable. Default: all.",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", help="Draws of each world.")] = 100_000,
+    confidence: Annotated[
+        float, typer.Option("--confidence", help="Chance of no false violation.")
+    ] = 0.99,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the draws.")] = None,
+    json: Json = False,
+) -> None:
+    """Attack the accountants' δ(ε) of one round, and say which claims do not hold for every pair.
+
+    Exit code 3 if a claim to hold for every pair is violated.
+    """
+    import dp_accounting
+    import numpy as np
+
+    from accounting import ACCOUNTANTS, make_accountant
+    from accounting.audit import PLACEMENTS, check_claim
+
+    try:
+        event = make_event(needed("--n", n), gamma, noise)
+        check_adjacency(adjacency)
+        checks = {}
+        for name in accountant or ACCOUNTANTS:
+            claim = make_accountant(name, adjacency)
+            checks[name] = check_claim(
+                claim,
+                event,
+                epsilon,
+                placement or PLACEMENTS,
+                samples,
+                confidence,
+                np.random.default_rng(seed),
+            )
+    except (ValueError, dp_accounting.UnsupportedEventError) as error:
+        fail(error)
+    if json:
+        print_json(
+            {
+                name: {
+                    "claimed_delta": check.claimed_delta,
+                    "delta_lower": check.worst.delta_lower,
+                    "placement": check.worst.placement,
+                    "violated_for_every_pair": check.violated,
+                    "covers": check.covers,
+                }
+                for name, check in checks.items()
+            }
+        )
+    else:
+        _print_table(checks, epsilon, confidence)
+    if any(check.violated and _for_every_pair(check) for check in checks.values()):
+        raise typer.Exit(3)
+
+
+def _for_every_pair(check: Any) -> bool:
+    return str(check.covers).startswith("every pair")
+
+
+def _print_table(checks: dict[str, Any], epsilon: float, confidence: float) -> None:
+    table = Table(
+        title=f"δ({epsilon:g}) of one round, attacked ({confidence:g} confidence)",
+        title_justify="left",
+    )
+    for column in (
+        "accountant",
+        "claims",
+        "is at least",
+        "with the others",
+        "for every pair",
+        "claims to hold for",
+    ):
+        table.add_column(column)
+    for name, check in checks.items():
+        table.add_row(
+            name,
+            f"{check.claimed_delta:.4g}",
+            f"{check.worst.delta_lower:.4g}",
+            check.worst.placement,
+            "[red]violated[/red]" if check.violated else "not refuted",
+            "every pair" if _for_every_pair(check) else "the homogeneous pair",
+        )
+    Console().print(table)

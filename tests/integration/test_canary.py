@@ -1,0 +1,133 @@
+"""A canary through the real client, shuffler and server code: the claims hold, broken parts show.
+
+Seeds are fixed, so the client's noise is too; only the release order and the sealing are random.
+"""
+
+import tempfile
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accounting import PrivacyPlan, make_accountant
+from clients import SeededRandomness
+from clients.worker import Worker
+from shuffler import ShufflerProcess
+from simulator.canary import likelihood_score, projections, run_canary
+
+DELTA = 0.3  # large, so that a few hundred rounds can say something
+
+
+def plan(users, noise, rounds, adjacency="replace", rate=1.0):
+    return PrivacyPlan(
+        users=users,
+        check_in_rate=rate,
+        clip_norm=0.5,
+        noise_multiplier=noise,
+        rounds=rounds,
+        delta=DELTA,
+        target_epsilon=1.0,
+        minimum_batch=1,
+        adjacency=adjacency,
+    )
+
+
+def epsilon(plan, accountant):
+    return make_accountant(accountant, plan.adjacency).compose(plan.event()).get_epsilon(DELTA)
+
+
+def first_in_order(plan):
+    """The adversary of a shuffler that does not shuffle: the canary's report is the first."""
+    return lambda round: float(projections(round, plan)[0])
+
+
+def total(round):
+    """The adversary who has only what training uses: minus the first coordinate of the mean."""
+    return 0.0 if round.aggregate is None else -float(round.aggregate.estimate[0])
+
+
+class HalvedNoise(SeededRandomness):
+    def standard_normal(self, round, user, size):
+        return super().standard_normal(round, user, size) / 2
+
+
+def worker_with_halved_noise(settings):
+    worker = Worker(settings)
+    worker._randomness = HalvedNoise(settings.seed)
+    return worker
+
+
+@pytest.fixture
+def spool():
+    """In memory where there is such a place: every report is synced to disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder) / "spool"
+
+
+@pytest.fixture
+def shuffler(spool):
+    with ShufflerProcess(spool) as process:
+        yield process
+
+
+@pytest.fixture
+def shuffler_that_keeps_order(spool, tmp_path, monkeypatch):
+    """The real process, but the keys that reports are released by count up."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+            import itertools
+            import types
+            from shuffler import spool
+            numbers = itertools.count()
+            spool.secrets = types.SimpleNamespace(
+                token_bytes=lambda size: next(numbers).to_bytes(size, "big")
+            )
+        """)
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with ShufflerProcess(spool) as process:
+        yield process
+
+
+def test_a_correct_client_passes_and_halved_noise_is_caught(shuffler):
+    audited = plan(users=1, noise=1.5, rounds=300)
+    claim = epsilon(audited, "local")
+    score = likelihood_score(audited, "minus")
+    correct = run_canary(audited, "minus", shuffler, seed=1)
+    assert np.std([projections(r, audited) for r in correct.present]) == pytest.approx(1.5, rel=0.2)
+    assert correct.epsilon_lower_bound(score, DELTA) <= claim
+    broken = run_canary(audited, "minus", shuffler, 1, worker_with_halved_noise)
+    assert broken.epsilon_lower_bound(score, DELTA) > claim
+
+
+ORDERED = plan(users=40, noise=1.0, rounds=200)
+
+
+def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
+    worlds = run_canary(replace(ORDERED, rounds=100), "minus", shuffler, seed=2)
+    assert all(len(each.reports) == each.aggregate.reports == 40 for each in worlds.present)
+    claims = {name: epsilon(ORDERED, name) for name in ("rdp", "clones", "local")}
+    for score in (likelihood_score(ORDERED, "minus"), first_in_order(ORDERED), total):
+        assert worlds.epsilon_lower_bound(score, DELTA) <= min(claims.values())
+
+
+def test_a_shuffler_that_keeps_the_order_is_caught(shuffler_that_keeps_order):
+    worlds = run_canary(ORDERED, "minus", shuffler_that_keeps_order, seed=2)
+    assert worlds.epsilon_lower_bound(first_in_order(ORDERED), DELTA) > epsilon(ORDERED, "rdp")
+    assert worlds.epsilon_lower_bound(likelihood_score(ORDERED, "minus"), DELTA) <= epsilon(
+        ORDERED, "rdp"
+    )
+
+
+def test_rounds_with_check_in_and_zero_out_stay_below_every_pairs_claim(shuffler):
+    audited = plan(users=2, noise=0.6, rounds=80, adjacency="zero-out", rate=0.6)
+    worlds = run_canary(audited, "minus", shuffler, seed=3)
+    counts = [len(each.reports) for each in worlds.present]
+    assert set(counts) == {0, 1, 2}  # 0: below the minimum, nothing was released
+    for score in (likelihood_score(audited, "minus"), total):
+        bound = worlds.epsilon_lower_bound(score, 0.1)
+        claims = (make_accountant(name, "zero-out") for name in ("clones", "local"))
+        assert bound <= min(each.compose(audited.event()).get_epsilon(0.1) for each in claims)

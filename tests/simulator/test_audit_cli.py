@@ -1,0 +1,57 @@
+"""`shufl audit` as a user calls it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from simulator.cli import app
+
+COUNTEREXAMPLE = (
+    "audit --n 10 --noise 2 --adjacency zero-out --epsilon 0.3 --samples 20000 --seed 1"
+)
+
+
+def shufl(command):
+    return CliRunner().invoke(app, command.split())
+
+
+def test_the_zero_out_counterexample_is_flagged_and_claims_for_every_pair_stand():
+    result = shufl(f"{COUNTEREXAMPLE} --json")
+    assert result.exit_code == 0, result.output
+    checks = json.loads(result.stdout)
+    for name in ("theorem3", "rdp"):
+        assert checks[name]["violated_for_every_pair"]
+        assert checks[name]["placement"] == "opposite"
+        assert checks[name]["delta_lower"] > checks[name]["claimed_delta"]
+    for name in ("clones", "local"):
+        assert not checks[name]["violated_for_every_pair"]
+
+
+def test_the_table_says_what_is_violated():
+    result = shufl(f"{COUNTEREXAMPLE} --accountant rdp --accountant clones")
+    assert result.exit_code == 0
+    assert "violated" in result.output and "not refuted" in result.output
+
+
+def test_the_homogeneous_placement_alone_refutes_nothing():
+    result = shufl(f"{COUNTEREXAMPLE} --placement homogeneous --json")
+    assert not any(c["violated_for_every_pair"] for c in json.loads(result.stdout).values())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("audit --noise 2", "--n is missing"),
+        ("audit --n 10", "--noise is missing"),
+        (f"{COUNTEREXAMPLE} --placement nowhere", "placement must be"),
+        (f"{COUNTEREXAMPLE} --accountant magic", "accountant must be"),
+        (f"{COUNTEREXAMPLE} --confidence 1", "confidence must lie in (0, 1)"),
+        ("audit --n 10 --noise 0", "noise multiplier must be above 0"),
+    ],
+)
+def test_a_mistake_is_one_line(command, message):
+    result = shufl(command)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
