@@ -7,6 +7,7 @@ datasets its ε holds; print it beside the number.
 from accounting.accountant_base import ShuffleAccountant
 from accounting.adjacency import ADJACENCIES, effective_sigma
 from accounting.budget import (
+    NOT_PRICED,
     BudgetExceeded,
     EpsilonRow,
     PrivacyBudget,
@@ -18,12 +19,17 @@ from accounting.calibration import (
     CalibrationError,
     epsilon_of,
     largest_rate,
+    least_blankets,
+    least_error_blankets,
     least_noise,
+    mean_update_error,
     most_rounds,
 )
 from accounting.clones_accountant import ClonesAccountant
 from accounting.events import (
+    MECHANISMS,
     FixedSizeShuffledGaussianDpEvent,
+    ShuffledCheckInBlanketGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
     ShuffledGaussianDpEvent,
 )
@@ -35,11 +41,18 @@ from accounting.rdp_accountants import (
     OrderRangeWarning,
     Theorem3Accountant,
 )
-from accounting.registry import ACCOUNTANTS, make_accountant
+from accounting.registry import (
+    ACCOUNTANTS,
+    accountants_for,
+    check_accountant,
+    make_accountant,
+)
 
 __all__ = [
     "ACCOUNTANTS",
     "ADJACENCIES",
+    "MECHANISMS",
+    "NOT_PRICED",
     "BudgetExceeded",
     "CalibrationError",
     "CheckInRdpAccountant",
@@ -55,15 +68,21 @@ __all__ = [
     "PrivacyBudget",
     "PrivacyPlan",
     "ShuffleAccountant",
+    "ShuffledCheckInBlanketGaussianDpEvent",
     "ShuffledCheckInGaussianDpEvent",
     "ShuffledGaussianDpEvent",
     "Theorem3Accountant",
+    "accountants_for",
+    "check_accountant",
     "effective_sigma",
     "epsilon_of",
     "epsilon_table",
     "largest_rate",
+    "least_blankets",
+    "least_error_blankets",
     "least_noise",
     "make_accountant",
+    "mean_update_error",
     "most_rounds",
     "price",
     "rounds_within_budget",

@@ -8,7 +8,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event
 
 from accounting import adjacency
-from accounting.events import EVENTS
+from accounting.events import GAUSSIAN_EVENTS
 
 CompositionErrorDetails = dp_accounting.PrivacyAccountant.CompositionErrorDetails
 
@@ -30,10 +30,12 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     Attributes:
         name: Its word in the configuration and in tables.
         covers: One sentence: what its ε holds for, and on what assumption.
+        events: The events of `accounting.events` that it prices; it refuses all others.
     """
 
     name: ClassVar[str]
     covers: ClassVar[str]
+    events: ClassVar[tuple[type[Any], ...]] = GAUSSIAN_EVENTS
 
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE
@@ -49,8 +51,9 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
         leaves = list(leaves_of(event, count))
         for leaf, _ in leaves:
-            if type(leaf) not in (*EVENTS.values(), dp_event.NonPrivateDpEvent):
-                message = f"{self.name} prices {', '.join(sorted(EVENTS))} only"
+            if type(leaf) not in (*self.events, dp_event.NonPrivateDpEvent):
+                priced = ", ".join(sorted(cls.__name__ for cls in self.events))
+                message = f"{self.name} prices {priced} only"
                 return CompositionErrorDetails(invalid_event=leaf, error_message=message)
         if do_compose:
             self._add(leaves)

@@ -1,7 +1,8 @@
 """What an adversary chooses before a round, draws of that round, and what tells the worlds apart.
 
-Lengths are in units of the clip norm C: records lie in the unit ball and a report is
-`x + N(0, z² I)`. User 1 holds `first` under D and `second` under D′; the others hold the same.
+Lengths are in units of the clip norm C: records lie in the unit ball, a report is `x + N(0, z² I)`
+and a blanket `N(0, z² I)`. User 1 holds `first` under D and `second` under D′; the others hold the
+same.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from accounting import validation
 from accounting.events import (
     EVENTS,
     FixedSizeShuffledGaussianDpEvent,
+    ShuffledCheckInBlanketGaussianDpEvent,
 )
 
 FloatArray = npt.NDArray[np.float64]
@@ -159,6 +161,8 @@ class AttackedRound:
         if not event.noise_multiplier > 0.0:
             raise ValueError(f"noise multiplier must be above 0, got {event.noise_multiplier}")
         self._event, self._placement = event, placement
+        blanketed = isinstance(event, ShuffledCheckInBlanketGaussianDpEvent)
+        self._blankets = event.blanket_probability if blanketed else 0.0
         if placement.users > 1:
             held, sizes = np.unique(placement.others, axis=0, return_counts=True)
         else:  # nobody, at the place of user 1
@@ -191,6 +195,8 @@ class AttackedRound:
         mine = placement.first if first else placement.second
         order = np.argsort(rng.random((samples, users)), axis=1)
         centers = np.concatenate([mine[None], placement.others])[order]
+        if self._blankets:
+            centers[rng.random((samples, users)) < self._blankets] = 0.0
         noise = rng.standard_normal(centers.shape)
         if isinstance(self._event, FixedSizeShuffledGaussianDpEvent):
             present = np.broadcast_to(np.arange(users) < self._event.reports, (samples, users))
@@ -215,12 +221,16 @@ class AttackedRound:
 
     def _densities(self, y: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Densities of each report at the others' groups, at first and second, up to one factor."""
-        points = np.concatenate(
-            [self._held, self._placement.first[None], self._placement.second[None]]
-        )
+        placement = self._placement
+        points = np.concatenate([self._held, placement.first[None], placement.second[None]])
+        if self._blankets:
+            points = np.append(points, np.zeros((1, points.shape[1])), axis=0)
         logs = np.stack([np.sum((y - p) ** 2, axis=2) for p in points], axis=2)
         logs /= -2.0 * self._event.noise_multiplier**2
         values = np.exp(logs - logs.max(axis=2, keepdims=True))
+        if self._blankets:
+            blanket = values[..., -1:]
+            values = self._blankets * blanket + (1.0 - self._blankets) * values[..., :-1]
         return values[..., :-2], values[..., -2], values[..., -1]
 
     def _log_ratio(

@@ -99,6 +99,7 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
 
     Raises:
         ValueError: An unknown accountant.
+        dp_accounting.UnsupportedEventError: One that does not price the plan's mechanism.
     """
     pricing, event = plan.make_accountant(accountant), plan.event()
     within, beyond = 0, plan.rounds + 1
@@ -111,19 +112,22 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
     return within
 
 
+NOT_PRICED = "not for this mechanism"
+
+
 @dataclasses.dataclass(frozen=True)
 class EpsilonRow:
     """One accountant's answer.
 
     Attributes:
         name: The accountant.
-        epsilon: ε at the plan's δ.
-        covers: What that ε holds for, and on what assumption.
-        warning: What limits the number, or None.
+        epsilon: ε at the plan's δ; None if the accountant does not price what took place.
+        covers: What its ε holds for, and on what assumption.
+        warning: What limits the number, or None; `NOT_PRICED` if there is no number.
     """
 
     name: str
-    epsilon: float
+    epsilon: float | None
     covers: str
     warning: str | None
 
@@ -131,17 +135,23 @@ class EpsilonRow:
 def price(counts: Iterable[tuple[Any, int]], adjacency: str, delta: float) -> list[EpsilonRow]:
     """Returns ε of composed events by every accountant of the registry.
 
+    An accountant that does not price one of the events, even if it took place 0 times, has no ε.
+
     Args:
         counts: Events and how often each took place.
         adjacency: "replace" or "zero-out".
         delta: δ at which ε is read.
     """
-    spent = [(event, count) for event, count in counts if count]
+    spent = list(counts)
     rows = []
     for name, cls in ACCOUNTANTS.items():
         accountant = make_accountant(name, adjacency)
+        if not all(accountant.supports(event) for event, _ in spent):
+            rows.append(EpsilonRow(name, None, cls.covers, NOT_PRICED))
+            continue
         for event, count in spent:
-            accountant.compose(event, count)
+            if count:
+                accountant.compose(event, count)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", OrderRangeWarning)
             epsilon = accountant.get_epsilon(delta)

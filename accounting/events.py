@@ -1,4 +1,4 @@
-"""What one round releases: mechanisms as events, priced by `accounting.accountants`.
+"""What one round releases: mechanisms as events, priced by the accountants of the registry.
 
 In all of them a user holds a vector clipped to norm C, adds `N(0, (zC)² I)` on its own device, and
 a shuffler hands the reports over in uniformly random order without their senders. The adversary
@@ -24,6 +24,10 @@ def _rate(instance: Any, attribute: Any, value: Any) -> None:
 
 def _noise(instance: Any, attribute: Any, value: Any) -> None:
     validation.real("noise multiplier", value, "[0, inf)")
+
+
+def _blanket(instance: Any, attribute: Any, value: Any) -> None:
+    validation.real("blanket probability", value, "(0, 1)")
 
 
 def _reports(instance: Any, attribute: Any, value: Any) -> None:
@@ -84,14 +88,44 @@ class FixedSizeShuffledGaussianDpEvent(dp_accounting.DpEvent):
     noise_multiplier: float = attrs.field(validator=_noise)
 
 
+@attrs.frozen
+class ShuffledCheckInBlanketGaussianDpEvent(dp_accounting.DpEvent):
+    """Each of n users decides by its own coin, with probability γ, to report once; with probability
+    β, by a second coin, its report is a blanket: the noise `N(0, (zC)² I)` alone, without a vector.
+
+    All coins are independent of each other and of the data, and only the users see them.
+
+    Attributes:
+        users: n, at least 1: all who flip a coin, not those who report.
+        check_in_rate: γ in (0, 1].
+        noise_multiplier: z >= 0; 0 is not private.
+        blanket_probability: β in (0, 1), of those who report.
+
+    Raises:
+        ValueError: A value outside its range.
+    """
+
+    users: int = attrs.field(validator=_users)
+    check_in_rate: float = attrs.field(validator=_rate)
+    noise_multiplier: float = attrs.field(validator=_noise)
+    blanket_probability: float = attrs.field(validator=_blanket)
+
+
+GAUSSIAN_EVENTS: tuple[type[Any], ...] = (
+    ShuffledGaussianDpEvent,
+    ShuffledCheckInGaussianDpEvent,
+    FixedSizeShuffledGaussianDpEvent,
+)
+
 EVENTS: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        ShuffledGaussianDpEvent,
-        ShuffledCheckInGaussianDpEvent,
-        FixedSizeShuffledGaussianDpEvent,
-    )
+    cls.__name__: cls for cls in (*GAUSSIAN_EVENTS, ShuffledCheckInBlanketGaussianDpEvent)
 }
+
+MECHANISMS: dict[str, type[Any]] = {
+    "gaussian": ShuffledCheckInGaussianDpEvent,
+    "blanket-gaussian": ShuffledCheckInBlanketGaussianDpEvent,
+}
+"""What one round of a run releases, by the mechanism's name in the plan."""
 
 
 def event_to_dict(event: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dp_accounting import NeighboringRelation, dp_event, gaussian_mechanism
 from scipy import special
 
 from accounting.accountant_base import ShuffleAccountant
+from accounting.events import EVENTS
 
 # Root finding and special functions in the Gaussian conversion err by less; ε and δ are raised.
 _GAUSSIAN_ROUND_UP = 1e-9
@@ -17,6 +18,10 @@ class LocalAccountant(ShuffleAccountant):
 
     T Gaussian reports of one user are one Gaussian with `1/σ² = Σ_t 1/σ_t²`, also when chosen
     adaptively, so the conversion is exact (Balle and Wang 2018).
+
+    With blankets it is an upper bound: replacing one's Gaussian report by fresh noise of the same
+    law, by a coin that does not depend on the data, is post-processing of that report. So every
+    blanket-mixed report is priced as the Gaussian one it was made of, whatever β is.
     """
 
     name = "local"
@@ -24,6 +29,7 @@ class LocalAccountant(ShuffleAccountant):
         "every pair of neighbouring datasets, a user who takes part in every round, and a server "
         "that colludes with the shuffler; assumes only that the user's own device adds the noise"
     )
+    events = tuple(EVENTS.values())
 
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE
@@ -68,11 +74,11 @@ class LocalAccountant(ShuffleAccountant):
         return epsilon * (1.0 + _GAUSSIAN_ROUND_UP) + (2e-12 if epsilon else 0.0)
 
     def get_epsilon(self, target_delta: float) -> float:
-        """Returns the exact ε of the composed Gaussians at `target_delta`."""
+        """Returns the exact ε of the composed Gaussian reports at `target_delta`."""
         return self._epsilon(self._mean_shift(self._rounds), target_delta)
 
     def get_delta(self, target_epsilon: float) -> float:
-        """Returns the exact δ of the composed Gaussians at `target_epsilon` >= 0."""
+        """Returns the exact δ of the composed Gaussian reports at `target_epsilon` >= 0."""
         if not target_epsilon >= 0.0:
             raise ValueError(f"epsilon must be at least 0, got {target_epsilon}")
         shift = self._mean_shift(self._rounds)

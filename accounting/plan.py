@@ -7,9 +7,11 @@ from typing import Any
 
 from accounting import adjacency, registry, validation
 from accounting.accountant_base import ShuffleAccountant
-from accounting.events import ShuffledCheckInGaussianDpEvent
-
-MECHANISMS = ("gaussian",)
+from accounting.events import (
+    MECHANISMS,
+    ShuffledCheckInBlanketGaussianDpEvent,
+    ShuffledCheckInGaussianDpEvent,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,11 @@ class PrivacyPlan:
         target_epsilon: The budget: training halts before ε would exceed it.
         minimum_batch: Fewest reports the shuffler releases, in 1..users.
         adjacency: "replace" (one record becomes any other) or "zero-out".
-        mechanism: "gaussian".
-        accountant: Whose ε halts training; a key of `ACCOUNTANTS`.
+        mechanism: "gaussian" (clipped update + noise) or "blanket-gaussian" (the same, but with
+            probability β the noise alone).
+        blanket_probability: β in (0, 1), a reporting user's chance to send a blanket; 0 for
+            mechanism "gaussian".
+        accountant: Whose ε halts training; a key of `ACCOUNTANTS` that prices the mechanism.
 
     Raises:
         ValueError: A value outside its range, in one line.
@@ -43,6 +48,7 @@ class PrivacyPlan:
     minimum_batch: int
     adjacency: str = "replace"
     mechanism: str = "gaussian"
+    blanket_probability: float = 0.0
     accountant: str = "theorem3"
 
     def __post_init__(self) -> None:
@@ -59,10 +65,13 @@ class PrivacyPlan:
             "adjacency": validation.choice(
                 "adjacency", self.adjacency, tuple(adjacency.ADJACENCIES)
             ),
-            "mechanism": validation.choice("mechanism", self.mechanism, MECHANISMS),
-            "accountant": validation.choice(
-                "accountant", self.accountant, tuple(registry.ACCOUNTANTS)
+            "mechanism": validation.choice("mechanism", self.mechanism, tuple(MECHANISMS)),
+            "blanket_probability": validation.real(
+                f"blanket probability of mechanism {self.mechanism}",
+                self.blanket_probability,
+                "(0, 1)" if self.mechanism == "blanket-gaussian" else "[0, 0]",
             ),
+            "accountant": registry.check_accountant(self.accountant, self.mechanism),
         }
         checked["minimum_batch"] = validation.integer(
             "minimum batch", self.minimum_batch, 1, checked["users"]
@@ -78,9 +87,12 @@ class PrivacyPlan:
             self.noise_multiplier, adjacency.relation_of(self.adjacency)
         )
 
-    def event(self) -> ShuffledCheckInGaussianDpEvent:
+    def event(self) -> ShuffledCheckInGaussianDpEvent | ShuffledCheckInBlanketGaussianDpEvent:
         """Returns what one round releases."""
-        return ShuffledCheckInGaussianDpEvent(self.users, self.check_in_rate, self.noise_multiplier)
+        values = (self.users, self.check_in_rate, self.noise_multiplier)
+        if self.mechanism == "blanket-gaussian":
+            return ShuffledCheckInBlanketGaussianDpEvent(*values, self.blanket_probability)
+        return ShuffledCheckInGaussianDpEvent(*values)
 
     def make_accountant(self, name: str | None = None) -> ShuffleAccountant:
         """Returns a fresh accountant for this plan's adjacency; its own accountant if None.
@@ -91,8 +103,13 @@ class PrivacyPlan:
         return registry.make_accountant(name or self.accountant, self.adjacency)
 
     def to_json(self) -> str:
-        """Returns canonical JSON: sorted keys, no spaces, shortest exact floats."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        """Returns canonical JSON: sorted keys, no spaces, shortest exact floats.
+
+        `blanket_probability` is there only for the mechanism that has one: the other's plans keep
+        the bytes and the digest they had before there were blankets.
+        """
+        values = {key: getattr(self, key) for key in _keys(self.mechanism)}
+        return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "PrivacyPlan":
@@ -107,7 +124,7 @@ class PrivacyPlan:
             raise ValueError(f"privacy plan must be JSON, got {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"privacy plan must be a JSON object, got {type(values).__name__}")
-        expected = {field.name for field in dataclasses.fields(cls)}
+        expected = _keys(values.get("mechanism"))
         if unknown := sorted(set(values) - expected):
             raise ValueError(f"privacy plan has unknown keys: {', '.join(unknown)}")
         if missing := sorted(expected - set(values)):
@@ -117,3 +134,9 @@ class PrivacyPlan:
     def digest(self) -> str:
         """Returns the SHA-256 of `to_json`, in hex."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def _keys(mechanism: Any) -> set[str]:
+    """The keys of a plan's JSON."""
+    every = {field.name for field in dataclasses.fields(PrivacyPlan)}
+    return every if mechanism == "blanket-gaussian" else every - {"blanket_probability"}

@@ -16,6 +16,7 @@ from dp_accounting import privacy_accountant_test
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta, compute_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 import accounting
 from accounting import conversion, events
@@ -24,8 +25,14 @@ RELATION = dp_accounting.NeighboringRelation
 CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent(60_000, 0.1, 5.0)
 EVERYONE = accounting.ShuffledGaussianDpEvent(100, 3.0)
 FIXED = accounting.FixedSizeShuffledGaussianDpEvent(100, 30, 3.0)
-ALL_EVENTS = [CHECK_IN, EVERYONE, FIXED]
+BLANKET = accounting.ShuffledCheckInBlanketGaussianDpEvent(60_000, 0.1, 5.0, 0.3)
+ALL_EVENTS = [CHECK_IN, EVERYONE, FIXED, BLANKET]
 ALL = list(accounting.ACCOUNTANTS)
+
+
+def priced(name, events=ALL_EVENTS):
+    """Those of the events that an accountant prices."""
+    return [e for e in events if type(e) in accounting.ACCOUNTANTS[name].events]
 
 
 class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
@@ -63,6 +70,12 @@ def test_events_round_trip_through_named_tuples_and_json(event):
         (lambda: accounting.FixedSizeShuffledGaussianDpEvent(10, 11, 1.0),
          r"number of reports must be in 0..10, got 11"),
         (lambda: accounting.FixedSizeShuffledGaussianDpEvent(10, -1, 1.0), "number of reports"),
+        (lambda: accounting.ShuffledCheckInBlanketGaussianDpEvent(10, 0.5, 1.0, 0.0),
+         r"blanket probability must lie in \(0, 1\), got 0.0"),
+        (lambda: accounting.ShuffledCheckInBlanketGaussianDpEvent(10, 0.5, 1.0, 1.0), "got 1.0"),
+        (lambda: accounting.ShuffledCheckInBlanketGaussianDpEvent(10, 0.5, 1.0, True), "a number"),
+        (lambda: accounting.ShuffledCheckInBlanketGaussianDpEvent(10, 1.5, 1.0, 0.5),
+         "check-in rate must lie"),
         (lambda: events.event_from_dict({"name": "GaussianDpEvent"}), "event must be one of"),
         (lambda: events.event_from_dict({"name": "ShuffledGaussianDpEvent", "users": 3}),
          "must have parameters"),
@@ -76,8 +89,8 @@ def test_an_event_out_of_range_is_refused_in_one_line(make, message):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_accountant_prices_every_event_nested_or_not(name):
-    for event in ALL_EVENTS:
+def test_every_accountant_prices_each_of_its_events_nested_or_not(name):
+    for event in priced(name):
         nested = dp_accounting.ComposedDpEvent(
             [dp_accounting.SelfComposedDpEvent(event, 3), dp_accounting.NoOpDpEvent(), event]
         )
@@ -104,11 +117,56 @@ def test_other_mechanisms_and_add_or_remove_are_refused_by_name(name):
         accounting.make_accountant("moments")
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_events_of_others_are_refused_in_one_line_that_names_ones_own(name):
+    accountant = accounting.make_accountant(name)
+    for event in ALL_EVENTS:
+        assert accountant.supports(event) == (event in priced(name))
+    for event in set(ALL_EVENTS) - set(priced(name)):
+        with pytest.raises(dp_accounting.UnsupportedEventError) as caught:
+            accountant.epsilon_after(event, 1e-5)
+        own = ", ".join(sorted(type(e).__name__ for e in priced(name)))
+        assert f"{name} prices {own} only, got {type(event).__name__}" in str(caught.value)
+
+
+def test_the_published_bounds_do_not_price_blankets_and_local_does():
+    assert not {"theorem3", "rdp", "clones"} & set(accounting.accountants_for("blanket-gaussian"))
+    assert "local" in accounting.accountants_for("blanket-gaussian")
+    assert accounting.accountants_for("gaussian") == ("theorem3", "rdp", "clones", "local")
+    with pytest.raises(ValueError, match="mechanism must be 'gaussian' or 'blanket-gaussian'"):
+        accounting.accountants_for("laplace")
+
+
+def test_the_default_accountant_uses_the_blankets_where_there_is_one_that_does():
+    expected = "blanket" if "blanket" in accounting.ACCOUNTANTS else "local"
+    assert accounting.accountants_for("blanket-gaussian")[0] == expected
+
+
+@pytest.mark.parametrize("noise", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("beta", [0.1, 0.9])
+@pytest.mark.parametrize("adjacency", ["replace", "zero-out"])
+def test_local_bounds_a_blanket_mixed_report_seen_by_name(noise, beta, adjacency):
+    """One report of a known user, by quadrature of its two mixture densities, both directions."""
+    event = accounting.ShuffledCheckInBlanketGaussianDpEvent(10, 1.0, noise, beta)
+    local = accounting.make_accountant("local", adjacency).compose(event)
+    y = np.linspace(-1 - 12 * noise, 1 + 12 * noise, 200_001)
+    second = -1.0 if adjacency == "replace" else 0.0
+
+    def mixed(center):
+        return beta * stats.norm.pdf(y, 0, noise) + (1 - beta) * stats.norm.pdf(y, center, noise)
+
+    for epsilon in (0.0, 0.3, 1.5):
+        for one, two in ((1.0, second), (second, 1.0)):
+            gap = np.maximum(mixed(one) - math.exp(epsilon) * mixed(two), 0.0)
+            truth = np.trapezoid(gap, y)
+            assert truth < local.get_delta(epsilon) + 1e-9
+
+
 # `clones` holds wherever the others are: up to 2C from the differing user, even under zero-out.
-@pytest.mark.parametrize("name", [name for name in ALL if name != "clones"])
+@pytest.mark.parametrize("name", ["theorem3", "rdp", "local"])
 @pytest.mark.filterwarnings("ignore::accounting.OrderRangeWarning")
 def test_replacing_a_record_needs_twice_the_noise_of_zeroing_it_out(name):
-    for event in ALL_EVENTS:
+    for event in priced(name):
         doubled = attrs.evolve(event, noise_multiplier=2 * event.noise_multiplier)
         replace = accounting.make_accountant(name, "replace").compose(doubled, 7)
         zero_out = accounting.make_accountant(name, "zero-out").compose(event, 7)
@@ -192,7 +250,8 @@ def test_conversion_refuses_what_dp_accounting_calls_zero():
 
 @pytest.mark.parametrize("name", ALL)
 def test_epsilon_and_delta_undo_each_other(name):
-    accountant = accounting.make_accountant(name).compose(FIXED, 20)
+    (event,) = priced(name, [FIXED, BLANKET])[:1]
+    accountant = accounting.make_accountant(name).compose(event, 20)
     epsilon = accountant.get_epsilon(1e-6)
     assert accountant.get_delta(epsilon) == pytest.approx(1e-6, rel=1e-6)
     assert accountant.get_delta(math.inf) == 0
@@ -227,7 +286,7 @@ def test_local_adds_rounds_of_different_noise_as_one_gaussian():
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_noise_is_not_private(name):
-    for event in ALL_EVENTS:
+    for event in priced(name):
         silent = attrs.evolve(event, noise_multiplier=0.0)
         accountant = accounting.make_accountant(name).compose(silent)
         assert accountant.get_epsilon(1e-5) == math.inf
@@ -236,8 +295,12 @@ def test_no_noise_is_not_private(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_dp_accountings_calibration_finds_the_noise(name):
+    small = (
+        accounting.ShuffledCheckInGaussianDpEvent(2000, 0.2, 1.0),
+        accounting.ShuffledCheckInBlanketGaussianDpEvent(2000, 0.2, 1.0, 0.3),
+    )
     event = lambda z: dp_accounting.SelfComposedDpEvent(  # noqa: E731
-        accounting.ShuffledCheckInGaussianDpEvent(2000, 0.2, z), 10
+        attrs.evolve(priced(name, small)[0], noise_multiplier=z), 10
     )
     make = (
         (lambda: accounting.ACCOUNTANTS[name](max_order=64))
@@ -285,13 +348,14 @@ def test_more_rounds_more_noise_and_more_users_move_epsilon_the_right_way(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_asking_before_each_round_is_fast_and_changes_nothing(name):
-    accountant = accounting.make_accountant(name).compose(CHECK_IN, 3)
+    event = priced(name)[0]
+    accountant = accounting.make_accountant(name).compose(event, 3)
     before = accountant.get_epsilon(1e-6), accountant.ledger
-    accountant.epsilon_after(CHECK_IN, 1e-6)
+    accountant.epsilon_after(event, 1e-6)
     times = []
     for _ in range(50):
         start = time.perf_counter()
-        accountant.epsilon_after(CHECK_IN, 1e-6)
+        accountant.epsilon_after(event, 1e-6)
         times.append(time.perf_counter() - start)
     # The exact Gaussian conversion of `local` searches a root in scipy.
     assert sorted(times)[25] < (1e-2 if name == "local" else 1e-3)

@@ -3,6 +3,7 @@
 import math
 import time
 
+import dp_accounting
 import pytest
 
 import accounting
@@ -151,10 +152,47 @@ def test_the_table_has_every_accountant_with_what_it_covers():
     assert by_name["rdp"].epsilon < by_name["theorem3"].epsilon < by_name["local"].epsilon
     assert all(row.covers for row in rows)
     assert by_name["local"].warning is None
-    for row in rows:
-        expected = make_plan().make_accountant(row.name).compose(make_plan().event(), 20)
-        assert row.epsilon == expected.get_epsilon(1e-5)
+    for name in accounting.accountants_for("gaussian"):
+        expected = make_plan().make_accountant(name).compose(make_plan().event(), 20)
+        assert by_name[name].epsilon == expected.get_epsilon(1e-5)
     assert not any(row.epsilon for row in accounting.epsilon_table(make_plan(), 0))
+
+
+BLANKETS = {"mechanism": "blanket-gaussian", "blanket_probability": 0.4, "accountant": "local"}
+
+
+@pytest.mark.parametrize("rounds", [0, 20])
+def test_who_does_not_price_the_mechanism_has_no_number_and_says_so(rounds):
+    rows = {row.name: row for row in accounting.epsilon_table(make_plan(**BLANKETS), rounds)}
+    assert list(rows) == list(accounting.ACCOUNTANTS)
+    for name in ("theorem3", "rdp", "clones"):
+        assert rows[name].epsilon is None
+        assert rows[name].warning == "not for this mechanism"
+    assert rows["local"].warning is None
+    assert (rows["local"].epsilon > 0) == (rounds > 0)
+
+
+def test_of_mixed_rounds_only_who_prices_both_has_a_number():
+    plain, blanketed = make_plan().event(), make_plan(**BLANKETS).event()
+    rows = accounting.price([(plain, 3), (blanketed, 5)], "zero-out", 1e-5)
+    assert [row.name for row in rows if row.epsilon is not None] == ["local"]
+    (local,) = (row for row in rows if row.name == "local")
+    accountant = accounting.make_accountant("local", "zero-out")
+    assert local.epsilon == accountant.compose(plain, 8).get_epsilon(1e-5)
+
+
+def test_the_guard_halts_a_run_with_blankets_and_refuses_an_accountant_that_cannot():
+    plan = make_plan(**BLANKETS, target_epsilon=20.0)
+    expected = accounting.rounds_within_budget(plan)
+    assert 0 < expected < plan.rounds
+    budget = guard(plan)
+    for _ in range(expected):
+        budget.spend(plan.event())
+    assert budget.would_exceed(plan.event())
+    with pytest.raises(dp_accounting.UnsupportedEventError, match="theorem3 prices"):
+        accounting.rounds_within_budget(plan, "theorem3")
+    with pytest.raises(dp_accounting.UnsupportedEventError, match="theorem3 prices"):
+        guard(plan, name="theorem3").spend(plan.event())
 
 
 def test_the_table_passes_warnings_on():

@@ -1,5 +1,6 @@
 """The ledger: durable, refuses damage, a crash can only over-count."""
 
+import dataclasses
 import errno
 import os
 import resource
@@ -54,12 +55,28 @@ def test_what_was_appended_is_read_back(three):
 
 def test_any_accountant_can_price_a_ledger_again(three):
     epsilons = []
-    for name in accounting.ACCOUNTANTS:
+    for name in accounting.accountants_for("gaussian"):
         accountant = accounting.make_accountant(name)
         for event in accounting.Ledger.read(three).events():
             accountant.compose(event)
         epsilons.append(accountant.get_epsilon(1e-5))
     assert all(epsilon > 0 for epsilon in epsilons)
+
+
+def test_rounds_with_blankets_are_read_back_and_a_torn_one_counts_as_such(path):
+    plan = dataclasses.replace(
+        PLAN, mechanism="blanket-gaussian", blanket_probability=0.25, accountant="local"
+    )
+    with accounting.Ledger.create(path, plan, "run") as ledger:
+        ledger.append_round(1, plan.event())
+        ledger.append_round(2, EVENT)
+        ledger.append_round(3, plan.event())
+    content = accounting.Ledger.read(path)
+    assert (content.plan, content.events()) == (plan, [plan.event(), EVENT, plan.event()])
+    path.write_bytes(path.read_bytes()[:-60])
+    assert accounting.Ledger.read(path).events() == content.events()
+    with accounting.Ledger.open(path, plan) as ledger:
+        assert ledger.events() == content.events()
 
 
 def test_an_existing_file_is_not_overwritten(three):

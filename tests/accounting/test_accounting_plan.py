@@ -21,6 +21,9 @@ GOOD = {
 }
 
 
+BLANKETS = {"mechanism": "blanket-gaussian", "blanket_probability": 0.3, "accountant": "local"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -42,11 +45,22 @@ GOOD = {
         ({"minimum_batch": 0}, r"minimum batch must be in 1..60000, got 0"),
         ({"minimum_batch": 60_001}, "minimum batch must be in"),
         ({"adjacency": "add"}, "adjacency must be 'replace' or 'zero-out', got 'add'"),
-        ({"mechanism": "laplace"}, "mechanism must be 'gaussian', got 'laplace'"),
+        ({"mechanism": "laplace"},
+         "mechanism must be 'gaussian' or 'blanket-gaussian', got 'laplace'"),
+        ({"mechanism": ["gaussian"]}, "mechanism must be"),
+        ({"blanket_probability": 0.3},
+         r"blanket probability of mechanism gaussian must lie in \[0, 0\], got 0.3"),
+        (BLANKETS | {"blanket_probability": 0.0},
+         r"probability of mechanism blanket-gaussian must lie in \(0, 1\), got 0.0"),
+        (BLANKETS | {"blanket_probability": 1.0}, r"must lie in \(0, 1\), got 1.0"),
+        (BLANKETS | {"blanket_probability": math.nan}, r"must lie in \(0, 1\), got nan"),
+        (BLANKETS | {"accountant": "theorem3"},
+         "accountant for mechanism blanket-gaussian must be .*'local', got 'theorem3'"),
+        (BLANKETS | {"accountant": "magic"}, "accountant must be 'theorem3' or"),
         ({"accountant": "magic"}, "accountant must be 'theorem3' or 'rdp' or 'clones'"),
         ({"accountant": 3}, "accountant must be"),
     ],
-)
+)  # fmt: skip
 def test_a_value_out_of_range_is_refused_in_one_line(change, message):
     with pytest.raises(ValueError, match=message) as caught:
         accounting.PrivacyPlan(**GOOD | change)
@@ -73,6 +87,30 @@ def test_json_is_byte_stable_and_comes_back_equal():
     assert again == plan
     assert again.to_json() == text
     assert accounting.PrivacyPlan.from_json(text.encode()) == plan
+
+
+def test_a_plan_with_blankets_comes_back_equal_and_has_its_own_digest():
+    plan = accounting.PrivacyPlan(**GOOD | BLANKETS)
+    text = plan.to_json()
+    assert text == (
+        '{"accountant":"local","adjacency":"replace","blanket_probability":0.3,'
+        '"check_in_rate":0.1,"clip_norm":1.0,"delta":1e-05,"mechanism":"blanket-gaussian",'
+        '"minimum_batch":10,"noise_multiplier":5.0,"rounds":100,"target_epsilon":2.0,"users":60000}'
+    )
+    assert accounting.PrivacyPlan.from_json(text) == plan
+    others = (BLANKETS | {"blanket_probability": 0.31}, {"accountant": "local"})
+    assert all(accounting.PrivacyPlan(**GOOD | o).digest() != plan.digest() for o in others)
+    assert plan.event() == accounting.ShuffledCheckInBlanketGaussianDpEvent(60_000, 0.1, 5.0, 0.3)
+
+
+def test_json_has_the_blanket_probability_exactly_with_its_mechanism():
+    blankets = json.loads(accounting.PrivacyPlan(**GOOD | BLANKETS).to_json())
+    del blankets["blanket_probability"]
+    with pytest.raises(ValueError, match="lacks keys: blanket_probability"):
+        accounting.PrivacyPlan.from_json(json.dumps(blankets))
+    without = json.loads(accounting.PrivacyPlan(**GOOD).to_json())
+    with pytest.raises(ValueError, match="unknown keys: blanket_probability"):
+        accounting.PrivacyPlan.from_json(json.dumps(without | {"blanket_probability": 0.0}))
 
 
 def test_the_same_numbers_in_other_types_give_the_same_digest():
