@@ -12,11 +12,16 @@ from typing import Protocol
 import numpy as np
 from scipy import special
 
-_COIN, _NOISE, _TRAINING = 1, 2, 3  # separate Philox keys, so the streams never overlap
+_COIN, _NOISE, _TRAINING, _BLANKET = (
+    1,
+    2,
+    3,
+    4,
+)  # separate Philox keys, so the streams never overlap
 
 
 class Randomness(Protocol):
-    """The three draws a client makes."""
+    """The draws a client makes."""
 
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
         """Whether each of `users` (int, shape (u,)) checks in, bool of shape (u,)."""
@@ -24,6 +29,10 @@ class Randomness(Protocol):
 
     def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
         """`size` independent N(0, 1) draws for one user's report, float64 of shape (size,)."""
+        ...
+
+    def blanket(self, round: int, user: int, probability: float) -> bool:
+        """Whether a user who checked in sends a blanket: the noise without its update."""
         ...
 
     def training_seed(self, round: int, user: int) -> int:
@@ -53,6 +62,10 @@ class SeededRandomness:
         """N(0, 1) draws of the stream (seed, round, user)."""
         return self._stream(_NOISE, round, user).standard_normal(size)
 
+    def blanket(self, round: int, user: int, probability: float) -> bool:
+        """A coin of the stream (seed, round, user)."""
+        return bool(self._stream(_BLANKET, round, user).random() < probability)
+
     def training_seed(self, round: int, user: int) -> int:
         """A seed from the stream (seed, round, user)."""
         return int(self._stream(_TRAINING, round, user).integers(2**63))
@@ -78,6 +91,10 @@ class SystemRandomness:
         differential privacy", 2021). Opacus' secure mode does the same.
         """
         return special.ndtri(_system_uniform(4 * size)).reshape(4, size).sum(axis=0) / 2
+
+    def blanket(self, round: int, user: int, probability: float) -> bool:
+        """An independent coin with `probability` (to 2^-52)."""
+        return bool(_system_uniform(1)[0] < probability)
 
     def training_seed(self, round: int, user: int) -> int:
         """63 bits of system entropy."""

@@ -149,12 +149,18 @@ class Worker:
             yield f"user-{user}", sealed
 
     def _report(self, user: int, round: int) -> np.ndarray:
+        """One user's report. Whether it is a blanket is drawn here and kept nowhere.
+
+        The update is computed for a blanket too, or the time would tell.
+        """
+        plan = self.settings.plan
         features, labels = self._records(user)
         training_seed = self._randomness.training_seed(round, user)
         update = local_update(self._model, features, labels, self.settings.training, training_seed)
         return privatise(
             update,
-            self.settings.plan.clip_norm,
-            self.settings.plan.noise_multiplier,
+            plan.clip_norm,
+            plan.noise_multiplier,
             self._randomness.standard_normal(round, user, update.size),
+            self._randomness.blanket(round, user, plan.blanket_probability),
         )

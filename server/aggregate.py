@@ -1,4 +1,4 @@
-"""From a released batch to the mean update: open, validate, sum / (n gamma)."""
+"""From a released batch to the mean update: open, validate, sum / (n gamma (1 - beta))."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Aggregate:
     """The estimate of the mean update and how many reports it holds.
 
     Attributes:
-        estimate: sum of the reports / (n gamma), float32 of shape (d,).
+        estimate: sum of the reports / (n gamma (1 - beta)), float32 of shape (d,).
         reports: how many were summed.
         rejected: how many did not open or no honest client could have sent.
     """
@@ -38,15 +38,16 @@ def aggregate_reports(
 ) -> Aggregate:
     """Opens, validates and sums a batch; memory does not grow with the batch.
 
-    Dividing by the expected number of reports n*gamma, not the realised one, keeps the estimate
-    unbiased whatever the coins. The sum is taken in 64-bit integers, in a unit finer than float32
-    resolves here, so that the model does not depend on the (random) order of the release.
+    Dividing by the expected number of reports with an update, n*gamma*(1-beta), not the realised
+    one, keeps the estimate unbiased whatever the coins; without blankets beta is 0. The sum is
+    taken in 64-bit integers, in a unit finer than float32 resolves here, so that the model does not
+    depend on the (random) order of the release.
 
     Args:
         sealed_reports: the release.
         private_key: the round's key.
         header: the round's header; a report sealed under another does not open.
-        plan: for n, gamma, C and z.
+        plan: for n, gamma, beta, C and z.
         dimension: d, the number of model parameters.
     """
     limit = largest_honest_norm(plan, dimension)
@@ -65,7 +66,7 @@ def aggregate_reports(
             continue
         total += np.rint(report / unit).astype(np.int64)
         reports += 1
-    scale = unit / (plan.users * plan.check_in_rate)
+    scale = unit / (plan.users * plan.check_in_rate * (1.0 - plan.blanket_probability))
     return Aggregate((total * scale).astype(np.float32), reports, rejected)
 
 

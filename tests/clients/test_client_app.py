@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import time
 
 import numpy as np
@@ -31,16 +32,27 @@ USERS, WIDTH = 12, 40
 DIMENSION = 2 * WIDTH + 2
 
 
-def plan(rate):
-    return PrivacyPlan(
-        users=USERS,
-        check_in_rate=rate,
-        clip_norm=1.0,
-        noise_multiplier=2.0,
-        rounds=50,
-        delta=1 / USERS,
-        target_epsilon=3.0,
-        minimum_batch=1,
+def plan(rate, **changes):
+    values = {
+        "users": USERS,
+        "check_in_rate": rate,
+        "clip_norm": 1.0,
+        "noise_multiplier": 2.0,
+        "rounds": 50,
+        "delta": 1 / USERS,
+        "target_epsilon": 3.0,
+        "minimum_batch": 1,
+    }
+    return PrivacyPlan(**values | changes)
+
+
+def blankets(rate, probability):
+    return plan(
+        rate,
+        mechanism="blanket-gaussian",
+        blanket_probability=probability,
+        accountant="local",
+        target_epsilon=100.0,
     )
 
 
@@ -67,9 +79,9 @@ def broken_users():
 class Round:
     """A run on a real shuffler, and the messages its server would send."""
 
-    def __init__(self, address, control, rate, run_id, **changes):
+    def __init__(self, address, control, run_id, rate=1.0, agreed=None, **changes):
         self.control = control
-        self.plan = plan(rate)
+        self.plan = agreed or plan(rate)
         self.settings = ClientSettings(
             run_id=run_id,
             plan=self.plan,
@@ -165,13 +177,59 @@ def test_each_user_who_checked_in_sent_its_own_clipped_noisy_gradient(make_round
     np.testing.assert_allclose(key(round.released()), key(expected), atol=1e-5)
 
 
+def test_a_blanket_is_noise_alone_and_all_other_reports_are_unchanged(make_round):
+    """The seeded coins say who sends one; in this round some do and some do not."""
+    round = make_round(agreed=blankets(1.0, 0.5)).open()
+    round.announce()
+    randomness = SeededRandomness(3)
+    coins = {user: randomness.blanket(1, user, 0.5) for user in (1, 4, 7, 10)}
+    assert set(coins.values()) == {False, True}
+    expected = []
+    for user, blanket in coins.items():
+        features, labels = records(user)
+        model = make_model()
+        loss = nn.functional.cross_entropy(model(features), labels)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        gradient = torch.cat([g.flatten() for g in gradients]).numpy()
+        update = 0 * gradient if blanket else gradient / max(1.0, np.linalg.norm(gradient))
+        expected.append(update + 2.0 * randomness.standard_normal(1, user, DIMENSION))
+    key = functools.partial(sorted, key=lambda report: float(report[0]))
+    np.testing.assert_allclose(key(round.released()), key(expected), atol=1e-5)
+
+
+def test_a_blanket_leaves_no_trace_in_lengths_reply_or_logs(make_round, caplog):
+    """Nobody's report against everybody's, with the operating system's entropy."""
+    caplog.set_level(logging.DEBUG)
+    traces = []
+    for probability in (1e-12, 1 - 1e-12):
+        round = make_round(agreed=blankets(1.0, probability), seed=None)
+        round.settings = dataclasses.replace(round.settings, run_id=f"run-{probability}")
+        round.header = dataclasses.replace(round.header, run_id=f"run-{probability}")
+        round.open()
+        caplog.clear()
+        reply = reply_content(round.announce())
+        logged = [(r.name, r.levelname) for r in caplog.records if r.name.startswith("clients")]
+        round.control.close_round(round.header.run_id, 1)
+        lengths = [len(s) for s in round.control.release(round.header.run_id, 1)]
+        traces.append((reply, logged, lengths))
+    assert traces[0] == traces[1]
+    assert len(traces[0][2]) == 4
+
+
+def test_the_update_of_a_blanket_is_computed_all_the_same(make_round):
+    """Or the time it takes would tell: here the computation fails, so it was done."""
+    round = make_round(agreed=blankets(1.0, 1 - 1e-12), load_users=broken_users).open()
+    with pytest.raises(ReportFailed, match=r"round 1, user 1: .* ZeroDivisionError: no records"):
+        round.announce()
+
+
 def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
     everyone = make_round(rate=1.0).open()
     with_reports = reply_content(everyone.announce())
     assert len(everyone.released()) == 4
     nobody = make_round(rate=1e-9)
     nobody = Round(
-        nobody.settings.shuffler_address, nobody.control, 1e-9, nobody.settings.run_id + "-nobody"
+        nobody.settings.shuffler_address, nobody.control, nobody.settings.run_id + "-nobody", 1e-9
     ).open()
     without_reports = reply_content(nobody.announce())
     assert nobody.released() == []

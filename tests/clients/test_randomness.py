@@ -58,6 +58,31 @@ def test_coins_are_not_the_noise_stream_and_rounds_are_independent():
     assert stats.binomtest(agreement, len(USERS), 0.5).pvalue > 1e-7
 
 
+@pytest.mark.parametrize("probability", [0.0, 0.3, 0.9])
+def test_blankets_are_bernoulli_with_the_probability(randomness, probability):
+    drawn = [randomness.blanket(2, user, probability) for user in range(5000)]
+    assert set(drawn) <= {False, True}
+    assert stats.binomtest(sum(drawn), len(drawn), probability).pvalue > 1e-7
+
+
+def test_a_seeded_blanket_is_the_first_uniform_of_its_own_philox_stream():
+    for round, user in ((1, 0), (1, 7), (9, 7), (2, 59_999)):
+        stream = np.random.Philox(key=[3, (4 << 32) | round], counter=[0, 0, 0, user])
+        uniform = np.random.Generator(stream).random()
+        assert not SeededRandomness(3).blanket(round, user, uniform)
+        assert SeededRandomness(3).blanket(round, user, np.nextafter(uniform, 1))
+
+
+def test_blankets_are_independent_of_check_ins_and_of_the_round_before():
+    randomness, users = SeededRandomness(3), USERS[:5000]
+    blankets, before = (
+        np.array([randomness.blanket(r, user, 0.5) for user in users]) for r in (2, 1)
+    )
+    for other in (randomness.check_ins(2, users, 0.5), before):
+        agreement = int((blankets == other).sum())
+        assert stats.binomtest(agreement, len(users), 0.5).pvalue > 1e-7
+
+
 def test_system_draws_never_repeat():
     randomness = make_randomness(None)
     assert isinstance(randomness, SystemRandomness)

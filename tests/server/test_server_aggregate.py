@@ -29,8 +29,8 @@ def sealed(reports, header=HEADER, key=PUBLIC):
     return [seal(encode_report(report), key, header) for report in reports]
 
 
-def aggregate(batch):
-    return aggregate_reports(batch, PRIVATE, HEADER, PLAN, DIMENSION)
+def aggregate(batch, plan=PLAN):
+    return aggregate_reports(batch, PRIVATE, HEADER, plan, DIMENSION)
 
 
 @pytest.fixture
@@ -42,6 +42,14 @@ def test_the_estimate_is_the_sum_over_n_gamma(reports):
     result = aggregate(sealed(reports))
     assert (result.reports, result.rejected) == (12, 0)
     np.testing.assert_allclose(result.estimate, reports.astype(float).sum(0) / 10, atol=1e-6)
+
+
+def test_with_blankets_the_estimate_is_the_sum_over_the_reports_expected_to_hold_an_update(reports):
+    plan = dataclasses.replace(
+        PLAN, mechanism="blanket-gaussian", blanket_probability=0.6, accountant="local"
+    )
+    estimate = aggregate(sealed(reports), plan).estimate
+    np.testing.assert_allclose(estimate, reports.astype(float).sum(0) / 4, atol=1e-6)
 
 
 def test_the_estimate_does_not_depend_on_the_release_order(reports):
