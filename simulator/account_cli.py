@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from simulator.epsilons import epsilon_text, holds_for_text
 from simulator.plain_json import to_json
 
 Users = Annotated[int | None, typer.Option("--n", help="Eligible users n.")]
@@ -20,7 +21,17 @@ Delta = Annotated[str, typer.Option("--delta", help='δ in (0, 1), or "1/n".')]
 Adjacency = Annotated[str, typer.Option("--adjacency", help="replace or zero-out.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Target = Annotated[float, typer.Option("--target-epsilon", help="The ε to stay within.")]
-Accountant = Annotated[str, typer.Option("--accountant", help="Whose ε.")]
+Mechanism = Annotated[str, typer.Option("--mechanism", help="gaussian or blanket-gaussian.")]
+Beta = Annotated[
+    float | None,
+    typer.Option("--beta", help="Blanket probability β in (0, 1), of blanket-gaussian."),
+]
+Accountant = Annotated[
+    str | None,
+    typer.Option("--accountant", help="Whose ε. Default: theorem3; of blanket-gaussian, blanket."),
+]
+
+_CALIBRATES = {"gaussian": "theorem3", "blanket-gaussian": "blanket"}
 
 
 def account_command(
@@ -31,6 +42,8 @@ def account_command(
     rounds: Rounds = None,
     delta: Delta = "1/n",
     adjacency: Adjacency = "replace",
+    mechanism: Mechanism = "gaussian",
+    beta: Beta = None,
     json: Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
@@ -39,13 +52,13 @@ def account_command(
     try:
         if run is not None:
             ledger = Ledger.read(run / "ledger.jsonl")
-            counts: dict[Any, int] = {}
+            counts: dict[Any, int] = {ledger.plan.event(): 0}
             for event in ledger.events():
                 counts[event] = counts.get(event, 0) + 1
             adjacency, at = ledger.plan.adjacency, ledger.plan.delta
         else:
             users = needed("--n", n)
-            event = make_event(users, gamma, noise)
+            event = make_event(users, gamma, noise, mechanism, beta)
             counts, at = {event: _count("--rounds", rounds)}, _delta(delta, users)
         check_adjacency(adjacency)
         rows = price(counts.items(), adjacency, at)
@@ -61,8 +74,8 @@ def account_command(
     table.add_column("ε", justify="right")
     table.add_column("holds for")
     for row in rows:
-        note = f" ({row.warning})" if row.warning else ""
-        table.add_row(row.name, f"{row.epsilon:.4g}", row.covers + note)
+        holds_for = holds_for_text(row.epsilon, row.covers, row.warning)
+        table.add_row(row.name, epsilon_text(row.epsilon), holds_for)
     Console().print(table)
 
 
@@ -74,11 +87,31 @@ def calibrate_command(
     rounds: Rounds = None,
     delta: Delta = "1/n",
     adjacency: Adjacency = "replace",
-    accountant: Accountant = "theorem3",
+    mechanism: Mechanism = "gaussian",
+    beta: Beta = None,
+    accountant: Accountant = None,
+    dimension: Annotated[
+        int | None,
+        typer.Option(
+            "--dimension",
+            help="Parameters d of the model, for its error. Default: many, only noise counts.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Find the noise, the rounds or γ (whichever is left out) that stays within a target ε."""
-    from accounting import epsilon_of, largest_rate, least_noise, most_rounds
+    """Find the noise, the rounds, γ or β (whichever is left out) that stays within a target ε.
+
+    With neither --noise nor --beta: those of the least error of the mean update.
+    """
+    from accounting import (
+        epsilon_of,
+        largest_rate,
+        least_blankets,
+        least_error_blankets,
+        least_noise,
+        mean_update_error,
+        most_rounds,
+    )
 
     try:
         users = needed("--n", n)
@@ -86,43 +119,63 @@ def calibrate_command(
         check_adjacency(adjacency)
         if not target_epsilon > 0:
             raise ValueError(f"--target-epsilon must be above 0, got {target_epsilon}")
+        _check_blankets(mechanism, beta)
+        judge = _judge(accountant, mechanism)
+        size = math.inf if dimension is None else _count("--dimension", dimension)
         given = {"noise": noise, "rounds": rounds, "gamma": gamma}
+        if mechanism == "blanket-gaussian":
+            given["beta"] = beta
         missing = [name for name, value in given.items() if value is None]
-        if len(missing) != 1:
-            raise ValueError("leave out exactly one of --noise, --rounds and --gamma")
+        if len(missing) != 1 and missing != ["noise", "beta"]:
+            raise ValueError(
+                "leave out exactly one of --noise, --rounds and --gamma"
+                + ("" if mechanism == "gaussian" else ", or --beta, or --noise and --beta")
+            )
 
-        def epsilon(share: float | None, z: float | None, times: int | None) -> float:
-            event = make_event(users, share, z)
-            return epsilon_of(accountant, adjacency, event, _count("--rounds", times), at)
+        def epsilon(**values: Any) -> float:
+            now = {"rounds": rounds, "gamma": gamma, "noise": noise, "beta": beta} | values
+            event = make_event(users, now["gamma"], now["noise"], mechanism, now["beta"])
+            return epsilon_of(judge, adjacency, event, _count("--rounds", now["rounds"]), at)
 
         if missing == ["noise"]:
-            noise = least_noise(lambda z: epsilon(gamma, z, rounds), target_epsilon)
+            noise = least_noise(lambda z: epsilon(noise=z), target_epsilon)
         elif missing == ["rounds"]:
-            rounds = most_rounds(lambda t: epsilon(gamma, noise, t), target_epsilon)
+            rounds = most_rounds(lambda t: epsilon(rounds=t), target_epsilon)
+        elif missing == ["gamma"]:
+            gamma = largest_rate(lambda g: epsilon(gamma=g), target_epsilon, users)
+        elif missing == ["beta"]:
+            beta = least_blankets(lambda b: epsilon(beta=b), target_epsilon)
         else:
-            gamma = largest_rate(lambda g: epsilon(g, noise, rounds), target_epsilon, users)
-        reached = epsilon(gamma, noise, rounds) if rounds else 0.0
+            noise, beta = least_error_blankets(
+                lambda z, b: epsilon(noise=z, beta=b), target_epsilon, gamma, size
+            )
+        reached = epsilon() if rounds else 0.0
+        error_of_mean = mean_update_error(users, gamma, noise, beta or 0.0, size)
     except ValueError as error:
         fail(error)
     result = {
         "n": users,
         "gamma": gamma,
         "noise": noise,
+        "mechanism": mechanism,
+        "beta": beta,
         "rounds": rounds,
         "delta": at,
         "adjacency": adjacency,
-        "accountant": accountant,
+        "accountant": judge,
         "target_epsilon": target_epsilon,
         "epsilon": reached,
+        "dimension": dimension,
+        "mean_update_error": error_of_mean,
     }
     if json:
         print_json(result)
         return
-    table = Table(title=f"{missing[0]} for ε ≤ {target_epsilon:g}", show_header=False)
+    table = Table(title=f"{', '.join(missing)} for ε ≤ {target_epsilon:g}", show_header=False)
     for key, value in result.items():
         if value is not None:
             shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-            table.add_row(f"[bold]{key}[/bold]" if key == missing[0] else key, shown)
+            table.add_row(f"[bold]{key}[/bold]" if key in missing else key, shown)
     Console().print(table)
 
 
@@ -133,6 +186,8 @@ def compare_command(
     rounds: Rounds = None,
     delta: Delta = "1/n",
     adjacency: Adjacency = "replace",
+    mechanism: Mechanism = "gaussian",
+    beta: Beta = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also draw ε against rounds to this file.")
     ] = None,
@@ -145,10 +200,10 @@ def compare_command(
         users = needed("--n", n)
         at = _delta(delta, users)
         check_adjacency(adjacency)
-        event = make_event(users, gamma, noise)
+        event = make_event(users, gamma, noise, mechanism, beta)
         last = _count("--rounds", rounds)
         points = sorted({max(1, round(last ** (step / 8))) for step in range(9)})
-        curves: dict[str, list[float]] = {}
+        curves: dict[str, list[float | None]] = {}
         for point in points:
             for row in price([(event, point)], adjacency, at):
                 curves.setdefault(row.name, []).append(row.epsilon)
@@ -163,15 +218,42 @@ def compare_command(
     for column in ("rounds", *curves):
         table.add_column(column, justify="right")
     for index, point in enumerate(points):
-        table.add_row(str(point), *(f"{curve[index]:.4g}" for curve in curves.values()))
+        table.add_row(str(point), *(epsilon_text(curve[index]) for curve in curves.values()))
     Console().print(table)
 
 
-def make_event(n: int, gamma: float | None, noise: float | None) -> Any:
+def make_event(
+    n: int, gamma: float | None, noise: float | None, mechanism: str, beta: float | None
+) -> Any:
     """One check-in round, from the options."""
-    from accounting import ShuffledCheckInGaussianDpEvent
+    from accounting import MECHANISMS
 
-    return ShuffledCheckInGaussianDpEvent(n, needed("--gamma", gamma), needed("--noise", noise))
+    _check_blankets(mechanism, beta)
+    values = [n, needed("--gamma", gamma), needed("--noise", noise)]
+    if mechanism == "blanket-gaussian":
+        values.append(needed("--beta", beta))
+    return MECHANISMS[mechanism](*values)
+
+
+def _check_blankets(mechanism: str, beta: float | None) -> None:
+    """Refuses an unknown mechanism, and --beta with one that has no blankets."""
+    from accounting import MECHANISMS
+
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"--mechanism must be {' or '.join(MECHANISMS)}, got {mechanism}")
+    if mechanism != "blanket-gaussian" and beta is not None:
+        raise ValueError(f"--beta is for --mechanism blanket-gaussian only, got {beta:g}")
+
+
+def _judge(accountant: str | None, mechanism: str) -> str:
+    """The accountant to calibrate by: the one asked for, or the mechanism's own."""
+    from accounting import ACCOUNTANTS, accountants_for, check_accountant
+
+    name = accountant or _CALIBRATES[mechanism]
+    if accountant is None and name not in ACCOUNTANTS:
+        able = " or ".join(accountants_for(mechanism))
+        raise ValueError(f"accountant {name} is not in this version: give --accountant {able}")
+    return check_accountant(name, mechanism)
 
 
 def needed(option: str, value: Any) -> Any:
@@ -206,7 +288,7 @@ def check_adjacency(adjacency: str) -> None:
         raise ValueError(f"--adjacency must be {allowed}, got {adjacency}")
 
 
-def _draw(points: list[int], curves: dict[str, list[float]], title: str, path: Path) -> None:
+def _draw(points: list[int], curves: dict[str, list[float | None]], title: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -214,7 +296,7 @@ def _draw(points: list[int], curves: dict[str, list[float]], title: str, path: P
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for name, curve in curves.items():
-        if any(math.isfinite(value) for value in curve):
+        if any(value is not None and math.isfinite(value) for value in curve):
             axes.plot(points, curve, marker=".", label=name)
     axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel="ε", title=title)
     axes.grid(alpha=0.3)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from accounting import ACCOUNTANTS
+from accounting import ACCOUNTANTS, MECHANISMS, accountants_for
 from simulator.datasets import DATASETS
 from simulator.partition import SCHEMES
 
@@ -38,9 +38,18 @@ class Privacy(_Section):
         allow_inf_nan=False,
         description="a number above 0, or left out to be found from target_epsilon and rounds",
     )
-    mechanism: Literal["gaussian"] = "gaussian"
+    mechanism: Literal[tuple(MECHANISMS)] = "gaussian"  # type: ignore[valid-type]
+    blanket_probability: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+        description="a number in (0, 1) for mechanism blanket-gaussian, left out for gaussian",
+    )
     adjacency: Literal["replace", "zero-out"] = "replace"
-    accountant: Literal[tuple(ACCOUNTANTS)] = "theorem3"  # type: ignore[valid-type]
+    accountant: Literal[tuple(ACCOUNTANTS)] | None = Field(  # type: ignore[valid-type]
+        None, description=f"one of {', '.join(ACCOUNTANTS)}"
+    )
     target_epsilon: Positive
     delta: Literal["1/n"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         "1/n", description='"1/n" or a number in (0, 1)'
@@ -49,6 +58,25 @@ class Privacy(_Section):
     minimum_batch: int | None = Field(
         None, ge=1, description="a whole number from 1 to the number of users"
     )
+
+    @model_validator(mode="after")
+    def _mechanism_fits(self) -> Privacy:
+        """Refuses blankets without their mechanism or the other way round, and its wrong judge."""
+        blanketed, given = self.mechanism == "blanket-gaussian", self.blanket_probability
+        if blanketed and given is None:
+            raise ValueError("privacy.blanket_probability is missing: a number in (0, 1)")
+        if not blanketed and given is not None:
+            raise ValueError(
+                f"privacy.blanket_probability must be left out for mechanism {self.mechanism}, "
+                f"got {given:g}"
+            )
+        able = accountants_for(self.mechanism)
+        if self.accountant not in (None, *able):
+            raise ValueError(
+                f"privacy.accountant must be one of {', '.join(able)} for mechanism "
+                f"{self.mechanism}, got {self.accountant!r}"
+            )
+        return self
 
 
 class Data(_Section):
@@ -174,6 +202,8 @@ def _override(content: dict[str, Any], override: str) -> None:
 
 def _one_line(error: Any) -> str:
     """One pydantic error as `key: what is allowed, got what`."""
+    if error["type"] == "value_error":  # of a validator here, which names the key itself
+        return str(error["ctx"]["error"])
     path = [str(part) for part in error["loc"]]
     section, field = _locate(path)
     key = ".".join(path[: len(path) if field is None else field[1]])

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from accounting import PrivacyPlan, epsilon_of, least_noise, rounds_within_budget
+from accounting import (
+    PrivacyPlan,
+    accountants_for,
+    epsilon_of,
+    least_noise,
+    rounds_within_budget,
+)
 from clients.settings import LocalTraining, UserRecords
 from clients.update import local_update
 from server.aggregate import largest_honest_norm
@@ -26,7 +32,7 @@ class Experiment:
     """A configuration with every value decided, and what follows from it.
 
     Attributes:
-        config: resolved: n, delta and the minimum batch are numbers.
+        config: resolved: n, delta and the minimum batch are numbers, the accountant is named.
         plan: the privacy plan.
         halting_round: rounds the budget allows under the plan's accountant, at least 1.
         parameters: number of model parameters d.
@@ -109,6 +115,7 @@ def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
     """
     values = config.privacy.model_dump()
     given = values.pop("noise_multiplier")
+    values["blanket_probability"] = values["blanket_probability"] or 0.0
     plan = PrivacyPlan(users=config.data.users, noise_multiplier=given or 1.0, **values)
     if given is None:
         noise = least_noise(
@@ -192,7 +199,13 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
     return config.model_copy(
         update={
             "data": config.data.model_copy(update={"users": users}),
-            "privacy": privacy.model_copy(update={"delta": delta, "minimum_batch": minimum}),
+            "privacy": privacy.model_copy(
+                update={
+                    "delta": delta,
+                    "minimum_batch": minimum,
+                    "accountant": privacy.accountant or accountants_for(privacy.mechanism)[0],
+                }
+            ),
         }
     )
 

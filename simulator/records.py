@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from accounting import ACCOUNTANTS, PrivacyPlan
+from accounting import ACCOUNTANTS, PrivacyPlan, accountants_for
 from server.settings import RoundRecord
 from simulator.plain_json import to_json
 
@@ -20,18 +20,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class RunRecorder:
-    """Writes each round as it ends, with epsilon under every accountant; keeps the rows."""
+    """Writes each round as it ends, with epsilon under every accountant; keeps the rows.
+
+    An accountant that does not price the plan's mechanism has null.
+    """
 
     def __init__(self, folder: Path, plan: PrivacyPlan):
         self.rows: list[dict[str, Any]] = []
         self._plan = plan
-        self._accountants = {name: plan.make_accountant(name) for name in ACCOUNTANTS}
+        self._accountants = {
+            name: plan.make_accountant(name) for name in accountants_for(plan.mechanism)
+        }
         self._file = (folder / "metrics.jsonl").open("x", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
 
     def __call__(self, record: RoundRecord) -> None:
         """Records one round."""
-        epsilons = {}
+        epsilons: dict[str, float | None] = dict.fromkeys(ACCOUNTANTS)
         for name, accountant in self._accountants.items():
             accountant.compose(self._plan.event())
             epsilons[name] = accountant.get_epsilon(self._plan.delta)
@@ -46,7 +51,7 @@ class RunRecorder:
         self._file.close()
         self._tensorboard.close()
 
-    def _to_tensorboard(self, record: RoundRecord, epsilons: dict[str, float]) -> None:
+    def _to_tensorboard(self, record: RoundRecord, epsilons: dict[str, float | None]) -> None:
         scalars: dict[str, float | None] = {
             "reports": record.reports,
             "rejected": record.rejected,

@@ -9,8 +9,9 @@ import matplotlib
 from rich.console import Console
 from rich.table import Table
 
-from accounting import PrivacyPlan, epsilon_table
+from accounting import PrivacyPlan, accountants_for, epsilon_table
 from server.settings import RunResult
+from simulator.epsilons import epsilon_text, holds_for_text
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -29,6 +30,7 @@ def summarise(result: RunResult, plan: PrivacyPlan) -> dict[str, Any]:
         "stopped_by": result.stopped_by,
         "accuracy": result.accuracy,
         "loss": result.loss,
+        "mechanism": plan.mechanism,
         "delta": plan.delta,
         "adjacency": plan.adjacency,
         "accountant": plan.accountant,
@@ -47,6 +49,7 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
     run.add_row("test accuracy", f"{summary['accuracy']:.2%}")
     run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
+    run.add_row("mechanism", summary["mechanism"])
     run.add_row("δ, adjacency", f"{summary['delta']:.3g}, {summary['adjacency']}")
     run.add_row("run folder", str(folder))
     console.print(run)
@@ -56,8 +59,8 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     table.add_column("holds for")
     for name, row in summary["epsilon"].items():
         halting = " (halts)" if name == summary["accountant"] else ""
-        covers = row["covers"] + (f" ({row['warning']})" if row["warning"] else "")
-        table.add_row(name + halting, f"{row['epsilon']:.4g}", covers)
+        holds_for = holds_for_text(row["epsilon"], row["covers"], row["warning"])
+        table.add_row(name + halting, epsilon_text(row["epsilon"]), holds_for)
     console.print(table)
 
 
@@ -65,7 +68,7 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: P
     """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
     evaluated = [row for row in rows if row["accuracy"] is not None]
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for name in rows[0]["epsilons"] if rows else ():
+    for name in accountants_for(plan.mechanism):
         axes.plot(
             [row["epsilons"][name] for row in evaluated],
             [100 * row["accuracy"] for row in evaluated],
@@ -79,7 +82,8 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: P
         xscale="log",
         xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
         ylabel="test accuracy (%)",
-        title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, z = {plan.noise_multiplier:g}",
+        title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, z = {plan.noise_multiplier:g}"
+        + (f", β = {plan.blanket_probability:g}" if plan.blanket_probability else ""),
     )
     axes.grid(alpha=0.3)
     axes.legend()

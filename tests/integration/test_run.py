@@ -23,7 +23,13 @@ from conftest import (
     wait_until,
 )
 
-from accounting import Ledger, PrivacyPlan
+from accounting import (
+    ACCOUNTANTS,
+    Ledger,
+    PrivacyPlan,
+    ShuffledCheckInGaussianDpEvent,
+    make_accountant,
+)
 from clients import SeededRandomness
 from simulator.config import load
 from simulator.experiment import prepare
@@ -56,7 +62,7 @@ def test_every_round_is_in_the_metrics_and_in_the_ledger(finished):
     for row in rows:
         assert row["epsilon"] == pytest.approx(epsilon_after(row["round"]))
         assert (row["outcome"], row["rejected"], row["silent_nodes"]) == ("released", 0, 0)
-        assert set(row["epsilons"]) == {"theorem3", "rdp", "clones", "local"}
+        assert set(row["epsilons"]) == set(ACCOUNTANTS)
     ledger = Ledger.read(folder / "ledger.jsonl")
     assert [entry.round for entry in ledger.entries] == list(range(1, ROUNDS + 1))
     assert ledger.plan == PrivacyPlan.from_json((folder / "plan.json").read_bytes())
@@ -69,15 +75,14 @@ def test_reports_are_those_of_the_users_whose_coin_came_up(finished):
         assert row["reports"] == coins.sum()
 
 
-def test_the_final_model_is_the_one_computed_by_hand(finished):
+def check_the_model_by_hand(folder, rounds, beta=0.0):
     """The published algorithm in a few lines: no Flower, no shuffler, no sealing."""
-    _, folder = finished
     experiment = prepare(load(str(folder / "config.toml")))
     randomness, clip_norm = SeededRandomness(5), 0.8
     model, users = experiment.make_model(), experiment.load_users()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     parameters = list(model.parameters())
-    for round in range(1, ROUNDS + 1):
+    for round in range(1, rounds + 1):
         total = torch.zeros(experiment.parameters, dtype=torch.float64)
         for user in np.flatnonzero(randomness.check_ins(round, np.arange(USERS), RATE)):
             features, labels = users(user)
@@ -85,8 +90,10 @@ def test_the_final_model_is_the_one_computed_by_hand(finished):
             gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
             gradient = gradient.double() * min(1.0, clip_norm / float(gradient.double().norm()))
             noise = randomness.standard_normal(round, user, len(gradient))
-            total += gradient + NOISE * clip_norm * torch.from_numpy(noise)
-        estimate = (total / (USERS * RATE)).float()
+            total += NOISE * clip_norm * torch.from_numpy(noise)
+            if not randomness.blanket(round, user, beta):
+                total += gradient
+        estimate = (total / (USERS * RATE * (1 - beta))).float()
         for part, parameter in zip(
             estimate.split([p.numel() for p in parameters]), parameters, strict=True
         ):
@@ -95,6 +102,56 @@ def test_the_final_model_is_the_one_computed_by_hand(finished):
     final = torch.load(folder / "model.pt", weights_only=True)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(final[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_final_model_is_the_one_computed_by_hand(finished):
+    _, folder = finished
+    check_the_model_by_hand(folder, ROUNDS)
+
+
+BETA = 0.3
+
+
+@pytest.fixture(scope="module")
+def finished_with_blankets(tmp_path_factory):
+    """A run with blankets, halted by `local` in the middle between its 3rd and 4th round's ε."""
+    folder = tmp_path_factory.mktemp("blankets")
+    target = (local_epsilon(3) + local_epsilon(4)) / 2
+    result = shufl(
+        "run", tiny_config(folder, ROUNDS), "--runs", folder / "runs",
+        "--set", "privacy.mechanism=blanket-gaussian", "--set", "privacy.accountant=local",
+        "--set", f"privacy.blanket_probability={BETA}", "--set", f"privacy.target_epsilon={target}",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result, only_folder(folder / "runs")
+
+
+def local_epsilon(rounds):
+    event = ShuffledCheckInGaussianDpEvent(USERS, RATE, NOISE)
+    return make_accountant("local", "zero-out").compose(event, rounds).get_epsilon(1 / USERS)
+
+
+def test_a_run_with_blankets_trains_the_model_computed_by_hand(finished_with_blankets):
+    _, folder = finished_with_blankets
+    check_the_model_by_hand(folder, 3, BETA)
+    users = range(USERS)
+    assert 0 < sum(SeededRandomness(5).blanket(1, user, BETA) for user in users) < USERS
+
+
+def test_a_run_with_blankets_reports_who_does_not_price_it(finished_with_blankets):
+    result, folder = finished_with_blankets
+    plan = PrivacyPlan.from_json((folder / "plan.json").read_bytes())
+    assert (plan.mechanism, plan.blanket_probability) == ("blanket-gaussian", BETA)
+    assert Ledger.read(folder / "ledger.jsonl").events() == [plan.event()] * 3
+    rows = json_lines(folder / "metrics.jsonl")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["rounds"], summary["stopped_by"]) == (3, "budget")
+    for name in ("theorem3", "rdp", "clones"):
+        assert [row["epsilons"][name] for row in rows] == [None] * 3
+        assert summary["epsilon"][name]["epsilon"] is None
+    assert summary["epsilon"]["local"]["epsilon"] == pytest.approx(local_epsilon(3))
+    assert "not for this mechanism" in result.stdout and "nan" not in result.stdout
+    assert (folder / "accuracy_epsilon.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_same_seed_gives_the_same_model_to_the_bit(finished, tmp_path):

@@ -7,14 +7,18 @@ import pytest
 from typer.testing import CliRunner
 
 from accounting import (
+    ACCOUNTANTS,
     Ledger,
+    LocalAccountant,
     PrivacyPlan,
+    ShuffledCheckInBlanketGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
     make_accountant,
 )
 from simulator.cli import app
 
 PAPER = "--n 60000 --gamma 0.1 --noise 5 --rounds 5540 --adjacency zero-out"
+ONE_ROUND = "compare --n 9 --gamma 1 --noise 5 --rounds 1"
 SMALL = "--n 1000 --gamma 0.3 --delta 1e-5"
 
 
@@ -86,6 +90,124 @@ def test_calibrated_rate_is_nearly_the_largest():
     assert epsilon(rate) <= 0.6 < epsilon(min(1.0, rate * 1.003))
 
 
+BLANKETS = "--mechanism blanket-gaussian --accountant local"
+
+
+def test_blankets_are_priced_by_those_who_can_and_the_others_say_they_do_not():
+    command = f"account {SMALL} --noise 3 --rounds 20 --mechanism blanket-gaussian --beta 0.4"
+    rows = json.loads(shufl(f"{command} --json").stdout)
+    assert set(rows) == set(ACCOUNTANTS)
+    gaussian = json.loads(shufl(f"account {SMALL} --noise 3 --rounds 20 --json").stdout)
+    assert rows["local"] == gaussian["local"]  # which does not count on the blankets
+    for name in ("theorem3", "rdp", "clones"):
+        assert rows[name]["epsilon"] is None
+        assert rows[name]["warning"] == "not for this mechanism"
+    table = shufl(command)
+    assert table.exit_code == 0
+    assert table.stdout.count("not for this mechanism") == len(
+        [name for name, row in rows.items() if row["epsilon"] is None]
+    )
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_a_run_folder_of_both_mechanisms_is_priced_by_those_who_price_both(tmp_path, rounds):
+    plan = PrivacyPlan(
+        users=500,
+        check_in_rate=0.2,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        rounds=9,
+        delta=1e-4,
+        target_epsilon=50.0,
+        minimum_batch=1,
+        mechanism="blanket-gaussian",
+        blanket_probability=0.3,
+        accountant="local",
+    )
+    plain = ShuffledCheckInGaussianDpEvent(500, 0.2, 2.0)
+    with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
+        for round in range(1, rounds + 1):
+            ledger.append_round(round, plain if round == 2 else plan.event())
+    rows = json.loads(shufl(f"account {tmp_path} --json").stdout)
+    spent = make_accountant("local").epsilon_after(plain, 1e-4, rounds) if rounds else 0.0
+    assert rows["local"]["epsilon"] == pytest.approx(spent)
+    assert all(rows[name]["epsilon"] is None for name in ("theorem3", "rdp", "clones"))
+
+
+def test_noise_is_calibrated_with_blankets_and_their_error_is_stated():
+    command = f"calibrate {SMALL} --rounds 20 --target-epsilon 15 {BLANKETS} --beta 0.4"
+    found = json.loads(shufl(f"{command} --dimension 10 --json").stdout)
+    assert (found["mechanism"], found["beta"]) == ("blanket-gaussian", 0.4)
+    noise = found["noise"]
+    event = ShuffledCheckInBlanketGaussianDpEvent(1000, 0.3, noise, 0.4)
+    assert make_accountant("local").compose(event, 20).get_epsilon(1e-5) == found["epsilon"] <= 15
+    sampling = (1 - 0.4) * (1 - 0.3 * (1 - 0.4)) / 10
+    expected = math.sqrt((noise**2 + sampling) / (1000 * 0.3)) / (1 - 0.4)
+    assert found["mean_update_error"] == pytest.approx(expected)
+    many = json.loads(shufl(f"{command} --json").stdout)
+    assert many["mean_update_error"] == pytest.approx(noise / (1 - 0.4) / math.sqrt(1000 * 0.3))
+
+
+class Counting(LocalAccountant):
+    """A stand-in for an accountant that counts on the blankets: no bound of anything."""
+
+    name = "blanket"
+    events = (ShuffledCheckInBlanketGaussianDpEvent,)
+
+    def epsilon_after(self, event, delta, count=1):
+        beta, noise = event.blanket_probability, event.noise_multiplier
+        return count * (1 - beta) / beta**0.5 * math.expm1(min(noise**-2, 700)) ** 0.5
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    monkeypatch.setitem(ACCOUNTANTS, "blanket", Counting)
+
+
+def test_noise_and_blankets_left_out_are_those_of_least_error(counting):
+    command = "calibrate --mechanism blanket-gaussian --n 1000 --gamma 0.3 --rounds 2 --json"
+    found = json.loads(shufl(f"{command} --target-epsilon 1 --dimension 50").stdout)
+    assert (found["accountant"], found["epsilon"] <= 1) == ("blanket", True)
+    for beta in (0.2, 0.4, 0.5, 0.6, 0.8):
+        other = json.loads(
+            shufl(f"{command} --target-epsilon 1 --dimension 50 --beta {beta}").stdout
+        )
+        assert other["beta"] == beta
+        assert found["mean_update_error"] <= other["mean_update_error"] * 1.002
+
+
+def test_blankets_left_out_at_a_given_noise_are_the_fewest(counting):
+    command = "calibrate --mechanism blanket-gaussian --n 1000 --gamma 0.3 --rounds 2 --noise 1.5"
+    beta = json.loads(shufl(f"{command} --target-epsilon 1 --json").stdout)["beta"]
+
+    def epsilon(beta):
+        return 2 * (1 - beta) / beta**0.5 * math.expm1(1.5**-2) ** 0.5
+
+    assert epsilon(beta) <= 1 < epsilon(beta * 0.998)
+    table = shufl(f"{command} --target-epsilon 1")
+    assert "beta for ε ≤ 1" in table.stdout and "blanket-gaussian" in table.stdout
+
+
+@pytest.mark.skipif("blanket" in ACCOUNTANTS, reason="there is one")
+def test_without_an_accountant_that_counts_on_blankets_calibrate_says_so():
+    result = shufl("calibrate --target-epsilon 1 --n 9 --gamma 1 --rounds 1 --beta 0.5 "
+                   "--mechanism blanket-gaussian")  # fmt: skip
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line == "error: accountant blanket is not in this version: give --accountant local"
+
+
+def test_compare_leaves_out_who_does_not_price_the_mechanism(tmp_path):
+    command = f"compare {SMALL} --noise 3 --rounds 50 --mechanism blanket-gaussian --beta 0.4"
+    result = json.loads(shufl(f"{command} --plot {tmp_path}/curves.png --json").stdout)
+    for name in ("theorem3", "rdp", "clones"):
+        assert set(result["epsilon"][name]) == {None}
+    assert all(value > 0 for value in result["epsilon"]["local"])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    table = shufl(command)
+    assert table.exit_code == 0 and "–" in table.stdout and "nan" not in table.stdout
+
+
 def test_compare_is_the_accountants_against_rounds(tmp_path):
     command = f"compare {SMALL} --noise 3 --rounds 50 --plot {tmp_path}/curves.png --json"
     result = json.loads(shufl(command).stdout)
@@ -117,6 +239,29 @@ def test_compare_is_the_accountants_against_rounds(tmp_path):
         (
             "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --accountant x",
             "accountant must be",
+        ),
+        ("account --n 9 --gamma 1 --noise 5 --rounds 1 --beta 0.5", "--beta is for --mechanism"),
+        ("account --n 9 --gamma 1 --noise 5 --rounds 1 --mechanism x", "--mechanism must be gaus"),
+        (f"{ONE_ROUND} --mechanism blanket-gaussian", "--beta is missing"),
+        (f"{ONE_ROUND} --mechanism blanket-gaussian --beta 1", "must lie in (0, 1), got 1.0"),
+        (
+            "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --beta 0.5 "
+            "--mechanism blanket-gaussian --accountant theorem3",
+            "'local', got 'theorem3'",
+        ),
+        (
+            f"calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --beta 0.5 {BLANKETS} "
+            "--rounds 3",
+            "or --beta, or --noise and --beta",
+        ),
+        (
+            f"calibrate --target-epsilon 1 --n 9 --gamma 1 {BLANKETS}",
+            "or --beta, or --noise and --beta",
+        ),
+        ("calibrate --target-epsilon 1 --n 9 --gamma 1 --beta 0.5 --noise 1", "--beta is for"),
+        (
+            "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --dimension 0",
+            "--dimension must lie in",
         ),
     ],
 )

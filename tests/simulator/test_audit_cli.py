@@ -5,11 +5,15 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from accounting import accountants_for
 from simulator.cli import app
 
 COUNTEREXAMPLE = (
     "audit --n 10 --noise 2 --adjacency zero-out --epsilon 0.3 --samples 20000 --seed 1"
 )
+
+
+BLANKETS = "audit --n 10 --noise 2 --mechanism blanket-gaussian"
 
 
 def shufl(command):
@@ -39,9 +43,23 @@ def test_the_homogeneous_placement_alone_refutes_nothing():
     assert not any(c["violated_for_every_pair"] for c in json.loads(result.stdout).values())
 
 
+def test_blankets_are_audited_by_those_who_claim_something_of_them():
+    command = "audit --n 5 --noise 1 --mechanism blanket-gaussian --beta 0.3 --samples 5000"
+    result = shufl(f"{command} --accountant local --seed 1 --json")
+    assert result.exit_code == 0, result.output
+    (check,) = json.loads(result.stdout).values()
+    assert not check["violated_for_every_pair"]
+    assert 0 < check["delta_lower"] < check["claimed_delta"]
+    everyone = shufl(f"{command} --seed 1 --json")
+    assert set(json.loads(everyone.stdout)) == set(accountants_for("blanket-gaussian"))
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        (f"{COUNTEREXAMPLE} --beta 0.5", "--beta is for --mechanism blanket-gaussian only"),
+        (f"{BLANKETS}", "--beta is missing"),
+        (f"{BLANKETS} --beta 0.5 --accountant rdp", "'local', got 'rdp'"),
         ("audit --noise 2", "--n is missing"),
         ("audit --n 10", "--noise is missing"),
         (f"{COUNTEREXAMPLE} --placement nowhere", "placement must be"),

@@ -1,8 +1,13 @@
 """Every mistake is one line that names the key, the value and what is allowed."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
+from accounting import ACCOUNTANTS, accountants_for
 from simulator.config import ConfigError, dumps, load, shipped
+from simulator.experiment import prepare
 
 
 @pytest.mark.parametrize(
@@ -31,7 +36,20 @@ from simulator.config import ConfigError, dumps, load, shipped
         ("privacy.adjacency=add", "privacy.adjacency must be one of replace, zero-out, got 'add'"),
         (
             "privacy.accountant=moments",
-            "must be one of theorem3, rdp, clones, local, got 'moments'",
+            f"must be one of {', '.join(ACCOUNTANTS)}, got 'moments'",
+        ),
+        ("privacy.accountant=3", "privacy.accountant must be one of theorem3, .* got 3"),
+        (
+            "privacy.mechanism=laplace",
+            "privacy.mechanism must be one of gaussian, blanket-gaussian, got 'laplace'",
+        ),
+        (
+            "privacy.blanket_probability=0.3",
+            "blanket_probability must be left out for mechanism gaussian, got 0.3",
+        ),
+        (
+            "privacy.blanket_probability=1.0",
+            r"blanket_probability must be a number in \(0, 1\) for mechanism .* got 1.0",
         ),
         ("data.dataset=mnits", "data.dataset must be one of digits, mnist, .* got 'mnits'"),
         ("learning_rate=1.0", "unknown key learning_rate; allowed: name, seed"),
@@ -48,6 +66,58 @@ def test_one_line_for_each_mistake(override, message):
     with pytest.raises(ConfigError, match=message) as error:
         load("quickstart", [override])
     assert "\n" not in str(error.value)
+
+
+BLANKETS = ["privacy.mechanism=blanket-gaussian", "privacy.blanket_probability=0.3"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (BLANKETS, r"accountant must be one of (blanket, )?local for .*, got 'theorem3'"),
+        (BLANKETS[:1], r"privacy.blanket_probability is missing: a number in \(0, 1\)"),
+        ([*BLANKETS, "privacy.blanket_probability=nan"], "a number in .* got nan"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_one_line(overrides, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load("quickstart", overrides)
+    assert "\n" not in str(error.value)
+
+
+def without(*keys):
+    """The lines of the quickstart configuration without some keys."""
+    text = Path(__file__).parents[2].joinpath("configs", "quickstart.toml").read_text()
+    return "\n".join(line for line in text.splitlines() if line.split(" =")[0] not in keys)
+
+
+@pytest.mark.parametrize("overrides", [[], BLANKETS])
+def test_an_accountant_left_out_is_the_default_of_the_mechanism(tmp_path, overrides):
+    path = tmp_path / "run.toml"
+    path.write_text(without("accountant"))
+    config = load(str(path), [*overrides, "privacy.target_epsilon=1e6"])
+    experiment = prepare(config)
+    expected = accountants_for(config.privacy.mechanism)[0]
+    assert experiment.plan.accountant == experiment.config.privacy.accountant == expected
+    assert (expected == "theorem3") == (overrides == [])
+    path.write_text(dumps(experiment.config))
+    assert load(str(path)) == experiment.config
+
+
+@pytest.mark.parametrize("accountant", ["local", "theorem3"])
+def test_noise_left_out_is_calibrated_under_the_mechanism(tmp_path, accountant):
+    path = tmp_path / "run.toml"
+    path.write_text(without("accountant", "noise_multiplier"))
+    overrides = ["privacy.rounds=20", "data.users=400", f"privacy.accountant={accountant}"]
+    blankets = BLANKETS if accountant == "local" else []
+    plan = prepare(load(str(path), [*overrides, *blankets, "privacy.minimum_batch=1"])).plan
+    assert plan.mechanism == ("blanket-gaussian" if blankets else "gaussian")
+
+    def epsilon(noise):
+        event = dataclasses.replace(plan, noise_multiplier=noise).event()
+        return plan.make_accountant().compose(event, 20).get_epsilon(plan.delta)
+
+    assert epsilon(plan.noise_multiplier) <= 10.0 < epsilon(plan.noise_multiplier * 0.997)
 
 
 def test_a_missing_key_says_what_belongs_there(tmp_path):
