@@ -82,6 +82,10 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
             dp_accounting.UnsupportedEventError: This accountant does not price `event`.
         """
 
+    def epsilon_lower_bound(self, target_delta: float) -> float | None:
+        """Returns an ε that no accountant of the same pair can fall below; None if not known."""
+        return None
+
     @abc.abstractmethod
     def best_order(self, delta: float) -> int | None:
         """Returns the Rényi order that gives ε at `delta`, or None if there is none."""

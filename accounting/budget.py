@@ -124,15 +124,19 @@ class EpsilonRow:
         epsilon: ε at the plan's δ; None if the accountant does not price what took place.
         covers: What its ε holds for, and on what assumption.
         warning: What limits the number, or None; `NOT_PRICED` if there is no number.
+        lower: What ε of the same pair is at least, or None where that is not known or not asked.
     """
 
     name: str
     epsilon: float | None
     covers: str
     warning: str | None
+    lower: float | None = None
 
 
-def price(counts: Iterable[tuple[Any, int]], adjacency: str, delta: float) -> list[EpsilonRow]:
+def price(
+    counts: Iterable[tuple[Any, int]], adjacency: str, delta: float, lower: bool = False
+) -> list[EpsilonRow]:
     """Returns ε of composed events by every accountant of the registry.
 
     An accountant that does not price one of the events, even if it took place 0 times, has no ε.
@@ -141,6 +145,7 @@ def price(counts: Iterable[tuple[Any, int]], adjacency: str, delta: float) -> li
         counts: Events and how often each took place.
         adjacency: "replace" or "zero-out".
         delta: δ at which ε is read.
+        lower: Whether to compute lower bounds as well, which takes longer.
     """
     spent = list(counts)
     rows = []
@@ -156,7 +161,8 @@ def price(counts: Iterable[tuple[Any, int]], adjacency: str, delta: float) -> li
             warnings.simplefilter("always", OrderRangeWarning)
             epsilon = accountant.get_epsilon(delta)
         texts = [str(item.message) for item in caught]
-        rows.append(EpsilonRow(name, float(epsilon), cls.covers, "; ".join(texts) or None))
+        least = accountant.epsilon_lower_bound(delta) if lower else None
+        rows.append(EpsilonRow(name, float(epsilon), cls.covers, "; ".join(texts) or None, least))
     return rows
 
 

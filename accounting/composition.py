@@ -27,6 +27,7 @@ _PHASE_UNIT = 1e-15  # of ω j, in units of ω j
 _WINDOW_ABOVE = 45.0  # in units of 1/θ
 _WINDOW_BELOW = 9.0  # in standard deviations of the tilted sum
 _DROPPED = 1e-12
+_RARE = 1e-12  # tilted probability
 _MAX_WINDOW = 2**22
 _EXACT_COUNTS = 16
 _FEW_FREQUENCIES = 512
@@ -73,6 +74,15 @@ class _Tilted:
         variance = float(weights @ (self._losses - mean) ** 2) / total
         return top + math.log(total), mean, variance
 
+    def reach(self, theta: float, chance: float) -> float:
+        """The largest loss that is not rarer than `chance` under the tilt."""
+        if not self._losses.size:
+            return 0.0
+        exponents = self._log_probs + theta * self._losses
+        weights = np.exp(exponents - np.max(exponents))
+        above = np.cumsum(weights[::-1])[::-1]
+        return float(self._losses[np.flatnonzero(above > chance * above[0])[-1]])
+
 
 class Composition:
     """How much is lost after c_i rounds of kind i, for all counts in one block.
@@ -109,7 +119,10 @@ class Composition:
         above = min(math.ceil(_WINDOW_ABOVE / self._theta / self._h) + 1, _MAX_WINDOW)
         below = min(math.ceil(_WINDOW_BELOW * deviation / self._h) + 1, _MAX_WINDOW)
         self._beyond = math.exp(-self._theta * self._h * above)
-        self._size = fft.next_fast_len(min(above + below, 2 * self._reach + above + 2), real=True)
+        # A rare loss above all that counts would fold onto it: make room for one of each kind.
+        far = max(part.reach(self._theta, _RARE / c) for part, c in zip(tilted, most, strict=True))
+        room = max(above, min(math.ceil(far / self._h) + below, _MAX_WINDOW))
+        self._size = fft.next_fast_len(min(room + below, 2 * self._reach + above + 2), real=True)
         self._transform(pmfs, [block[0] for block in blocks], above)
         self._answered: tuple[tuple[Counts, float], float] = (((), 0.0), 0.0)
 
@@ -290,5 +303,12 @@ def _tilt(parts: Sequence[_Tilted], counts: Sequence[int], target: Target) -> fl
         else:
             beyond = tilted_mean > (target.epsilon or 0.0)
         low, high = (low, theta) if beyond else (theta, high)
-    # An ε below the mean of the loss needs no tilt, but the window does.
-    return max(math.sqrt(low * high), 2.0 / deviation if target.delta is None else 0.0)
+    theta = math.sqrt(low * high)
+    if target.delta is not None:
+        return theta
+    # An ε below the mean of the loss needs no tilt, but the window does: one that makes a normal
+    # loss e^2 times as large. Where rare losses are far larger than most it must be less.
+    floor = 2.0 / deviation
+    while floor > theta and totals(floor)[0] - floor * mean > 4.0:
+        floor *= 0.5
+    return max(theta, floor)

@@ -95,7 +95,7 @@ class Profile:
         values = np.minimum.accumulate(np.minimum(values[kept] * (1.0 + _ROUND_UP), 1.0))
         values[0] = np.min((values + 0.5 * excess) / (1.0 + 0.5 * excess))
         values = np.minimum.accumulate(values)
-        hull = _lower_hull(excess, values)
+        hull = lower_hull(excess, values)
         return cls(eps[hull], values[hull])
 
     @property
@@ -165,8 +165,8 @@ def _masses(epsilons: FloatArray, deltas: FloatArray) -> FloatArray:
     return masses
 
 
-def _lower_hull(x: FloatArray, y: FloatArray) -> npt.NDArray[np.intp]:
-    """Indices of the lower convex hull of points with increasing x and decreasing y."""
+def lower_hull(x: FloatArray, y: FloatArray) -> npt.NDArray[np.intp]:
+    """Returns the indices of the lower convex hull of points with increasing x."""
     hull: list[int] = []
     slopes: list[float] = []
     xs, ys = x.tolist(), y.tolist()

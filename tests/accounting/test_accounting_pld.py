@@ -1,0 +1,254 @@
+"""`pld`: reference values, oracles, and what must hold whatever the parameters."""
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation, dp_event, privacy_accountant_test
+from dp_accounting.pld import privacy_loss_distribution
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+
+import accounting
+from accounting import clones
+from accounting.lower_profile import LowerProfile
+from accounting.pld_accountant import PldAccountant, round_profile
+
+REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
+CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent
+EVERYONE = accounting.ShuffledGaussianDpEvent
+FIXED = accounting.FixedSizeShuffledGaussianDpEvent
+
+
+class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [PldAccountant(REPLACE), PldAccountant(ZERO_OUT)]
+
+
+def spent(event, rounds=1):
+    accountant = PldAccountant(ZERO_OUT)
+    accountant.compose(event, rounds)
+    return accountant
+
+
+@pytest.mark.parametrize(
+    ("event", "rounds", "epsilon"),
+    [
+        (CHECK_IN(60_000, 0.1, 5.0), 5540, 0.0539),
+        (CHECK_IN(60_000, 0.1, 2.5), 5540, 0.1201),
+        (EVERYONE(60_000, 9.48), 1, 0.000595),
+        (EVERYONE(60_000, 9.48), 7, 0.00205),
+    ],
+)
+def test_reference_values(event, rounds, epsilon):
+    accountant = spent(event, rounds)
+    delta = 1 / 60_000
+    assert accountant.get_epsilon(delta) == pytest.approx(epsilon, rel=2e-3)
+    lower = accountant.epsilon_lower_bound(delta)
+    assert 0.995 * epsilon <= lower <= accountant.get_epsilon(delta)
+
+
+def test_reference_value_at_many_users_and_little_noise():
+    accountant = spent(CHECK_IN(10**6, 0.01, 1.2), 2000)
+    assert accountant.get_epsilon(1e-7) == pytest.approx(0.0169, rel=5e-3)
+    assert 0.0165 < accountant.epsilon_lower_bound(1e-7) <= accountant.get_epsilon(1e-7)
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.07919), (0.1, 0.0413), (0.5, 5.94e-4)])
+def test_reference_deltas_of_seven_users(epsilon, delta):
+    assert spent(EVERYONE(7, 2.0)).get_delta(epsilon) == pytest.approx(delta, rel=3e-3)
+
+
+def hockey_stick(draws, sigma, rate, users, alpha, rng):
+    """One round's hockey-stick divergences, both directions, by Monte Carlo: mean and error."""
+    y = np.exp((2 * rng.normal(0, sigma, (draws, users)) - 1) / (2 * sigma**2))
+    w = np.where(rng.random((draws, users)) < rate, y, 1.0).mean(axis=1)
+    samples = np.maximum(w - alpha, 0), np.maximum(1 - alpha * w, 0)
+    return [(s.mean(), 5 * s.std() / math.sqrt(draws)) for s in samples]
+
+
+@pytest.mark.parametrize("users", [1, 2, 4, 7])
+@pytest.mark.parametrize(("rate", "sigma"), [(1.0, 2.0), (0.5, 1.0), (0.2, 0.8)])
+def test_up_to_seven_users_by_monte_carlo(users, rate, sigma):
+    rng = np.random.default_rng(20)
+    accountant = spent(CHECK_IN(users, rate, sigma))
+    for epsilon in (0.0, 0.05, 0.4):
+        (truth, error), (reverse, _) = hockey_stick(
+            400_000, sigma, rate, users, math.exp(epsilon), rng
+        )
+        assert accountant.get_delta(epsilon) >= max(truth, reverse) - error
+        assert accountant.delta_lower_bound(epsilon) <= truth + error
+        # The loss's mesh (48 points a deviation) costs a little more where δ is tiny.
+        assert accountant.get_delta(epsilon) <= truth * 1.005 + error
+
+
+def call(strike, sigma):
+    """E[(Y - strike)_+], Black and Scholes, in closed form."""
+    d = (0.5 / sigma**2 - np.log(np.maximum(strike, 1e-300))) * sigma
+    return np.where(
+        strike <= 0.0, 1.0 - strike, special.ndtr(d) - strike * special.ndtr(d - 1 / sigma)
+    )
+
+
+@pytest.mark.parametrize("users", [1, 2, 3])
+@pytest.mark.parametrize(("rate", "sigma"), [(1.0, 2.0), (0.4, 0.7)])
+def test_up_to_three_users_by_quadrature(users, rate, sigma):
+    epsilon = 0.3
+    t = np.linspace(-8.5, 8.5 + 1 / sigma, 1501)
+    y = np.append(np.exp(t / sigma - 0.5 / sigma**2), 1.0)
+    weight = np.append(rate * stats.norm.pdf(t) * (t[1] - t[0]), 1.0 - rate)
+    others = {1: np.zeros(1), 2: y, 3: (y[:, None] + y).ravel()}[users]
+    chances = {1: np.ones(1), 2: weight, 3: (weight[:, None] * weight).ravel()}[users]
+    strike = users * math.exp(epsilon) - others
+    last = rate * call(strike, sigma) + (1 - rate) * np.maximum(1.0 - strike, 0.0)
+    truth = float(chances @ last) / users
+    accountant = spent(CHECK_IN(users, rate, sigma))
+    assert accountant.delta_lower_bound(epsilon) <= truth * (1 + 1e-6)
+    assert truth * (1 - 1e-6) <= accountant.get_delta(epsilon) <= truth * 1.003
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 10**9),
+    st.floats(1e-4, 1),
+    st.floats(0.3, 1000),
+    st.integers(1, 10**6),
+    st.floats(-9, -1),
+)
+def test_lower_upper_and_the_other_accountants(users, rate, sigma, rounds, log_delta):
+    event, delta = CHECK_IN(users, rate, sigma), 10**log_delta
+    accountant = spent(event, rounds)
+    low, high = accountant.epsilon_lower_bound(delta), accountant.get_epsilon(delta)
+    assert 0.0 <= low <= high
+    for name in ("theorem3", "rdp", "local"):
+        other = accounting.make_accountant(name, "zero-out").epsilon_after(event, delta, rounds)
+        assert low <= other * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 10**5),
+    st.floats(1e-3, 0.9),
+    st.floats(0.4, 30),
+    st.integers(1, 2000),
+    st.floats(-7, -1.5),
+    st.sampled_from(["users", "rate", "sigma", "rounds", "delta"]),
+)
+def test_monotone(users, rate, sigma, rounds, log_delta, which):
+    def of(users, rate, sigma, rounds, delta):
+        return spent(CHECK_IN(users, rate, sigma), rounds), delta
+
+    base = {"users": users, "rate": rate, "sigma": sigma}
+    base |= {"rounds": rounds, "delta": 10**log_delta}
+    safer = dict(base)
+    safer[which] = {
+        "users": users * 2,
+        "rate": rate * 0.8,
+        "sigma": sigma * 1.2,
+        "rounds": max(rounds // 2, 1),
+        "delta": 1.3 * 10**log_delta,
+    }[which]
+    worse, delta = of(**base)
+    better, safer_delta = of(**safer)
+    assert better.epsilon_lower_bound(safer_delta) <= worse.get_epsilon(delta)
+    assert better.get_epsilon(safer_delta) <= worse.get_epsilon(delta) * 1.002
+
+
+def test_one_user_is_the_gaussian_mechanism():
+    for sigma in (0.1, 0.5, 1.0, 3.0, 40.0):
+        for delta in (1e-12, 1e-5, 0.1):
+            local = accounting.make_accountant("local", "zero-out")
+            exact = local.epsilon_after(EVERYONE(1, sigma), delta)
+            assert spent(CHECK_IN(1, 1.0, sigma)).get_epsilon(delta) == pytest.approx(
+                exact, rel=2e-3, abs=1e-6
+            )
+            assert spent(EVERYONE(1, sigma)).get_epsilon(delta) >= exact * (1 - 1e-9)
+
+
+def test_everyone_is_a_check_in_rate_of_one_and_a_full_sample():
+    events = EVERYONE(400, 1.5), CHECK_IN(400, 1.0, 1.5), FIXED(400, 400, 1.5)
+    values = [spent(event, 30).get_epsilon(1e-6) for event in events]
+    assert values[0] == values[1] == values[2] > 0.0
+
+
+def test_a_fixed_size_sample_against_monte_carlo():
+    n, m, sigma = 9, 4, 0.9
+    rng = np.random.default_rng(4)
+    y = np.exp((2 * rng.normal(0, sigma, (10**6, m)) - 1) / (2 * sigma**2))
+    ratio = 1 - m / n + y.sum(axis=1) / n
+    for epsilon in (0.02, 0.3):
+        samples = np.maximum(ratio - math.exp(epsilon), 0)
+        error = 5 * samples.std() / 1000
+        accountant = spent(FIXED(n, m, sigma))
+        assert accountant.get_delta(epsilon) == pytest.approx(samples.mean(), rel=5e-3, abs=error)
+        assert accountant.delta_lower_bound(epsilon) <= samples.mean() + error
+
+
+def test_much_noise_costs_nothing_and_no_report_costs_nothing():
+    assert spent(CHECK_IN(100, 0.5, 1000.0)).get_epsilon(0.01) == 0.0
+    assert spent(FIXED(100, 0, 1.0), 5).get_epsilon(1e-6) == 0.0
+    assert spent(CHECK_IN(100, 0.5, 0.0)).get_epsilon(1e-6) == math.inf
+
+
+@pytest.mark.parametrize(("users", "rate", "rounds"), [(10**6, 0.1, 1), (10**7, 0.05, 3000)])
+def test_many_users_are_the_central_subsampled_gaussian(users, rate, rounds):
+    sigma, delta = 10.0, 1e-6
+    central = privacy_loss_distribution.from_gaussian_mechanism(
+        sigma * math.sqrt(rate * users),
+        sampling_prob=rate,
+        value_discretization_interval=1e-6 if rounds == 1 else 1e-7,
+        neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+    ).self_compose(rounds)
+    ours = spent(CHECK_IN(users, rate, sigma), rounds).get_epsilon(delta)
+    assert ours == pytest.approx(central.get_epsilon_for_delta(delta), rel=0.02)
+
+
+def test_rounds_may_differ():
+    accountant = PldAccountant(ZERO_OUT)
+    events = [CHECK_IN(5000, 0.1, 1.0), EVERYONE(800, 3.0), FIXED(4000, 300, 0.8)]
+    for count, event in enumerate(events, start=2):
+        accountant.compose(event, count)
+    low, high = accountant.epsilon_lower_bound(1e-6), accountant.get_epsilon(1e-6)
+    assert max(spent(e, 2).epsilon_lower_bound(1e-6) for e in events) < low <= high < 1.1 * low
+    nested = PldAccountant(ZERO_OUT)
+    nested.compose(
+        dp_event.ComposedDpEvent(
+            [dp_event.SelfComposedDpEvent(e, c) for c, e in enumerate(events, start=2)]
+        )
+    )
+    assert nested.get_epsilon(1e-6) == high
+
+
+def test_rounds_that_rarely_hold_a_report():
+    """Losses far larger than their deviation: the tilt must not leave the window behind."""
+    accountant = spent(CHECK_IN(1000, 1e-5, 1.0), 3)
+    deltas = [accountant.get_delta(epsilon) for epsilon in (0.0, 1e-3, 1e-2, 0.1, 1.0)]
+    assert deltas == sorted(deltas, reverse=True)
+    assert deltas[0] < 3e-5 and deltas[-1] < 1e-15
+    # By hand: one report in all (probability 3 % at most), from user 1 with probability 1/1000.
+    call = math.exp(clones.log_gaussian_delta(1.0, math.log(1 + 1e-3 * 1000)))
+    assert deltas[1] == pytest.approx(3 * 1000 * 1e-5 * call / 1000, rel=0.05)
+
+
+def test_a_profile_never_lies_below_a_sampled_direction():
+    event = CHECK_IN(3, 0.9, 0.3)
+    epsilons, deltas = round_profile(event, 0.3)
+    rng = np.random.default_rng(8)
+    for epsilon in (0.0, 1.0, 3.0, 6.0):
+        at = float(np.interp(math.expm1(epsilon), np.expm1(epsilons), deltas))
+        for truth, error in hockey_stick(10**6, 0.3, 0.9, 3, math.exp(epsilon), rng):
+            assert at >= truth - error
+
+
+def test_a_lower_profile_lies_below_what_it_was_given():
+    losses = np.linspace(-3, 3, 4001)
+    shift = 0.8
+    truth = np.exp(clones.log_gaussian_delta(shift, np.abs(losses)))
+    mirrored = -np.expm1(losses) + np.exp(losses) * truth
+    values = np.where(losses < 0, mirrored, truth)
+    distribution = LowerProfile(losses, values).distribution(0.02)
+    for epsilon in (-1.0, -0.313, 0.0, 0.017, 0.5, 1.7):
+        exact = float(np.interp(math.exp(epsilon), np.exp(losses), values))
+        got = distribution.get_delta_for_epsilon(epsilon)
+        assert 0.98 * exact - 1e-6 <= got <= exact + 1e-12
