@@ -4,6 +4,7 @@ Every search returns a value whose ε it has computed and found within the targe
 quite monotone, or the bracket is coarse, it can only err on the private side.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from accounting.registry import make_accountant
 
 _PRECISION = 1e-3  # relative, of continuous answers
 _LARGEST_NOISE = 1e6
+_FIRST_STEP = 1.25  # of noise, squared from step to step, to 4
 _LEAST_NOISE = 1e-2
 _MOST_ROUNDS = 10**6
 _LEAST_BLANKETS, _MOST_BLANKETS = 1e-3, 0.999
@@ -42,17 +44,18 @@ def least_noise(
     Raises:
         CalibrationError: Not even z = 10^6 is enough.
     """
-    high = guess
+    epsilon_at = functools.cache(epsilon_at)
+    high, step = guess, _FIRST_STEP
     while not epsilon_at(high) <= target_epsilon:
-        high *= 4.0
+        high, step = high * step, min(step * step, 4.0)
         if high > _LARGEST_NOISE:
             raise CalibrationError(
                 f"no noise multiplier up to {_LARGEST_NOISE:g} reaches epsilon {target_epsilon:g}"
             )
-    low = high / 4.0
+    low = high / step
     while low > _LEAST_NOISE and epsilon_at(low) <= target_epsilon:
-        high, low = low, low / 4.0
-    return _bisect(lambda z: epsilon_at(z) <= target_epsilon, high, low)
+        high, low, step = low, low / step, min(step * step, 4.0)
+    return _close_in(epsilon_at, target_epsilon, high, low)
 
 
 def largest_rate(epsilon_at: Callable[[float], float], target_epsilon: float, users: int) -> float:
@@ -61,12 +64,13 @@ def largest_rate(epsilon_at: Callable[[float], float], target_epsilon: float, us
     Raises:
         CalibrationError: Not even γ = 1/(10 n) is enough.
     """
+    epsilon_at = functools.cache(epsilon_at)
     if epsilon_at(1.0) <= target_epsilon:
         return 1.0
     low = 0.1 / users
     if not epsilon_at(low) <= target_epsilon:
         raise CalibrationError(f"no check-in rate reaches epsilon {target_epsilon:g}")
-    return _bisect(lambda rate: epsilon_at(rate) <= target_epsilon, low, 1.0)
+    return _close_in(epsilon_at, target_epsilon, low, 1.0)
 
 
 def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) -> int:
@@ -94,13 +98,14 @@ def least_blankets(epsilon_at: Callable[[float], float], target_epsilon: float) 
     Raises:
         CalibrationError: Not even β = 0.999 is enough.
     """
+    epsilon_at = functools.cache(epsilon_at)
     if epsilon_at(_LEAST_BLANKETS) <= target_epsilon:
         return _LEAST_BLANKETS
     if not epsilon_at(_MOST_BLANKETS) <= target_epsilon:
         raise CalibrationError(
             f"no blanket probability up to {_MOST_BLANKETS:g} reaches epsilon {target_epsilon:g}"
         )
-    return _bisect(lambda beta: epsilon_at(beta) <= target_epsilon, _MOST_BLANKETS, _LEAST_BLANKETS)
+    return _close_in(epsilon_at, target_epsilon, _MOST_BLANKETS, _LEAST_BLANKETS)
 
 
 def mean_update_error(
@@ -189,12 +194,33 @@ def _from_logit(logit: float) -> float:
     return 1.0 / (1.0 + math.exp(-logit))
 
 
-def _bisect(good: Callable[[float], bool], inside: float, outside: float) -> float:
-    """A point that is good, within a relative `_PRECISION` of one that is not."""
-    while abs(math.log(inside / outside)) > _PRECISION:
-        middle = math.sqrt(inside * outside)
-        if good(middle):
-            inside = middle
+def _close_in(
+    epsilon_at: Callable[[float], float], target_epsilon: float, inside: float, outside: float
+) -> float:
+    """A point with ε <= target, within a relative `_PRECISION` of one with more.
+
+    By the secant of log ε in the logarithm of the place: ε takes its time, and is nearly a power of
+    noise and rate. Each step aims a little past the secant's root, towards the farther end, so that
+    both ends close in; a step that does not halve the bracket is followed by a bisection.
+    """
+
+    def excess(place: float) -> float:
+        epsilon = epsilon_at(math.exp(place))
+        return max(min(math.log(max(epsilon, 1e-300) / target_epsilon), 50.0), -50.0)
+
+    good, bad = math.log(inside), math.log(outside)
+    below, above = excess(good), excess(bad)
+    halve = False
+    while abs(bad - good) > _PRECISION:
+        width = bad - good
+        share = 0.5 if halve else below / (below - above)
+        share += math.copysign(0.4 * _PRECISION / abs(width), 0.5 - share)
+        middle = good + width * min(max(share, 0.0), 1.0)
+        value = excess(middle)
+        if value <= 0.0:
+            good, below = middle, value
         else:
-            outside = middle
-    return inside
+            bad, above = middle, value
+        halve = abs(bad - good) > 0.5 * abs(width)
+    # `exp` and `log` may have moved the point given by a rounding: never return an untried one.
+    return inside if good == math.log(inside) else math.exp(good)

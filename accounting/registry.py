@@ -8,9 +8,11 @@ is its default.
 from accounting import adjacency as adjacency_lib
 from accounting import validation
 from accounting.accountant_base import ShuffleAccountant
+from accounting.blanket_accountant import BlanketAccountant
 from accounting.clones_accountant import ClonesAccountant
 from accounting.events import MECHANISMS
 from accounting.local_accountant import LocalAccountant
+from accounting.pld_accountant import PldAccountant
 from accounting.rdp_accountants import CheckInRdpAccountant, Theorem3Accountant
 
 ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
@@ -18,7 +20,9 @@ ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
     for cls in (
         Theorem3Accountant,
         CheckInRdpAccountant,
+        PldAccountant,
         ClonesAccountant,
+        BlanketAccountant,
         LocalAccountant,
     )
 }

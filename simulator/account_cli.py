@@ -61,12 +61,20 @@ def account_command(
             event = make_event(users, gamma, noise, mechanism, beta)
             counts, at = {event: _count("--rounds", rounds)}, _delta(delta, users)
         check_adjacency(adjacency)
-        rows = price(counts.items(), adjacency, at)
+        rows = price(counts.items(), adjacency, at, lower=True)
     except (ValueError, LedgerError) as error:
         fail(error)
     if json:
         print_json(
-            {r.name: {"epsilon": r.epsilon, "covers": r.covers, "warning": r.warning} for r in rows}
+            {
+                row.name: {
+                    "epsilon": row.epsilon,
+                    "covers": row.covers,
+                    "warning": row.warning,
+                    "lower_bound": row.lower,
+                }
+                for row in rows
+            }
         )
         return
     table = Table(title=f"ε at δ = {at:.4g}, {adjacency}", title_justify="left")
@@ -75,6 +83,8 @@ def account_command(
     table.add_column("holds for")
     for row in rows:
         holds_for = holds_for_text(row.epsilon, row.covers, row.warning)
+        if row.lower is not None and row.lower > 0.0:
+            holds_for += f"; at least {row.lower:.4g} for this pair"
         table.add_row(row.name, epsilon_text(row.epsilon), holds_for)
     Console().print(table)
 
