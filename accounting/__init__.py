@@ -6,6 +6,7 @@ datasets its ε holds; print it beside the number.
 
 from accounting.accountant_base import ShuffleAccountant
 from accounting.adjacency import ADJACENCIES, effective_sigma
+from accounting.blanket_accountant import BlanketAccountant
 from accounting.budget import (
     NOT_PRICED,
     BudgetExceeded,
@@ -36,6 +37,7 @@ from accounting.events import (
 from accounting.ledger import Ledger, LedgerContent, LedgerEntry, LedgerError
 from accounting.local_accountant import LocalAccountant
 from accounting.plan import PrivacyPlan
+from accounting.pld_accountant import PldAccountant
 from accounting.rdp_accountants import (
     CheckInRdpAccountant,
     OrderRangeWarning,
@@ -53,6 +55,7 @@ __all__ = [
     "ADJACENCIES",
     "MECHANISMS",
     "NOT_PRICED",
+    "BlanketAccountant",
     "BudgetExceeded",
     "CalibrationError",
     "CheckInRdpAccountant",
@@ -65,6 +68,7 @@ __all__ = [
     "LedgerError",
     "LocalAccountant",
     "OrderRangeWarning",
+    "PldAccountant",
     "PrivacyBudget",
     "PrivacyPlan",
     "ShuffleAccountant",

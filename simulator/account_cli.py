@@ -31,8 +31,6 @@ Accountant = Annotated[
     typer.Option("--accountant", help="Whose ε. Default: theorem3; of blanket-gaussian, blanket."),
 ]
 
-_CALIBRATES = {"gaussian": "theorem3", "blanket-gaussian": "blanket"}
-
 
 def account_command(
     run: Annotated[Path | None, typer.Argument(help="A run folder, instead of a plan.")] = None,
@@ -257,13 +255,9 @@ def _check_blankets(mechanism: str, beta: float | None) -> None:
 
 def _judge(accountant: str | None, mechanism: str) -> str:
     """The accountant to calibrate by: the one asked for, or the mechanism's own."""
-    from accounting import ACCOUNTANTS, accountants_for, check_accountant
+    from accounting import accountants_for, check_accountant
 
-    name = accountant or _CALIBRATES[mechanism]
-    if accountant is None and name not in ACCOUNTANTS:
-        able = " or ".join(accountants_for(mechanism))
-        raise ValueError(f"accountant {name} is not in this version: give --accountant {able}")
-    return check_accountant(name, mechanism)
+    return check_accountant(accountant or accountants_for(mechanism)[0], mechanism)
 
 
 def needed(option: str, value: Any) -> Any:

@@ -57,7 +57,7 @@ BLANKETS = {"mechanism": "blanket-gaussian", "blanket_probability": 0.3, "accoun
         (BLANKETS | {"accountant": "theorem3"},
          "accountant for mechanism blanket-gaussian must be .*'local', got 'theorem3'"),
         (BLANKETS | {"accountant": "magic"}, "accountant must be 'theorem3' or"),
-        ({"accountant": "magic"}, "accountant must be 'theorem3' or 'rdp' or 'clones'"),
+        ({"accountant": "magic"}, "accountant must be 'theorem3' or 'rdp' or 'pld'"),
         ({"accountant": 3}, "accountant must be"),
     ],
 )  # fmt: skip

@@ -27,7 +27,7 @@ from accounting import (
     ACCOUNTANTS,
     Ledger,
     PrivacyPlan,
-    ShuffledCheckInGaussianDpEvent,
+    ShuffledCheckInBlanketGaussianDpEvent,
     make_accountant,
 )
 from clients import SeededRandomness
@@ -114,21 +114,21 @@ BETA = 0.3
 
 @pytest.fixture(scope="module")
 def finished_with_blankets(tmp_path_factory):
-    """A run with blankets, halted by `local` in the middle between its 3rd and 4th round's ε."""
+    """A run with blankets, halted by them in the middle between its 3rd and 4th round's ε."""
     folder = tmp_path_factory.mktemp("blankets")
-    target = (local_epsilon(3) + local_epsilon(4)) / 2
+    target = (blanket_epsilon(3) + blanket_epsilon(4)) / 2
     result = shufl(
         "run", tiny_config(folder, ROUNDS), "--runs", folder / "runs",
-        "--set", "privacy.mechanism=blanket-gaussian", "--set", "privacy.accountant=local",
+        "--set", "privacy.mechanism=blanket-gaussian", "--set", "privacy.accountant=blanket",
         "--set", f"privacy.blanket_probability={BETA}", "--set", f"privacy.target_epsilon={target}",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result, only_folder(folder / "runs")
 
 
-def local_epsilon(rounds):
-    event = ShuffledCheckInGaussianDpEvent(USERS, RATE, NOISE)
-    return make_accountant("local", "zero-out").compose(event, rounds).get_epsilon(1 / USERS)
+def blanket_epsilon(rounds):
+    event = ShuffledCheckInBlanketGaussianDpEvent(USERS, RATE, NOISE, BETA)
+    return make_accountant("blanket", "zero-out").compose(event, rounds).get_epsilon(1 / USERS)
 
 
 def test_a_run_with_blankets_trains_the_model_computed_by_hand(finished_with_blankets):
@@ -146,10 +146,14 @@ def test_a_run_with_blankets_reports_who_does_not_price_it(finished_with_blanket
     rows = json_lines(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["rounds"], summary["stopped_by"]) == (3, "budget")
-    for name in ("theorem3", "rdp", "clones"):
+    for name in ("theorem3", "rdp", "pld", "clones"):
         assert [row["epsilons"][name] for row in rows] == [None] * 3
         assert summary["epsilon"][name]["epsilon"] is None
-    assert summary["epsilon"]["local"]["epsilon"] == pytest.approx(local_epsilon(3))
+    spent = summary["epsilon"]["blanket"]["epsilon"]
+    assert (
+        spent == pytest.approx(blanket_epsilon(3))
+        and spent < summary["epsilon"]["local"]["epsilon"]
+    )
     assert "not for this mechanism" in result.stdout and "nan" not in result.stdout
     assert (folder / "accuracy_epsilon.png").read_bytes().startswith(b"\x89PNG")
 

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from accounting import (
     ACCOUNTANTS,
     Ledger,
-    LocalAccountant,
     PrivacyPlan,
     ShuffledCheckInBlanketGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
@@ -99,7 +98,7 @@ def test_blankets_are_priced_by_those_who_can_and_the_others_say_they_do_not():
     assert set(rows) == set(ACCOUNTANTS)
     gaussian = json.loads(shufl(f"account {SMALL} --noise 3 --rounds 20 --json").stdout)
     assert rows["local"] == gaussian["local"]  # which does not count on the blankets
-    for name in ("theorem3", "rdp", "clones"):
+    for name in ("theorem3", "rdp", "pld", "clones"):
         assert rows[name]["epsilon"] is None
         assert rows[name]["warning"] == "not for this mechanism"
     table = shufl(command)
@@ -131,7 +130,7 @@ def test_a_run_folder_of_both_mechanisms_is_priced_by_those_who_price_both(tmp_p
     rows = json.loads(shufl(f"account {tmp_path} --json").stdout)
     spent = make_accountant("local").epsilon_after(plain, 1e-4, rounds) if rounds else 0.0
     assert rows["local"]["epsilon"] == pytest.approx(spent)
-    assert all(rows[name]["epsilon"] is None for name in ("theorem3", "rdp", "clones"))
+    assert all(rows[name]["epsilon"] is None for name in ("theorem3", "rdp", "pld", "clones"))
 
 
 def test_noise_is_calibrated_with_blankets_and_their_error_is_stated():
@@ -148,61 +147,41 @@ def test_noise_is_calibrated_with_blankets_and_their_error_is_stated():
     assert many["mean_update_error"] == pytest.approx(noise / (1 - 0.4) / math.sqrt(1000 * 0.3))
 
 
-class Counting(LocalAccountant):
-    """A stand-in for an accountant that counts on the blankets: no bound of anything."""
-
-    name = "blanket"
-    events = (ShuffledCheckInBlanketGaussianDpEvent,)
-
-    def epsilon_after(self, event, delta, count=1):
-        beta, noise = event.blanket_probability, event.noise_multiplier
-        return count * (1 - beta) / beta**0.5 * math.expm1(min(noise**-2, 700)) ** 0.5
+FEW = "calibrate --mechanism blanket-gaussian --n 50 --gamma 0.5 --rounds 2 --delta 1e-4 --json"
 
 
-@pytest.fixture
-def counting(monkeypatch):
-    monkeypatch.setitem(ACCOUNTANTS, "blanket", Counting)
-
-
-def test_noise_and_blankets_left_out_are_those_of_least_error(counting):
-    command = "calibrate --mechanism blanket-gaussian --n 1000 --gamma 0.3 --rounds 2 --json"
-    found = json.loads(shufl(f"{command} --target-epsilon 1 --dimension 50").stdout)
-    assert (found["accountant"], found["epsilon"] <= 1) == ("blanket", True)
-    for beta in (0.2, 0.4, 0.5, 0.6, 0.8):
-        other = json.loads(
-            shufl(f"{command} --target-epsilon 1 --dimension 50 --beta {beta}").stdout
-        )
+def test_noise_and_blankets_left_out_are_those_of_least_error():
+    command = f"{FEW} --target-epsilon 3 --dimension 50"
+    found = json.loads(shufl(command).stdout)
+    assert found["accountant"] == "blanket"
+    event = ShuffledCheckInBlanketGaussianDpEvent(50, 0.5, found["noise"], found["beta"])
+    assert make_accountant("blanket").compose(event, 2).get_epsilon(1e-4) <= 3
+    for beta in (0.7 * found["beta"], 0.5 + 0.5 * found["beta"]):
+        other = json.loads(shufl(f"{command} --beta {beta}").stdout)
         assert other["beta"] == beta
         assert found["mean_update_error"] <= other["mean_update_error"] * 1.002
 
 
-def test_blankets_left_out_at_a_given_noise_are_the_fewest(counting):
-    command = "calibrate --mechanism blanket-gaussian --n 1000 --gamma 0.3 --rounds 2 --noise 1.5"
-    beta = json.loads(shufl(f"{command} --target-epsilon 1 --json").stdout)["beta"]
+def test_blankets_left_out_at_a_given_noise_are_the_fewest():
+    command = f"{FEW} --noise 1.5 --target-epsilon 1.5"
+    beta = json.loads(shufl(command).stdout)["beta"]
 
     def epsilon(beta):
-        return 2 * (1 - beta) / beta**0.5 * math.expm1(1.5**-2) ** 0.5
+        event = ShuffledCheckInBlanketGaussianDpEvent(50, 0.5, 1.5, beta)
+        return make_accountant("blanket").compose(event, 2).get_epsilon(1e-4)
 
-    assert epsilon(beta) <= 1 < epsilon(beta * 0.998)
-    table = shufl(f"{command} --target-epsilon 1")
-    assert "beta for ε ≤ 1" in table.stdout and "blanket-gaussian" in table.stdout
-
-
-@pytest.mark.skipif("blanket" in ACCOUNTANTS, reason="there is one")
-def test_without_an_accountant_that_counts_on_blankets_calibrate_says_so():
-    result = shufl("calibrate --target-epsilon 1 --n 9 --gamma 1 --rounds 1 --beta 0.5 "
-                   "--mechanism blanket-gaussian")  # fmt: skip
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line == "error: accountant blanket is not in this version: give --accountant local"
+    assert epsilon(beta) <= 1.5 < epsilon(beta * 0.995)
+    table = shufl(command.replace("--json", ""))
+    assert "beta for ε ≤ 1.5" in table.stdout and "blanket-gaussian" in table.stdout
 
 
 def test_compare_leaves_out_who_does_not_price_the_mechanism(tmp_path):
     command = f"compare {SMALL} --noise 3 --rounds 50 --mechanism blanket-gaussian --beta 0.4"
     result = json.loads(shufl(f"{command} --plot {tmp_path}/curves.png --json").stdout)
-    for name in ("theorem3", "rdp", "clones"):
+    for name in ("theorem3", "rdp", "pld", "clones"):
         assert set(result["epsilon"][name]) == {None}
-    assert all(value > 0 for value in result["epsilon"]["local"])
+    for name in ("blanket", "local"):
+        assert all(value > 0 for value in result["epsilon"][name])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     table = shufl(command)
     assert table.exit_code == 0 and "–" in table.stdout and "nan" not in table.stdout
