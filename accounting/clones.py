@@ -24,11 +24,16 @@ from accounting.loss_pmf import FloatArray
 _Index = npt.NDArray[np.int64]
 # Special functions at up to 10⁹ trials err by less (relative; checked in 60 digits).
 _ROUND_UP = 1e-9
+_NEGLIGIBLE = 1e-32
 _ROOT_TWO = math.sqrt(2.0)
 _MOST_DEVIATIONS = 13.0
 _POINTS_PER_DEVIATION = 40
+# Up to so many signs, and so many counts above half, tails are summed count by count.
+_MOST_SIGNS_SUMMED = 1e5
+_MOST_STEPS_SUMMED = 2200.0
 # Beyond this ε, 1 - c has few digits left; a profile may stay constant instead.
 MOST_EPSILON = 20.0
+_MOST_EXCESS = math.expm1(MOST_EPSILON)
 _FAR = np.array([6.5, 7.0, 7.5, 8.0, 9.0, 10.0, 12.0, 15.0, 19.0, 25.0, 38.0])
 
 
@@ -148,11 +153,46 @@ def sign_mean_calls(m: npt.ArrayLike, c: npt.ArrayLike) -> FloatArray:
     signs = np.asarray(m, dtype=np.float64)[:, None]
     level = np.asarray(c, dtype=np.float64)[None, :]
     first = np.minimum(np.floor(signs * (1.0 + level) / 2.0) + 1.0, signs)
-    atom = 0.5 * np.exp(_log_fair_pmf(first - 1.0, signs - 1.0))
-    tail = special.betainc(first, signs - first + 1.0, 0.5)
+    atom, tail = np.empty_like(first), np.empty_like(first)
+    steps = first - _next_to_half(signs)
+    few = signs[:, 0] <= _MOST_SIGNS_SUMMED
+    summed = few[:, None] & (steps <= _MOST_STEPS_SUMMED)
+    if np.any(few):
+        width = int(np.max(steps, where=summed, initial=0.0))
+        pmf, sums = _fair_tails(signs[few, 0], width)
+        places = np.minimum(steps[few], width).astype(np.intp)
+        # ½ P[Bin(m-1, ½) = a - 1] = (a/m) P[Bin(m, ½) = a]
+        atom[few] = first[few] / signs[few] * np.take_along_axis(pmf, places, axis=1)
+        tail[few] = np.take_along_axis(sums, places, axis=1)
+    rest, trials = first[~summed], np.broadcast_to(signs, first.shape)[~summed]
+    atom[~summed] = 0.5 * np.exp(_log_fair_pmf(rest - 1.0, trials - 1.0))
+    tail[~summed] = special.betainc(rest, trials - rest + 1.0, 0.5)
     calls = atom * (1.0 + 1e-11) - level * tail * (1.0 - 1e-10)
     result: FloatArray = np.where(level < 1.0, np.maximum(calls, 0.0), 0.0) * (1.0 + _ROUND_UP)
     return result
+
+
+def _next_to_half(signs: FloatArray) -> FloatArray:
+    """The least count of heads above half."""
+    return np.asarray(np.floor(signs / 2.0) + 1.0)
+
+
+def _fair_tails(signs: FloatArray, width: int) -> tuple[FloatArray, FloatArray]:
+    """P[Bin(m, ½) = a] and P[Bin(m, ½) >= a] for the first width + 1 counts a above half.
+
+    Products and sums of positive terms: they err by less than 1e-12 (relative).
+    """
+    start = _next_to_half(signs)
+    counts = start[:, None] + np.arange(width + 1.0)
+    ratios = np.empty_like(counts)
+    ratios[:, 0] = np.exp(_log_fair_pmf(start, signs))
+    ratios[:, 1:] = np.maximum(signs[:, None] - counts[:, :-1], 0.0) / counts[:, 1:]
+    pmf: FloatArray = np.cumprod(ratios, axis=1)
+    beyond = counts[:, -1] + 1.0
+    inside = beyond <= signs
+    sums = pmf.copy()
+    sums[inside, -1] += special.betainc(beyond[inside], signs[inside] - beyond[inside] + 1.0, 0.5)
+    return pmf, np.cumsum(sums[:, ::-1], axis=1)[:, ::-1]
 
 
 def _binomial_below(k: FloatArray, n: FloatArray, p: float) -> FloatArray:
@@ -181,24 +221,41 @@ def block_starts(mean: float, deviation: float, low: int, high: int) -> _Index:
 class CloneProfile:
     """δ(α) of one replaced report among k, for several k at once; no sampling, no defect."""
 
-    def __init__(self, reports: _Index, parameters: CloneParameters) -> None:
+    def __init__(
+        self,
+        reports: _Index,
+        parameters: CloneParameters,
+        weights: FloatArray | None = None,
+    ) -> None:
         """Tabulates the mean of `E[(W_m - c)_+]` over the number of clones.
 
         Args:
             reports: k >= 1, increasing, shape (B,).
             parameters: The decomposition.
+            weights: Where to be exact: how much each k matters, >= 0, shape (B,); all the same if
+                None. Every row is an upper bound whatever the weights.
         """
         p = parameters.clone_probability
         others: FloatArray = reports.astype(np.float64) - 1.0
-        mean = float(np.mean(others)) * p
-        variance = float(np.var(others)) * p * p + mean * (1.0 - p)
+        shares = np.ones(others.size) if weights is None else weights + 1e-300
+        center = float(np.average(others, weights=shares))
+        mean = center * p
+        variance = float(np.average((others - center) ** 2, weights=shares)) * p * p
+        variance += mean * (1.0 - p)
         signs = block_starts(mean + 1.0, math.sqrt(variance), 1, int(reports[-1]))
+        # E[f(m)] for falling f, constant on blocks: f_last + Σ (f_i - f_{i+1}) P[m < start_{i+1}].
+        below = _binomial_below(signs[None, 1:].astype(np.float64) - 2.0, others[:, None], p)
+        chances = np.sum((shares / np.sum(shares))[:, None] * below, axis=0)
+        # Joining blocks is safe, so those that hardly anything falls into need no row of the table.
+        likely = np.append(chances, 1.0)[1:] > _NEGLIGIBLE
+        likely &= np.append(0.0, chances[:-1]) < 1.0 - _ROUND_UP
+        signs, below = signs[np.append(True, likely)], below[:, likely]
         typical = math.sqrt(max(mean - 6.0 * math.sqrt(variance), 1.0))
         self.levels = _levels(_MOST_DEVIATIONS / typical)
         table = sign_mean_calls(signs, self.levels)
-        # E[f(m)] for falling f, constant on blocks: f_last + Σ (f_i - f_{i+1}) P[m < start_{i+1}].
-        below = _binomial_below(signs[None, 1:].astype(np.float64) - 2.0, others[:, None], p)
-        self._calls = table[-1] + below @ np.maximum(table[:-1] - table[1:], 0.0)
+        steps = np.maximum(table[:-1] - table[1:], 0.0)
+        # Not `@`: on busy cores the threads of a BLAS make so small a product a hundred times slower.
+        self._calls = table[-1] + np.einsum("bi,ij->bj", below, steps)
         self._t = math.tanh(min(parameters.log_odds, 700.0) / 2.0)
         self.log_odds = parameters.log_odds
 
@@ -209,13 +266,18 @@ class CloneProfile:
 
     def deltas(self, row: int, epsilons: FloatArray) -> FloatArray:
         """δ(e^ε) for the k of that row, shape of `epsilons`; constant from ε = 20 on."""
-        eps = np.minimum(epsilons, MOST_EPSILON)
+        return self.deltas_above_one(row, np.expm1(np.minimum(epsilons, MOST_EPSILON)))
+
+    def deltas_above_one(self, row: int, excess: FloatArray) -> FloatArray:
+        """δ(1 + v) for the k of that row, shape of `excess`, v >= 0; constant from ε = 20 on."""
+        v = np.minimum(excess, _MOST_EXCESS)
         if self._t == 0.0:
-            return np.zeros_like(eps)
-        level = np.tanh(eps / 2.0) / self._t - 4e-16
+            return np.zeros_like(v)
+        # (α - 1)/(α + 1) = tanh(ε/2)
+        level = v / ((v + 2.0) * self._t) - 1e-15
         # Convex in c: chords are above.
         calls = np.interp(level, self.levels, self._calls[row])
-        result: FloatArray = (1.0 + np.exp(eps)) * self._t * calls * (1.0 + 1e-12)
+        result: FloatArray = (v + 2.0) * (self._t * (1.0 + 1e-12)) * calls
         return result
 
 

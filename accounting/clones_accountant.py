@@ -1,5 +1,6 @@
 """The accountant of `accounting.clones`: check-in, fixed-size and full rounds, composed."""
 
+import functools
 import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -19,6 +20,9 @@ _BALL = 2.0  # distance of two records at most, in clip norms
 _LADDER = math.log(2.0)
 _MOST_SHARE = 1.0
 _MOST_STEPS = 40
+_CROSSING_STEP = 32
+_NEGLIGIBLE = 1e-32
+_MOST_EXCESS = math.expm1(clones.MOST_EPSILON)
 
 
 class _Reports(NamedTuple):
@@ -30,6 +34,7 @@ class _Reports(NamedTuple):
     users: int
 
 
+@functools.lru_cache(maxsize=256)
 def reports_of(event: Any) -> _Reports:
     """Returns how many report in a round of `event`; k = 0 loses nothing and is left out."""
     n = event.users
@@ -40,6 +45,11 @@ def reports_of(event: Any) -> _Reports:
     rate = event.check_in_rate
     mean, deviation = n * rate, math.sqrt(n * rate * (1.0 - rate))
     first = clones.block_starts(mean, deviation, 1, n)
+    # Joining blocks is safe (the first count's clones, the last one's sampling rate): do so where
+    # hardly any mass is.
+    up_to, beyond = stats.binom.cdf(first[1:] - 1, n, rate), stats.binom.sf(first[:-1] - 1, n, rate)
+    likely = (np.append(up_to, 1.0)[1:] > _NEGLIGIBLE) & (beyond > _NEGLIGIBLE)
+    first = first[np.append(True, likely)]
     last = np.append(first[1:] - 1, n)
     below, above = stats.binom.cdf(last, n, rate), stats.binom.sf(first - 1, n, rate)
     lower = below - stats.binom.cdf(first - 1, n, rate)
@@ -128,7 +138,7 @@ def round_profile(event: Any, defect: float, zero_out: bool) -> tuple[FloatArray
     part = replace
     if zero_out:
         part = _Part(event.noise_multiplier, reports, defect, (_BALL, 1.0), 1.0)
-    grid = np.concatenate([part.grid(), replace.grid()]) if zero_out else part.grid()
+    grid = np.concatenate([part.grid(), replace.grid(4)]) if zero_out else part.grid()
     rates = [min(typical, 1.0), *_rare_rates(reports, typical)]
     steps = [1] + [6] * (len(rates) - 1)
     sampled = [np.log1p(q * np.expm1(grid[::step])) for q, step in zip(rates, steps, strict=True)]
@@ -137,7 +147,7 @@ def round_profile(event: Any, defect: float, zero_out: bool) -> tuple[FloatArray
     deltas = np.zeros_like(epsilons)
     for row, (first, last, chance) in enumerate(zip(*reports[:3], strict=True)):
         q = last / reports.users
-        inner = np.log1p(np.minimum(excess / q, 1e304))
+        inner = np.minimum(excess / q, 1e304)
         if zero_out and q < 1.0:
             value = _zero_out(part, replace, row, inner, excess, first / reports.users, q)
         else:
@@ -148,7 +158,7 @@ def round_profile(event: Any, defect: float, zero_out: bool) -> tuple[FloatArray
 
 def _rare_rates(reports: _Reports, typical: float) -> list[float]:
     """Sampling rates well above the mean one that some number of reports may still bring."""
-    rates = reports.last[reports.chance > 1e-40] / reports.users
+    rates = reports.last[reports.chance > 10.0 * _NEGLIGIBLE] / reports.users
     top = float(rates[-1])
     return [q for q in np.geomspace(typical, top, 9)[1:].tolist() if top > 1.2 * typical]
 
@@ -182,8 +192,9 @@ def _zero_out(
     # (1-β) q = q v (1-q)/(q+v) has one maximum in q, where q² + 2vq = v.
     top = np.clip(np.sqrt(v * v + v) - v, low, q)
     replace_weight = top * v * (1.0 - top) / np.maximum(top + v, 1e-300)
-    both = zero_weight * part.deltas(row, inner) + replace_weight * replace.deltas(row, inner)
-    result: FloatArray = np.minimum(both, q * replace.deltas(row, inner))
+    other = replace.deltas(row, inner)
+    both = zero_weight * part.deltas(row, inner) + replace_weight * other
+    result: FloatArray = np.minimum(both, q * other)
     return result
 
 
@@ -204,20 +215,28 @@ class _Part:
         parameters = clones.clone_parameters(
             noise_multiplier, distances, apart, int(usual) - 1, defect
         )
-        self._clones = clones.CloneProfile(reports.first, parameters)
+        self._clones = clones.CloneProfile(reports.first, parameters, reports.chance)
         self._defects = (reports.last - 1) * parameters.clone_defect + parameters.user_defect
         self._shift = apart / noise_multiplier
 
-    def grid(self) -> FloatArray:
-        """ε before sampling, from 0, where the profile should be read."""
+    def grid(self, step: int = 1) -> FloatArray:
+        """ε before sampling, from 0, where the profile should be read; every `step`-th of many."""
         alone = self._shift * self._shift / 2.0 + self._shift * np.linspace(0.0, 13.0, 300)
-        joined: FloatArray = np.concatenate([self._clones.epsilons(), alone])
+        joined: FloatArray = np.concatenate([self._clones.epsilons()[::step], alone])
         return np.minimum(joined, np.float64(MAX_LOSS))
 
-    def deltas(self, row: int, epsilons: FloatArray) -> FloatArray:
-        """Certified δ(e^ε)."""
-        growth: FloatArray = 1.0 + np.exp(np.minimum(epsilons, clones.MOST_EPSILON))
-        hidden = self._clones.deltas(row, epsilons) + growth * float(self._defects[row])
-        alone = np.exp(clones.log_gaussian_delta(self._shift, epsilons))
-        result: FloatArray = np.minimum(np.minimum(hidden, alone), 1.0)
+    def deltas(self, row: int, excess: FloatArray) -> FloatArray:
+        """Certified δ(1 + v) for increasing v >= 0."""
+        result = self._clones.deltas_above_one(row, excess)
+        result += (np.minimum(excess, _MOST_EXCESS) + 2.0) * float(self._defects[row])
+        # The Gaussian alone is the smaller bound far out only, as a rule; using less of it is safe.
+        coarse = self._alone(excess[::_CROSSING_STEP])
+        smaller = np.flatnonzero(coarse < result[::_CROSSING_STEP])
+        if smaller.size:
+            tail = slice(max(int(smaller[0]) - 1, 0) * _CROSSING_STEP, None)
+            np.minimum(result[tail], self._alone(excess[tail]), out=result[tail])
+        return np.minimum(result, 1.0)
+
+    def _alone(self, excess: FloatArray) -> FloatArray:
+        result: FloatArray = np.exp(clones.log_gaussian_delta(self._shift, np.log1p(excess)))
         return result
