@@ -160,7 +160,7 @@ def sign_mean_calls(m: npt.ArrayLike, c: npt.ArrayLike) -> FloatArray:
     if np.any(few):
         width = int(np.max(steps, where=summed, initial=0.0))
         pmf, sums = _fair_tails(signs[few, 0], width)
-        places = np.minimum(steps[few], width).astype(np.intp)
+        places: npt.NDArray[np.intp] = np.minimum(steps[few], width).astype(np.intp)
         # ½ P[Bin(m-1, ½) = a - 1] = (a/m) P[Bin(m, ½) = a]
         atom[few] = first[few] / signs[few] * np.take_along_axis(pmf, places, axis=1)
         tail[few] = np.take_along_axis(sums, places, axis=1)
@@ -183,12 +183,12 @@ def _fair_tails(signs: FloatArray, width: int) -> tuple[FloatArray, FloatArray]:
     Products and sums of positive terms: they err by less than 1e-12 (relative).
     """
     start = _next_to_half(signs)
-    counts = start[:, None] + np.arange(width + 1.0)
-    ratios = np.empty_like(counts)
+    counts: FloatArray = np.add.outer(start, np.arange(width + 1.0))
+    ratios: FloatArray = np.empty(counts.shape)
     ratios[:, 0] = np.exp(_log_fair_pmf(start, signs))
     ratios[:, 1:] = np.maximum(signs[:, None] - counts[:, :-1], 0.0) / counts[:, 1:]
-    pmf: FloatArray = np.cumprod(ratios, axis=1)
-    beyond = counts[:, -1] + 1.0
+    pmf: FloatArray = np.cumprod(ratios, axis=1, dtype=np.float64)
+    beyond: FloatArray = counts[:, -1] + 1.0
     inside = beyond <= signs
     sums = pmf.copy()
     sums[inside, -1] += special.betainc(beyond[inside], signs[inside] - beyond[inside] + 1.0, 0.5)
@@ -254,7 +254,7 @@ class CloneProfile:
         self.levels = _levels(_MOST_DEVIATIONS / typical)
         table = sign_mean_calls(signs, self.levels)
         steps = np.maximum(table[:-1] - table[1:], 0.0)
-        # Not `@`: on busy cores the threads of a BLAS make so small a product a hundred times slower.
+        # Not `@`: where cores are busy, the threads of a BLAS make this a hundred times slower.
         self._calls = table[-1] + np.einsum("bi,ij->bj", below, steps)
         self._t = math.tanh(min(parameters.log_odds, 700.0) / 2.0)
         self.log_odds = parameters.log_odds

@@ -20,7 +20,7 @@ _BALL = 2.0  # distance of two records at most, in clip norms
 _LADDER = math.log(2.0)
 _MOST_SHARE = 1.0
 _MOST_STEPS = 40
-_CROSSING_STEP = 32
+_MOST_DEVIATIONS = 13.0
 _NEGLIGIBLE = 1e-32
 _MOST_EXCESS = math.expm1(clones.MOST_EPSILON)
 
@@ -218,25 +218,25 @@ class _Part:
         self._clones = clones.CloneProfile(reports.first, parameters, reports.chance)
         self._defects = (reports.last - 1) * parameters.clone_defect + parameters.user_defect
         self._shift = apart / noise_multiplier
+        # δ of the Gaussian alone, a convex function of α: chords are above.
+        levels = np.linspace(-_MOST_DEVIATIONS, _MOST_DEVIATIONS, 4001)
+        epsilons = self._shift * (levels + self._shift / 2.0)
+        epsilons = np.append(0.0, epsilons[(epsilons > 0.0) & (epsilons < MAX_LOSS)])
+        self._places = np.expm1(epsilons)
+        self._alone = np.exp(clones.log_gaussian_delta(self._shift, epsilons)) * (1.0 + 1e-12)
 
     def grid(self, step: int = 1) -> FloatArray:
         """ε before sampling, from 0, where the profile should be read; every `step`-th of many."""
-        alone = self._shift * self._shift / 2.0 + self._shift * np.linspace(0.0, 13.0, 300)
+        alone = self._shift * self._shift / 2.0 + self._shift * np.linspace(
+            0.0, _MOST_DEVIATIONS, 300
+        )
         joined: FloatArray = np.concatenate([self._clones.epsilons()[::step], alone])
         return np.minimum(joined, np.float64(MAX_LOSS))
 
     def deltas(self, row: int, excess: FloatArray) -> FloatArray:
         """Certified δ(1 + v) for increasing v >= 0."""
-        result = self._clones.deltas_above_one(row, excess)
-        result += (np.minimum(excess, _MOST_EXCESS) + 2.0) * float(self._defects[row])
-        # The Gaussian alone is the smaller bound far out only, as a rule; using less of it is safe.
-        coarse = self._alone(excess[::_CROSSING_STEP])
-        smaller = np.flatnonzero(coarse < result[::_CROSSING_STEP])
-        if smaller.size:
-            tail = slice(max(int(smaller[0]) - 1, 0) * _CROSSING_STEP, None)
-            np.minimum(result[tail], self._alone(excess[tail]), out=result[tail])
-        return np.minimum(result, 1.0)
-
-    def _alone(self, excess: FloatArray) -> FloatArray:
-        result: FloatArray = np.exp(clones.log_gaussian_delta(self._shift, np.log1p(excess)))
+        growth = np.minimum(excess, _MOST_EXCESS) + 2.0
+        hidden = self._clones.deltas_above_one(row, excess) + growth * float(self._defects[row])
+        alone = np.interp(excess, self._places, self._alone)
+        result: FloatArray = np.minimum(np.minimum(hidden, alone), 1.0)
         return result

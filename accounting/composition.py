@@ -12,7 +12,7 @@ After many rounds few frequencies carry anything, so asking again after one more
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -67,15 +67,22 @@ class _Tilted:
 
     def cumulants(self, theta: float) -> tuple[float, float, float]:
         """log M(θ), and the mean and variance under the tilt."""
+        log_m, mean, weights = self._weighed(theta)
+        return log_m, mean, float(np.sum(weights * (self._losses - mean) ** 2))
+
+    def log_m_and_mean(self, theta: float) -> tuple[float, float]:
+        """The first two of `cumulants`."""
+        return self._weighed(theta)[:2]
+
+    def _weighed(self, theta: float) -> tuple[float, float, FloatArray]:
         if not self._losses.size:
-            return -math.inf, 0.0, 0.0
+            return -math.inf, 0.0, self._losses
         exponents = self._log_probs + theta * self._losses
         top = float(np.max(exponents))
         weights = np.exp(exponents - top)
         total = float(np.sum(weights))
-        mean = float(np.sum(weights * self._losses)) / total
-        variance = float(np.sum(weights * (self._losses - mean) ** 2)) / total
-        return top + math.log(total), mean, variance
+        weights /= total
+        return top + math.log(total), float(np.sum(weights * self._losses)), weights
 
     def reach(self, theta: float, chance: float) -> float:
         """The largest loss that is not rarer than `chance` under the tilt."""
@@ -142,8 +149,8 @@ class Composition:
         logs = np.empty((len(pmfs), weights.size), dtype=np.complex128)
         for i, pmf in enumerate(pmfs):
             logs[i] = self._log_coefficients(pmf, float(self._log_m[i]))
-        fewest = np.array(least, dtype=np.float64)[:, None]
-        magnitude = np.abs(weights) * np.exp(np.sum(fewest * logs.real, axis=0))
+        fewest = np.array(least, dtype=np.float64)
+        magnitude = np.abs(weights) * np.exp(_combined(fewest, logs.real))
         order = np.sort(magnitude)
         droppable = np.cumsum(order)
         floor = _DROPPED * float(np.max(magnitude))
@@ -155,9 +162,9 @@ class Composition:
         self._frequencies = self._kept * (2.0 * math.pi / size)
         self._weights = weights[kept]
         self._magnitudes = np.abs(self._weights)
-        self._logs = logs[:, kept]
+        self._log_sizes, self._angles = logs.real[:, kept], logs.imag[:, kept]
         self._largest = float(np.max(np.abs(weights)))
-        self._sensitivity = _UNIT * np.exp(-self._logs.real)
+        self._sensitivity = _UNIT * np.exp(-self._log_sizes)
 
     def _log_coefficients(self, pmf: LossPmf, log_m: float) -> npt.NDArray[np.complex128]:
         """log of the Fourier coefficients of one tilted loss, folded into the window."""
@@ -172,16 +179,19 @@ class Composition:
         return result
 
     def _finite_part(self, counts: FloatArray) -> "_Spectrum":
-        terms = np.exp(counts @ self._logs)
-        bare = np.abs(terms)
+        bare = np.exp(_combined(counts, self._log_sizes))
+        angles = _combined(counts, self._angles)
+        terms = np.empty(bare.size, dtype=np.complex128)
+        np.multiply(bare, np.cos(angles), out=terms.real)
+        np.multiply(bare, np.sin(angles), out=terms.imag)
         sizes = self._magnitudes * bare
-        slack = float(sizes @ (counts @ self._sensitivity))
+        slack = float(np.sum(sizes * _combined(counts, self._sensitivity)))
         slack += _UNIT * self._largest * float(np.sum(bare)) + self._dropped + self._beyond
         return _Spectrum(
             self._frequencies,
             self._weights * terms,
             slack,
-            _PHASE_UNIT * float(sizes @ self._frequencies),
+            _PHASE_UNIT * float(np.sum(sizes * self._frequencies)),
             float(counts @ self._log_m) + _UNIT * float(np.sum(counts)),
             self._theta * self._h,
             self._table(self._weights * terms) if terms.size > _FEW_FREQUENCIES else None,
@@ -281,16 +291,24 @@ class _Spectrum:
         return (0, 0) if high == 0 else (low, high)
 
 
+def _combined(counts: FloatArray, rows: FloatArray) -> FloatArray:
+    """Σ_i counts_i rows_i, without the threads of a BLAS."""
+    result: FloatArray = counts[0] * rows[0]
+    for count, row in zip(counts[1:], rows[1:], strict=True):
+        result += count * row
+    return result
+
+
 def _tilt(parts: Sequence[_Tilted], counts: Sequence[int], target: Target) -> float:
     """θ that makes Chernoff's bound of δ(ε) least, to within a few percent."""
 
-    def totals(theta: float) -> tuple[float, float, float]:
-        sums = np.zeros(3)
-        for part, count in zip(parts, counts, strict=True):
-            sums += count * np.array(part.cumulants(theta))
-        return float(sums[0]), float(sums[1]), float(sums[2])
+    def totals(values: Iterable[tuple[float, ...]]) -> list[float]:
+        return [
+            math.fsum(count * value for count, value in zip(counts, column, strict=True))
+            for column in zip(*values, strict=True)
+        ]
 
-    _, mean, variance = totals(0.0)
+    _, mean, variance = totals(part.cumulants(0.0) for part in parts)
     deviation = math.sqrt(variance) or 1.0
     if target.delta is not None:
         level = 1.0 - math.log(max(target.delta, 1e-300))
@@ -301,7 +319,7 @@ def _tilt(parts: Sequence[_Tilted], counts: Sequence[int], target: Target) -> fl
     low = high * 2.0**-24
     for _ in range(9):
         theta = math.sqrt(low * high)
-        log_m, tilted_mean, _ = totals(theta)
+        log_m, tilted_mean = totals(part.log_m_and_mean(theta) for part in parts)
         if target.delta is not None:
             beyond = theta * tilted_mean - log_m > level
         else:
