@@ -50,6 +50,14 @@ def log_sum_exp(terms: FloatArray, axis: int = -1) -> FloatArray:
     return result
 
 
+def _log_sum(terms: FloatArray) -> float:
+    """`log_sum_exp` of one vector: the recurrences ask some thousand times."""
+    top = float(terms.max())
+    if not math.isfinite(top):
+        return top
+    return math.log(float(np.exp(terms - top).sum())) + top
+
+
 def is_representable(sigma: float, max_order: int) -> bool:
     """Tells whether the log-moments up to `max_order` are finite floats at all."""
     if sigma <= 0.0:
@@ -82,7 +90,7 @@ def log_cumulants(sigma: float, max_order: int) -> FloatArray:
     right = np.full(max_order + 1, -np.inf)
     left[1], right[1] = edge[0], 0.0
     for k in range(1, max_order):
-        result[k + 1] = log_sum_exp(left[1 : k + 1] + right[k:0:-1]) + log_fact[k - 1]
+        result[k + 1] = _log_sum(left[1 : k + 1] + right[k:0:-1]) + log_fact[k - 1]
         right[k + 1] = result[k + 1] - log_fact[k]
         left[k + 1] = right[k + 1] + edge[k]
     result.setflags(write=False)
@@ -116,7 +124,8 @@ def log_central_moments(
     egf[0] = 0.0
     for j in range(2, max_order + 1):
         terms = kappa[2 : j + 1] + egf[j - 2 :: -1]
-        egf[j] = log_sum_exp(terms, axis=0) - math.log(j)
+        total = _log_sum(terms[:, 0]) if log_n.size == 1 else log_sum_exp(terms, axis=0)
+        egf[j] = total - math.log(j)
     result: FloatArray = egf + log_fact[:, None]
     return result[:, 0] if np.ndim(users) == 0 else result
 
@@ -146,7 +155,7 @@ def log_moments_of_mean(log_moments: FloatArray, users: int) -> FloatArray:
     for m in range(2, max_order + 1):
         with np.errstate(divide="ignore"):
             factor = np.log((orders[2 : m + 1] * (users + 1.0) - m) / m)
-        result[m] = log_sum_exp(factor + egf[2 : m + 1] + result[m - 2 :: -1])
+        result[m] = _log_sum(factor + egf[2 : m + 1] + result[m - 2 :: -1])
     return result + log_fact
 
 
@@ -166,7 +175,7 @@ def _log_power(egf: FloatArray, exponent: int) -> FloatArray:
 def _log_convolve(a: FloatArray, b: FloatArray) -> FloatArray:
     result = np.empty_like(a)
     for m in range(a.size):
-        result[m] = log_sum_exp(a[: m + 1] + b[m::-1])
+        result[m] = _log_sum(a[: m + 1] + b[m::-1])
     return result
 
 
@@ -189,7 +198,7 @@ def log_moments_around_one(log_central: FloatArray, log_scale: float = 0.0) -> F
     excess = np.full(max_order + 1, -np.inf)
     for order in range(2, max_order + 1):
         terms = left[2 : order + 1] - log_fact[order - 2 :: -1]
-        excess[order] = log_sum_exp(terms) + log_fact[order]
+        excess[order] = _log_sum(terms) + log_fact[order]
     return round_up(np.logaddexp(0.0, excess))
 
 

@@ -130,6 +130,33 @@ def subsampling_weights(rates: NDArray[np.float64], order: int) -> tuple[FloatAr
     return weights, log_powers[2]
 
 
+def subsampling_weight_table(rate: float, max_order: int) -> tuple[FloatArray, FloatArray]:
+    """Returns `subsampling_weights` of one rate for every order at once.
+
+    Args:
+        rate: Sampling rate γ in (0, 1].
+        max_order: Highest order, at least 2.
+
+    Returns:
+        `log weight_i` of order λ at [λ, i], -inf where i > λ or λ < 2, shape
+        (max_order + 1, max_order + 1), and `log γ² C(λ, 2)`, shape (max_order + 1,).
+    """
+    log_fact = moments.log_factorials(max_order)
+    order, index = np.ogrid[: max_order + 1, : max_order + 1]
+    within = (index <= order) & (order >= 2)
+    log_choose = log_fact[order] - log_fact[index] - log_fact[np.abs(order - index)]
+    log_powers = np.where(within, log_choose + index * math.log(rate), -np.inf)
+    log_one_plus = math.log1p(rate)
+    weights: FloatArray = math.log(2.0) + log_powers + (order - index) * log_one_plus
+    weights[:, :2] = -np.inf
+    weights[:3, 2] = -np.inf
+    if max_order >= 3:
+        weights[3:, 0] = math.log(2.0) + moments.log_sum_exp(log_powers[3:, 3:])
+        grown = moments.log_expm1(np.arange(1.0, max_order - 1.0) * log_one_plus)
+        weights[3:, 2] = math.log(2.0) + log_powers[3:, 2] + grown
+    return weights, log_powers[:, 2]
+
+
 def subsampled_log_excess(
     rates: NDArray[np.float64], reports: NDArray[np.float64], sigma: float, max_order: int
 ) -> FloatArray:

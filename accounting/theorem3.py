@@ -84,12 +84,7 @@ class _SecondTerm:
         self.max_order = max_order
         self.log_q = log_q
         self._powers = np.arange(float(max_order))
-        weights = np.full((max_order + 1, max_order + 1), -np.inf)
-        pair = np.empty(max_order + 1)
-        rates = np.array([rate])
-        for order in range(2, max_order + 1):
-            column, log_pair = rdp_bounds.subsampling_weights(rates, order)
-            weights[order, : order + 1], pair[order] = column[:, 0], log_pair[0]
+        weights, pair = rdp_bounds.subsampling_weight_table(rate, max_order)
         # log of the coefficient of m^{-p}: (λ, p), in both branches.
         common = np.full((max_order + 1, max_order), -np.inf)
         common[:, 0] = weights[:, 0]
@@ -113,10 +108,15 @@ class _SecondTerm:
     def drop(self, m: _Index) -> FloatArray:
         """`log (h_λ(m) - h_λ(m+1))` with the branch of m, no cancellation."""
         log_m = np.log(m.astype(np.float64))
-        coefficients = np.where((log_m >= self.log_q)[:, None], self._many, self._few)
+        coefficients = np.where((log_m >= self.log_q)[:, None], self._many, self._few)[:, 1:]
+        powers = self._powers[1:]
+        terms = coefficients - powers * log_m[:, None]
+        top = np.max(terms, axis=1, initial=-np.inf)
+        shift = np.where(np.isfinite(top), top, 0.0)
+        falls = -np.expm1(-powers * np.log1p(1.0 / m)[:, None])
         with np.errstate(divide="ignore"):
-            fall = np.log(-np.expm1(-self._powers * np.log1p(1.0 / m)[:, None]))
-        return moments.log_sum_exp(coefficients - self._powers * log_m[:, None] + fall)
+            result: FloatArray = np.log(np.sum(np.exp(terms - shift[:, None]) * falls, axis=1))
+        return result + shift
 
 
 def _moment_table(sigma: float, max_order: int) -> FloatArray:
