@@ -11,18 +11,23 @@ from dp_accounting import NeighboringRelation
 from scipy import stats
 
 from accounting import clones
-from accounting.composition import Target
+from accounting.composition import Target, count_block
 from accounting.events import FixedSizeShuffledGaussianDpEvent, ShuffledCheckInGaussianDpEvent
 from accounting.loss_pmf import MAX_LOSS, FloatArray, Profile
-from accounting.profiles import Counts, ProfileShuffleAccountant
+from accounting.profiles import Counts, Lru, ProfileShuffleAccountant
 
 _BALL = 2.0  # distance of two records at most, in clip norms
 _LADDER = math.log(2.0)
-_MOST_SHARE = 1.0
 _MOST_STEPS = 40
+_LARGE_DEFECT = 2.0**-12
+_COARSE = 6
+_COARSE_DOWN = 3
 _MOST_DEVIATIONS = 13.0
 _NEGLIGIBLE = 1e-32
 _MOST_EXCESS = math.expm1(clones.MOST_EPSILON)
+
+
+_VARIANTS = Lru(1024)
 
 
 class _Reports(NamedTuple):
@@ -82,23 +87,71 @@ class ClonesAccountant(ProfileShuffleAccountant):
         return round_profile(event, math.exp(-variant * _LADDER), zero_out)
 
     def _search(self, counts: Counts, target: Target, read: Callable[[Hashable], float]) -> float:
-        """The least answer over the ladder of defects η = 2^{-v}; it falls, then rises, in v."""
-        weight = math.fsum(2.0 * count * _participation(event) for event, count in counts)
-
-        def first(delta: float) -> int:
-            # No smaller v can do: 2 q η in every round exceeds δ.
-            return math.ceil(
-                max(math.log(weight / (_MOST_SHARE * max(delta, 1e-300))) / _LADDER, 1.0)
-            )
-
+        """The least answer over the ladder of defects η = 2^{-v}."""
         if target.delta is not None:
-            return _descend(read, first(target.delta))
-        # The least v that `get_epsilon` would start from at the δ it gives: the two are inverse.
-        low, high = 0, 256
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if middle >= first(read(middle)) else (middle, high)
-        return _descend(read, high)
+            events = tuple(event for event, _ in counts)
+            blocks = tuple(count_block(count)[1] for _, count in counts)
+            key = (self._cache_key(), events, blocks, target)
+            return min(map(read, _VARIANTS.find(key, lambda: self._variants(counts, target))))
+        # In v, δ falls steeply (the defect), with kinks, and rises gently: look coarsely first.
+        values: dict[int, float] = {}
+        best = start = _first(counts, 1.0)
+        for v in range(start, start + _MOST_STEPS * _COARSE, _COARSE):
+            values[v] = read(v)
+            if values[v] <= values[best]:
+                best = v
+            if v >= best + 3 * _COARSE:
+                break
+        lower = _descend(lambda v: read(best - v), 1, min(_COARSE, best) - 1)
+        return min(values[best], lower, _descend(read, best + 1, _COARSE - 1))
+
+    def _variants(self, counts: Counts, target: Target) -> tuple[int, ...]:
+        """The best v at the last counts of the block, and the one below: that of lesser counts.
+
+        One choice for a whole block: a guard's later questions need no search, and the answer is
+        the same function of the counts whoever asks.
+        """
+        first = tuple((event, count_block(count)[0]) for event, count in counts)
+        last = tuple((event, count_block(count)[1]) for event, count in counts)
+        delta = target.delta or 0.0
+        found: dict[int, float] = {}
+
+        def lost(v: int, times: Counts) -> bool:
+            ends = [(self._envelope(event, v)[0].deltas[-1], count) for event, count in times]
+            finite = sum(count * math.log1p(-min(end, 0.5)) for end, count in ends)
+            return bool(-math.expm1(finite) >= delta)
+
+        def epsilon(v: int) -> float:
+            if v not in found:
+                found[v] = math.inf
+                if not lost(v, last):
+                    composed = self._composed(last, v, target)
+                    found[v] = composed[0].epsilon(composed[1], delta) if composed else 0.0
+            return found[v]
+
+        start = _first(last, delta)
+        _descend(epsilon, start)
+        # Where the Gaussian alone bounds the tail before the clones' defect does, less clones with
+        # less noise of their own may do better: far below, as a rule.
+        if all(
+            self._envelope(event, start)[0].deltas[-1] < 1e-6 * 2.0**-start for event, _ in last
+        ):
+            for v in range((start - 1) // _COARSE_DOWN * _COARSE_DOWN, 0, -_COARSE_DOWN):
+                if not epsilon(v) <= 1.05 * min(found.values()):
+                    break
+        best = min(found, key=lambda v: (found[v], v))
+        for step in (-1, 1):
+            v = best
+            while v + step >= 1 and epsilon(v + step) < found[v]:
+                v += step
+        best = min(found, key=lambda v: (found[v], v))
+        return (best,) if best == 1 or lost(best - 1, first) else (best - 1, best)
+
+
+def _first(counts: Counts, delta: float) -> int:
+    """The v from which on 2 q η in every round is at most δ."""
+    weight = math.fsum(2.0 * count * _participation(event) for event, count in counts)
+    return math.ceil(max(math.log(weight / max(delta, 1e-300)) / _LADDER, 1.0))
 
 
 def _participation(event: Any) -> float:
@@ -109,9 +162,10 @@ def _participation(event: Any) -> float:
     return 1.0
 
 
-def _descend(read: Callable[[int], float], start: int) -> float:
+def _descend(read: Callable[[int], float], start: int, most: int = _MOST_STEPS) -> float:
+    """The least of `read(start)`, `read(start + 1)`, … before they rise; `most` of them at most."""
     best = math.inf
-    for v in range(start, start + _MOST_STEPS):
+    for v in range(start, start + most):
         value = read(v)
         if value >= best and best < math.inf:
             break
@@ -153,6 +207,8 @@ def round_profile(event: Any, defect: float, zero_out: bool) -> tuple[FloatArray
         else:
             value = q * part.deltas(row, inner)
         deltas += chance * np.minimum(value, 1.0)
+    if defect > _LARGE_DEFECT:
+        return epsilons, deltas
     return _without_far_tail(epsilons, deltas, 8.0 * defect)
 
 
@@ -189,8 +245,9 @@ def _zero_out(
 ) -> FloatArray:
     """q ((1-β) δ_replace + β δ_zero-out) for the worst sampling rate in low..q; α' = 1 + v."""
     zero_weight = (1.0 + v) * q * q / (q + v)
-    # (1-β) q = q v (1-q)/(q+v) has one maximum in q, where q² + 2vq = v.
-    top = np.clip(np.sqrt(v * v + v) - v, low, q)
+    # (1-β) q = q v (1-q)/(q+v) has one maximum in q, where q² + 2vq = v: q = 1/(√(1+1/v) + 1).
+    with np.errstate(divide="ignore"):
+        top = np.clip(1.0 / (np.sqrt(1.0 + 1.0 / v) + 1.0), low, q)
     replace_weight = top * v * (1.0 - top) / np.maximum(top + v, 1e-300)
     other = replace.deltas(row, inner)
     both = zero_weight * part.deltas(row, inner) + replace_weight * other

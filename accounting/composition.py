@@ -30,6 +30,10 @@ _DROPPED = 1e-12
 _RARE = 1e-12  # tilted probability
 _MAX_WINDOW = 2**22
 _FEW_FREQUENCIES = 512
+# A rare large loss can call for a tilt far below that of a Gaussian of the same deviation.
+_TILT_OCTAVES = 64.0
+_TILT_HALVINGS = 11
+_LEAST_RATE = 2.0
 
 Counts = tuple[int, ...]
 
@@ -308,29 +312,24 @@ def _tilt(parts: Sequence[_Tilted], counts: Sequence[int], target: Target) -> fl
             for column in zip(*values, strict=True)
         ]
 
-    _, mean, variance = totals(part.cumulants(0.0) for part in parts)
+    log_finite, mean, variance = totals(part.cumulants(0.0) for part in parts)
     deviation = math.sqrt(variance) or 1.0
     if target.delta is not None:
         level = 1.0 - math.log(max(target.delta, 1e-300))
     else:
         assert target.epsilon is not None
-        level = 1.0 + 0.5 * max(target.epsilon - mean, 0.0) ** 2 / max(variance, 1e-300)
+        level = _LEAST_RATE + 0.5 * max(target.epsilon - mean, 0.0) ** 2 / max(variance, 1e-300)
     high = 2.0 * math.sqrt(2.0 * level) / deviation
-    low = high * 2.0**-24
-    for _ in range(9):
+    low = high * math.exp2(-_TILT_OCTAVES)
+    for _ in range(_TILT_HALVINGS):
         theta = math.sqrt(low * high)
         log_m, tilted_mean = totals(part.log_m_and_mean(theta) for part in parts)
+        rate = theta * tilted_mean - (log_m - log_finite)
         if target.delta is not None:
-            beyond = theta * tilted_mean - log_m > level
+            beyond = rate > level
         else:
-            beyond = tilted_mean > (target.epsilon or 0.0)
+            # An ε below the mean of the loss needs no tilt, but the window does.
+            beyond = tilted_mean > (target.epsilon or 0.0) and rate > _LEAST_RATE
         low, high = (low, theta) if beyond else (theta, high)
-    theta = math.sqrt(low * high)
-    if target.delta is not None:
-        return theta
-    # An ε below the mean of the loss needs no tilt, but the window does: one that makes a normal
-    # loss e^2 times as large. Where rare losses are far larger than most it must be less.
-    floor = 2.0 / deviation
-    while floor > theta and totals(floor)[0] - floor * mean > 4.0:
-        floor *= 0.5
-    return max(theta, floor)
+    # Too small a tilt costs digits; one too large, past a jump of the tilted mean, the answer.
+    return low

@@ -44,7 +44,7 @@ def pld_from_profile(
     )
 
 
-class _Lru(collections.OrderedDict[Hashable, Any]):
+class Lru(collections.OrderedDict[Hashable, Any]):
     """The most recently used values, so many at most."""
 
     def __init__(self, size: int) -> None:
@@ -52,6 +52,7 @@ class _Lru(collections.OrderedDict[Hashable, Any]):
         self._size = size
 
     def find(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
+        """Returns the value of `key`, made if need be."""
         if key in self:
             self.move_to_end(key)
         else:
@@ -63,9 +64,9 @@ class _Lru(collections.OrderedDict[Hashable, Any]):
 
 
 # Shared by all accountants of the process: a profile is costly, and an event recurs.
-_PROFILES = _Lru(512)
-_PMFS = _Lru(128)
-_COMPOSITIONS = _Lru(64)
+_PROFILES = Lru(512)
+_PMFS = Lru(128)
+_COMPOSITIONS = Lru(64)
 
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
 _WIDEST = 1e-3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import accounting
-from accounting import clones, comparisons
+from accounting import clones, clones_accountant, comparisons
 from accounting.clones_accountant import ClonesAccountant, reports_of
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
@@ -322,6 +322,60 @@ def test_the_published_forms_for_comparison():
     assert "clones-2022" not in accounting.ACCOUNTANTS
     with pytest.raises(ValueError, match="orders must be integers"):
         comparisons.girgis_rdp(10, 1.0, [1.5])
+
+
+# (event, adjacency, rounds, δ); found by random sweeps over the whole range of parameters.
+ODD_CASES = [
+    (CHECK_IN(659, 0.6710950482411265, 757.1571328170437), ZERO_OUT, 4, 1.4566025621227533e-12),
+    (CHECK_IN(2537636, 0.015316000692238289, 2.033593816708898), REPLACE, 261, 1.94169343e-10),
+    (CHECK_IN(1, 6.136134764504605e-05, 0.20213974177335556), ZERO_OUT, 4955, 3.1477864e-08),
+    (CHECK_IN(3000, 0.1, 2.0), REPLACE, 700, 1e-5),
+    (EVERYONE(676, 0.11), REPLACE, 786143, 2.21e-11),
+    (CHECK_IN(228, 0.834, 0.119), ZERO_OUT, 12, 6.5e-11),
+    (FIXED(100, 30, 3.0), REPLACE, 20, 1e-6),
+]
+
+
+@pytest.mark.parametrize(("event", "relation", "rounds", "delta"), ODD_CASES)
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_delta_at_an_epsilon_is_the_delta_it_came_from(event, relation, rounds, delta):
+    accountant = ClonesAccountant(relation).compose(event, rounds)
+    epsilon = accountant.get_epsilon(delta)
+    assert 0 < epsilon < math.inf
+    assert accountant.get_delta(epsilon) <= delta * 1.2
+
+
+@pytest.mark.parametrize(("event", "relation", "rounds", "delta"), ODD_CASES)
+def test_epsilon_rises_in_the_rounds_across_octaves(event, relation, rounds, delta):
+    accountant = ClonesAccountant(relation)
+    counts = sorted({c for e in range(2, 12, 3) for c in (2**e - 2, 2**e - 1, 2**e, 2**e + 1)})
+    epsilons = [accountant.epsilon_after(event, delta, count) for count in counts]
+    assert epsilons == sorted(epsilons)
+
+
+def test_few_users_are_not_priced_by_a_defect_below_delta():
+    # The Gaussian alone bounds the tail, so the clones may be many and their defect large.
+    def epsilon(event, relation, rounds):
+        return ClonesAccountant(relation).epsilon_after(event, 1e-5, rounds)
+
+    assert epsilon(CHECK_IN(3000, 0.1, 4.0), ZERO_OUT, 500) < 1.5  # 3.13 with 2qTη <= δ
+    assert epsilon(CHECK_IN(3000, 0.1, 2.0), REPLACE, 500) < 13.0  # 19.9
+
+
+def test_the_worst_sampling_rate_is_that_of_every_loss():
+    # (1-β) q = q v (1-q)/(q+v) over q in 0.1..0.9, by brute force; at v = 1e300 its top is ½.
+    class Constant:
+        def __init__(self, value):
+            self.value = value
+
+        def deltas(self, row, excess):
+            return np.full_like(excess, self.value)
+
+    v = np.array([0.0, 1e-9, 0.01, 1.0, 1e9, 1e160, 1e300])
+    got = clones_accountant._zero_out(Constant(0.0), Constant(1e-3), 0, v, v, 0.1, 0.9)
+    q = np.linspace(0.1, 0.9, 801)[:, None]
+    truth = np.max(q * (1 - q) * (1 / (1 + q / np.maximum(v, 1e-300))), axis=0) * 1e-3
+    np.testing.assert_allclose(got, truth, rtol=1e-4, atol=1e-300)
 
 
 def test_the_guard_halts_where_bisection_does():

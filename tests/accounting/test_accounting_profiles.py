@@ -217,6 +217,37 @@ def test_randomised_response_composes_like_dp_accountings():
         assert found == 0 or truth(found * (1 - 1e-6) - 1e-9) > 1e-4
 
 
+@pytest.mark.parametrize("rare", [1e-6, 1e-12, 1e-20])
+@pytest.mark.parametrize("infinity", [0.0, 1e-13])
+def test_a_rare_large_loss_does_not_lead_the_tilt_astray(rare, infinity):
+    # Small losses, and one of 12 with probability `rare`: the tilted mean jumps.
+    h, size = 2.0**-8, 12 * 2**8
+    losses = np.arange(-size, size + 1) * h
+    probs = np.zeros(losses.size)
+    for at, chance in ((size + 8, 0.3), (2 * size, rare)):
+        probs[at], probs[2 * size - at] = chance, chance * math.exp(-losses[at])
+    probs[size] = 1.0 - probs.sum() - infinity
+    pmf = loss_pmf.LossPmf(h, probs, infinity)
+    rounds, kept = 40, [size - 8, size, size + 8]
+    # The truth without large losses, and what they add: at most their chance.
+    small = np.array([1.0])
+    for _ in range(rounds):
+        small = np.convolve(small, probs[kept])
+    small_losses = (np.arange(small.size) - rounds) * 8 * h
+    for epsilon in (0.0, 0.05, 0.3):
+        above = small_losses > epsilon
+        bulk = float(small[above] @ -np.expm1(epsilon - small_losses[above]))
+        composed = composition.Composition(
+            [pmf], [(rounds, rounds)], composition.Target(epsilon=epsilon)
+        )
+        got = composed.delta((rounds,), epsilon)
+        assert bulk * (1 - 1e-9) <= got <= (bulk + rounds * (rare + infinity)) * (1 + 1e-6)
+        back = composition.Composition(
+            [pmf], [composition.count_block(rounds)], composition.Target(delta=got * (1 + 1e-6))
+        )
+        assert back.epsilon((rounds,), got * (1 + 1e-6)) <= epsilon * (1 + 1e-6) + 1e-12
+
+
 def test_an_infinite_loss_cannot_be_bought_off():
     pmf = loss_pmf.Profile.enveloping([0.0, 1.0], [0.2, 1e-6]).discretised(0.125)
     composed = composition.Composition([pmf], [(10, 10)], composition.Target(delta=1e-5))
