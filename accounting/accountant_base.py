@@ -89,3 +89,11 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     @abc.abstractmethod
     def best_order(self, delta: float) -> int | None:
         """Returns the Rényi order that gives ε at `delta`, or None if there is none."""
+
+    def note(self, delta: float) -> str | None:
+        """Returns one line: why ε at `delta` is infinite, or what limits it; None if nothing does.
+
+        Raises:
+            ValueError: δ outside [0, 1].
+        """
+        return None

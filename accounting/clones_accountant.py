@@ -95,12 +95,12 @@ class ClonesAccountant(ProfileShuffleAccountant):
             return min(map(read, _VARIANTS.find(key, lambda: self._variants(counts, target))))
         # In v, δ falls steeply (the defect), with kinks, and rises gently: look coarsely first.
         values: dict[int, float] = {}
-        best = start = _first(counts, 1.0)
-        for v in range(start, start + _MOST_STEPS * _COARSE, _COARSE):
+        best, start = 1, _first(counts, 1.0)
+        for v in range(1, start + _MOST_STEPS * _COARSE, _COARSE):
             values[v] = read(v)
             if values[v] <= values[best]:
                 best = v
-            if v >= best + 3 * _COARSE:
+            if v >= max(best, start) + 3 * _COARSE:
                 break
         lower = _descend(lambda v: read(best - v), 1, min(_COARSE, best) - 1)
         return min(values[best], lower, _descend(read, best + 1, _COARSE - 1))

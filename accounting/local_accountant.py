@@ -130,3 +130,11 @@ class LocalAccountant(ShuffleAccountant):
     def best_order(self, delta: float) -> int | None:
         """Returns None: no Rényi order is involved."""
         return None
+
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        if self.get_epsilon(delta) < math.inf:
+            return None
+        if delta == 0.0:
+            return "Gaussian noise gives no finite epsilon at delta 0"
+        return "some round has no noise"

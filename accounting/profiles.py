@@ -231,3 +231,16 @@ class ProfileShuffleAccountant(ShuffleAccountant):
     def best_order(self, delta: float) -> int | None:
         """Returns None: no Rényi order is involved."""
         return None
+
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        if self.get_epsilon(delta) < math.inf:
+            return None
+        if not all(map(self._is_private, self._counts)):
+            return "some round has no noise"
+        added = self._additive(self._counts)
+        if added >= delta > 0.0:
+            return f"the rounds add {added:.3g} to delta by themselves"
+        if delta == 0.0:
+            return "no finite epsilon is known at delta 0"
+        return "the rounds' infinite loss alone exceeds delta"

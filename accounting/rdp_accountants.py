@@ -151,6 +151,21 @@ class RdpShuffleAccountant(ShuffleAccountant):
         epsilon, index = conversion.epsilon_from_rdp(self._orders, self.rdp, delta)
         return int(self._orders[index]) if 0.0 < epsilon < math.inf else None
 
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        epsilon, index = conversion.epsilon_from_rdp(self._orders, self.rdp, delta)
+        if epsilon == 0.0:
+            return None
+        if epsilon == math.inf:
+            if delta == 0.0:
+                return "no Rényi bound gives a finite epsilon at delta 0"
+            return "some round has no noise, or so little that its Rényi moments overflow"
+        if index == self._orders.size - 1:
+            return f"the best Rényi order is the last one computed ({self._max_order})"
+        if index == 0:
+            return "the best Rényi order is 2, the lowest there is"
+        return None
+
 
 class Theorem3Accountant(RdpShuffleAccountant):
     """The published analysis: Theorem 3 for check-in rounds, 2 for fixed-size ones, 1 for all.

@@ -377,6 +377,29 @@ def test_each_accountant_says_what_its_epsilon_covers():
     assert "colludes" in covers["local"]
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_an_infinite_epsilon_has_a_reason_in_one_line(name):
+    accountant = accounting.make_accountant(name)
+    assert accountant.note(1e-5) is None
+    accountant.compose(FIXED)
+    assert accountant.get_epsilon(1e-5) < math.inf
+    assert accountant.get_epsilon(0.0) == math.inf and "delta 0" in accountant.note(0.0)
+    accountant.compose(attrs.evolve(FIXED, noise_multiplier=0.0))
+    reason = accountant.note(1e-5)
+    assert "no noise" in reason and "\n" not in reason
+    with pytest.raises(ValueError, match="delta must lie"):
+        accountant.note(2.0)
+
+
+def test_what_limits_a_renyi_accountant_is_said():
+    few = accounting.CheckInRdpAccountant(max_order=20).compose(CHECK_IN)
+    assert "last one computed (20)" in few.note(1e-6)
+    published = accounting.make_accountant("theorem3", "zero-out").compose(CHECK_IN, 5540)
+    assert "order is 2" in published.note(1 / 60_000)
+    exact = accounting.make_accountant("rdp", "zero-out").compose(CHECK_IN, 5540)
+    assert exact.note(1 / 60_000) is None
+
+
 def test_importing_the_package_does_not_import_a_framework():
     code = (
         "import accounting, sys;"

@@ -192,6 +192,7 @@ def test_an_additive_delta_is_counted_once_a_round():
     assert leaky.get_epsilon(1e-5) >= plain.get_epsilon(1e-5 - 20e-7) * (1 - 1e-5)
     assert leaky.get_delta(0.3) == pytest.approx(plain.get_delta(0.3) + 20e-7, rel=1e-9)
     assert leaky.get_epsilon(1e-6) == math.inf
+    assert "add 2e-06 to delta" in leaky.note(1e-6)
     assert leaky.get_delta(1e9) >= 20e-7
 
 
