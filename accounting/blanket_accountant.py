@@ -54,6 +54,12 @@ class BlanketAccountant(ProfileShuffleAccountant):
     )
     events = (ShuffledCheckInBlanketGaussianDpEvent,)
 
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        if any(self._is_private(e) and e.noise_multiplier < LEAST_NOISE for e in self._counts):
+            return f"with noise multipliers below {LEAST_NOISE:g} blankets are not counted on"
+        return super().note(delta)
+
     def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
         zero_out = self.neighboring_relation is NeighboringRelation.REPLACE_SPECIAL
         return round_profile(event, zero_out)

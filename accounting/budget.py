@@ -157,12 +157,11 @@ def price(
         for event, count in spent:
             if count:
                 accountant.compose(event, count)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", OrderRangeWarning)
-            epsilon = accountant.get_epsilon(delta)
-        texts = [str(item.message) for item in caught]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OrderRangeWarning)  # the note says so
+            epsilon = float(accountant.get_epsilon(delta))
         least = accountant.epsilon_lower_bound(delta) if lower else None
-        rows.append(EpsilonRow(name, float(epsilon), cls.covers, "; ".join(texts) or None, least))
+        rows.append(EpsilonRow(name, epsilon, cls.covers, accountant.note(delta), least))
     return rows
 
 

@@ -92,10 +92,8 @@ class _Tilted:
         """The largest loss that is not rarer than `chance` under the tilt."""
         if not self._losses.size:
             return 0.0
-        exponents = self._log_probs + theta * self._losses
-        weights = np.exp(exponents - np.max(exponents))
-        above = np.cumsum(weights[::-1])[::-1]
-        return float(self._losses[np.flatnonzero(above > chance * above[0])[-1]])
+        above = np.cumsum(self._weighed(theta)[2][::-1])[::-1]
+        return float(self._losses[np.flatnonzero(above > chance)[-1]])
 
 
 class Composition:

@@ -46,6 +46,12 @@ class PldAccountant(ProfileShuffleAccountant):
     def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
         return round_profile(event, self._sigma(event))
 
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        if any(self._is_private(e) and self._sigma(e) < LEAST_SIGMA for e in self._counts):
+            return f"noise below {LEAST_SIGMA:g} of the sensitivity is priced as if unshuffled"
+        return super().note(delta)
+
     def epsilon_lower_bound(self, target_delta: float) -> float:
         """Returns a lower bound of the homogeneous pair's ε at `target_delta`.
 
