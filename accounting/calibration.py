@@ -17,7 +17,7 @@ _FIRST_STEP = 1.25  # of noise, squared from step to step, to 4
 _LEAST_NOISE = 1e-2
 _MOST_ROUNDS = 10**6
 _LEAST_BLANKETS, _MOST_BLANKETS = 1e-3, 0.999
-_LOGITS = (0.0, -1.5, 1.5, -3.0, 3.0, -4.5, 4.5)  # of the first β tried, 0.011 to 0.989
+_LOGIT_STEP = 1.5  # of the first β tried: three steps to each side of 1/2, 0.011 to 0.989
 _FINEST_LOGIT = 0.09
 
 
@@ -55,6 +55,8 @@ def least_noise(
     low = high / step
     while low > _LEAST_NOISE and epsilon_at(low) <= target_epsilon:
         high, low, step = low, low / step, min(step * step, 4.0)
+    if epsilon_at(low) <= target_epsilon:
+        return low
     return _close_in(epsilon_at, target_epsilon, high, low)
 
 
@@ -180,9 +182,9 @@ def least_error_blankets(
         best, noise = logit, least(beta, math.sqrt(square))
         return True
 
-    for logit in _LOGITS[1:]:
-        try_at(logit)
-    step = _LOGITS[2]
+    step = _LOGIT_STEP
+    for multiple in (-1, 1, -2, 2, -3, 3):
+        try_at(multiple * step)
     while (step := step / 2.0) >= _FINEST_LOGIT:
         center = best
         for logit in (center - step, center + step):

@@ -30,7 +30,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(8)
 _WIDEST_PANEL = 0.25  # in standard deviations: 8 nodes are exact to rounding
 # Cut off where mass times distance is below; at most 10⁵ points in 60 sums.
 _DUST = 1e-60
-_ALL_DUST = 1e-50
+_ALL_DUST = 1e-54  # for each summand
 # Relative, for each summand: a direct sum of N < 8000 positive products errs by less than N 2⁻⁵³,
 # and the errors of the two halves of a sum add. (Observed: 1e-16.)
 _ROUNDING = 1e-12
@@ -180,6 +180,7 @@ class GradedLaw:
     """A discrete law on a graded grid, above or below another in convex order.
 
     Attributes:
+        lower: Whether it lies below.
         excess: `E[(S - cap)_+]` that was cut off above: add it to `E[(S - a)_+]`.
         deficit: The same below.
     """
@@ -386,6 +387,7 @@ class BoundedLaw:
         self._calls = np.append(np.cumsum((gaps * self._from[1:-1])[::-1])[::-1], [0.0, 0.0])
         self._puts = np.concatenate([[0.0, 0.0], np.cumsum(gaps * self._upto[1:-1])])
         self._rounding = count * _ROUNDING
+        self._dust = count * _ALL_DUST
 
     def call(self, thresholds: FloatArray) -> FloatArray:
         """Returns a bound of `E[(S - a)_+]` at each threshold a, from above or (lower) below."""
@@ -403,8 +405,8 @@ class BoundedLaw:
 
     def _bound(self, values: FloatArray, cut: float) -> FloatArray:
         if self._lower:
-            return np.maximum(values * (1.0 - self._rounding) - _ALL_DUST, 0.0)
-        return (values + cut) * (1.0 + self._rounding) + _ALL_DUST
+            return np.maximum(values * (1.0 - self._rounding) - self._dust, 0.0)
+        return (values + cut) * (1.0 + self._rounding) + self._dust
 
 
 def _points(limit: int, levels: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -35,16 +35,21 @@ class LowerProfile:
         """Returns the loss of a pair whose profile lies below, on a grid of this mesh."""
         half = min(math.ceil(self._reach / interval) + 1, _MAX_POINTS)
         ratios = np.exp(np.arange(-half, half + 1) * interval)
-        at = self._read(ratios)
-        # Chords exceed the bound between their ends: lower both ends by the larger excess.
+        # The bound exceeds 1 - α, or 0, by `above`: that floor is linear in every cell, α = 1 being
+        # a point of the grid. Where a chord of `above` exceeds it inside a cell, both ends are
+        # scaled down until no chord does.
+        floor = np.maximum(1.0 - ratios, 0.0)
+        above = np.maximum(self._read(ratios) - floor, 0.0)
         cell = np.searchsorted(ratios, self._ratios, side="right") - 1
         inside = (cell >= 0) & (cell < ratios.size - 1)
-        above = np.zeros(ratios.size + 1)
-        chord = np.interp(self._ratios[inside], ratios, at)
-        np.maximum.at(above, cell[inside] + 1, chord - self._values[inside])
-        lowered = at - np.maximum(above[:-1], above[1:])
-        lowered = np.maximum(lowered, np.maximum(1.0 - ratios, 0.0))
-        lowered[0], lowered[-1] = 1.0 - ratios[0], 0.0
+        places = self._ratios[inside]
+        room = np.maximum(self._values[inside] - np.maximum(1.0 - places, 0.0), 0.0)
+        chord = np.interp(places, ratios, above)
+        share = np.divide(room, chord, out=np.ones_like(room), where=chord > room)
+        scale = np.ones(ratios.size + 1)
+        np.minimum.at(scale, cell[inside] + 1, share)
+        lowered = floor + above * np.minimum(scale[:-1], scale[1:])
+        lowered[0], lowered[-1] = floor[0], 0.0
         corners = lower_hull(ratios, lowered)
         slopes = np.diff(lowered[corners]) / np.diff(ratios[corners])
         masses = np.zeros(ratios.size)
