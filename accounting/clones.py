@@ -145,13 +145,13 @@ def sign_mean_calls(m: npt.ArrayLike, c: npt.ArrayLike) -> FloatArray:
 
     Args:
         m: Numbers of signs >= 1, shape (M,).
-        c: Levels >= 0, shape (J,).
+        c: Levels >= 0, shape (J,) for all m, or (M, J).
 
     Returns:
         Shape (M, J).
     """
     signs = np.asarray(m, dtype=np.float64)[:, None]
-    level = np.asarray(c, dtype=np.float64)[None, :]
+    level: FloatArray = np.atleast_2d(np.asarray(c, dtype=np.float64))
     first = np.minimum(np.floor(signs * (1.0 + level) / 2.0) + 1.0, signs)
     atom, tail = np.empty_like(first), np.empty_like(first)
     steps = first - _next_to_half(signs)

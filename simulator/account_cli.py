@@ -199,10 +199,14 @@ def compare_command(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also draw ε against rounds to this file.")
     ] = None,
+    peers: Annotated[
+        bool,
+        typer.Option("--peers", help="Also other systems at the Gaussian's own ε₀ (replace)."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Print, and plot, ε against rounds by every accountant side by side."""
-    from accounting import price
+    from accounting import comparisons, price
 
     try:
         users = needed("--n", n)
@@ -215,12 +219,19 @@ def compare_command(
         for point in points:
             for row in price([(event, point)], adjacency, at):
                 curves.setdefault(row.name, []).append(row.epsilon)
+        others = (
+            comparisons.peers(users, event.check_in_rate, event.noise_multiplier, points, at)
+            if peers
+            else []
+        )
+        drawn = curves | {peer.name: list(peer.epsilons) for peer in others}
         if plot is not None:
-            _draw(points, curves, f"δ = {at:.3g}, {adjacency}", plot)
+            _draw(points, drawn, f"δ = {at:.3g}, {adjacency}", plot)
     except (ValueError, OSError) as error:
         fail(error)
     if json:
-        print_json({"rounds": points, "epsilon": curves})
+        told = {p.name: {"epsilon": list(p.epsilons), "covers": p.covers} for p in others}
+        print_json({"rounds": points, "epsilon": curves} | ({"peers": told} if peers else {}))
         return
     table = Table(title=f"ε against rounds at δ = {at:.4g}, {adjacency}", title_justify="left")
     for column in ("rounds", *curves):
@@ -228,6 +239,20 @@ def compare_command(
     for index, point in enumerate(points):
         table.add_row(str(point), *(epsilon_text(curve[index]) for curve in curves.values()))
     Console().print(table)
+    if others:
+        _print_peers(points, others)
+
+
+def _print_peers(points: list[int], others: Any) -> None:
+    """Other systems' ε, and below it what each is the ε of."""
+    table = Table(title="other systems, replace; no guarantee for this one", title_justify="left")
+    for column in ("rounds", *(peer.name for peer in others)):
+        table.add_column(column, justify="right")
+    for index, point in enumerate(points):
+        table.add_row(str(point), *(f"{peer.epsilons[index]:.4g}" for peer in others))
+    Console().print(table)
+    for peer in others:
+        typer.echo(f"{peer.name}: {peer.covers}")
 
 
 def make_event(
@@ -304,7 +329,7 @@ def _draw(points: list[int], curves: dict[str, list[float | None]], title: str, 
             axes.plot(points, curve, marker=".", label=name)
     axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel="ε", title=title)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

@@ -200,6 +200,18 @@ def test_compare_is_the_accountants_against_rounds(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_compare_shows_other_systems_with_what_they_cover():
+    command = f"compare {SMALL} --noise 3 --rounds 50 --peers"
+    result = json.loads(shufl(f"{command} --json").stdout)
+    assert list(result["peers"]) == ["girgis", "clones-2021", "rr-strong", "rr-weak", "central"]
+    for peer in result["peers"].values():
+        assert len(peer["epsilon"]) == len(result["rounds"])
+        assert "report" in peer["covers"] or "trusted server" in peer["covers"]
+    shown = shufl(command).stdout
+    assert "no guarantee for this one" in shown and "rr-weak: shuffled binary" in shown
+    assert "peers" not in json.loads(shufl(f"compare {SMALL} --noise 3 --rounds 2 --json").stdout)
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -1,0 +1,149 @@
+"""Other systems' bounds, against enumeration, closed forms and each other."""
+
+import collections
+import itertools
+import math
+
+import mpmath as mp
+import numpy as np
+import pytest
+from accounting_oracles import gaussian_delta
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special
+
+from accounting import comparisons
+
+
+def enumerated_response(n, k, local, epsilon, adversary):
+    """H_{e^ε} of the view, report by report: who sent a uniform value, and the histogram."""
+    share = k / (math.exp(local) + k - 1)
+    views = []
+    for value in (0, 1):
+        view = collections.Counter()
+        for coins in itertools.product((0, 1), repeat=n - 1):
+            uniform = sum(coins)
+            weight = share**uniform * (1 - share) ** (n - 1 - uniform)
+            own = [(value, 1.0)]
+            if adversary == "weak":
+                own = [(v, share / k + (1 - share) * (v == value)) for v in range(k)]
+            for sent, chance in own:
+                for others in itertools.product(range(k), repeat=uniform):
+                    histogram = tuple(sorted((sent, *others)))
+                    view[uniform, histogram] += weight * chance / k**uniform
+        views.append(view)
+    keys = set(views[0]) | set(views[1])
+    return sum(max(views[0][key] - math.exp(epsilon) * views[1][key], 0) for key in keys)
+
+
+@pytest.mark.parametrize("adversary", ["strong", "weak"])
+@pytest.mark.parametrize(("n", "k"), [(1, 2), (2, 3), (5, 2), (5, 3), (4, 5)])
+@pytest.mark.parametrize("local", [0.4, 2.0])
+def test_randomised_response_is_its_enumeration(n, k, local, adversary):
+    epsilons = local * np.array([0.0, 0.1, 0.4, 0.8, 1.0, 1.5])
+    got = comparisons.randomised_response_delta(n, k, local, epsilons, adversary)
+    for epsilon, value in zip(epsilons, got, strict=True):
+        truth = enumerated_response(n, k, local, epsilon, adversary)
+        assert truth - 1e-14 <= value <= truth * (1 + 1e-6) + 1e-14
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 3), (5, 2), (6, 4)])
+def test_the_published_tail_is_the_multinomials_and_bounds_the_divergence(n, k):
+    local, epsilons = 1.0, np.array([0.0, 0.2, 0.7, 1.3])
+    each = comparisons.blanket_share(k, local) / k
+    got = comparisons.randomised_response_tail(n, k, local, epsilons)
+    below = comparisons.randomised_response_delta(n, k, local, epsilons, "strong")
+    for at, epsilon in enumerate(epsilons):
+        truth = sum(
+            math.comb(n - 1, a) * math.comb(n - 1 - a, b)
+            * each ** (a + b) * (1 - 2 * each) ** (n - 1 - a - b)
+            for a in range(n) for b in range(n - a)
+            if a + 1 >= math.exp(epsilon) * b
+        )  # fmt: skip
+        assert got[at] == pytest.approx(truth, rel=1e-9)
+        assert below[at] <= truth * (1 + 1e-8)
+
+
+@settings(max_examples=20, deadline=None)
+@given(n=st.integers(2, 10**6), k=st.integers(2, 30), local=st.floats(0.1, 5.0))
+def test_who_knows_more_learns_more(n, k, local):
+    epsilons = local * np.linspace(0.0, 1.0, 12)
+    strong = comparisons.randomised_response_delta(n, k, local, epsilons, "strong")
+    weak = comparisons.randomised_response_delta(n, k, local, epsilons, "weak")
+    # Blocks of m cost the two differently, by less than a tenth where δ matters.
+    matter = strong > 1e-9
+    assert np.all(weak[matter] <= strong[matter] * 1.1)
+    if n < 10**4:
+        tail = comparisons.randomised_response_tail(n, k, local, epsilons)
+        assert np.all(strong[matter] <= tail[matter] * 1.1)
+
+
+def test_large_groups_agree_with_monte_carlo():
+    n, k, local = 2000, 4, 2.0
+    share = comparisons.blanket_share(k, local)
+    rng, draws = np.random.default_rng(5), 400_000
+    uniform = rng.binomial(n - 1, share, draws)
+    counts = np.stack([rng.multinomial(u, [1 / k] * k) for u in uniform[:draws]])
+    sent = np.where(rng.random(draws) < share, rng.integers(k, size=draws), 0)
+    counts[np.arange(draws), sent] += 1
+    m = uniform + 1
+    density = [share + (1 - share) * k * counts[:, i] / m for i in (0, 1)]
+    for epsilon in (0.0, 0.05, 0.15):
+        gain = np.maximum(1 - math.exp(epsilon) * density[1] / density[0], 0)
+        error = gain.std() / math.sqrt(draws)
+        got = comparisons.randomised_response_delta(n, k, local, [epsilon], "weak")[0]
+        assert gain.mean() - 4.5 * error <= got <= (gain.mean() + 4.5 * error) * 1.03
+
+
+def test_the_clones_pair_at_its_own_probability():
+    # One report alone is the coin itself, and many hide it.
+    local, epsilons = 1.2, np.array([0.0, 0.5, 1.1, 1.3])
+    coin = np.maximum((math.exp(local) - np.exp(epsilons)) / (1 + math.exp(local)), 0)
+    np.testing.assert_allclose(comparisons.clones_delta(1, local, epsilons), coin, rtol=1e-6)
+    assert comparisons.clones_delta(10_000, local, [0.3])[0] < 1e-9
+    stronger = comparisons.stronger_clones_delta(500, local, [0.05])[0]
+    assert stronger < comparisons.clones_delta(500, local, [0.05])[0]
+
+
+def gaussian_deltas(shift):
+    def at(eps):
+        near = special.log_ndtr(shift / 2 - eps / shift)
+        far = eps + special.log_ndtr(-shift / 2 - eps / shift)
+        return np.exp(near) * -np.expm1(np.minimum(far - near, 0.0)) * (1 + 1e-9)
+
+    return at
+
+
+@pytest.mark.parametrize(("rounds", "rate"), [(1, 1.0), (40, 1.0), (1, 0.05)])
+def test_composition_and_sampling_of_a_known_profile(rounds, rate):
+    shift, delta = 0.3, 1e-6
+    grid = np.linspace(0.0, 5.0, 2000)
+    epsilon = comparisons.composed_epsilon(gaussian_deltas(shift), grid, rounds, delta, rate)
+
+    def truth(e):
+        if rate < 1:
+            return rate * gaussian_delta(shift, mp.log(1 + mp.expm1(e) / rate))
+        return gaussian_delta(shift * mp.sqrt(rounds), e)
+
+    assert truth(epsilon) <= delta * (1 + 1e-9)
+    assert truth(epsilon * (1 - 1e-3)) > delta
+
+
+def test_the_trusted_server_in_one_round_is_the_closed_form():
+    rate, noise, delta = 0.1, 1.5, 1e-5
+    epsilon = comparisons.central_subsampled_gaussian(rate, noise, 1, delta)
+    # H(P‖Q) for P = (1-q) N0 + q N1: q times the Gaussian's at 1 + (α-1)/q.
+    at = lambda e: rate * gaussian_delta(1 / noise, mp.log(1 + mp.expm1(e) / rate))  # noqa: E731
+    assert at(epsilon) <= delta * (1 + 1e-6) and at(epsilon * 0.99) > delta
+
+
+def test_peers_keep_their_order_and_say_what_they_are():
+    rounds = [1, 10, 100]
+    found = {p.name: p for p in comparisons.peers(60_000, 0.1, 5.0, rounds, 1 / 60_000)}
+    for peer in found.values():
+        assert list(peer.epsilons) == sorted(peer.epsilons) and peer.covers
+    for less, more in itertools.pairwise(["central", "rr-weak", "rr-strong", "clones-2021"]):
+        assert np.all(np.array(found[less].epsilons) < found[more].epsilons)
+    assert np.all(np.array(found["clones-2021"].epsilons) < found["girgis"].epsilons)
+    with pytest.raises(ValueError, match="check-in rate"):
+        comparisons.peers(10, 0.0, 1.0, [1], 1e-5)

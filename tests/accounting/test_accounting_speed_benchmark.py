@@ -1,0 +1,39 @@
+"""The benchmark script: its peer is right, and it still runs."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mpmath as mp
+import pytest
+from accounting_oracles import moment
+from accounting_oracles import partitions as partitions_of
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "accounting_speed.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("accounting_speed", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_published_algorithm_is_enumerated_fully(script):
+    assert [tuple(parts) for parts in script.partitions(9)] == list(partitions_of(9))
+    assert sum(1 for _ in script.partitions(40)) == 37338
+    for order in (2, 7, 12):
+        truth = mp.log(moment(50, 2.0, order))
+        assert script.enumerated_log_moment(50, 2.0, order) == pytest.approx(float(truth), rel=1e-9)
+
+
+def test_the_script_prints_a_row_for_each_thing_asked_for():
+    command = [sys.executable, str(SCRIPT), "--users=300", "--rounds=5", "--guarded=4"]
+    command += ["--order=10", "--only=theorem3,partitions"]
+    wide = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=wide)
+    for label in ("theorem3, n = 300", "theorem3, n = 1e+09", "Theorem 1, order 10"):
+        assert label in done.stdout
