@@ -118,10 +118,17 @@ class Composition:
         if len({pmf.interval for pmf in pmfs}) != 1:
             raise ValueError("losses to be composed must share one mesh")
         self._h = pmfs[0].interval
+        self._answered: tuple[tuple[Counts, float], float] = (((), 0.0), 0.0)
         self._infinity = np.array([_Tilted(pmf).log_finite for pmf in pmfs])
         self._reach = sum(
             pmf.half_width * block[1] for pmf, block in zip(pmfs, blocks, strict=True)
         )
+        # Nothing between no loss and an infinite one: δ is the infinite mass.
+        self._all_or_nothing = bool(np.any(np.isneginf(self._infinity))) or not any(
+            np.any(pmf.probs[pmf.half_width + 1 :] > 0.0) for pmf in pmfs
+        )
+        if self._all_or_nothing:
+            return
         tilted = [_Tilted(pmf) for pmf in pmfs]
         most = [block[1] for block in blocks]
         self._theta = _tilt(tilted, most, target)
@@ -136,7 +143,6 @@ class Composition:
         room = max(above, min(math.ceil(far / self._h) + below, _MAX_WINDOW))
         self._size = fft.next_fast_len(min(room + below, 2 * self._reach + above + 2), real=True)
         self._transform(pmfs, [block[0] for block in blocks], above)
-        self._answered: tuple[tuple[Counts, float], float] = (((), 0.0), 0.0)
 
     def _transform(self, pmfs: Sequence[LossPmf], least: list[int], above: int) -> None:
         """Keeps the frequencies that carry something at the least counts of the block."""
@@ -224,6 +230,8 @@ class Composition:
         left = delta - self._infinite_mass(times)
         if left <= 0.0:
             return math.inf
+        if self._all_or_nothing:
+            return 0.0
         finite = self._finite_part(times)
         low, high = finite.bracket(left, self._reach)
         if high == 0:
@@ -238,8 +246,8 @@ class Composition:
         """Returns an upper bound of δ at `epsilon` >= 0."""
         times = np.array(counts, dtype=np.float64)
         infinite = self._infinite_mass(times)
-        if epsilon >= self._reach * self._h:
-            return infinite
+        if self._all_or_nothing or epsilon >= self._reach * self._h:
+            return min(infinite, 1.0)
         finite = self._finite_part(times)
         low = math.floor(epsilon / self._h)
         share = math.expm1(epsilon - low * self._h) / math.expm1(self._h)

@@ -190,13 +190,13 @@ class GradedLaw:
         mesh: float,
         limit: int,
         levels: list[_Cells | None],
-        excess: float,
-        deficit: float,
+        cut: tuple[float, float],
+        lower: bool,
     ) -> None:
         """Brings cells to the levels they belong to; see `on_grid` and `law_of_sum`."""
-        self.mesh = mesh
+        self.mesh, self.lower = mesh, lower
         self._limit = limit
-        self.excess, self.deficit = excess, deficit
+        self.excess, self.deficit = cut
         self._levels = levels
         for level in range(len(levels) - 1, 0, -1):
             levels[level - 1] = _plus(levels[level - 1], self._underflow(level))
@@ -245,12 +245,7 @@ class GradedLaw:
         far = _REACH + summand.tail
         excess = _Panels(np.array([last, last + far])).integral(lambda t: summand.value(t) - high)
         deficit = _Panels(np.array([first - far, first])).integral(lambda t: low - summand.value(t))
-        return cls(mesh, limit, cells, summand.rate * excess, summand.rate * deficit)
-
-    @property
-    def lower(self) -> bool:
-        """Whether it lies below in convex order."""
-        return any(cells is not None and cells.moment is not None for cells in self._levels)
+        return cls(mesh, limit, cells, (summand.rate * excess, summand.rate * deficit), lower)
 
     def _underflow(self, level: int) -> _Cells | None:
         """Takes out of a level what the next finer one reaches: its points are points there."""
@@ -296,7 +291,8 @@ class GradedLaw:
     def coarsened(self) -> "GradedLaw":
         """Returns this law on a grid of twice the mesh."""
         levels = [None if each is None else each.coarser(2) for each in self._levels]
-        return GradedLaw(2.0 * self.mesh, self._limit, levels, self.excess, self.deficit)
+        cut = self.excess, self.deficit
+        return GradedLaw(2.0 * self.mesh, self._limit, levels, cut, self.lower)
 
     def plus(self, other: "GradedLaw") -> "GradedLaw":
         """Returns the law of the sum of two independent variables on the same grid."""
@@ -313,13 +309,8 @@ class GradedLaw:
             total, total_other = _plus(finer, cells), _plus(finer_other, others)
             finer = None if total is None else total.coarser(GRADE)
             finer_other = None if total_other is None else total_other.coarser(GRADE)
-        return GradedLaw(
-            self.mesh,
-            self._limit,
-            sums,
-            self.excess + other.excess,
-            self.deficit + other.deficit,
-        )
+        cut = self.excess + other.excess, self.deficit + other.deficit
+        return GradedLaw(self.mesh, self._limit, sums, cut, self.lower)
 
     def atoms(self) -> tuple[FloatArray, FloatArray]:
         """Returns places, increasing, and their masses."""
