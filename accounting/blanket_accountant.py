@@ -34,10 +34,11 @@ _POINTS = 12
 _STEP = 0.2
 _EVEN_UNTIL = 6.0
 _GROWTH = 1.15
+_FAR, _FAR_GROWTH = 100.0, 1.25
 _NEGLIGIBLE = 1e-22
 _SPECIAL = 1e-9  # relative error of special functions, as in `local`
 # With less noise the tails reach over too many orders of magnitude; blankets hide little then.
-LEAST_NOISE = 0.4
+LEAST_NOISE = 0.2
 
 
 class BlanketAccountant(ProfileShuffleAccountant):
@@ -68,7 +69,7 @@ class BlanketAccountant(ProfileShuffleAccountant):
 def round_profile(event: Any, zero_out: bool) -> tuple[FloatArray, FloatArray]:
     """Returns a certified profile of one round, for every pair of neighbouring datasets.
 
-    Below z = 0.4 the blankets are not counted on: the report of user 1 is bounded as if alone.
+    Below z = 0.2 the blankets are not counted on: the report of user 1 is bounded as if alone.
 
     Args:
         event: A ShuffledCheckInBlanketGaussianDpEvent with z > 0.
@@ -102,7 +103,8 @@ def round_profile(event: Any, zero_out: bool) -> tuple[FloatArray, FloatArray]:
             break
         epsilons.append(math.log1p(alpha - 1.0))
         deltas.append(max(divergence(event, alpha, pair) for pair in pairs))
-        place = place + _STEP if place < _EVEN_UNTIL else place * _GROWTH
+        growth = _GROWTH if place < _FAR else _FAR_GROWTH
+        place = place + _STEP if place < _EVEN_UNTIL else place * growth
         while 1.0 + unit * place == alpha:  # n so large that δ is a rounding error
             place *= 2.0
     return np.array(epsilons), np.minimum(deltas, alone(epsilons))

@@ -9,6 +9,7 @@ of one sum, `δ(ε) = E[(W̄ - e^ε)_+]` and, reversed, `E[(1 - e^ε W̄)_+]`. `
 bounds them from both sides; the rounds compose by the larger of the two.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -68,6 +69,8 @@ class PldAccountant(ProfileShuffleAccountant):
         slack = _FFT_ERROR * (1.0 + sum(self._counts.values()))
         if distribution is None or target_delta + slack >= 1.0:
             return 0.0
+        if distribution.get_delta_for_epsilon(MAX_LOSS) >= target_delta + slack:
+            return MAX_LOSS  # e^ε overflows beyond
         return float(max(distribution.get_epsilon_for_delta(target_delta + slack), 0.0))
 
     def delta_lower_bound(self, target_epsilon: float) -> float:
@@ -138,6 +141,7 @@ def unshuffled_losses(shift: float) -> FloatArray:
     return np.unique(np.clip(np.concatenate([[0.0], near, losses]), 0.0, MAX_LOSS))
 
 
+@functools.lru_cache(maxsize=64)
 def _lower_profile(event: Any, sigma: float) -> LowerProfile:
     if sigma < LEAST_SIGMA:
         return LowerProfile(np.zeros(1), np.zeros(1))

@@ -100,3 +100,7 @@ def test_what_no_noise_reaches_is_said():
 @pytest.mark.parametrize("guess", [1e-3, 1.0, 5e4])
 def test_the_least_noise_does_not_depend_on_where_the_search_starts(guess):
     assert least_noise(lambda z: 3.0 / z, 0.5, guess) == pytest.approx(6.0, rel=1.1e-3)
+
+
+def test_noise_that_never_costs_too_much_is_the_least_there_is():
+    assert 0 < least_noise(lambda z: 0.1, 0.7) < 0.01

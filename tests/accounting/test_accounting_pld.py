@@ -252,3 +252,24 @@ def test_a_lower_profile_lies_below_what_it_was_given():
         exact = float(np.interp(math.exp(epsilon), np.exp(losses), values))
         got = distribution.get_delta_for_epsilon(epsilon)
         assert 0.98 * exact - 1e-6 <= got <= exact + 1e-12
+
+
+@pytest.mark.parametrize("mesh", [0.001, 0.02, 0.3])
+def test_a_lower_profile_lies_below_on_any_mesh(mesh):
+    """Also where the whole profile lies within one cell of the grid of losses."""
+    shift = 0.01
+    losses = np.linspace(-0.12, 0.12, 8001)
+    truth = np.exp(clones.log_gaussian_delta(shift, np.abs(losses)))
+    values = np.where(losses < 0, -np.expm1(losses) + np.exp(losses) * truth, truth)
+    distribution = LowerProfile(losses, values).distribution(mesh)
+    for epsilon in (-0.03, -0.004, 0.0, 0.004, 0.03):
+        exact = float(np.interp(math.exp(epsilon), np.exp(losses), values))
+        assert distribution.get_delta_for_epsilon(epsilon) <= exact + 1e-12
+
+
+def test_lower_stays_below_upper_where_a_quiet_round_shares_a_loud_ones_mesh():
+    accountant = spent(CHECK_IN(1, 1e-9, 0.5))
+    accountant.compose(EVERYONE(1, 5e6))
+    for epsilon in (0.0, 1e-7, 3e-7, 6e-7):
+        alone = math.exp(clones.log_gaussian_delta(1 / 5e6, np.array(epsilon)))
+        assert accountant.delta_lower_bound(epsilon) <= alone + 1e-9
