@@ -136,8 +136,8 @@ class Worker:
 
     def _sealed_reports(
         self, users: np.ndarray, header: RoundHeader, public_key: bytes
-    ) -> Iterator[tuple[str, bytes]]:
-        """(sender, sealed report) of every user in `users`, one at a time."""
+    ) -> Iterator[tuple[int, bytes]]:
+        """(user, sealed report) of every user in `users`, one at a time."""
         for user in users.tolist():
             try:
                 sealed = seal(encode_report(self._report(user, header.round)), public_key, header)
@@ -146,7 +146,7 @@ class Worker:
                     f"round {header.round}, user {user}: computing the report failed: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            yield f"user-{user}", sealed
+            yield user, sealed
 
     def _report(self, user: int, round: int) -> np.ndarray:
         features, labels = self._records(user)

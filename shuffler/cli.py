@@ -25,6 +25,9 @@ from shuffler.service import MIN_TOKEN_CHARACTERS, ShufflerServer
 __all__ = ["shuffler_command"]
 
 _PARENT_SECONDS = 0.5
+# The threads that write to disk come back for a moment after each write; by default they wait 5 ms
+# for the event loop to let go.
+_SWITCH_SECONDS = 0.0005
 
 
 def shuffler_command(
@@ -87,6 +90,7 @@ async def _serve(
     watch: Callable[[Callable[[], None]], None] | None,
 ) -> None:
     """Serves until SIGTERM, SIGINT, or the end of the parent."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -25,6 +25,7 @@ from shuffler import shuffler_pb2, shuffler_pb2_grpc
 from shuffler.channel import (
     CHANNEL_OPTIONS,
     MAX_REPORT_BYTES,
+    PIECE_BYTES,
     TOKEN_KEY,
     join_address,
     parse_address,
@@ -37,7 +38,7 @@ __all__ = ["ControlClient", "IntakeClient"]
 _stubs: Any = shuffler_pb2_grpc  # generated without types
 
 _WINDOW_REPORTS = 256  # of one stream, sent and not yet answered
-_WINDOW_BYTES = 8 * 2**20
+_WINDOW_BYTES = 32 * 2**20
 
 
 class _Client:
@@ -135,17 +136,17 @@ class IntakeClient(_Client):
         super().__init__(address, root_certificates, timeout)
 
     def submit(
-        self, header: RoundHeader, reports: Iterable[tuple[str, bytes]]
+        self, header: RoundHeader, reports: Iterable[tuple[int, bytes]]
     ) -> Iterator[Verdict]:
         """Streams reports of one round to the shuffler.
 
         Nothing is sent before the result is iterated over. `reports` is then read in the caller's
         thread, as far ahead of the verdicts as the window of unanswered reports allows (256, and
-        8 MiB or one report), so it can be a generator of any length.
+        32 MiB or one report), so it can be a generator of any length.
 
         Args:
             header: the round; the same that the reports were sealed with.
-            reports: pairs of the sender's pseudonym and the sealed report.
+            reports: pairs of the user's number, counted by this sender, and the sealed report.
 
         Yields:
             One verdict for each report, in order. Only `ACCEPTED` reports are in the batch.
@@ -158,12 +159,13 @@ class IntakeClient(_Client):
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         stub = _stubs.IntakeStub(self._connected())
         waiting: deque[int] = deque()  # lengths of the reports without a verdict
+        verdicts: deque[int] = deque()  # received and not yet passed on
         unanswered = 0  # their sum
         with self._errors():
             call = stub.Submit(iter(requests.get, None))
         stall = _Stall(call, self.timeout)
         try:
-            for sender, sealed in reports:
+            for user, sealed in reports:
                 if len(sealed) > MAX_REPORT_BYTES:
                     raise ValueError(
                         f"a sealed report has at most {MAX_REPORT_BYTES} bytes, got {len(sealed)}"
@@ -171,27 +173,30 @@ class IntakeClient(_Client):
                 while waiting and (
                     len(waiting) >= _WINDOW_REPORTS or unanswered + len(sealed) > _WINDOW_BYTES
                 ):
-                    yield self._verdict(stall)
+                    yield self._verdict(stall, verdicts)
                     unanswered -= waiting.popleft()
-                requests.put(_request(header, sender, sealed))
+                for request in _requests(header, user, sealed):
+                    requests.put(request)
                 waiting.append(len(sealed))
                 unanswered += len(sealed)
             requests.put(None)
             for _ in waiting:
-                yield self._verdict(stall)
+                yield self._verdict(stall, verdicts)
         finally:
             requests.put(None)
             stall.stop()
             call.cancel()
 
-    def _verdict(self, stall: _Stall) -> Verdict:
-        with self._errors(stall):
-            reply = stall.next()
-        if reply is None:
-            raise ShufflerUnavailable(
-                f"shuffler at {self.address} does not answer: it ended the stream early"
-            )
-        return Verdict(reply.verdict)
+    def _verdict(self, stall: _Stall, verdicts: deque[int]) -> Verdict:
+        while not verdicts:
+            with self._errors(stall):
+                reply = stall.next()
+            if reply is None:
+                raise ShufflerUnavailable(
+                    f"shuffler at {self.address} does not answer: it ended the stream early"
+                )
+            verdicts.extend(reply.verdicts)
+        return Verdict(verdicts.popleft())
 
 
 class ControlClient(_Client):
@@ -288,13 +293,20 @@ class ControlClient(_Client):
         with self._errors():
             call = stub.Release(request, metadata=self._metadata)
         stall = _Stall(call, self.timeout)
+        pieces: list[bytes] = []
         try:
             while True:
                 with self._errors(stall):
                     chunk = stall.next()
                 if chunk is None:
                     return
-                yield from chunk.sealed
+                if chunk.more or pieces:
+                    pieces += chunk.sealed
+                    if not chunk.more:
+                        yield b"".join(pieces)
+                        pieces.clear()
+                else:
+                    yield from chunk.sealed
         finally:
             stall.stop()
             call.cancel()
@@ -349,12 +361,17 @@ class _Stall:
                 return
 
 
-def _request(header: RoundHeader, sender: str, sealed: bytes) -> Any:
-    return shuffler_pb2.SubmitRequest(
+def _requests(header: RoundHeader, user: int, sealed: bytes) -> Iterator[Any]:
+    """The messages that carry one report."""
+    yield shuffler_pb2.SubmitRequest(
         run_id=header.run_id,
         round=header.round,
         model_version=header.model_version,
         plan_digest=header.plan_digest,
-        sender=sender,
-        sealed=sealed,
+        user=user,
+        sealed=sealed[:PIECE_BYTES],
+        more=len(sealed) > PIECE_BYTES,
     )
+    for start in range(PIECE_BYTES, len(sealed), PIECE_BYTES):
+        end = start + PIECE_BYTES
+        yield shuffler_pb2.SubmitRequest(sealed=sealed[start:end], more=end < len(sealed))

@@ -1,10 +1,11 @@
 """Runs, rounds and their batches: what the shuffler remembers, and the rules it holds.
 
 A round goes open → closed → releasing → done, or open → done when its batch is below the plan's
-minimum; each step is on disk before it is answered. After a crash at any point the same directory
-can be opened again: runs, open and closed rounds, and every acknowledged report are there. A crash
-*while releasing* loses that batch. It is never released twice: two releases would be two random
-orders of the same reports, and a server that saw half of one could match it with the other.
+minimum or not wanted; each step is on disk before it is answered. After a crash at any point the
+same directory can be opened again: runs, open and closed rounds, and every acknowledged report are
+there. A crash *while releasing* loses that batch. It is never released twice: two releases would be
+two random orders of the same reports, and a server that saw half of one could match it with the
+other.
 
 Nothing here knows gRPC. Everything is blocking and for one thread, except the reading of a batch
 that `begin_release` handed out.
@@ -17,7 +18,7 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import NoReturn
 
 from shuffler.channel import MAX_REPORT_BYTES
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.spool import RoundSpool
+from shuffler.spool import RoundSpool, Slot, slot_bytes
 from shuffler.storage import (
     PAGE_BYTES,
     claim_directory,
@@ -36,12 +37,14 @@ from shuffler.storage import (
     transaction,
 )
 
-__all__ = ["Report", "RunStore"]
+__all__ = ["Draft", "Report", "RunStore"]
 
-_MAX_NAME = 256  # characters of a run id, a model version or a sender's pseudonym
+_MAX_NAME = 256  # characters of a run id or a model version
 _MAX_ROUND = 2**63 - 1
+_MAX_USERS = 2**32
 _MAX_PLAN_BYTES = 2**20
 _RESERVE_BYTES = 128 * 2**10
+_OVERHEAD_BYTES = 512  # what a report's marks may add to the SQLite file and its journal
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs(
     run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL
@@ -55,14 +58,68 @@ CREATE TABLE IF NOT EXISTS rounds(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """One sealed report as submitted: its round, its sender and its opaque bytes."""
+    """One sealed report as submitted: its round, whose it is, and its opaque bytes.
+
+    Attributes:
+        sender: the credential that it came with; empty where there are none.
+        user: which of the sender's users.
+        users: how many users the sender has; None: as many as the plan.
+        sealed: the report, unless it came in pieces.
+        draft: where the pieces are.
+    """
 
     run_id: str
     round: int
     model_version: str
     plan_digest: str
     sender: str
+    user: int
+    users: int | None
     sealed: bytes
+    draft: Draft | None = None
+
+
+class Draft:
+    """A long report that arrives in pieces, on its way to the disk.
+
+    Attributes:
+        slot: where it is written.
+        verdict: why it can not be accepted any more; None while it can.
+    """
+
+    def __init__(
+        self, spool: RoundSpool, slot: Slot, length: int, room: Callable[[int], bool]
+    ) -> None:
+        self.slot = slot
+        self.verdict: Verdict | None = None
+        self._spool = spool
+        self._left = length
+        self._room = room
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of the report is there."""
+        return not self._left
+
+    def write(self, pieces: Sequence[bytes]) -> None:
+        """Appends pieces, in any thread; what goes wrong is the draft's verdict."""
+        if self.verdict is not None:
+            return
+        length = sum(map(len, pieces))
+        self._left -= length
+        if self._left < 0:
+            self.verdict = Verdict.WRONG_LENGTH
+        elif not self._room(length):
+            self.verdict = Verdict.STORAGE_FULL
+        else:
+            try:
+                self.slot.append(pieces)
+            except OSError as error:
+                self.verdict = _storage_verdict(error)
+
+    def give_up(self) -> None:
+        """Gives its place back. In the store's thread, like everything else of the store."""
+        self._spool.give_up(self.slot)
 
 
 class _State(StrEnum):
@@ -176,13 +233,14 @@ class RunStore:
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
             with self._durably() as rows:
-                spool = RoundSpool(path)
+                spool = RoundSpool(path, run.report_bytes, run.users)
                 rows.execute(
                     "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL)",
                     (run_id, number, model_version, _State.OPEN),
                 )
         except ShufflerRefused:
             with suppress(OSError):
+                path.with_suffix(".reports").unlink(missing_ok=True)
                 delete_database(path)
             raise
         run.rounds[number] = _Round(number, model_version, _State.OPEN, None, spool)
@@ -198,14 +256,35 @@ class RunStore:
         for index, report in enumerate(reports):
             if verdicts[index] is Verdict.ACCEPTED:
                 batches.setdefault((report.run_id, report.round), []).append(index)
+            elif report.draft is not None:
+                report.draft.give_up()
         for (run_id, number), indices in batches.items():
             run = self._runs[run_id]
-            pairs = [(reports[index].sender, reports[index].sealed) for index in indices]
+            group = [reports[index] for index in indices]
             for index, verdict in zip(
-                indices, self._store(run, run.rounds[number], pairs), strict=True
+                indices, self._store(run, run.rounds[number], group), strict=True
             ):
                 verdicts[index] = verdict
         return verdicts
+
+    def begin(self, report: Report) -> Draft | Verdict:
+        """Prepares for a report in pieces, or says why it would not be accepted.
+
+        The draft's pieces are written with its own method; it is then accepted (or not) by
+        `accept`, as the `draft` of a report.
+        """
+        verdict = self._examine(report, whole=False)
+        if verdict is not Verdict.ACCEPTED:
+            return verdict
+        run = self._runs[report.run_id]
+        spool = run.rounds[report.round].spool
+        assert spool is not None
+        try:
+            if spool.has_reported(report.sender, report.user):
+                return Verdict.DUPLICATE
+            return Draft(spool, spool.reserve(), run.report_bytes, self._has_room)
+        except (sqlite3.Error, OSError) as error:
+            return _storage_verdict(error)
 
     def close_round(self, run_id: str, number: int, discard: bool = False) -> Outcome:
         """Ends a round's intake; a batch below the plan's minimum or not wanted is destroyed.
@@ -237,17 +316,17 @@ class RunStore:
             self._destroy(entry)
         return entry.outcome
 
-    def begin_release(self, run_id: str, number: int) -> tuple[RoundSpool, int]:
+    def begin_release(self, run_id: str, number: int) -> RoundSpool:
         """Marks the batch as being released, which can happen once, and hands it out.
 
         Returns:
-            The batch, to be read with `next_reports`, and the length of each report in bytes.
+            The batch, to be read with `next_chunk`.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `ROUND_NOT_CLOSED`,
                 `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`, `BATCH_LOST`, or storage.
         """
-        run, entry = self._entry(run_id, number)
+        _, entry = self._entry(run_id, number)
         if entry.state is _State.OPEN:
             _refuse(Refusal.ROUND_NOT_CLOSED, "close the round first")
         if entry.outcome is None:
@@ -262,7 +341,7 @@ class RunStore:
             _refuse(Refusal.ALREADY_RELEASED, "a batch is released once")
         assert entry.spool is not None
         self._move(run_id, entry, _State.RELEASING)
-        return entry.spool, run.report_bytes
+        return entry.spool
 
     def finish_release(self, run_id: str, number: int) -> None:
         """Destroys a batch that was being released, whether or not all of it was read."""
@@ -302,7 +381,7 @@ class RunStore:
         self._connection.close()
         os.close(self._lock)
 
-    def _examine(self, report: Report) -> Verdict:
+    def _examine(self, report: Report, whole: bool = True) -> Verdict:
         run = self._runs.get(report.run_id)
         if run is None or run.ended:
             return Verdict.UNKNOWN_RUN
@@ -313,26 +392,41 @@ class RunStore:
             return Verdict.ROUND_NOT_OPEN
         if report.model_version != entry.model_version:
             return Verdict.WRONG_MODEL_VERSION
-        if len(report.sealed) != run.report_bytes:
-            return Verdict.WRONG_LENGTH
-        if not 1 <= len(report.sender) <= _MAX_NAME:
+        if report.user >= (run.users if report.users is None else report.users):
             return Verdict.BAD_SENDER
+        if report.draft is not None:
+            if report.draft.verdict is not None:
+                return report.draft.verdict
+            return Verdict.ACCEPTED if report.draft.complete else Verdict.WRONG_LENGTH
+        if whole and len(report.sealed) != run.report_bytes:
+            return Verdict.WRONG_LENGTH
         return Verdict.ACCEPTED
 
-    def _store(self, run: _Run, entry: _Round, pairs: list[tuple[str, bytes]]) -> list[Verdict]:
-        """Stores as many of the pairs as the disk has room for."""
+    def _store(self, run: _Run, entry: _Round, reports: list[Report]) -> list[Verdict]:
+        """Stores as many of the reports as the disk has room for."""
         assert entry.spool is not None
-        disk = os.statvfs(self._directory)
-        # Twice its length, for pages that are not full, and the page where its row goes.
-        cost = 2 * run.report_bytes + PAGE_BYTES
-        room = (disk.f_bavail * disk.f_frsize - self._reserve) // cost
-        fitting = pairs[: max(0, room)]
+        cost = max(slot_bytes(run.report_bytes), PAGE_BYTES) + _OVERHEAD_BYTES
+        room = max(0, self._room() // cost)
+        rows = [
+            (report.sender, report.user, report.draft.slot if report.draft else report.sealed)
+            for report in reports[:room]
+        ]
         try:
-            verdicts = entry.spool.add(fitting, run.users)
+            verdicts = entry.spool.add(rows)
         except (sqlite3.Error, OSError) as error:
-            full = storage_refusal(error) is Refusal.STORAGE_FULL
-            verdicts = [Verdict.STORAGE_FULL if full else Verdict.STORAGE_FAILED] * len(fitting)
-        return verdicts + [Verdict.STORAGE_FULL] * (len(pairs) - len(fitting))
+            verdicts = [_storage_verdict(error)] * len(rows)
+        for report in reports[room:]:
+            if report.draft is not None:
+                report.draft.give_up()
+        return verdicts + [Verdict.STORAGE_FULL] * (len(reports) - len(rows))
+
+    def _room(self) -> int:
+        """Bytes that reports may still take of the disk."""
+        disk = os.statvfs(self._directory)
+        return disk.f_bavail * disk.f_frsize - self._reserve
+
+    def _has_room(self, length: int) -> bool:
+        return self._room() >= length + PAGE_BYTES
 
     def _run(self, run_id: str) -> _Run:
         run = self._runs.get(run_id)
@@ -388,19 +482,26 @@ class RunStore:
             entry = _Round(
                 number, model_version, _State(state), Outcome(outcome) if outcome else None, None
             )
-            self._runs[run_id].rounds[number] = entry
+            run = self._runs[run_id]
+            run.rounds[number] = entry
             path = self._path(run_id, number)
-            if entry.state in (_State.OPEN, _State.CLOSED) and path.exists():
-                entry.spool = RoundSpool(path)
-                kept.add(path)
+            whole = path.exists() and path.with_suffix(".reports").exists()
+            if entry.state in (_State.OPEN, _State.CLOSED) and whole:
+                entry.spool = RoundSpool(path, run.report_bytes, run.users)
+                kept |= {path, path.with_suffix(".reports")}
             elif entry.state in (_State.OPEN, _State.CLOSED):
                 entry.outcome = None
                 self._move(run_id, entry, _State.DONE)
             elif entry.state is _State.RELEASING:
                 self._move(run_id, entry, _State.DONE)
-        for path in self._directory.glob("batch-*.db*"):
-            if path.with_name(path.name.partition(".db")[0] + ".db") not in kept:
+        for path in self._directory.glob("batch-*"):
+            if path.with_name(path.name.removesuffix("-journal")) not in kept:
                 path.unlink(missing_ok=True)
+
+
+def _storage_verdict(error: sqlite3.Error | OSError) -> Verdict:
+    full = storage_refusal(error) is Refusal.STORAGE_FULL
+    return Verdict.STORAGE_FULL if full else Verdict.STORAGE_FAILED
 
 
 def _parse_run(plan: bytes, report_bytes: int) -> _Run:
@@ -414,6 +515,8 @@ def _parse_run(plan: bytes, report_bytes: int) -> _Run:
     if not isinstance(fields, dict):
         _refuse(Refusal.MALFORMED, "the plan is not a JSON object")
     users, minimum = fields.get("users"), fields.get("minimum_batch")
+    if type(users) is int and users > _MAX_USERS:
+        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_USERS} users here, got {users}")
     if type(users) is not int or type(minimum) is not int or not 1 <= minimum <= users:
         _refuse(
             Refusal.MALFORMED,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import logging
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,10 +15,16 @@ from typing import Any
 import grpc
 
 from shuffler import shuffler_pb2, shuffler_pb2_grpc
-from shuffler.channel import SERVER_OPTIONS, TOKEN_KEY, join_address, parse_address
-from shuffler.errors import Refusal, ShufflerRefused
+from shuffler.channel import (
+    MAX_REPORT_BYTES,
+    SERVER_OPTIONS,
+    TOKEN_KEY,
+    join_address,
+    parse_address,
+)
+from shuffler.errors import Refusal, ShufflerRefused, Verdict
 from shuffler.intake import Intake
-from shuffler.runs import Report, RunStore
+from shuffler.runs import Draft, Report, RunStore
 from shuffler.spool import RoundSpool
 
 __all__ = ["MIN_TOKEN_CHARACTERS", "ShufflerServer"]
@@ -29,8 +37,10 @@ _log = logging.getLogger("shuffler")
 
 _stubs: Any = shuffler_pb2_grpc  # generated without types
 
+_STREAMS = 64
 _STREAM_REPORTS = 512  # of one stream, read and not yet answered
-_CHUNK_BYTES = 2**20
+_CHUNK_BYTES = 2**19
+_WRITE_BYTES = 2**19  # of a report in pieces, at once
 _STOP_SECONDS = 2.0
 _CONTROL = f"/{shuffler_pb2.DESCRIPTOR.services_by_name['Control'].full_name}/"
 _STATUS = {
@@ -60,10 +70,13 @@ class ShufflerServer:
             raise ValueError("the control token must be printable ASCII")
         self._intake = Intake(store)
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
+        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
         self._server = grpc.aio.server(
             interceptors=[_ControlGate(control_token)], options=SERVER_OPTIONS
         )
-        _stubs.add_IntakeServicer_to_server(_IntakeService(self._intake), self._server)
+        _stubs.add_IntakeServicer_to_server(
+            _IntakeService(self._intake, store, self._writers), self._server
+        )
         _stubs.add_ControlServicer_to_server(
             _ControlService(self._intake, store, self._readers), self._server
         )
@@ -109,6 +122,7 @@ class ShufflerServer:
         await self._server.stop(_STOP_SECONDS)
         await self._intake.close()
         self._readers.shutdown()
+        self._writers.shutdown()
 
 
 def _probe(host: str, port: int, listen: str) -> None:
@@ -154,30 +168,110 @@ async def _abort(context: grpc.aio.ServicerContext, refused: ShufflerRefused) ->
 class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
     """What user devices may call."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Intake, store: RunStore, writers: ThreadPoolExecutor) -> None:
         self._intake = intake
+        self._store = store
+        self._writers = writers
+        self._streams = 0
 
     async def Submit(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:
+        """Hands the reports of one stream to the intake."""
+        if self._streams == _STREAMS:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {_STREAMS} streams at once"
+            )
+        self._streams += 1
+        try:
+            await self._serve(context)
+        finally:
+            self._streams -= 1
+
+    async def _serve(self, context: grpc.aio.ServicerContext) -> None:
         """Reads ahead of the answers, so that many reports share one commit."""
-        answers: asyncio.Queue[asyncio.Future[Any] | None] = asyncio.Queue()
+        answers: deque[asyncio.Future[Any]] = deque()
+        arrived = asyncio.Event()
+        reading = True
         window = asyncio.Semaphore(_STREAM_REPORTS)
 
         async def read() -> None:
+            nonlocal reading
             try:
-                async for request in request_iterator:
+                while (message := await context.read()) is not grpc.aio.EOF:
                     await window.acquire()
-                    answers.put_nowait(await self._intake.submit(_report(request)))
+                    report = _report(message)
+                    if message.more:
+                        answers.append(await self._in_pieces(report, context))
+                    else:
+                        answers.append(await self._intake.submit(report))
+                    arrived.set()
             finally:
-                answers.put_nowait(None)
+                reading = False
+                arrived.set()
 
         reader = asyncio.create_task(read())
         try:
-            while (answer := await answers.get()) is not None:
-                await context.write(shuffler_pb2.SubmitReply(verdict=await answer))
-                window.release()
+            while answers or reading:
+                if not answers:
+                    arrived.clear()
+                    await arrived.wait()
+                    continue
+                verdicts = [await answers.popleft()]
+                while answers and answers[0].done():
+                    verdicts.append(answers.popleft().result())
+                await context.write(shuffler_pb2.SubmitReply(verdicts=verdicts))
+                for _ in verdicts:
+                    window.release()
             await reader
         finally:
             reader.cancel()
+
+    async def _in_pieces(
+        self, report: Report, context: grpc.aio.ServicerContext
+    ) -> asyncio.Future[Any]:
+        """Passes the pieces of one report on to the disk, one while the next is received."""
+        begun = asyncio.ensure_future(self._intake.call(self._store.begin, report))
+        try:
+            draft = await asyncio.shield(begun)
+        except asyncio.CancelledError:  # the stream is gone; what was begun for it goes too
+            begun.add_done_callback(lambda done: self._give_up(done.result()))
+            raise
+        loop = asyncio.get_running_loop()
+        pieces, more = [report.sealed], True
+        length = held = len(report.sealed)
+        written: asyncio.Future[None] = loop.create_future()
+        written.set_result(None)
+        try:
+            while more:
+                message = await context.read()
+                if message is grpc.aio.EOF or length > MAX_REPORT_BYTES:
+                    await context.abort(
+                        grpc.StatusCode.INVALID_ARGUMENT, "a report that does not end"
+                    )
+                more = message.more
+                pieces.append(message.sealed)
+                length += len(message.sealed)
+                held += len(message.sealed)
+                if isinstance(draft, Verdict):
+                    pieces.clear()
+                elif held >= _WRITE_BYTES or not more:
+                    await written
+                    written = loop.run_in_executor(self._writers, draft.write, pieces)
+                    pieces, held = [], 0
+            await written
+            if isinstance(draft, Draft):
+                return await self._intake.submit(
+                    dataclasses.replace(report, sealed=b"", draft=draft)
+                )
+            answer: asyncio.Future[Any] = loop.create_future()
+            answer.set_result(draft)
+            return answer
+        except BaseException:
+            written.add_done_callback(lambda _: self._give_up(draft))  # not while it is written
+            raise
+
+    def _give_up(self, draft: Draft | Verdict) -> None:
+        if isinstance(draft, Draft):
+            self._intake.call_soon(draft.give_up)
 
 
 class _ControlService(shuffler_pb2_grpc.ControlServicer):
@@ -210,7 +304,7 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         return shuffler_pb2.CloseRoundReply(outcome=shuffler_pb2.Outcome.Name(outcome))
 
     async def Release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
-        begun: list[tuple[RoundSpool, int]] = []
+        begun: list[RoundSpool] = []
 
         def begin() -> None:
             begun.append(self._store.begin_release(request.run_id, request.round))
@@ -222,10 +316,13 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         loop = asyncio.get_running_loop()
         try:
             await self._call(context, begin)
-            spool, report_bytes = begun[0]
-            limit = max(1, _CHUNK_BYTES // report_bytes)
-            while sealed := await loop.run_in_executor(self._readers, spool.next_reports, limit):
-                await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed))
+            while True:
+                sealed, more = await loop.run_in_executor(
+                    self._readers, begun[0].next_chunk, _CHUNK_BYTES
+                )
+                if not sealed:
+                    break
+                await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed, more=more))
         except ShufflerRefused as refused:  # the run was ended meanwhile, or the disk fails
             await _abort(context, refused)
         finally:
@@ -253,6 +350,8 @@ def _report(request: Any) -> Report:
         request.round,
         request.model_version,
         request.plan_digest,
-        request.sender,
+        "",
+        request.user,
+        None,
         request.sealed,
     )

@@ -47,13 +47,13 @@ class World:
         self.control.open_round(run_id, round, f"model {round}")
         return RoundHeader(run_id, round, f"model {round}", digest)
 
-    def reports(self, header: RoundHeader, count: int, first: int = 0) -> list[tuple[str, bytes]]:
+    def reports(self, header: RoundHeader, count: int, first: int = 0) -> list[tuple[int, bytes]]:
         return [
-            (f"user-{user}", seal(payload(user), self.public_key, header))
+            (user, seal(payload(user), self.public_key, header))
             for user in range(first, first + count)
         ]
 
-    def submit(self, header: RoundHeader, reports: list[tuple[str, bytes]]) -> list[Verdict]:
+    def submit(self, header: RoundHeader, reports: list[tuple[int, bytes]]) -> list[Verdict]:
         return list(self.intake.submit(header, reports))
 
 

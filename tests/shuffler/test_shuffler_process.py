@@ -173,13 +173,13 @@ def test_tls_works_with_the_right_authority_only(start: Callable[..., World], tm
         digest = control.create_run("run", plan(), length)
         control.open_round("run", 1, "m")
         header = RoundHeader("run", 1, "m", digest)
-        assert list(intake.submit(header, [("user", bytes(length))])) == [Verdict.ACCEPTED]
+        assert list(intake.submit(header, [(0, bytes(length))])) == [Verdict.ACCEPTED]
         for trusted in (other.read_bytes(), None):
             with (
                 IntakeClient(process.address, trusted, timeout=5) as stranger,
                 pytest.raises(ShufflerUnavailable),
             ):
-                list(stranger.submit(header, [("other", bytes(length))]))
+                list(stranger.submit(header, [(1, bytes(length))]))
         control.close_round("run", 1)
         assert list(control.release("run", 1)) == [bytes(length)]
 
