@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accounting import PrivacyPlan
+from shuffler import Sealing
 
 RoundOutcome = Literal["released", "below-minimum", "discarded"]
 StoppedBy = Literal["budget", "rounds", "interrupt"]
@@ -52,6 +53,7 @@ class ServerSettings:
         folder: an existing folder for the ledger, checkpoints and the final model.
         round_timeout: seconds to wait for acknowledgements before the round is closed.
         evaluate_every, checkpoint_every: in rounds; the end of the run always does both.
+        sealing: the suite that reports are sealed with.
     """
 
     run_id: str
@@ -66,6 +68,7 @@ class ServerSettings:
     round_timeout: float
     evaluate_every: int
     checkpoint_every: int
+    sealing: Sealing = "x25519"
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class RoundRecord:
             destroyed unseen. The round is spent in every case.
         reports: reports aggregated; 0 when nothing was released.
         rejected: released reports that did not open or that no honest client could have sent.
+        reasons: how many of them for which reason.
         silent_nodes: nodes that did not acknowledge in time or answered with an error.
         accuracy, loss: on the test data, None in rounds without evaluation.
         seconds: wall-clock time of the round.
@@ -90,6 +94,7 @@ class RoundRecord:
     outcome: RoundOutcome
     reports: int
     rejected: int
+    reasons: dict[str, int]
     silent_nodes: int
     accuracy: float | None
     loss: float | None

@@ -7,6 +7,7 @@ from enum import IntEnum, StrEnum
 __all__ = [
     "Outcome",
     "Refusal",
+    "RejectReason",
     "ReportRejected",
     "ShufflerError",
     "ShufflerRefused",
@@ -92,5 +93,23 @@ class ShufflerRefused(ShufflerError):
         return (type(self), (self.reason, self.detail))
 
 
+class RejectReason(StrEnum):
+    """Why the server left a released report out."""
+
+    NOT_OPENED = "not-opened"
+    REPLAYED = "replayed"
+    WRONG_LENGTH = "wrong-length"
+    TOO_LONG = "too-long"
+    NOT_FINITE = "not-finite"
+
+
 class ReportRejected(Exception):
-    """A sealed report does not open under this key and header."""
+    """A released report that must not be aggregated.
+
+    Attributes:
+        reason: which rule, to be counted.
+    """
+
+    def __init__(self, reason: RejectReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason

@@ -111,6 +111,7 @@ def _execute(
                 round_timeout=config.simulation.round_timeout,
                 evaluate_every=config.training.evaluate_every,
                 checkpoint_every=config.training.checkpoint_every,
+                sealing=config.shuffler.sealing,
             ),
             observe,
             results.append,

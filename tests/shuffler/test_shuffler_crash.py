@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shuffler_world import PAYLOAD_BYTES, World
+from shuffler_world import World
 
 from shuffler import (
     Outcome,
@@ -20,7 +20,6 @@ from shuffler import (
     ShufflerRefused,
     ShufflerUnavailable,
     Verdict,
-    sealed_length,
 )
 
 
