@@ -42,6 +42,9 @@ __all__ = ["Draft", "Report", "RunStore"]
 _MAX_NAME = 256  # characters of a run id or a model version
 _MAX_ROUND = 2**63 - 1
 _MAX_USERS = 2**32
+_MAX_RUNS = 64  # at once
+_MAX_WAITING = 4  # closed batches of a run that were not fetched
+_KEPT_OVER = 8  # finished rounds of a run that are remembered; the latest always is
 _MAX_PLAN_BYTES = 2**20
 _RESERVE_BYTES = 128 * 2**10
 _OVERHEAD_BYTES = 512  # what a report's marks may add to the SQLite file and its journal
@@ -144,7 +147,6 @@ class _Run:
     users: int
     minimum_batch: int
     report_bytes: int
-    ended: bool
     rounds: dict[int, _Round]
 
     def open_round(self) -> _Round | None:
@@ -191,7 +193,8 @@ class RunStore:
             The plan's digest: SHA-256 of its bytes, lower-case hexadecimal.
 
         Raises:
-            ShufflerRefused: `MALFORMED`, `RUN_EXISTS` (other content), `RUN_ENDED`, storage.
+            ShufflerRefused: `MALFORMED`, `RUN_EXISTS` (other content), `RUN_ENDED`,
+                `TOO_MANY_RUNS`, storage.
         """
         if not 1 <= len(run_id) <= _MAX_NAME:
             _refuse(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
@@ -203,11 +206,13 @@ class RunStore:
         run = _parse_run(plan, report_bytes)
         known = self._runs.get(run_id)
         if known is None:
+            if self._has_ended(run_id):
+                _refuse(Refusal.RUN_ENDED, "this run has ended and its id can not be used again")
+            if len(self._runs) == _MAX_RUNS:
+                _refuse(Refusal.TOO_MANY_RUNS, f"{_MAX_RUNS} runs have not ended")
             with self._durably() as rows:
                 rows.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run_id, plan, report_bytes))
             self._runs[run_id] = run
-        elif known.ended:
-            _refuse(Refusal.RUN_ENDED, "this run has ended and its id can not be used again")
         elif (known.digest, known.report_bytes) != (run.digest, report_bytes):
             _refuse(Refusal.RUN_EXISTS, "this run has another plan or report length")
         return run.digest
@@ -217,7 +222,7 @@ class RunStore:
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
-                `ROUND_NOT_INCREASING`, `MALFORMED`, or storage.
+                `ROUND_NOT_INCREASING`, `TOO_MANY_BATCHES`, `MALFORMED`, or storage.
         """
         run = self._run(run_id)
         if number > _MAX_ROUND or not 1 <= len(model_version) <= _MAX_NAME:
@@ -229,6 +234,13 @@ class RunStore:
             _refuse(Refusal.ANOTHER_ROUND_OPEN, "close the open round first")
         if run.rounds and number <= max(run.rounds):
             _refuse(Refusal.ROUND_NOT_INCREASING, f"round {number} does not follow the last one")
+        waiting = [r for r in run.rounds.values() if r.state is _State.CLOSED]
+        if len(waiting) >= _MAX_WAITING:
+            _refuse(
+                Refusal.TOO_MANY_BATCHES, f"fetch one of the {_MAX_WAITING} closed rounds first"
+            )
+        over = sorted(r.number for r in run.rounds.values() if r.state is _State.DONE)
+        forgotten = over[:-_KEPT_OVER]
         path = self._path(run_id, number)
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
@@ -238,12 +250,18 @@ class RunStore:
                     "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL)",
                     (run_id, number, model_version, _State.OPEN),
                 )
+                rows.executemany(
+                    "DELETE FROM rounds WHERE run_id = ? AND round = ?",
+                    [(run_id, old) for old in forgotten],
+                )
         except ShufflerRefused:
             with suppress(OSError):
                 path.with_suffix(".reports").unlink(missing_ok=True)
                 delete_database(path)
             raise
         run.rounds[number] = _Round(number, model_version, _State.OPEN, None, spool)
+        for old in forgotten:
+            del run.rounds[old]
 
     def accept(self, reports: Sequence[Report]) -> list[Verdict]:
         """Stores what may be stored, with one commit for each round; answers in order.
@@ -345,9 +363,9 @@ class RunStore:
 
     def finish_release(self, run_id: str, number: int) -> None:
         """Destroys a batch that was being released, whether or not all of it was read."""
-        run = self._runs[run_id]
-        entry = run.rounds.get(number)
-        if run.ended or entry is None or entry.state is not _State.RELEASING:
+        run = self._runs.get(run_id)
+        entry = run.rounds.get(number) if run is not None else None
+        if entry is None or entry.state is not _State.RELEASING:
             return
         self._destroy(entry)
         self._move(run_id, entry, _State.DONE)
@@ -362,6 +380,8 @@ class RunStore:
         """
         run = self._runs.get(run_id)
         if run is None:
+            if self._has_ended(run_id):
+                return
             _refuse(Refusal.UNKNOWN_RUN, "no such run")
         # The files first: that also works on a full disk, and makes room for the entry.
         for entry in run.rounds.values():
@@ -369,8 +389,7 @@ class RunStore:
         with self._durably() as rows:
             rows.execute("DELETE FROM rounds WHERE run_id = ?", (run_id,))
             rows.execute("UPDATE runs SET plan = NULL, ended = 1 WHERE run_id = ?", (run_id,))
-        run.ended = True
-        run.rounds.clear()
+        del self._runs[run_id]
 
     def close(self) -> None:
         """Closes all files and keeps them for the next start on this directory."""
@@ -383,7 +402,7 @@ class RunStore:
 
     def _examine(self, report: Report, whole: bool = True) -> Verdict:
         run = self._runs.get(report.run_id)
-        if run is None or run.ended:
+        if run is None:
             return Verdict.UNKNOWN_RUN
         if report.plan_digest != run.digest:
             return Verdict.WRONG_PLAN
@@ -431,16 +450,22 @@ class RunStore:
     def _run(self, run_id: str) -> _Run:
         run = self._runs.get(run_id)
         if run is None:
+            if self._has_ended(run_id):
+                _refuse(Refusal.RUN_ENDED, "this run has ended")
             _refuse(Refusal.UNKNOWN_RUN, "no such run")
-        if run.ended:
-            _refuse(Refusal.RUN_ENDED, "this run has ended")
         return run
+
+    def _has_ended(self, run_id: str) -> bool:
+        row = self._connection.execute("SELECT ended FROM runs WHERE run_id = ?", (run_id,))
+        return bool(row.fetchone() == (1,))
 
     def _entry(self, run_id: str, number: int) -> tuple[_Run, _Round]:
         run = self._run(run_id)
         entry = run.rounds.get(number)
         if entry is None:
-            _refuse(Refusal.UNKNOWN_ROUND, f"round {number} was never opened")
+            _refuse(
+                Refusal.UNKNOWN_ROUND, f"round {number} was never opened, or is long since over"
+            )
         return run, entry
 
     def _move(self, run_id: str, entry: _Round, state: _State) -> None:
@@ -469,11 +494,11 @@ class RunStore:
 
     def _recover(self) -> None:
         """Takes up the runs on disk and deletes what no open or closed round names."""
-        rows = self._connection.execute("SELECT run_id, plan, report_bytes, ended FROM runs")
-        for run_id, plan, report_bytes, ended in rows.fetchall():
-            self._runs[run_id] = (
-                _Run("", 0, 0, report_bytes, True, {}) if ended else _parse_run(plan, report_bytes)
-            )
+        rows = self._connection.execute(
+            "SELECT run_id, plan, report_bytes FROM runs WHERE NOT ended"
+        )
+        for run_id, plan, report_bytes in rows.fetchall():
+            self._runs[run_id] = _parse_run(plan, report_bytes)
         kept: set[Path] = set()
         rows = self._connection.execute(
             "SELECT run_id, round, model_version, state, outcome FROM rounds"
@@ -522,7 +547,7 @@ def _parse_run(plan: bytes, report_bytes: int) -> _Run:
             Refusal.MALFORMED,
             f"the plan needs integers users >= minimum_batch >= 1, got {users!r} and {minimum!r}",
         )
-    return _Run(hashlib.sha256(plan).hexdigest(), users, minimum, report_bytes, False, {})
+    return _Run(hashlib.sha256(plan).hexdigest(), users, minimum, report_bytes, {})
 
 
 def _refuse(reason: Refusal, detail: str) -> NoReturn:
