@@ -80,7 +80,9 @@ async def serve_sink(directory: Path) -> None:
     shuffler_pb2_grpc.add_IntakeServicer_to_server(Sink(), server)
     port = server.add_secure_port(
         "127.0.0.1:0",
-        grpc.ssl_server_credentials([(credentials.private_key, credentials.certificate)]),
+        grpc.ssl_server_credentials(
+            [(credentials.private_key, credentials.certificate)], credentials.authority, True
+        ),
     )
     await server.start()
     print(port, flush=True)
@@ -150,16 +152,10 @@ def measure(directory: Path, options: argparse.Namespace) -> list[dict]:
         for payload in options.payloads:
             for sealing in (True, False):
                 with (
-                    ShufflerProcess(
-                        directory / "spool",
-                        tls_certificate=directory / "shuffler.pem",
-                        tls_key=directory / "shuffler.key",
-                    ) as process,
-                    ControlClient(
-                        process.address, process.control_token, authority.certificate
-                    ) as control,
-                    IntakeClient(process.address, authority.certificate) as intake,
-                    IntakeClient(address, authority.certificate) as sink_intake,
+                    ShufflerProcess(directory / "spool", authority=authority) as process,
+                    ControlClient(process.address, process.control) as control,
+                    IntakeClient(process.address, process.submit) as intake,
+                    IntakeClient(address, process.submit) as sink_intake,
                 ):
                     pin(process.pid, SERVER_CORE)
                     rows.append(

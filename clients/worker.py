@@ -44,7 +44,7 @@ class Worker:
         self._randomness = make_randomness(settings.seed)
         self._model = settings.make_model()
         self._records = settings.load_users()
-        self._intake = IntakeClient(settings.shuffler_address)
+        self._intake = IntakeClient(settings.shuffler_address, settings.shuffler_credentials)
 
     @functools.cached_property
     def _last_round(self) -> int:

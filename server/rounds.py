@@ -63,7 +63,7 @@ class RoundLoop:
         self._dimension = sum(p.numel() for p in self._model.parameters())
         self._test = settings.load_test()
         self._incomplete = 0  # rounds in a row that lacked nodes
-        self._control = ControlClient(settings.shuffler_address, settings.control_token)
+        self._control = ControlClient(settings.shuffler_address, settings.shuffler_credentials)
         plan = settings.plan
         self._budget = PrivacyBudget(
             plan.make_accountant(),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accounting import PrivacyPlan
-from shuffler import Sealing
+from shuffler import Credentials, Sealing
 
 RoundOutcome = Literal["released", "below-minimum", "discarded"]
 StoppedBy = Literal["budget", "rounds", "interrupt"]
@@ -49,7 +49,9 @@ class ServerSettings:
         load_test: gives public test data, features (r, ...) and int64 labels of shape (r,).
         optimiser: the server's step.
         nodes: Flower nodes to wait for before the first round.
-        shuffler_address, control_token: the shuffler, and the right to open, close and release.
+        shuffler_address: host:port of the shuffler.
+        shuffler_credentials: the right to open, close and release; a token only for a shuffler
+            without TLS.
         folder: an existing folder for the ledger, checkpoints and the final model.
         round_timeout: seconds to wait for acknowledgements before the round is closed.
         evaluate_every, checkpoint_every: in rounds; the end of the run always does both.
@@ -63,7 +65,7 @@ class ServerSettings:
     optimiser: Optimiser
     nodes: int
     shuffler_address: str
-    control_token: str
+    shuffler_credentials: Credentials | str
     folder: Path
     round_timeout: float
     evaluate_every: int

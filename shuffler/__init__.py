@@ -16,6 +16,7 @@ from shuffler.errors import (
     ShufflerUnavailable,
     Verdict,
 )
+from shuffler.keys import Credentials
 from shuffler.process import ShufflerProcess
 from shuffler.reports import decode_report, encode_report, model_version, report_length
 from shuffler.sealing import (
@@ -31,6 +32,7 @@ from shuffler.sealing import (
 
 __all__ = [
     "ControlClient",
+    "Credentials",
     "IntakeClient",
     "Outcome",
     "PrivateKey",

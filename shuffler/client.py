@@ -4,7 +4,7 @@ A channel is made when it is first used, in the process that uses it: a client o
 before a fork or sent to a Ray worker, and each process then has its own connection.
 
 Every wait for the shuffler has a limit. Nothing is retried here. Plaintext goes to a loopback
-address only; any other needs `root_certificates`.
+address only; any other needs credentials.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from shuffler.channel import (
     parse_address,
 )
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
+from shuffler.keys import Credentials
 from shuffler.sealing import RoundHeader
 
 __all__ = ["ControlClient", "IntakeClient"]
@@ -44,19 +45,17 @@ _WINDOW_BYTES = 32 * 2**20
 class _Client:
     """One lazily made channel for each process."""
 
-    def __init__(self, address: str, root_certificates: bytes | None, timeout: float) -> None:
+    def __init__(self, address: str, credentials: Credentials | None, timeout: float) -> None:
         host, port, loopback = parse_address(address)
         if port == 0:
             raise ValueError(f"a shuffler's port lies in [1, 65535], got {address!r}")
-        if root_certificates is None and not loopback:
-            raise ValueError(
-                f"plaintext only to a loopback address: {address} needs root certificates"
-            )
+        if credentials is None and not loopback:
+            raise ValueError(f"plaintext only to a loopback address: {address} needs credentials")
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.address = join_address(host, port)
         self.timeout = timeout
-        self._root_certificates = root_certificates
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._owner = 0
@@ -90,11 +89,15 @@ class _Client:
             self._lock, self._channel, self._owner = threading.Lock(), None, os.getpid()
         with self._lock:
             if self._channel is None:
-                if self._root_certificates is None:
+                if self._credentials is None:
                     self._channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
                 else:
-                    credentials = grpc.ssl_channel_credentials(self._root_certificates)
-                    self._channel = grpc.secure_channel(self.address, credentials, CHANNEL_OPTIONS)
+                    tls = grpc.ssl_channel_credentials(
+                        self._credentials.authority,
+                        self._credentials.private_key,
+                        self._credentials.certificate,
+                    )
+                    self._channel = grpc.secure_channel(self.address, tls, CHANNEL_OPTIONS)
             return self._channel
 
     @contextmanager
@@ -121,19 +124,19 @@ class IntakeClient(_Client):
     """
 
     def __init__(
-        self, address: str, root_certificates: bytes | None = None, timeout: float = 60.0
+        self, address: str, credentials: Credentials | None = None, timeout: float = 60.0
     ) -> None:
         """Remembers where the shuffler is; connects with the first report.
 
         Args:
             address: the shuffler's `HOST:PORT`.
-            root_certificates: PEM certificates to trust; switches TLS on.
+            credentials: a node's; None: plaintext, to a shuffler that has no TLS.
             timeout: longest wait in seconds for one verdict. A stream of reports may last longer.
 
         Raises:
-            ValueError: if the address is malformed, or not loopback without `root_certificates`.
+            ValueError: if the address is malformed, or not loopback without `credentials`.
         """
-        super().__init__(address, root_certificates, timeout)
+        super().__init__(address, credentials, timeout)
 
     def submit(
         self, header: RoundHeader, reports: Iterable[tuple[int, bytes]]
@@ -152,6 +155,8 @@ class IntakeClient(_Client):
             One verdict for each report, in order. Only `ACCEPTED` reports are in the batch.
 
         Raises:
+            ShufflerRefused: `NOT_PERMITTED`, or `BUSY` when too many streams are open; no report
+                was taken.
             ShufflerUnavailable: if the shuffler is not there or stops answering. The reports
                 without a verdict may or may not be in the batch; submitting them again is harmless.
             ValueError: if a report is longer than any shuffler takes.
@@ -200,31 +205,26 @@ class IntakeClient(_Client):
 
 
 class ControlClient(_Client):
-    """Runs rounds. For the server only: it needs the control token."""
+    """Runs rounds. For the server only: it needs the server's credentials."""
 
-    def __init__(
-        self,
-        address: str,
-        token: str,
-        root_certificates: bytes | None = None,
-        timeout: float = 60.0,
-    ) -> None:
+    def __init__(self, address: str, credentials: Credentials | str, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first call.
 
         Args:
             address: the shuffler's `HOST:PORT`.
-            token: the control token that the shuffler was started with.
-            root_certificates: PEM certificates to trust; switches TLS on.
+            credentials: a server's; or, in plaintext, the control token that the shuffler was
+                started with.
             timeout: longest wait in seconds for one answer, or one part of a release.
 
         Raises:
-            ValueError: if the address is malformed, or not loopback without `root_certificates`,
-                or the token is no text that a header may carry.
+            ValueError: if the address is malformed, or not loopback in plaintext, or the token is
+                no text that a header may carry.
         """
-        super().__init__(address, root_certificates, timeout)
-        if not (token.isascii() and token.isprintable()):
+        token = credentials if isinstance(credentials, str) else None
+        super().__init__(address, None if isinstance(credentials, str) else credentials, timeout)
+        if token is not None and not (token.isascii() and token.isprintable()):
             raise ValueError("a control token is printable ASCII")
-        self._metadata = ((TOKEN_KEY, f"Bearer {token}"),)
+        self._metadata = ((TOKEN_KEY, f"Bearer {token}"),) if token is not None else ()
 
     def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
         """Registers a run with its plan; the same call again changes nothing.

@@ -46,9 +46,11 @@ class Outcome(IntEnum):
 
 
 class Refusal(StrEnum):
-    """Why a control call was refused."""
+    """Why a call was refused."""
 
     UNAUTHENTICATED = "UNAUTHENTICATED"
+    NOT_PERMITTED = "NOT_PERMITTED"
+    BUSY = "BUSY"
     MALFORMED = "MALFORMED"
     UNKNOWN_RUN = "UNKNOWN_RUN"
     RUN_EXISTS = "RUN_EXISTS"

@@ -66,7 +66,7 @@ class Report:
     Attributes:
         sender: the credential that it came with; empty where there are none.
         user: which of the sender's users.
-        users: how many users the sender has; None: as many as the plan.
+        users: how many users the sender has.
         sealed: the report, unless it came in pieces.
         draft: where the pieces are.
     """
@@ -77,7 +77,7 @@ class Report:
     plan_digest: str
     sender: str
     user: int
-    users: int | None
+    users: int
     sealed: bytes
     draft: Draft | None = None
 
@@ -411,7 +411,7 @@ class RunStore:
             return Verdict.ROUND_NOT_OPEN
         if report.model_version != entry.model_version:
             return Verdict.WRONG_MODEL_VERSION
-        if report.user >= (run.users if report.users is None else report.users):
+        if report.user >= min(report.users, run.users):
             return Verdict.BAD_SENDER
         if report.draft is not None:
             if report.draft.verdict is not None:

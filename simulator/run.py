@@ -106,7 +106,7 @@ def _execute(
                 optimiser=experiment.optimiser,
                 nodes=config.simulation.nodes,
                 shuffler_address=shuffler.address,
-                control_token=shuffler.control_token,
+                shuffler_credentials=shuffler.control,
                 folder=folder,
                 round_timeout=config.simulation.round_timeout,
                 evaluate_every=config.training.evaluate_every,
@@ -125,6 +125,7 @@ def _execute(
                 load_users=experiment.load_users,
                 training=experiment.local_training,
                 shuffler_address=shuffler.address,
+                shuffler_credentials=shuffler.submit,
                 seed=experiment.seed,
                 reply_after=config.simulation.reply_after,
             )

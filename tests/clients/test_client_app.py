@@ -67,7 +67,7 @@ def broken_users():
 class Round:
     """A run on a real shuffler, and the messages its server would send."""
 
-    def __init__(self, address, control, rate, run_id, **changes):
+    def __init__(self, address, credentials, control, rate, run_id, **changes):
         self.control = control
         self.plan = plan(rate)
         self.settings = ClientSettings(
@@ -77,6 +77,7 @@ class Round:
             load_users=load_users,
             training=LocalTraining(),
             shuffler_address=address,
+            shuffler_credentials=credentials,
             seed=3,
         )
         self.settings = dataclasses.replace(self.settings, **changes)
@@ -139,8 +140,9 @@ def shuffler():
 
 @pytest.fixture
 def make_round(shuffler, request):
-    control = ControlClient(shuffler.address, shuffler.control_token)
-    yield functools.partial(Round, shuffler.address, control, run_id=request.node.name[:200])
+    control = ControlClient(shuffler.address, shuffler.control)
+    name = request.node.name[:200]
+    yield functools.partial(Round, shuffler.address, shuffler.submit, control, run_id=name)
     control.close()
 
 
@@ -171,7 +173,11 @@ def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
     assert len(everyone.released()) == 4
     nobody = make_round(rate=1e-9)
     nobody = Round(
-        nobody.settings.shuffler_address, nobody.control, 1e-9, nobody.settings.run_id + "-nobody"
+        nobody.settings.shuffler_address,
+        nobody.settings.shuffler_credentials,
+        nobody.control,
+        1e-9,
+        nobody.settings.run_id + "-nobody",
     ).open()
     without_reports = reply_content(nobody.announce())
     assert nobody.released() == []

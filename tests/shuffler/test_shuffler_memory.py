@@ -9,10 +9,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from shuffler_world import World
+from shuffler_world import World, raw_channel
 
 from shuffler import IntakeClient, Outcome, Verdict, shuffler_pb2, shuffler_pb2_grpc
-from shuffler.channel import CHANNEL_OPTIONS, PIECE_BYTES
+from shuffler.channel import PIECE_BYTES
 
 LIMIT_MB = 300
 
@@ -28,7 +28,7 @@ def submit_at_once(world: World, header, streams: int, reports: int, length: int
     verdicts: list[Verdict] = []
 
     def stream(number: int) -> None:
-        with IntakeClient(world.process.address, timeout=120) as intake:
+        with IntakeClient(world.process.address, world.process.submit, timeout=120) as intake:
             users = range(number * reports, (number + 1) * reports)
             verdicts.extend(intake.submit(header, ((user, content) for user in users)))
 
@@ -69,7 +69,7 @@ def pieces(header, count: int, more: bool, user: int = 0):
 
 
 def raw_submit(world: World, requests) -> list[Verdict]:
-    with grpc.insecure_channel(world.process.address, CHANNEL_OPTIONS) as channel:
+    with raw_channel(world) as channel:
         replies = shuffler_pb2_grpc.IntakeStub(channel).Submit(requests)
         return [Verdict(verdict) for reply in replies for verdict in reply.verdicts]
 
@@ -133,7 +133,9 @@ def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., 
     world = start()
     header = world.begin()
     [(_, sealed)] = world.reports(header, 1)
-    clients = [IntakeClient(world.process.address, timeout=20) for _ in range(64)]
+    clients = [
+        IntakeClient(world.process.address, world.process.submit, timeout=20) for _ in range(64)
+    ]
     hold = threading.Event()
 
     def reports(number: int):
@@ -148,7 +150,7 @@ def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., 
         thread.start()
     refused = None
     while refused is None:  # until all streams are there
-        with grpc.insecure_channel(world.process.address, CHANNEL_OPTIONS) as channel:
+        with raw_channel(world) as channel:
             call = shuffler_pb2_grpc.IntakeStub(channel).Submit(iter([]))
             try:
                 list(call)

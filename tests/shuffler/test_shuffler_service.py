@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import pytest
 from scipy.stats import chisquare
 from shuffler_world import PAYLOAD_BYTES, World, payload, plan
@@ -195,29 +194,6 @@ def test_a_report_length_out_of_range_is_refused(shared: World, length: int):
     assert refusal(shared.control.create_run, "bad length", plan(), length) is Refusal.MALFORMED
 
 
-@pytest.mark.parametrize("token", ["", "x" * 43])
-def test_without_the_token_no_control_call_works(shared: World, token: str):
-    header = shared.begin(f"guarded {token}")
-    run_id = header.run_id
-    shared.submit(header, shared.reports(header, 2))
-    with ControlClient(shared.process.address, token) as stranger:
-        for call, arguments in (
-            (stranger.create_run, ("new", plan(), 64)),
-            (stranger.open_round, (run_id, 2, "m")),
-            (stranger.close_round, (run_id, 1)),
-            (stranger.release, (run_id, 1)),
-            (stranger.end_run, (run_id,)),
-        ):
-            assert refusal(call, *arguments) is Refusal.UNAUTHENTICATED
-    with grpc.insecure_channel(shared.process.address) as channel:
-        bare = channel.unary_unary("/shufl.v1.Control/EndRun")
-        with pytest.raises(grpc.RpcError) as error:
-            bare(shuffler_pb2.EndRunRequest(run_id=run_id).SerializeToString())
-        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    shared.control.close_round(run_id, 1)
-    assert len(list(shared.control.release(run_id, 1))) == 2
-
-
 def test_closing_while_many_streams_submit_splits_accepted_from_late(start):
     world = start()
     header = world.begin()
@@ -235,7 +211,7 @@ def test_closing_while_many_streams_submit_splits_accepted_from_late(start):
                 sent.append(sealed)
                 yield number * 5000 + index, sealed
 
-        with IntakeClient(world.process.address) as intake:
+        with IntakeClient(world.process.address, world.process.submit) as intake:
             for index, verdict in enumerate(intake.submit(header, reports())):
                 if verdict is Verdict.ACCEPTED:
                     accepted[number].append(sent[index])
@@ -296,8 +272,8 @@ def test_the_largest_report_passes_and_a_larger_one_is_refused_here(shared: Worl
 def test_a_shuffler_that_is_not_there_or_hangs_is_unavailable(start):
     world = start()
     header = world.begin()
-    control = ControlClient(world.process.address, world.process.control_token, timeout=1)
-    intake = IntakeClient(world.process.address, timeout=1)
+    control = ControlClient(world.process.address, world.process.control, timeout=1)
+    intake = IntakeClient(world.process.address, world.process.submit, timeout=1)
     os.kill(world.process.pid, signal.SIGSTOP)
     try:
         for call in (
@@ -322,7 +298,7 @@ def _submit_one(intake: IntakeClient, header: RoundHeader, user: int, answers) -
 
 def test_a_client_made_before_a_fork_or_pickled_connects_where_it_is_used(shared: World):
     header = shared.begin("forked")
-    intake = IntakeClient(shared.process.address)  # has no channel yet
+    intake = IntakeClient(shared.process.address, shared.process.submit)  # has no channel yet
     for user, method in enumerate(("fork", "spawn")):
         context = multiprocessing.get_context(method)
         answers = context.SimpleQueue()

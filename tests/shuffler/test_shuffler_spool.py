@@ -35,7 +35,7 @@ def p_value(counts: Counter, cells: list) -> float:
 
 def report(user: int, digest: str, round: int = 1, length: int = 64) -> Report:
     content = bytes([user % 256]) * length
-    return Report("run", round, "model", digest, "node", user, None, content)
+    return Report("run", round, "model", digest, "node", user, 2**32, content)
 
 
 def read(spool: RoundSpool, limit: int = 3 * 64) -> list[bytes]:

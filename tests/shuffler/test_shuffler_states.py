@@ -77,7 +77,7 @@ class Rounds(RuleBasedStateMachine):
         for user in users:
             self.content += 1
             sealed = self.content.to_bytes(LENGTH, "big")
-            reports.append(Report("run", number, "model", self.digest, "node", user, None, sealed))
+            reports.append(Report("run", number, "model", self.digest, "node", user, 2**32, sealed))
             if state != "open":
                 expected.append(Verdict.ROUND_NOT_OPEN)
             elif user == USERS:
@@ -94,7 +94,7 @@ class Rounds(RuleBasedStateMachine):
         """Four pieces are a report; the round may end before `accept` in another rule's way."""
         self.content += 1
         sealed = self.content.to_bytes(LENGTH, "big")
-        head = Report("run", number, "model", self.digest, "node", user, None, b"")
+        head = Report("run", number, "model", self.digest, "node", user, 2**32, b"")
         draft = self.store.begin(head)
         state, held = self.rounds.get(number, ("unknown", {}))
         if state != "open":
@@ -104,7 +104,7 @@ class Rounds(RuleBasedStateMachine):
         else:
             for piece in range(pieces):
                 draft.write([(sealed * 2)[piece * 16 : (piece + 1) * 16]])
-            whole = Report("run", number, "model", self.digest, "node", user, None, b"", draft)
+            whole = Report("run", number, "model", self.digest, "node", user, 2**32, b"", draft)
             expected = Verdict.ACCEPTED if pieces == 4 else Verdict.WRONG_LENGTH
             assert self.store.accept([whole]) == [expected]
             if pieces == 4:
@@ -185,7 +185,10 @@ def test_a_day_of_rounds_leaves_nothing_that_grows(tmp_path):
             store.open_round("run", number, "model")
             users = range(USERS if number % 2 else MINIMUM - 1)
             store.accept(
-                [Report("run", number, "model", digest, "n", u, None, bytes(LENGTH)) for u in users]
+                [
+                    Report("run", number, "model", digest, "n", u, 2**32, bytes(LENGTH))
+                    for u in users
+                ]
             )
             outcome = store.close_round("run", number)
             if outcome is Outcome.RELEASABLE:
