@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 def merge(parts: Sequence[Iterable[_T]], lengths: Sequence[int]) -> Iterator[_T]:
-    """Interleaves the parts, keeping each one's order, so that all interleavings are equally likely.
+    """Interleaves the parts, each in its own order; all interleavings are equally likely.
 
     Memory does not grow with the parts. One draw and at most k comparisons for each report; for
     many parts merge merges, as a tree: the proof holds at every node.

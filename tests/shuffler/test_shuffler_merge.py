@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import secrets
@@ -23,15 +24,16 @@ def probabilities(lengths: list[int]) -> dict[tuple[int, ...], Fraction]:
     """Of every interleaving, exactly: the merge run on all outcomes of its draws."""
     found: dict[tuple[int, ...], Fraction] = {}
     for draws in itertools.product(*(range(total) for total in range(sum(lengths), 0, -1))):
-        left = iter(draws)
-        original, module.secrets = module.secrets, type("", (), {"randbelow": lambda _: next(left)})
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module.secrets, "randbelow", functools.partial(_next, iter(draws)))
             word = tuple(merge([[i] * n for i, n in enumerate(lengths)], lengths))
-        finally:
-            module.secrets = original
         weight = Fraction(1, math.factorial(sum(lengths)))
         found[word] = found.get(word, Fraction(0)) + weight
     return found
+
+
+def _next(draws, total: int) -> int:
+    return next(draws)
 
 
 @pytest.mark.parametrize("lengths", [[1], [2, 2], [1, 2, 3], [3, 0, 2], [1, 1, 1, 1], [4, 3]])
