@@ -40,14 +40,14 @@ class Limits(_Section):
     """What one shuffler takes at once.
 
     Attributes:
-        streams: of reports, at once.
+        streams: of reports, at once; each may take 5 MB of memory.
         streams_per_sender: of them with one credential.
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
         burst: how many may come at once before they are slowed down.
     """
 
-    streams: Count = 64
-    streams_per_sender: Count = 64
+    streams: Count = 24
+    streams_per_sender: Count = 24
     reports_per_second: Annotated[float, Field(gt=0)] | None = None
     burst: Count = 1000
 

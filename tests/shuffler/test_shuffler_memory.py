@@ -41,7 +41,7 @@ def submit_at_once(world: World, header, streams: int, reports: int, length: int
 
 
 @pytest.mark.parametrize(
-    ("streams", "reports", "length"), [(4, 2, 64 * 2**20), (60, 2, 4_000_000), (60, 20, 250_000)]
+    ("streams", "reports", "length"), [(4, 2, 64 * 2**20), (24, 5, 4_000_000), (24, 50, 250_000)]
 )
 def test_memory_stays_flat(start: Callable[..., World], streams: int, reports: int, length: int):
     world = start()
@@ -134,7 +134,7 @@ def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., 
     header = world.begin()
     [(_, sealed)] = world.reports(header, 1)
     clients = [
-        IntakeClient(world.process.address, world.process.submit, timeout=20) for _ in range(64)
+        IntakeClient(world.process.address, world.process.submit, timeout=20) for _ in range(24)
     ]
     hold = threading.Event()
 
@@ -160,6 +160,6 @@ def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., 
     hold.set()
     for thread in threads:
         thread.join()
-    assert done == [[Verdict.ACCEPTED, Verdict.DUPLICATE]] * 64
+    assert done == [[Verdict.ACCEPTED, Verdict.DUPLICATE]] * 24
     for client in clients:
         client.close()
