@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accounting import PrivacyPlan
+from shuffler import Credentials
 
 UserRecords = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Gives the records of a user id: features of shape (r, ...) and int64 labels of shape (r,)."""
@@ -41,6 +42,7 @@ class ClientSettings:
         load_users: gives access to the records of the users on this node.
         training: local computation.
         shuffler_address: host:port of the shuffler.
+        shuffler_credentials: this node's at the shuffler; None only for one without TLS.
         seed: simulation's seed; None takes coins and noise from the operating system.
         reply_after: seconds from a message to its acknowledgement. Work takes longer for those who
             checked in, so outside simulation set it above the longest local work, or the moment of
@@ -53,5 +55,6 @@ class ClientSettings:
     load_users: Callable[[], UserRecords]
     training: LocalTraining
     shuffler_address: str
+    shuffler_credentials: Credentials | None
     seed: int | None
     reply_after: float = 0.0

@@ -44,7 +44,7 @@ class Worker:
         self._randomness = make_randomness(settings.seed)
         self._model = settings.make_model()
         self._records = settings.load_users()
-        self._intake = IntakeClient(settings.shuffler_address)
+        self._intake = IntakeClient(settings.shuffler_address, settings.shuffler_credentials)
 
     @functools.cached_property
     def _last_round(self) -> int:
@@ -136,8 +136,8 @@ class Worker:
 
     def _sealed_reports(
         self, users: np.ndarray, header: RoundHeader, public_key: bytes
-    ) -> Iterator[tuple[str, bytes]]:
-        """(sender, sealed report) of every user in `users`, one at a time."""
+    ) -> Iterator[tuple[int, bytes]]:
+        """(user, sealed report) of every user in `users`, one at a time."""
         for user in users.tolist():
             try:
                 sealed = seal(encode_report(self._report(user, header.round)), public_key, header)
@@ -146,7 +146,7 @@ class Worker:
                     f"round {header.round}, user {user}: computing the report failed: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            yield f"user-{user}", sealed
+            yield user, sealed
 
     def _report(self, user: int, round: int) -> np.ndarray:
         """One user's report. Whether it is a blanket is drawn here and kept nowhere.

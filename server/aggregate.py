@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from accounting import PrivacyPlan
-from shuffler import PrivateKey, ReportRejected, RoundHeader, decode_report, open_report
+from shuffler import (
+    PrivateKey,
+    RejectReason,
+    ReportOpener,
+    ReportRejected,
+    RoundHeader,
+    decode_report,
+)
 
 _LOG_FALSE_REJECT = math.log(1e12)  # an honest report is rejected with probability below 1e-12
 
@@ -22,11 +30,13 @@ class Aggregate:
         estimate: sum of the reports / (n gamma (1 - beta)), float32 of shape (d,).
         reports: how many were summed.
         rejected: how many did not open or no honest client could have sent.
+        reasons: how many of them for which reason (`RejectReason`).
     """
 
     estimate: np.ndarray
     reports: int
     rejected: int
+    reasons: dict[str, int]
 
 
 def aggregate_reports(
@@ -53,21 +63,25 @@ def aggregate_reports(
     limit = largest_honest_norm(plan, dimension)
     unit = 2.0 ** math.ceil(math.log2(limit * plan.users) - 62)
     total = np.zeros(dimension, dtype=np.int64)
-    reports = rejected = 0
+    opener = ReportOpener(private_key, header)
+    reports = 0
+    reasons: Counter[str] = Counter()
     for sealed in sealed_reports:
         try:
-            report = decode_report(open_report(sealed, private_key, header), dimension)
-        except ReportRejected:
-            rejected += 1
+            report = decode_report(opener.open(sealed), dimension)
+        except ReportRejected as rejected:
+            reasons[rejected.reason] += 1
             continue
         report = report.astype(np.float64)
-        if not math.sqrt(report @ report) <= limit:  # also catches NaN
-            rejected += 1
+        norm = math.sqrt(report @ report)
+        if not norm <= limit:  # also catches NaN
+            finite = np.isfinite(report).all()
+            reasons[RejectReason.TOO_LONG if finite else RejectReason.NOT_FINITE] += 1
             continue
         total += np.rint(report / unit).astype(np.int64)
         reports += 1
     scale = unit / (plan.users * plan.check_in_rate * (1.0 - plan.blanket_probability))
-    return Aggregate((total * scale).astype(np.float32), reports, rejected)
+    return Aggregate((total * scale).astype(np.float32), reports, reasons.total(), dict(reasons))
 
 
 def largest_honest_norm(plan: PrivacyPlan, dimension: int) -> float:

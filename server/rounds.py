@@ -63,7 +63,7 @@ class RoundLoop:
         self._dimension = sum(p.numel() for p in self._model.parameters())
         self._test = settings.load_test()
         self._incomplete = 0  # rounds in a row that lacked nodes
-        self._control = ControlClient(settings.shuffler_address, settings.control_token)
+        self._control = ControlClient(settings.shuffler_address, settings.shuffler_credentials)
         plan = settings.plan
         self._budget = PrivacyBudget(
             plan.make_accountant(),
@@ -84,7 +84,7 @@ class RoundLoop:
         self._control.create_run(
             settings.run_id,
             settings.plan.to_json().encode(),
-            sealed_length(report_length(self._dimension)),
+            sealed_length(report_length(self._dimension), settings.sealing),
         )
         nodes = self._ready_nodes()
         round = 0
@@ -125,7 +125,7 @@ class RoundLoop:
         header = RoundHeader(
             self.settings.run_id, round, _version(model), self.settings.plan.digest()
         )
-        private_key, public_key = generate_key_pair()
+        private_key, public_key = generate_key_pair(self.settings.sealing)
         self._budget.spend(self._event, round)  # on disk before anything leaves
         self._control.open_round(header.run_id, header.round, header.model_version)
         answers = broadcast(
@@ -153,6 +153,7 @@ class RoundLoop:
         if outcome is Outcome.RELEASABLE:
             aggregate = self._collect(header, private_key)
             self._step(aggregate)
+        del private_key  # overwritten: nobody can open this round's reports again
         result = self._evaluate() if round % self.settings.evaluate_every == 0 else None
         if round % self.settings.checkpoint_every == 0:
             self._save(round)
@@ -162,6 +163,7 @@ class RoundLoop:
             outcome=_OUTCOMES[outcome],
             reports=aggregate.reports if aggregate else 0,
             rejected=aggregate.rejected if aggregate else 0,
+            reasons=aggregate.reasons if aggregate else {},
             silent_nodes=len(nodes) - answers.received,
             accuracy=result.accuracy if result else None,
             loss=result.loss if result else None,

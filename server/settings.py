@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accounting import PrivacyPlan
+from shuffler import Credentials, Sealing
 
 RoundOutcome = Literal["released", "below-minimum", "discarded"]
 StoppedBy = Literal["budget", "rounds", "interrupt"]
@@ -48,10 +49,13 @@ class ServerSettings:
         load_test: gives public test data, features (r, ...) and int64 labels of shape (r,).
         optimiser: the server's step.
         nodes: Flower nodes to wait for before the first round.
-        shuffler_address, control_token: the shuffler, and the right to open, close and release.
+        shuffler_address: host:port of the shuffler.
+        shuffler_credentials: the right to open, close and release; a token only for a shuffler
+            without TLS.
         folder: an existing folder for the ledger, checkpoints and the final model.
         round_timeout: seconds to wait for acknowledgements before the round is closed.
         evaluate_every, checkpoint_every: in rounds; the end of the run always does both.
+        sealing: the suite that reports are sealed with.
     """
 
     run_id: str
@@ -61,11 +65,12 @@ class ServerSettings:
     optimiser: Optimiser
     nodes: int
     shuffler_address: str
-    control_token: str
+    shuffler_credentials: Credentials | str
     folder: Path
     round_timeout: float
     evaluate_every: int
     checkpoint_every: int
+    sealing: Sealing = "x25519"
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class RoundRecord:
             destroyed unseen. The round is spent in every case.
         reports: reports aggregated; 0 when nothing was released.
         rejected: released reports that did not open or that no honest client could have sent.
+        reasons: how many of them for which reason.
         silent_nodes: nodes that did not acknowledge in time or answered with an error.
         accuracy, loss: on the test data, None in rounds without evaluation.
         seconds: wall-clock time of the round.
@@ -90,6 +96,7 @@ class RoundRecord:
     outcome: RoundOutcome
     reports: int
     rejected: int
+    reasons: dict[str, int]
     silent_nodes: int
     accuracy: float | None
     loss: float | None

@@ -2,44 +2,46 @@
 
 It sees who sends and can not read what; the server reads what and is not told who. Reports travel
 sealed to the server's key (`seal`), through the shuffler (`IntakeClient`, `ShufflerProcess`), to
-the server (`ControlClient`, `open_report`) in an order that says nothing.
+the server (`ControlClient`, `ReportOpener`) in an order that says nothing.
 """
 
 from shuffler.client import ControlClient, IntakeClient
 from shuffler.errors import (
     Outcome,
     Refusal,
+    RejectReason,
     ReportRejected,
     ShufflerError,
     ShufflerRefused,
     ShufflerUnavailable,
     Verdict,
 )
+from shuffler.keys import Credentials
 from shuffler.process import ShufflerProcess
 from shuffler.reports import decode_report, encode_report, model_version, report_length
 from shuffler.sealing import (
-    SEALING_OVERHEAD,
     PrivateKey,
+    ReportOpener,
     RoundHeader,
+    Sealing,
     generate_key_pair,
     open_report,
-    private_key_from_bytes,
-    private_key_to_bytes,
-    public_key_from_bytes,
-    public_key_to_bytes,
     seal,
     sealed_length,
 )
 
 __all__ = [
-    "SEALING_OVERHEAD",
     "ControlClient",
+    "Credentials",
     "IntakeClient",
     "Outcome",
     "PrivateKey",
     "Refusal",
+    "RejectReason",
+    "ReportOpener",
     "ReportRejected",
     "RoundHeader",
+    "Sealing",
     "ShufflerError",
     "ShufflerProcess",
     "ShufflerRefused",
@@ -50,10 +52,6 @@ __all__ = [
     "generate_key_pair",
     "model_version",
     "open_report",
-    "private_key_from_bytes",
-    "private_key_to_bytes",
-    "public_key_from_bytes",
-    "public_key_to_bytes",
     "report_length",
     "seal",
     "sealed_length",

@@ -7,6 +7,7 @@ import ipaddress
 __all__ = [
     "CHANNEL_OPTIONS",
     "MAX_REPORT_BYTES",
+    "PIECE_BYTES",
     "READY",
     "SERVER_OPTIONS",
     "TOKEN_KEY",
@@ -18,6 +19,9 @@ __all__ = [
 MAX_REPORT_BYTES = 64 * 2**20
 """Longest sealed report that a run may declare, in bytes."""
 
+PIECE_BYTES = 2**18
+"""A longer report travels in pieces of this many bytes."""
+
 READY = "shuffler listening on "
 """A started shuffler's one line on standard output is this and its address."""
 
@@ -27,16 +31,20 @@ TOKEN_VARIABLE = "SHUFL_CONTROL_TOKEN"
 TOKEN_KEY = "authorization"
 """Metadata key of the control token; its value is `Bearer <token>`."""
 
-_MESSAGE_BYTES = MAX_REPORT_BYTES + 2**16  # a longest report and its header
 _LENGTHS = [
-    ("grpc.max_send_message_length", _MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # The longest: a plan and its run's name.
+    ("grpc.max_receive_message_length", 2**20 + 2**16),
 ]
 
 SERVER_OPTIONS = [
     *_LENGTHS,
     # Otherwise a second process could listen on the same port and take half of the reports.
     ("grpc.so_reuseport", 0),
+    # How much of a stream is received ahead of being read: fixed, because gRPC would let it grow to
+    # some megabytes for each. With 1/6 of it reports of 100 kB came at less than half the rate.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 3 * 2**19),
 ]
 
 CHANNEL_OPTIONS = [

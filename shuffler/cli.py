@@ -1,9 +1,9 @@
-"""The shuffler's command: `python -m shuffler`, or a command of another typer application."""
+"""The shuffler's commands: `python -m shuffler`, or commands of another typer application."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import functools
 import os
 import signal
 import sqlite3
@@ -13,87 +13,128 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from shuffler.channel import READY, TOKEN_VARIABLE, parse_address
+from shuffler.channel import READY, TOKEN_VARIABLE
+from shuffler.config import Tls, load_config
+from shuffler.keys import Authority, Credentials, Role
+from shuffler.operations import Metrics, log_to
 from shuffler.runs import RunStore
 from shuffler.service import MIN_TOKEN_CHARACTERS, ShufflerServer
 
-__all__ = ["shuffler_command"]
+__all__ = ["keys_command", "shuffler_command"]
 
 _PARENT_SECONDS = 0.5
+# The threads that write to disk come back for a moment after each write; by default they wait 5 ms
+# for the event loop to let go.
+_SWITCH_SECONDS = 0.0005
+
+
+class Kind(StrEnum):
+    """What `shufl keys` makes."""
+
+    AUTHORITY = "authority"
+    SHUFFLER = "shuffler"
+    SERVER = "server"
+    NODE = "node"
+    MONITOR = "monitor"
 
 
 def shuffler_command(
-    listen: Annotated[
-        str, typer.Option(help="HOST:PORT; port 0 picks a free one. Loopback only without TLS.")
-    ] = "127.0.0.1:0",
-    spool: Annotated[
-        Optional[Path],  # noqa: UP045 (typer reads the annotation)
-        typer.Option(help="Directory for accepted reports. Default: temporary, removed at exit."),
-    ] = None,
-    log_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Append the log here instead of writing it to standard error."),
-    ] = None,
-    tls_certificate: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="PEM file with the certificate chain to serve with."),
-    ] = None,
-    tls_key: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="PEM file with the certificate's private key."),
-    ] = None,
+    config: Annotated[Path, typer.Option(help="TOML file; see docs/shuffler.md for the keys.")],
     exit_with_parent: Annotated[
         bool, typer.Option(help="Shut down when standard input ends or the parent is gone.")
     ] = False,
 ) -> None:
     """Run the shuffler: collect sealed reports, release each batch once in random order.
 
-    The server's control token is read from the environment variable SHUFL_CONTROL_TOKEN.
+    With `plaintext = true` the server's control token is read from the environment variable
+    SHUFL_CONTROL_TOKEN; otherwise certificates say who may do what (`shufl keys`).
     """
     parent = os.getppid()
     with ExitStack() as stack:
         try:
-            token = os.environ.pop(TOKEN_VARIABLE, "")
-            if len(token) < MIN_TOKEN_CHARACTERS:
-                raise ValueError(
-                    f"{TOKEN_VARIABLE} must hold a token of at least"
-                    f" {MIN_TOKEN_CHARACTERS} characters"
-                )
-            parse_address(listen)
-            tls = _read_tls(tls_certificate, tls_key)
+            settings = load_config(config)
+            security = _read_tls(settings.tls) if settings.tls else _read_token()
             os.umask(0o077)
-            _log_to(log_file)
+            log_to(settings.log_file)
+            spool = settings.spool
             if spool is None:
                 spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
             store = RunStore(spool)
             stack.callback(store.close)
+            metrics = Metrics()
+            if settings.metrics is not None:
+                stack.callback(metrics.serve(settings.metrics).shutdown)
+            server = functools.partial(ShufflerServer, store, security, settings.limits, metrics)
             watch = (lambda stop: _watch_parent(parent, stop)) if exit_with_parent else None
-            asyncio.run(_serve(store, token, listen, tls, watch))
+            asyncio.run(_serve(server, settings.listen, watch))
         except (ValueError, OSError, sqlite3.Error) as error:
             typer.echo(f"shuffler: {error}", err=True)
             raise typer.Exit(2) from None
 
 
+def keys_command(
+    role: Annotated[
+        Kind, typer.Argument(help="Whose certificate; `authority` first, it issues the others.")
+    ],
+    directory: Annotated[Path, typer.Argument(help="Where the authority is, and files are made.")],
+    name: Annotated[
+        Optional[str],  # noqa: UP045 (typer reads the annotation)
+        typer.Option(help="Name of the credential and its files. Default: the role."),
+    ] = None,
+    host: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="For a shuffler: a DNS name or IP address it is known by. Repeatable."),
+    ] = None,
+    users: Annotated[int, typer.Option(help="For a node: how many users report through it.")] = 0,
+    days: Annotated[float, typer.Option(help="How long it is valid.")] = 365,
+) -> None:
+    """Make certificates: the authority, a shuffler's, a server's, a node's, a monitor's.
+
+    Keep authority.key on no machine of the running system: whoever has it can enrol users.
+    """
+    try:
+        if role is Kind.AUTHORITY:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            Authority.create(days).write(directory)
+            typer.echo(str(directory / "authority.pem"))
+            return
+        name = name or role.value
+        issued = Authority.read(directory).issue(
+            Role(role.value), name, hosts=host or (), users=users, days=days
+        )
+        issued.write(directory, name)
+        typer.echo(str(directory / f"{name}.pem"))
+    except FileExistsError as error:
+        typer.echo(f"keys: {error.filename} exists already", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        typer.echo(f"keys: {error.filename}: {error.strerror}", err=True)
+        raise typer.Exit(2) from None
+    except ValueError as error:
+        typer.echo(f"keys: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 async def _serve(
-    store: RunStore,
-    token: str,
+    make_server: Callable[[], ShufflerServer],
     listen: str,
-    tls: tuple[bytes, bytes] | None,
     watch: Callable[[Callable[[], None]], None] | None,
 ) -> None:
     """Serves until SIGTERM, SIGINT, or the end of the parent."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    server = ShufflerServer(store, token)
+    server = make_server()
     try:
-        address = await server.start(listen, tls)
+        address = await server.start(listen)
         if watch is not None:
             watch(lambda: _from_thread(loop, stopped.set))
         typer.echo(f"{READY}{address}")
@@ -133,26 +174,24 @@ def _watch_parent(parent: int, stop: Callable[[], None]) -> None:
         threading.Thread(target=target, daemon=True).start()
 
 
-def _read_tls(certificate: Path | None, key: Path | None) -> tuple[bytes, bytes] | None:
-    if certificate is None and key is None:
-        return None
-    if certificate is None or key is None:
-        raise ValueError("--tls-certificate and --tls-key go together")
-    pair = certificate.read_bytes(), key.read_bytes()
+def _read_token() -> str:
+    token = os.environ.pop(TOKEN_VARIABLE, "")
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise ValueError(
+            f"{TOKEN_VARIABLE} must hold a token of at least {MIN_TOKEN_CHARACTERS} characters"
+        )
+    return token
+
+
+def _read_tls(tls: Tls) -> Credentials:
+    credentials = Credentials(
+        tls.authority.read_bytes(), tls.certificate.read_bytes(), tls.key.read_bytes()
+    )
     try:
         # Asked here, because gRPC would only say that it can not listen.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_verify_locations(tls.authority)
+        context.load_cert_chain(tls.certificate, tls.key, password="")
     except ssl.SSLError as error:
         raise ValueError(f"TLS certificate and key do not fit: {error.reason}") from None
-    return pair
-
-
-def _log_to(path: Path | None) -> None:
-    handler: logging.Handler = logging.StreamHandler()
-    if path is not None:
-        handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log = logging.getLogger("shuffler")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    return credentials

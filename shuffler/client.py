@@ -4,7 +4,7 @@ A channel is made when it is first used, in the process that uses it: a client o
 before a fork or sent to a Ray worker, and each process then has its own connection.
 
 Every wait for the shuffler has a limit. Nothing is retried here. Plaintext goes to a loopback
-address only; any other needs `root_certificates`.
+address only; any other needs credentials.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from shuffler import shuffler_pb2, shuffler_pb2_grpc
 from shuffler.channel import (
     CHANNEL_OPTIONS,
     MAX_REPORT_BYTES,
+    PIECE_BYTES,
     TOKEN_KEY,
     join_address,
     parse_address,
 )
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
+from shuffler.keys import Credentials
 from shuffler.sealing import RoundHeader
 
 __all__ = ["ControlClient", "IntakeClient"]
@@ -37,25 +39,23 @@ __all__ = ["ControlClient", "IntakeClient"]
 _stubs: Any = shuffler_pb2_grpc  # generated without types
 
 _WINDOW_REPORTS = 256  # of one stream, sent and not yet answered
-_WINDOW_BYTES = 8 * 2**20
+_WINDOW_BYTES = 32 * 2**20
 
 
 class _Client:
     """One lazily made channel for each process."""
 
-    def __init__(self, address: str, root_certificates: bytes | None, timeout: float) -> None:
+    def __init__(self, address: str, credentials: Credentials | None, timeout: float) -> None:
         host, port, loopback = parse_address(address)
         if port == 0:
             raise ValueError(f"a shuffler's port lies in [1, 65535], got {address!r}")
-        if root_certificates is None and not loopback:
-            raise ValueError(
-                f"plaintext only to a loopback address: {address} needs root certificates"
-            )
+        if credentials is None and not loopback:
+            raise ValueError(f"plaintext only to a loopback address: {address} needs credentials")
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.address = join_address(host, port)
         self.timeout = timeout
-        self._root_certificates = root_certificates
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._owner = 0
@@ -89,11 +89,15 @@ class _Client:
             self._lock, self._channel, self._owner = threading.Lock(), None, os.getpid()
         with self._lock:
             if self._channel is None:
-                if self._root_certificates is None:
+                if self._credentials is None:
                     self._channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
                 else:
-                    credentials = grpc.ssl_channel_credentials(self._root_certificates)
-                    self._channel = grpc.secure_channel(self.address, credentials, CHANNEL_OPTIONS)
+                    tls = grpc.ssl_channel_credentials(
+                        self._credentials.authority,
+                        self._credentials.private_key,
+                        self._credentials.certificate,
+                    )
+                    self._channel = grpc.secure_channel(self.address, tls, CHANNEL_OPTIONS)
             return self._channel
 
     @contextmanager
@@ -120,37 +124,39 @@ class IntakeClient(_Client):
     """
 
     def __init__(
-        self, address: str, root_certificates: bytes | None = None, timeout: float = 60.0
+        self, address: str, credentials: Credentials | None = None, timeout: float = 60.0
     ) -> None:
         """Remembers where the shuffler is; connects with the first report.
 
         Args:
             address: the shuffler's `HOST:PORT`.
-            root_certificates: PEM certificates to trust; switches TLS on.
+            credentials: a node's; None: plaintext, to a shuffler that has no TLS.
             timeout: longest wait in seconds for one verdict. A stream of reports may last longer.
 
         Raises:
-            ValueError: if the address is malformed, or not loopback without `root_certificates`.
+            ValueError: if the address is malformed, or not loopback without `credentials`.
         """
-        super().__init__(address, root_certificates, timeout)
+        super().__init__(address, credentials, timeout)
 
     def submit(
-        self, header: RoundHeader, reports: Iterable[tuple[str, bytes]]
+        self, header: RoundHeader, reports: Iterable[tuple[int, bytes]]
     ) -> Iterator[Verdict]:
         """Streams reports of one round to the shuffler.
 
         Nothing is sent before the result is iterated over. `reports` is then read in the caller's
         thread, as far ahead of the verdicts as the window of unanswered reports allows (256, and
-        8 MiB or one report), so it can be a generator of any length.
+        32 MiB or one report), so it can be a generator of any length.
 
         Args:
             header: the round; the same that the reports were sealed with.
-            reports: pairs of the sender's pseudonym and the sealed report.
+            reports: pairs of the user's number, counted by this sender, and the sealed report.
 
         Yields:
             One verdict for each report, in order. Only `ACCEPTED` reports are in the batch.
 
         Raises:
+            ShufflerRefused: `NOT_PERMITTED`, or `BUSY` when too many streams are open; no report
+                was taken.
             ShufflerUnavailable: if the shuffler is not there or stops answering. The reports
                 without a verdict may or may not be in the batch; submitting them again is harmless.
             ValueError: if a report is longer than any shuffler takes.
@@ -158,12 +164,13 @@ class IntakeClient(_Client):
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         stub = _stubs.IntakeStub(self._connected())
         waiting: deque[int] = deque()  # lengths of the reports without a verdict
+        verdicts: deque[int] = deque()  # received and not yet passed on
         unanswered = 0  # their sum
         with self._errors():
             call = stub.Submit(iter(requests.get, None))
         stall = _Stall(call, self.timeout)
         try:
-            for sender, sealed in reports:
+            for user, sealed in reports:
                 if len(sealed) > MAX_REPORT_BYTES:
                     raise ValueError(
                         f"a sealed report has at most {MAX_REPORT_BYTES} bytes, got {len(sealed)}"
@@ -171,55 +178,53 @@ class IntakeClient(_Client):
                 while waiting and (
                     len(waiting) >= _WINDOW_REPORTS or unanswered + len(sealed) > _WINDOW_BYTES
                 ):
-                    yield self._verdict(stall)
+                    yield self._verdict(stall, verdicts)
                     unanswered -= waiting.popleft()
-                requests.put(_request(header, sender, sealed))
+                for request in _requests(header, user, sealed):
+                    requests.put(request)
                 waiting.append(len(sealed))
                 unanswered += len(sealed)
             requests.put(None)
             for _ in waiting:
-                yield self._verdict(stall)
+                yield self._verdict(stall, verdicts)
         finally:
             requests.put(None)
             stall.stop()
             call.cancel()
 
-    def _verdict(self, stall: _Stall) -> Verdict:
-        with self._errors(stall):
-            reply = stall.next()
-        if reply is None:
-            raise ShufflerUnavailable(
-                f"shuffler at {self.address} does not answer: it ended the stream early"
-            )
-        return Verdict(reply.verdict)
+    def _verdict(self, stall: _Stall, verdicts: deque[int]) -> Verdict:
+        while not verdicts:
+            with self._errors(stall):
+                reply = stall.next()
+            if reply is None:
+                raise ShufflerUnavailable(
+                    f"shuffler at {self.address} does not answer: it ended the stream early"
+                )
+            verdicts.extend(reply.verdicts)
+        return Verdict(verdicts.popleft())
 
 
 class ControlClient(_Client):
-    """Runs rounds. For the server only: it needs the control token."""
+    """Runs rounds. For the server only: it needs the server's credentials."""
 
-    def __init__(
-        self,
-        address: str,
-        token: str,
-        root_certificates: bytes | None = None,
-        timeout: float = 60.0,
-    ) -> None:
+    def __init__(self, address: str, credentials: Credentials | str, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first call.
 
         Args:
             address: the shuffler's `HOST:PORT`.
-            token: the control token that the shuffler was started with.
-            root_certificates: PEM certificates to trust; switches TLS on.
+            credentials: a server's; or, in plaintext, the control token that the shuffler was
+                started with.
             timeout: longest wait in seconds for one answer, or one part of a release.
 
         Raises:
-            ValueError: if the address is malformed, or not loopback without `root_certificates`,
-                or the token is no text that a header may carry.
+            ValueError: if the address is malformed, or not loopback in plaintext, or the token is
+                no text that a header may carry.
         """
-        super().__init__(address, root_certificates, timeout)
-        if not (token.isascii() and token.isprintable()):
+        token = credentials if isinstance(credentials, str) else None
+        super().__init__(address, None if isinstance(credentials, str) else credentials, timeout)
+        if token is not None and not (token.isascii() and token.isprintable()):
             raise ValueError("a control token is printable ASCII")
-        self._metadata = ((TOKEN_KEY, f"Bearer {token}"),)
+        self._metadata = ((TOKEN_KEY, f"Bearer {token}"),) if token is not None else ()
 
     def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
         """Registers a run with its plan; the same call again changes nothing.
@@ -288,13 +293,20 @@ class ControlClient(_Client):
         with self._errors():
             call = stub.Release(request, metadata=self._metadata)
         stall = _Stall(call, self.timeout)
+        pieces: list[bytes] = []
         try:
             while True:
                 with self._errors(stall):
                     chunk = stall.next()
                 if chunk is None:
                     return
-                yield from chunk.sealed
+                if chunk.more or pieces:
+                    pieces += chunk.sealed
+                    if not chunk.more:
+                        yield b"".join(pieces)
+                        pieces.clear()
+                else:
+                    yield from chunk.sealed
         finally:
             stall.stop()
             call.cancel()
@@ -349,12 +361,17 @@ class _Stall:
                 return
 
 
-def _request(header: RoundHeader, sender: str, sealed: bytes) -> Any:
-    return shuffler_pb2.SubmitRequest(
+def _requests(header: RoundHeader, user: int, sealed: bytes) -> Iterator[Any]:
+    """The messages that carry one report."""
+    yield shuffler_pb2.SubmitRequest(
         run_id=header.run_id,
         round=header.round,
         model_version=header.model_version,
         plan_digest=header.plan_digest,
-        sender=sender,
-        sealed=sealed,
+        user=user,
+        sealed=sealed[:PIECE_BYTES],
+        more=len(sealed) > PIECE_BYTES,
     )
+    for start in range(PIECE_BYTES, len(sealed), PIECE_BYTES):
+        end = start + PIECE_BYTES
+        yield shuffler_pb2.SubmitRequest(sealed=sealed[start:end], more=end < len(sealed))

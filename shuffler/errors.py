@@ -7,6 +7,7 @@ from enum import IntEnum, StrEnum
 __all__ = [
     "Outcome",
     "Refusal",
+    "RejectReason",
     "ReportRejected",
     "ShufflerError",
     "ShufflerRefused",
@@ -45,9 +46,11 @@ class Outcome(IntEnum):
 
 
 class Refusal(StrEnum):
-    """Why a control call was refused."""
+    """Why a call was refused."""
 
     UNAUTHENTICATED = "UNAUTHENTICATED"
+    NOT_PERMITTED = "NOT_PERMITTED"
+    BUSY = "BUSY"
     MALFORMED = "MALFORMED"
     UNKNOWN_RUN = "UNKNOWN_RUN"
     RUN_EXISTS = "RUN_EXISTS"
@@ -60,6 +63,8 @@ class Refusal(StrEnum):
     DISCARDED = "DISCARDED"
     ALREADY_RELEASED = "ALREADY_RELEASED"
     BATCH_LOST = "BATCH_LOST"
+    TOO_MANY_RUNS = "TOO_MANY_RUNS"
+    TOO_MANY_BATCHES = "TOO_MANY_BATCHES"
     STORAGE_FULL = "STORAGE_FULL"
     STORAGE_FAILED = "STORAGE_FAILED"
 
@@ -92,5 +97,23 @@ class ShufflerRefused(ShufflerError):
         return (type(self), (self.reason, self.detail))
 
 
+class RejectReason(StrEnum):
+    """Why the server left a released report out."""
+
+    NOT_OPENED = "not-opened"
+    REPLAYED = "replayed"
+    WRONG_LENGTH = "wrong-length"
+    TOO_LONG = "too-long"
+    NOT_FINITE = "not-finite"
+
+
 class ReportRejected(Exception):
-    """A sealed report does not open under this key and header."""
+    """A released report that must not be aggregated.
+
+    Attributes:
+        reason: which rule, to be counted.
+    """
+
+    def __init__(self, reason: RejectReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason

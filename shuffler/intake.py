@@ -23,9 +23,9 @@ __all__ = ["Intake"]
 _T = TypeVar("_T")
 
 _QUEUE_REPORTS = 4096
-_QUEUE_BYTES = 64 * 2**20
+_QUEUE_BYTES = 16 * 2**20
 _GROUP_REPORTS = 1024
-_GROUP_BYTES = 16 * 2**20
+_GROUP_BYTES = 8 * 2**20
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,8 +39,8 @@ class _Item:
 class Intake:
     """Queues reports and calls for the store, and answers each with a future.
 
-    Memory is bounded: `submit` waits while 64 MiB or 4096 reports are queued (one report more than
-    that if it is larger). Calls do not wait for room; there are few, and all from the server.
+    Memory is bounded: `submit` waits while 16 MiB or 4096 reports are queued. Calls do not wait for
+    room; whoever makes them waits for their answers.
     """
 
     def __init__(self, store: RunStore) -> None:
@@ -68,6 +68,10 @@ class Intake:
         """Runs a method of the store after everything that was queued before it."""
         answer: asyncio.Future[_T] = self._put(lambda: function(*arguments))
         return await answer
+
+    def call_soon(self, function: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
+        """The same, queued before this returns; the answer comes with the future."""
+        return self._put(lambda: function(*arguments))
 
     async def close(self) -> None:
         """Does what is queued, then ends the writer; nothing may be queued afterwards."""

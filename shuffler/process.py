@@ -9,16 +9,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
-from shuffler.channel import READY, TOKEN_VARIABLE
+import tomli_w
+
+from shuffler.channel import READY, TOKEN_VARIABLE, parse_address
 from shuffler.errors import ShufflerError, ShufflerUnavailable
+from shuffler.keys import Authority, Credentials, Role
 
 __all__ = ["ShufflerProcess"]
 
 _TAIL_BYTES = 2000
+_DAYS = 30  # the longest such a process may live
+_ANY_USERS = 2**32  # a plan has no more
 
 
 class ShufflerProcess:
@@ -28,8 +34,13 @@ class ShufflerProcess:
     whatever working directory. What it writes to standard error is kept for error messages; give
     `log_file` to keep its log.
 
+    By default it speaks TLS, with an authority and certificates made for this process and kept in
+    memory, but for the shuffler's own.
+
     Attributes:
-        control_token: what `ControlClient` needs. In the child it is in the environment only.
+        control: what `ControlClient` needs: a server's credentials, or a token in plaintext.
+        submit: what `IntakeClient` needs: a node's credentials for any number of users, or None.
+        monitor: credentials that may ask for its health, or None.
         address: `HOST:PORT` where it listens; set when the block is entered.
     """
 
@@ -39,9 +50,10 @@ class ShufflerProcess:
         *,
         listen: str = "127.0.0.1:0",
         log_file: Path | None = None,
-        tls_certificate: Path | None = None,
-        tls_key: Path | None = None,
-        control_token: str | None = None,
+        metrics: str | None = None,
+        limits: Mapping[str, float] | None = None,
+        plaintext: bool = False,
+        authority: Authority | None = None,
         start_timeout: float = 30.0,
         stop_timeout: float = 10.0,
     ) -> None:
@@ -52,23 +64,38 @@ class ShufflerProcess:
                 Default: a temporary directory that goes with the process.
             listen: `HOST:PORT`; port 0 picks a free one.
             log_file: where the shuffler logs.
-            tls_certificate: PEM file with the certificate chain.
-            tls_key: PEM file with its private key.
-            control_token: default: a fresh random one.
+            metrics: `HOST:PORT` for Prometheus.
+            limits: what its configuration has in `[limits]`.
+            plaintext: no TLS; a fresh token instead of certificates. On loopback only.
+            authority: issues the certificates; default: a fresh one.
             start_timeout: longest wait in seconds for the child to listen.
             stop_timeout: wait in seconds after SIGTERM before SIGKILL.
         """
-        self.control_token = control_token or secrets.token_urlsafe(32)
         self.address = ""
-        self._arguments = ["--listen", listen, "--exit-with-parent"]
-        for option, path in (
-            ("--spool", spool),
-            ("--log-file", log_file),
-            ("--tls-certificate", tls_certificate),
-            ("--tls-key", tls_key),
-        ):
+        self.control: Credentials | str = secrets.token_urlsafe(32)
+        self.submit: Credentials | None = None
+        self.monitor: Credentials | None = None
+        self._own: Credentials | None = None
+        self._config: dict[str, Any] = {"listen": listen, "plaintext": plaintext}
+        if not plaintext:
+            authority = authority or Authority.create(_DAYS)
+            host = parse_address(listen)[0]
+            self._own = authority.issue(Role.SHUFFLER, "shuffler", hosts=[host], days=_DAYS)
+            self.control = authority.issue(Role.SERVER, "server", days=_DAYS)
+            self.submit = authority.issue(Role.NODE, "node", users=_ANY_USERS, days=_DAYS)
+            self.monitor = authority.issue(Role.MONITOR, "monitor", days=_DAYS)
+            self._config["tls"] = {
+                "certificate": "shuffler.pem",
+                "key": "shuffler.key",
+                "authority": "authority.pem",
+            }
+        for key, path in (("spool", spool), ("log_file", log_file)):
             if path is not None:
-                self._arguments += [option, str(Path(path).absolute())]
+                self._config[key] = str(Path(path).absolute())
+        if metrics is not None:
+            self._config["metrics"] = metrics
+        if limits is not None:
+            self._config["limits"] = dict(limits)
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
         self._child: subprocess.Popen[bytes] | None = None
@@ -102,19 +129,27 @@ class ShufflerProcess:
         # The child's temporary files lie here, so that they go even if it has to be killed.
         self._scratch = tempfile.TemporaryDirectory(prefix="shufl-", ignore_cleanup_errors=True)
         self._errors = tempfile.TemporaryFile()
+        scratch = Path(self._scratch.name)
+        config = scratch / "config.toml"
+        config.write_text(tomli_w.dumps(self._config), encoding="utf-8")
+        if self._own is not None:
+            self._own.write(scratch, "shuffler")
         package_parent = str(Path(__file__).resolve().parent.parent)
         paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             self._child = subprocess.Popen(
                 # -P: the working directory is not ours and may hold a folder named `shuffler`.
-                [sys.executable, "-P", "-m", "shuffler", *self._arguments],
+                [
+                    *(sys.executable, "-P", "-m", "shuffler"),
+                    *("--config", str(config), "--exit-with-parent"),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(paths),
-                    TOKEN_VARIABLE: self.control_token,
+                    **({TOKEN_VARIABLE: self.control} if isinstance(self.control, str) else {}),
                     "TMPDIR": self._scratch.name,
                 },
                 # Ctrl-C at the terminal is for the run, which then stops the shuffler in order.

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from shuffler.errors import ReportRejected
+from shuffler.errors import RejectReason, ReportRejected
 
 __all__ = ["decode_report", "encode_report", "model_version", "report_length"]
 
@@ -30,12 +30,15 @@ def decode_report(payload: bytes, dimension: int) -> np.ndarray:
     """The report of shape (d,), float32, that `encode_report` wrote.
 
     Raises:
-        ReportRejected: if the payload's length is not that of `dimension` entries.
+        ReportRejected: `WRONG_LENGTH` if the payload's length is not that of `dimension` entries.
     """
     import numpy as np
 
     if len(payload) != report_length(dimension):
-        raise ReportRejected(f"a report has {report_length(dimension)} bytes, got {len(payload)}")
+        raise ReportRejected(
+            RejectReason.WRONG_LENGTH,
+            f"a report has {report_length(dimension)} bytes, got {len(payload)}",
+        )
     return np.frombuffer(payload, dtype=_ENTRY)
 
 

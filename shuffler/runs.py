@@ -1,10 +1,11 @@
 """Runs, rounds and their batches: what the shuffler remembers, and the rules it holds.
 
 A round goes open → closed → releasing → done, or open → done when its batch is below the plan's
-minimum; each step is on disk before it is answered. After a crash at any point the same directory
-can be opened again: runs, open and closed rounds, and every acknowledged report are there. A crash
-*while releasing* loses that batch. It is never released twice: two releases would be two random
-orders of the same reports, and a server that saw half of one could match it with the other.
+minimum or not wanted; each step is on disk before it is answered. After a crash at any point the
+same directory can be opened again: runs, open and closed rounds, and every acknowledged report are
+there. A crash *while releasing* loses that batch. It is never released twice: two releases would be
+two random orders of the same reports, and a server that saw half of one could match it with the
+other.
 
 Nothing here knows gRPC. Everything is blocking and for one thread, except the reading of a batch
 that `begin_release` handed out.
@@ -17,7 +18,7 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import NoReturn
 
 from shuffler.channel import MAX_REPORT_BYTES
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.spool import RoundSpool
+from shuffler.spool import RoundSpool, Slot, slot_bytes
 from shuffler.storage import (
     PAGE_BYTES,
     claim_directory,
@@ -36,12 +37,17 @@ from shuffler.storage import (
     transaction,
 )
 
-__all__ = ["Report", "RunStore"]
+__all__ = ["Draft", "Report", "RunStore"]
 
-_MAX_NAME = 256  # characters of a run id, a model version or a sender's pseudonym
+_MAX_NAME = 256  # characters of a run id or a model version
 _MAX_ROUND = 2**63 - 1
+_MAX_USERS = 2**32
+_MAX_RUNS = 64  # at once
+_MAX_WAITING = 4  # closed batches of a run that were not fetched
+_KEPT_OVER = 8  # finished rounds of a run that are remembered; the latest always is
 _MAX_PLAN_BYTES = 2**20
 _RESERVE_BYTES = 128 * 2**10
+_OVERHEAD_BYTES = 512  # what a report's marks may add to the SQLite file and its journal
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs(
     run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL
@@ -55,14 +61,68 @@ CREATE TABLE IF NOT EXISTS rounds(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """One sealed report as submitted: its round, its sender and its opaque bytes."""
+    """One sealed report as submitted: its round, whose it is, and its opaque bytes.
+
+    Attributes:
+        sender: the credential that it came with; empty where there are none.
+        user: which of the sender's users.
+        users: how many users the sender has.
+        sealed: the report, unless it came in pieces.
+        draft: where the pieces are.
+    """
 
     run_id: str
     round: int
     model_version: str
     plan_digest: str
     sender: str
+    user: int
+    users: int
     sealed: bytes
+    draft: Draft | None = None
+
+
+class Draft:
+    """A long report that arrives in pieces, on its way to the disk.
+
+    Attributes:
+        slot: where it is written.
+        verdict: why it can not be accepted any more; None while it can.
+    """
+
+    def __init__(
+        self, spool: RoundSpool, slot: Slot, length: int, room: Callable[[int], bool]
+    ) -> None:
+        self.slot = slot
+        self.verdict: Verdict | None = None
+        self._spool = spool
+        self._left = length
+        self._room = room
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of the report is there."""
+        return not self._left
+
+    def write(self, pieces: Sequence[bytes]) -> None:
+        """Appends pieces, in any thread; what goes wrong is the draft's verdict."""
+        if self.verdict is not None:
+            return
+        length = sum(map(len, pieces))
+        self._left -= length
+        if self._left < 0:
+            self.verdict = Verdict.WRONG_LENGTH
+        elif not self._room(length):
+            self.verdict = Verdict.STORAGE_FULL
+        else:
+            try:
+                self.slot.append(pieces)
+            except OSError as error:
+                self.verdict = _storage_verdict(error)
+
+    def give_up(self) -> None:
+        """Gives its place back. In the store's thread, like everything else of the store."""
+        self._spool.give_up(self.slot)
 
 
 class _State(StrEnum):
@@ -87,7 +147,6 @@ class _Run:
     users: int
     minimum_batch: int
     report_bytes: int
-    ended: bool
     rounds: dict[int, _Round]
 
     def open_round(self) -> _Round | None:
@@ -134,7 +193,8 @@ class RunStore:
             The plan's digest: SHA-256 of its bytes, lower-case hexadecimal.
 
         Raises:
-            ShufflerRefused: `MALFORMED`, `RUN_EXISTS` (other content), `RUN_ENDED`, storage.
+            ShufflerRefused: `MALFORMED`, `RUN_EXISTS` (other content), `RUN_ENDED`,
+                `TOO_MANY_RUNS`, storage.
         """
         if not 1 <= len(run_id) <= _MAX_NAME:
             _refuse(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
@@ -146,11 +206,13 @@ class RunStore:
         run = _parse_run(plan, report_bytes)
         known = self._runs.get(run_id)
         if known is None:
+            if self._has_ended(run_id):
+                _refuse(Refusal.RUN_ENDED, "this run has ended and its id can not be used again")
+            if len(self._runs) == _MAX_RUNS:
+                _refuse(Refusal.TOO_MANY_RUNS, f"{_MAX_RUNS} runs have not ended")
             with self._durably() as rows:
                 rows.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run_id, plan, report_bytes))
             self._runs[run_id] = run
-        elif known.ended:
-            _refuse(Refusal.RUN_ENDED, "this run has ended and its id can not be used again")
         elif (known.digest, known.report_bytes) != (run.digest, report_bytes):
             _refuse(Refusal.RUN_EXISTS, "this run has another plan or report length")
         return run.digest
@@ -160,7 +222,7 @@ class RunStore:
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
-                `ROUND_NOT_INCREASING`, `MALFORMED`, or storage.
+                `ROUND_NOT_INCREASING`, `TOO_MANY_BATCHES`, `MALFORMED`, or storage.
         """
         run = self._run(run_id)
         if number > _MAX_ROUND or not 1 <= len(model_version) <= _MAX_NAME:
@@ -172,20 +234,34 @@ class RunStore:
             _refuse(Refusal.ANOTHER_ROUND_OPEN, "close the open round first")
         if run.rounds and number <= max(run.rounds):
             _refuse(Refusal.ROUND_NOT_INCREASING, f"round {number} does not follow the last one")
+        waiting = [r for r in run.rounds.values() if r.state is _State.CLOSED]
+        if len(waiting) >= _MAX_WAITING:
+            _refuse(
+                Refusal.TOO_MANY_BATCHES, f"fetch one of the {_MAX_WAITING} closed rounds first"
+            )
+        over = sorted(r.number for r in run.rounds.values() if r.state is _State.DONE)
+        forgotten = over[:-_KEPT_OVER]
         path = self._path(run_id, number)
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
             with self._durably() as rows:
-                spool = RoundSpool(path)
+                spool = RoundSpool(path, run.report_bytes, run.users)
                 rows.execute(
                     "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL)",
                     (run_id, number, model_version, _State.OPEN),
                 )
+                rows.executemany(
+                    "DELETE FROM rounds WHERE run_id = ? AND round = ?",
+                    [(run_id, old) for old in forgotten],
+                )
         except ShufflerRefused:
             with suppress(OSError):
+                path.with_suffix(".reports").unlink(missing_ok=True)
                 delete_database(path)
             raise
         run.rounds[number] = _Round(number, model_version, _State.OPEN, None, spool)
+        for old in forgotten:
+            del run.rounds[old]
 
     def accept(self, reports: Sequence[Report]) -> list[Verdict]:
         """Stores what may be stored, with one commit for each round; answers in order.
@@ -198,14 +274,35 @@ class RunStore:
         for index, report in enumerate(reports):
             if verdicts[index] is Verdict.ACCEPTED:
                 batches.setdefault((report.run_id, report.round), []).append(index)
+            elif report.draft is not None:
+                report.draft.give_up()
         for (run_id, number), indices in batches.items():
             run = self._runs[run_id]
-            pairs = [(reports[index].sender, reports[index].sealed) for index in indices]
+            group = [reports[index] for index in indices]
             for index, verdict in zip(
-                indices, self._store(run, run.rounds[number], pairs), strict=True
+                indices, self._store(run, run.rounds[number], group), strict=True
             ):
                 verdicts[index] = verdict
         return verdicts
+
+    def begin(self, report: Report) -> Draft | Verdict:
+        """Prepares for a report in pieces, or says why it would not be accepted.
+
+        The draft's pieces are written with its own method; it is then accepted (or not) by
+        `accept`, as the `draft` of a report.
+        """
+        verdict = self._examine(report, whole=False)
+        if verdict is not Verdict.ACCEPTED:
+            return verdict
+        run = self._runs[report.run_id]
+        spool = run.rounds[report.round].spool
+        assert spool is not None
+        try:
+            if spool.has_reported(report.sender, report.user):
+                return Verdict.DUPLICATE
+            return Draft(spool, spool.reserve(), run.report_bytes, self._has_room)
+        except (sqlite3.Error, OSError) as error:
+            return _storage_verdict(error)
 
     def close_round(self, run_id: str, number: int, discard: bool = False) -> Outcome:
         """Ends a round's intake; a batch below the plan's minimum or not wanted is destroyed.
@@ -237,17 +334,17 @@ class RunStore:
             self._destroy(entry)
         return entry.outcome
 
-    def begin_release(self, run_id: str, number: int) -> tuple[RoundSpool, int]:
+    def begin_release(self, run_id: str, number: int) -> RoundSpool:
         """Marks the batch as being released, which can happen once, and hands it out.
 
         Returns:
-            The batch, to be read with `next_reports`, and the length of each report in bytes.
+            The batch, to be read with `next_chunk`.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `ROUND_NOT_CLOSED`,
                 `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`, `BATCH_LOST`, or storage.
         """
-        run, entry = self._entry(run_id, number)
+        _, entry = self._entry(run_id, number)
         if entry.state is _State.OPEN:
             _refuse(Refusal.ROUND_NOT_CLOSED, "close the round first")
         if entry.outcome is None:
@@ -262,13 +359,13 @@ class RunStore:
             _refuse(Refusal.ALREADY_RELEASED, "a batch is released once")
         assert entry.spool is not None
         self._move(run_id, entry, _State.RELEASING)
-        return entry.spool, run.report_bytes
+        return entry.spool
 
     def finish_release(self, run_id: str, number: int) -> None:
         """Destroys a batch that was being released, whether or not all of it was read."""
-        run = self._runs[run_id]
-        entry = run.rounds.get(number)
-        if run.ended or entry is None or entry.state is not _State.RELEASING:
+        run = self._runs.get(run_id)
+        entry = run.rounds.get(number) if run is not None else None
+        if entry is None or entry.state is not _State.RELEASING:
             return
         self._destroy(entry)
         self._move(run_id, entry, _State.DONE)
@@ -283,6 +380,8 @@ class RunStore:
         """
         run = self._runs.get(run_id)
         if run is None:
+            if self._has_ended(run_id):
+                return
             _refuse(Refusal.UNKNOWN_RUN, "no such run")
         # The files first: that also works on a full disk, and makes room for the entry.
         for entry in run.rounds.values():
@@ -290,8 +389,7 @@ class RunStore:
         with self._durably() as rows:
             rows.execute("DELETE FROM rounds WHERE run_id = ?", (run_id,))
             rows.execute("UPDATE runs SET plan = NULL, ended = 1 WHERE run_id = ?", (run_id,))
-        run.ended = True
-        run.rounds.clear()
+        del self._runs[run_id]
 
     def close(self) -> None:
         """Closes all files and keeps them for the next start on this directory."""
@@ -302,9 +400,9 @@ class RunStore:
         self._connection.close()
         os.close(self._lock)
 
-    def _examine(self, report: Report) -> Verdict:
+    def _examine(self, report: Report, whole: bool = True) -> Verdict:
         run = self._runs.get(report.run_id)
-        if run is None or run.ended:
+        if run is None:
             return Verdict.UNKNOWN_RUN
         if report.plan_digest != run.digest:
             return Verdict.WRONG_PLAN
@@ -313,40 +411,61 @@ class RunStore:
             return Verdict.ROUND_NOT_OPEN
         if report.model_version != entry.model_version:
             return Verdict.WRONG_MODEL_VERSION
-        if len(report.sealed) != run.report_bytes:
-            return Verdict.WRONG_LENGTH
-        if not 1 <= len(report.sender) <= _MAX_NAME:
+        if report.user >= min(report.users, run.users):
             return Verdict.BAD_SENDER
+        if report.draft is not None:
+            if report.draft.verdict is not None:
+                return report.draft.verdict
+            return Verdict.ACCEPTED if report.draft.complete else Verdict.WRONG_LENGTH
+        if whole and len(report.sealed) != run.report_bytes:
+            return Verdict.WRONG_LENGTH
         return Verdict.ACCEPTED
 
-    def _store(self, run: _Run, entry: _Round, pairs: list[tuple[str, bytes]]) -> list[Verdict]:
-        """Stores as many of the pairs as the disk has room for."""
+    def _store(self, run: _Run, entry: _Round, reports: list[Report]) -> list[Verdict]:
+        """Stores as many of the reports as the disk has room for."""
         assert entry.spool is not None
-        disk = os.statvfs(self._directory)
-        # Twice its length, for pages that are not full, and the page where its row goes.
-        cost = 2 * run.report_bytes + PAGE_BYTES
-        room = (disk.f_bavail * disk.f_frsize - self._reserve) // cost
-        fitting = pairs[: max(0, room)]
+        cost = max(slot_bytes(run.report_bytes), PAGE_BYTES) + _OVERHEAD_BYTES
+        room = max(0, self._room() // cost)
+        rows = [
+            (report.sender, report.user, report.draft.slot if report.draft else report.sealed)
+            for report in reports[:room]
+        ]
         try:
-            verdicts = entry.spool.add(fitting, run.users)
+            verdicts = entry.spool.add(rows)
         except (sqlite3.Error, OSError) as error:
-            full = storage_refusal(error) is Refusal.STORAGE_FULL
-            verdicts = [Verdict.STORAGE_FULL if full else Verdict.STORAGE_FAILED] * len(fitting)
-        return verdicts + [Verdict.STORAGE_FULL] * (len(pairs) - len(fitting))
+            verdicts = [_storage_verdict(error)] * len(rows)
+        for report in reports[room:]:
+            if report.draft is not None:
+                report.draft.give_up()
+        return verdicts + [Verdict.STORAGE_FULL] * (len(reports) - len(rows))
+
+    def _room(self) -> int:
+        """Bytes that reports may still take of the disk."""
+        disk = os.statvfs(self._directory)
+        return disk.f_bavail * disk.f_frsize - self._reserve
+
+    def _has_room(self, length: int) -> bool:
+        return self._room() >= length + PAGE_BYTES
 
     def _run(self, run_id: str) -> _Run:
         run = self._runs.get(run_id)
         if run is None:
+            if self._has_ended(run_id):
+                _refuse(Refusal.RUN_ENDED, "this run has ended")
             _refuse(Refusal.UNKNOWN_RUN, "no such run")
-        if run.ended:
-            _refuse(Refusal.RUN_ENDED, "this run has ended")
         return run
+
+    def _has_ended(self, run_id: str) -> bool:
+        row = self._connection.execute("SELECT ended FROM runs WHERE run_id = ?", (run_id,))
+        return bool(row.fetchone() == (1,))
 
     def _entry(self, run_id: str, number: int) -> tuple[_Run, _Round]:
         run = self._run(run_id)
         entry = run.rounds.get(number)
         if entry is None:
-            _refuse(Refusal.UNKNOWN_ROUND, f"round {number} was never opened")
+            _refuse(
+                Refusal.UNKNOWN_ROUND, f"round {number} was never opened, or is long since over"
+            )
         return run, entry
 
     def _move(self, run_id: str, entry: _Round, state: _State) -> None:
@@ -375,11 +494,11 @@ class RunStore:
 
     def _recover(self) -> None:
         """Takes up the runs on disk and deletes what no open or closed round names."""
-        rows = self._connection.execute("SELECT run_id, plan, report_bytes, ended FROM runs")
-        for run_id, plan, report_bytes, ended in rows.fetchall():
-            self._runs[run_id] = (
-                _Run("", 0, 0, report_bytes, True, {}) if ended else _parse_run(plan, report_bytes)
-            )
+        rows = self._connection.execute(
+            "SELECT run_id, plan, report_bytes FROM runs WHERE NOT ended"
+        )
+        for run_id, plan, report_bytes in rows.fetchall():
+            self._runs[run_id] = _parse_run(plan, report_bytes)
         kept: set[Path] = set()
         rows = self._connection.execute(
             "SELECT run_id, round, model_version, state, outcome FROM rounds"
@@ -388,19 +507,26 @@ class RunStore:
             entry = _Round(
                 number, model_version, _State(state), Outcome(outcome) if outcome else None, None
             )
-            self._runs[run_id].rounds[number] = entry
+            run = self._runs[run_id]
+            run.rounds[number] = entry
             path = self._path(run_id, number)
-            if entry.state in (_State.OPEN, _State.CLOSED) and path.exists():
-                entry.spool = RoundSpool(path)
-                kept.add(path)
+            whole = path.exists() and path.with_suffix(".reports").exists()
+            if entry.state in (_State.OPEN, _State.CLOSED) and whole:
+                entry.spool = RoundSpool(path, run.report_bytes, run.users)
+                kept |= {path, path.with_suffix(".reports")}
             elif entry.state in (_State.OPEN, _State.CLOSED):
                 entry.outcome = None
                 self._move(run_id, entry, _State.DONE)
             elif entry.state is _State.RELEASING:
                 self._move(run_id, entry, _State.DONE)
-        for path in self._directory.glob("batch-*.db*"):
-            if path.with_name(path.name.partition(".db")[0] + ".db") not in kept:
+        for path in self._directory.glob("batch-*"):
+            if path.with_name(path.name.removesuffix("-journal")) not in kept:
                 path.unlink(missing_ok=True)
+
+
+def _storage_verdict(error: sqlite3.Error | OSError) -> Verdict:
+    full = storage_refusal(error) is Refusal.STORAGE_FULL
+    return Verdict.STORAGE_FULL if full else Verdict.STORAGE_FAILED
 
 
 def _parse_run(plan: bytes, report_bytes: int) -> _Run:
@@ -414,12 +540,14 @@ def _parse_run(plan: bytes, report_bytes: int) -> _Run:
     if not isinstance(fields, dict):
         _refuse(Refusal.MALFORMED, "the plan is not a JSON object")
     users, minimum = fields.get("users"), fields.get("minimum_batch")
+    if type(users) is int and users > _MAX_USERS:
+        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_USERS} users here, got {users}")
     if type(users) is not int or type(minimum) is not int or not 1 <= minimum <= users:
         _refuse(
             Refusal.MALFORMED,
             f"the plan needs integers users >= minimum_batch >= 1, got {users!r} and {minimum!r}",
         )
-    return _Run(hashlib.sha256(plan).hexdigest(), users, minimum, report_bytes, False, {})
+    return _Run(hashlib.sha256(plan).hexdigest(), users, minimum, report_bytes, {})
 
 
 def _refuse(reason: Refusal, detail: str) -> NoReturn:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from shuffler import shuffler_pb2, shuffler_pb2_grpc
-from shuffler.channel import SERVER_OPTIONS, TOKEN_KEY, join_address, parse_address
-from shuffler.errors import Refusal, ShufflerRefused
+from shuffler.channel import (
+    MAX_REPORT_BYTES,
+    SERVER_OPTIONS,
+    TOKEN_KEY,
+    join_address,
+    parse_address,
+)
+from shuffler.config import Limits
+from shuffler.errors import Refusal, ShufflerRefused, Verdict
 from shuffler.intake import Intake
-from shuffler.runs import Report, RunStore
+from shuffler.keys import Caller, Credentials, Role, caller_of
+from shuffler.operations import Metrics, Pace
+from shuffler.runs import Draft, Report, RunStore
 from shuffler.spool import RoundSpool
 
 __all__ = ["MIN_TOKEN_CHARACTERS", "ShufflerServer"]
@@ -24,17 +37,20 @@ __all__ = ["MIN_TOKEN_CHARACTERS", "ShufflerServer"]
 MIN_TOKEN_CHARACTERS = 32
 """Shortest control token that a server accepts."""
 
-# Log lines are constant: no senders, no counts, no contents, nothing for each report.
+# Log lines name runs and rounds: no senders, no counts, no contents, nothing for each report.
 _log = logging.getLogger("shuffler")
 
 _stubs: Any = shuffler_pb2_grpc  # generated without types
 
 _STREAM_REPORTS = 512  # of one stream, read and not yet answered
-_CHUNK_BYTES = 2**20
+_CHUNK_BYTES = 2**19
+_WRITE_BYTES = 2**19  # of a report in pieces, at once
 _STOP_SECONDS = 2.0
-_CONTROL = f"/{shuffler_pb2.DESCRIPTOR.services_by_name['Control'].full_name}/"
+_ANY_USERS = 2**32  # a plan has no more
 _STATUS = {
     Refusal.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Refusal.NOT_PERMITTED: grpc.StatusCode.PERMISSION_DENIED,
+    Refusal.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Refusal.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
     Refusal.UNKNOWN_RUN: grpc.StatusCode.NOT_FOUND,
     Refusal.UNKNOWN_ROUND: grpc.StatusCode.NOT_FOUND,
@@ -48,33 +64,43 @@ _STATUS = {
 class ShufflerServer:
     """The shuffler's gRPC server on top of a store. Use inside one running event loop."""
 
-    def __init__(self, store: RunStore, control_token: str) -> None:
+    def __init__(
+        self, store: RunStore, security: Credentials | str, limits: Limits, metrics: Metrics
+    ) -> None:
         """Prepares the server; nothing listens yet.
 
+        Args:
+            store: runs and rounds.
+            security: the shuffler's side of TLS; or, in plaintext, the server's control token.
+            limits: how much at once.
+            metrics: what is counted.
+
         Raises:
-            ValueError: if the token is shorter than `MIN_TOKEN_CHARACTERS` or not printable ASCII.
+            ValueError: if a token is shorter than `MIN_TOKEN_CHARACTERS` or not printable ASCII.
         """
-        if len(control_token) < MIN_TOKEN_CHARACTERS:
+        self._credentials = security if isinstance(security, Credentials) else None
+        token = security if isinstance(security, str) else None
+        if token is not None and len(token) < MIN_TOKEN_CHARACTERS:
             raise ValueError(f"the control token needs at least {MIN_TOKEN_CHARACTERS} characters")
-        if not (control_token.isascii() and control_token.isprintable()):
+        if token is not None and not (token.isascii() and token.isprintable()):
             raise ValueError("the control token must be printable ASCII")
         self._intake = Intake(store)
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
-        self._server = grpc.aio.server(
-            interceptors=[_ControlGate(control_token)], options=SERVER_OPTIONS
-        )
-        _stubs.add_IntakeServicer_to_server(_IntakeService(self._intake), self._server)
-        _stubs.add_ControlServicer_to_server(
-            _ControlService(self._intake, store, self._readers), self._server
-        )
+        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        gate = _Gate(token, metrics)
+        intake = _IntakeService(gate, self._intake, store, self._writers, limits, metrics)
+        control = _ControlService(gate, self._intake, store, self._readers, metrics)
+        _stubs.add_IntakeServicer_to_server(intake, self._server)
+        _stubs.add_ControlServicer_to_server(control, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
-    async def start(self, listen: str, tls: tuple[bytes, bytes] | None = None) -> str:
+    async def start(self, listen: str) -> str:
         """Listens and serves.
 
         Args:
-            listen: `HOST:PORT`; port 0 picks a free one.
-            tls: certificate chain and private key, both PEM. Without them only a loopback address
-                is allowed.
+            listen: `HOST:PORT`; port 0 picks a free one. In plaintext only a loopback address.
 
         Returns:
             The address with the actual port.
@@ -84,31 +110,36 @@ class ShufflerServer:
                 certificate and key can not be used.
         """
         host, port, loopback = parse_address(listen)
-        if tls is None and not loopback:
-            raise ValueError(
-                f"plaintext only on a loopback address: {listen} needs a TLS certificate and key"
-            )
+        credentials = self._credentials
+        if credentials is None and not loopback:
+            raise ValueError(f"plaintext only on a loopback address, got {listen}")
         address = join_address(host, port)
         _probe(host, port, listen)
         try:
-            if tls is None:
+            if credentials is None:
                 port = self._server.add_insecure_port(address)
             else:
-                certificate, key = tls
-                credentials = grpc.ssl_server_credentials([(key, certificate)])
-                port = self._server.add_secure_port(address, credentials)
+                tls = grpc.ssl_server_credentials(
+                    [(credentials.private_key, credentials.certificate)],
+                    root_certificates=credentials.authority,
+                    require_client_auth=True,
+                )
+                port = self._server.add_secure_port(address, tls)
         except RuntimeError:
             port = 0
         if port == 0:
             raise ValueError(f"can not listen on {listen}")
         await self._server.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         return join_address(host, port)
 
     async def stop(self) -> None:
         """Stops taking calls, gives those in progress two seconds, and stores what is queued."""
+        await self._health.enter_graceful_shutdown()
         await self._server.stop(_STOP_SECONDS)
         await self._intake.close()
         self._readers.shutdown()
+        self._writers.shutdown()
 
 
 def _probe(host: str, port: int, listen: str) -> None:
@@ -122,28 +153,31 @@ def _probe(host: str, port: int, listen: str) -> None:
         raise ValueError(f"can not listen on {listen}: {error.strerror}") from None
 
 
-class _ControlGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets calls to the control service through only with the token."""
+class _Gate:
+    """Lets a call through only with the credential of its role."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, token: str | None, metrics: Metrics) -> None:
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._metrics = metrics
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        if handler_call_details.method.startswith(_CONTROL):
-            given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
+    async def admit(self, context: grpc.aio.ServicerContext, role: Role) -> Caller:
+        """Who calls; ends the call if it may not make it."""
+        if self._expected is None:
+            (certificate,) = context.auth_context().get("x509_pem_cert", [b""])
+            caller = caller_of(certificate)
+            if caller is not None and caller.role is role:
+                return caller
+            refused = ShufflerRefused(Refusal.NOT_PERMITTED, "not with this certificate")
+        else:
+            given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
             given = given if isinstance(given, bytes) else given.encode()
-            if not hmac.compare_digest(given, self._expected):
-                return grpc.unary_unary_rpc_method_handler(_deny)
-        return await continuation(handler_call_details)
-
-
-async def _deny(request: bytes, context: grpc.aio.ServicerContext) -> None:
-    _log.warning("control call without the right token refused")
-    await _abort(context, ShufflerRefused(Refusal.UNAUTHENTICATED, "wrong or missing token"))
+            if role is Role.NODE or hmac.compare_digest(given, self._expected):
+                return Caller(role, "", _ANY_USERS)
+            refused = ShufflerRefused(Refusal.UNAUTHENTICATED, "wrong or missing token")
+        _log.warning("call without the right credential refused")
+        self._metrics.refusals.labels(refused.reason).inc()
+        await _abort(context, refused)
+        raise refused  # `_abort` does not return
 
 
 async def _abort(context: grpc.aio.ServicerContext, refused: ShufflerRefused) -> None:
@@ -154,63 +188,181 @@ async def _abort(context: grpc.aio.ServicerContext, refused: ShufflerRefused) ->
 class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
     """What user devices may call."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(
+        self,
+        gate: _Gate,
+        intake: Intake,
+        store: RunStore,
+        writers: ThreadPoolExecutor,
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
+        self._gate = gate
         self._intake = intake
+        self._store = store
+        self._writers = writers
+        self._limits = limits
+        self._metrics = metrics
+        self._streams: Counter[str] = Counter()
+        rate = limits.reports_per_second
+        self._pace = None if rate is None else Pace(rate, limits.burst)
 
     async def Submit(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:
+        """Hands the reports of one stream to the intake."""
+        caller = await self._gate.admit(context, Role.NODE)
+        if (
+            self._streams.total() >= self._limits.streams
+            or self._streams[caller.name] >= self._limits.streams_per_sender
+        ):
+            self._metrics.refusals.labels(Refusal.BUSY).inc()
+            await _abort(context, ShufflerRefused(Refusal.BUSY, "too many streams at once"))
+        self._streams[caller.name] += 1
+        self._metrics.streams.inc()
+        try:
+            await self._serve(caller, context)
+        finally:
+            self._metrics.streams.dec()
+            self._streams[caller.name] -= 1
+            if not self._streams[caller.name]:
+                del self._streams[caller.name]
+
+    async def _serve(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
         """Reads ahead of the answers, so that many reports share one commit."""
-        answers: asyncio.Queue[asyncio.Future[Any] | None] = asyncio.Queue()
+        answers: deque[asyncio.Future[Any]] = deque()
+        arrived = asyncio.Event()
+        reading = True
         window = asyncio.Semaphore(_STREAM_REPORTS)
 
         async def read() -> None:
+            nonlocal reading
             try:
-                async for request in request_iterator:
+                while (message := await context.read()) is not grpc.aio.EOF:
                     await window.acquire()
-                    answers.put_nowait(await self._intake.submit(_report(request)))
+                    if self._pace is not None:
+                        await asyncio.sleep(self._pace.delay(caller.name, time.monotonic()))
+                    report = _report(message, caller)
+                    if message.more:
+                        answers.append(await self._in_pieces(report, context))
+                    else:
+                        answers.append(await self._intake.submit(report))
+                    arrived.set()
             finally:
-                answers.put_nowait(None)
+                reading = False
+                arrived.set()
 
         reader = asyncio.create_task(read())
         try:
-            while (answer := await answers.get()) is not None:
-                await context.write(shuffler_pb2.SubmitReply(verdict=await answer))
-                window.release()
+            while answers or reading:
+                if not answers:
+                    arrived.clear()
+                    await arrived.wait()
+                    continue
+                verdicts = [await answers.popleft()]
+                while answers and answers[0].done():
+                    verdicts.append(answers.popleft().result())
+                await context.write(shuffler_pb2.SubmitReply(verdicts=verdicts))
+                for verdict in verdicts:
+                    window.release()
+                    self._metrics.reports.labels(verdict.name).inc()
             await reader
         finally:
             reader.cancel()
 
+    async def _in_pieces(
+        self, report: Report, context: grpc.aio.ServicerContext
+    ) -> asyncio.Future[Any]:
+        """Passes the pieces of one report on to the disk, one while the next is received."""
+        begun = asyncio.ensure_future(self._intake.call(self._store.begin, report))
+        try:
+            draft = await asyncio.shield(begun)
+        except asyncio.CancelledError:  # the stream is gone; what was begun for it goes too
+            begun.add_done_callback(lambda done: self._give_up(done.result()))
+            raise
+        loop = asyncio.get_running_loop()
+        pieces, more = [report.sealed], True
+        length = held = len(report.sealed)
+        written: asyncio.Future[None] = loop.create_future()
+        written.set_result(None)
+        try:
+            while more:
+                message = await context.read()
+                if message is grpc.aio.EOF or length > MAX_REPORT_BYTES:
+                    await context.abort(
+                        grpc.StatusCode.INVALID_ARGUMENT, "a report that does not end"
+                    )
+                more = message.more
+                pieces.append(message.sealed)
+                length += len(message.sealed)
+                held += len(message.sealed)
+                if isinstance(draft, Verdict):
+                    pieces.clear()
+                elif held >= _WRITE_BYTES or not more:
+                    await written
+                    written = loop.run_in_executor(self._writers, draft.write, pieces)
+                    pieces, held = [], 0
+            await written
+            if isinstance(draft, Draft):
+                return await self._intake.submit(
+                    dataclasses.replace(report, sealed=b"", draft=draft)
+                )
+            answer: asyncio.Future[Any] = loop.create_future()
+            answer.set_result(draft)
+            return answer
+        except BaseException:
+            written.add_done_callback(lambda _: self._give_up(draft))  # not while it is written
+            raise
+
+    def _give_up(self, draft: Draft | Verdict) -> None:
+        if isinstance(draft, Draft):
+            self._intake.call_soon(draft.give_up)
+
 
 class _ControlService(shuffler_pb2_grpc.ControlServicer):
-    """What the server may call; `_ControlGate` has checked the token."""
+    """What the server may call."""
 
-    def __init__(self, intake: Intake, store: RunStore, readers: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        gate: _Gate,
+        intake: Intake,
+        store: RunStore,
+        readers: ThreadPoolExecutor,
+        metrics: Metrics,
+    ) -> None:
+        self._gate = gate
         self._intake = intake
         self._store = store
         self._readers = readers
+        self._metrics = metrics
 
     async def CreateRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        await self._gate.admit(context, Role.SERVER)
         digest = await self._call(
             context, self._store.create_run, request.run_id, request.plan, request.report_bytes
         )
-        _log.info("run created")
+        _log.info("run created", extra={"run": request.run_id})
         return shuffler_pb2.CreateRunReply(plan_digest=digest)
 
     async def OpenRound(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        await self._gate.admit(context, Role.SERVER)
         await self._call(
             context, self._store.open_round, request.run_id, request.round, request.model_version
         )
-        _log.info("round opened")
+        _log.info("round opened", extra=_about(request))
         return shuffler_pb2.OpenRoundReply()
 
     async def CloseRound(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        await self._gate.admit(context, Role.SERVER)
         outcome = await self._call(
             context, self._store.close_round, request.run_id, request.round, request.discard
         )
-        _log.info("round closed")
-        return shuffler_pb2.CloseRoundReply(outcome=shuffler_pb2.Outcome.Name(outcome))
+        name = shuffler_pb2.Outcome.Name(outcome)
+        self._metrics.rounds.labels(name).inc()
+        _log.info("round closed", extra={**_about(request), "outcome": name})
+        return shuffler_pb2.CloseRoundReply(outcome=name)
 
     async def Release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
-        begun: list[tuple[RoundSpool, int]] = []
+        await self._gate.admit(context, Role.SERVER)
+        begun: list[RoundSpool] = []
 
         def begin() -> None:
             begun.append(self._store.begin_release(request.run_id, request.round))
@@ -222,20 +374,25 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         loop = asyncio.get_running_loop()
         try:
             await self._call(context, begin)
-            spool, report_bytes = begun[0]
-            limit = max(1, _CHUNK_BYTES // report_bytes)
-            while sealed := await loop.run_in_executor(self._readers, spool.next_reports, limit):
-                await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed))
+            while True:
+                sealed, more = await loop.run_in_executor(
+                    self._readers, begun[0].next_chunk, _CHUNK_BYTES
+                )
+                if not sealed:
+                    break
+                await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed, more=more))
         except ShufflerRefused as refused:  # the run was ended meanwhile, or the disk fails
             await _abort(context, refused)
         finally:
             # Whatever has become of this call: what it began is over, and the batch gone.
             await asyncio.shield(asyncio.ensure_future(self._intake.call(finish)))
-        _log.info("batch released")
+        self._metrics.releases.inc()
+        _log.info("batch released", extra=_about(request))
 
     async def EndRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        await self._gate.admit(context, Role.SERVER)
         await self._call(context, self._store.end_run, request.run_id)
-        _log.info("run ended")
+        _log.info("run ended", extra={"run": request.run_id})
         return shuffler_pb2.EndRunReply()
 
     async def _call(
@@ -244,15 +401,22 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         try:
             return await self._intake.call(function, *arguments)
         except ShufflerRefused as refused:
+            self._metrics.refusals.labels(refused.reason).inc()
             await _abort(context, refused)
 
 
-def _report(request: Any) -> Report:
+def _about(request: Any) -> dict[str, Any]:
+    return {"run": request.run_id, "round": request.round}
+
+
+def _report(request: Any, caller: Caller) -> Report:
     return Report(
         request.run_id,
         request.round,
         request.model_version,
         request.plan_digest,
-        request.sender,
+        caller.name,
+        request.user,
+        caller.users,
         request.sealed,
     )

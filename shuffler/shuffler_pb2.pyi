@@ -46,26 +46,28 @@ BELOW_MINIMUM: Outcome
 DISCARDED: Outcome
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("run_id", "round", "model_version", "plan_digest", "sender", "sealed")
+    __slots__ = ("run_id", "round", "model_version", "plan_digest", "user", "sealed", "more")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    SENDER_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     model_version: str
     plan_digest: str
-    sender: str
+    user: int
     sealed: bytes
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_version: _Optional[str] = ..., plan_digest: _Optional[str] = ..., sender: _Optional[str] = ..., sealed: _Optional[bytes] = ...) -> None: ...
+    more: bool
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_version: _Optional[str] = ..., plan_digest: _Optional[str] = ..., user: _Optional[int] = ..., sealed: _Optional[bytes] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
-    __slots__ = ("verdict",)
-    VERDICT_FIELD_NUMBER: _ClassVar[int]
-    verdict: Verdict
-    def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ...) -> None: ...
+    __slots__ = ("verdicts",)
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    verdicts: _containers.RepeatedScalarFieldContainer[Verdict]
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, str]]] = ...) -> None: ...
 
 class CreateRunRequest(_message.Message):
     __slots__ = ("run_id", "plan", "report_bytes")
@@ -122,10 +124,12 @@ class ReleaseRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
 
 class ReleaseChunk(_message.Message):
-    __slots__ = ("sealed",)
+    __slots__ = ("sealed", "more")
     SEALED_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     sealed: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, sealed: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    more: bool
+    def __init__(self, sealed: _Optional[_Iterable[bytes]] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class EndRunRequest(_message.Message):
     __slots__ = ("run_id",)

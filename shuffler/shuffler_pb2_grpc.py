@@ -47,8 +47,8 @@ class IntakeServicer:
     """
 
     def Submit(self, request_iterator, context):
-        """One reply for each request, in the order of the requests. A report is on disk when its reply
-        says ACCEPTED.
+        """Reports in, verdicts out: one verdict for each report, in the order of the reports, as many in
+        one reply as are ready. A report is on disk when its verdict is ACCEPTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

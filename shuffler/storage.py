@@ -19,13 +19,12 @@ __all__ = [
     "delete_database",
     "storage_errors",
     "storage_refusal",
+    "sync_directory",
     "transaction",
 ]
 
-PAGE_BYTES = 16384
+PAGE_BYTES = 4096
 """Length in bytes of a database page."""
-
-_LOG_BYTES = 32 * 2**20  # the write-ahead log is folded into the file when it is this long
 
 
 def claim_directory(directory: Path) -> int:
@@ -61,8 +60,8 @@ def claim_directory(directory: Path) -> int:
 def connect(path: Path) -> sqlite3.Connection:
     """Opens (or creates, mode 0600) a SQLite file whose commits survive a power cut.
 
-    The connection is exclusive, which also keeps the log's index in memory rather than in a mapped
-    file: a full disk is then an error and never a bus error.
+    A rollback journal, emptied by every commit, and not a write-ahead log: a log keeps what was
+    written in which order until it is folded into the file.
 
     Raises:
         sqlite3.Error: if the file can not be opened or written.
@@ -72,16 +71,15 @@ def connect(path: Path) -> sqlite3.Connection:
     except FileExistsError:
         pass
     else:
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA journal_mode=TRUNCATE")
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA secure_delete=ON")
         connection.execute("PRAGMA temp_store=MEMORY")
-        connection.execute(f"PRAGMA wal_autocheckpoint={_LOG_BYTES // PAGE_BYTES}")
     except BaseException:
         connection.close()
         raise
@@ -89,10 +87,10 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def delete_database(path: Path) -> None:
-    """Deletes a SQLite file with its log and index; missing ones are fine."""
-    for suffix in ("", "-wal", "-shm", "-journal"):
+    """Deletes a SQLite file with its journal; missing ones are fine."""
+    for suffix in ("", "-journal"):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 @contextmanager
@@ -125,7 +123,8 @@ def storage_errors() -> Iterator[None]:
         raise ShufflerRefused(reason, "the shuffler's disk is full or fails") from error
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Makes names that were added to or removed from the directory durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

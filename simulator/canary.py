@@ -117,13 +117,14 @@ def canary_rounds(
         load_users=functools.partial(_load_users, canary, others, plan.clip_norm),
         training=LocalTraining(),
         shuffler_address=shuffler.address,
+        shuffler_credentials=shuffler.submit,
         seed=seed,
     )
     worker = make_worker(settings)
     model = ArrayRecord(_make_model().state_dict())
     version = model_version(array.data for array in model.values())
     users = np.arange(plan.users)
-    with ControlClient(shuffler.address, shuffler.control_token) as control:
+    with ControlClient(shuffler.address, shuffler.control) as control:
         length = sealed_length(report_length(DIMENSION))
         digest = control.create_run(settings.run_id, plan.to_json().encode(), length)
         for number in range(1, plan.rounds + 1):

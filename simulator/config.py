@@ -122,6 +122,12 @@ class Simulation(_Section):
     )
 
 
+class Shuffler(_Section):
+    """How reports travel."""
+
+    sealing: Literal["x25519", "mlkem768-x25519"] = "x25519"
+
+
 class Config(_Section):
     """A whole run. `load` reads it; `resolved` writes it back with every value decided."""
 
@@ -138,6 +144,7 @@ class Config(_Section):
     model: Model
     training: Training
     simulation: Simulation = Field(default_factory=Simulation)
+    shuffler: Shuffler = Field(default_factory=Shuffler)
 
 
 def load(source: str, overrides: list[str] | None = None) -> Config:

@@ -79,7 +79,7 @@ def broken_users():
 class Round:
     """A run on a real shuffler, and the messages its server would send."""
 
-    def __init__(self, address, control, run_id, rate=1.0, agreed=None, **changes):
+    def __init__(self, address, credentials, control, run_id, rate=1.0, agreed=None, **changes):
         self.control = control
         self.plan = agreed or plan(rate)
         self.settings = ClientSettings(
@@ -89,6 +89,7 @@ class Round:
             load_users=load_users,
             training=LocalTraining(),
             shuffler_address=address,
+            shuffler_credentials=credentials,
             seed=3,
         )
         self.settings = dataclasses.replace(self.settings, **changes)
@@ -151,8 +152,9 @@ def shuffler():
 
 @pytest.fixture
 def make_round(shuffler, request):
-    control = ControlClient(shuffler.address, shuffler.control_token)
-    yield functools.partial(Round, shuffler.address, control, run_id=request.node.name[:200])
+    control = ControlClient(shuffler.address, shuffler.control)
+    name = request.node.name[:200]
+    yield functools.partial(Round, shuffler.address, shuffler.submit, control, run_id=name)
     control.close()
 
 
@@ -229,7 +231,11 @@ def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
     assert len(everyone.released()) == 4
     nobody = make_round(rate=1e-9)
     nobody = Round(
-        nobody.settings.shuffler_address, nobody.control, nobody.settings.run_id + "-nobody", 1e-9
+        nobody.settings.shuffler_address,
+        nobody.settings.shuffler_credentials,
+        nobody.control,
+        nobody.settings.run_id + "-nobody",
+        1e-9,
     ).open()
     without_reports = reply_content(nobody.announce())
     assert nobody.released() == []

@@ -76,7 +76,10 @@ def shuffler(spool):
 
 @pytest.fixture
 def shuffler_that_keeps_order(spool, tmp_path, monkeypatch):
-    """The real process, but the keys that reports are released by count up."""
+    """The real process, but the slots that reports are put into count up.
+
+    There are twice as many as users, and all users report: each round fills one half, rising.
+    """
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
             import itertools
@@ -84,7 +87,7 @@ def shuffler_that_keeps_order(spool, tmp_path, monkeypatch):
             from shuffler import spool
             numbers = itertools.count()
             spool.secrets = types.SimpleNamespace(
-                token_bytes=lambda size: next(numbers).to_bytes(size, "big")
+                randbelow=lambda limit: next(numbers) % limit
             )
         """)
     )

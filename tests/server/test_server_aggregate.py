@@ -83,8 +83,15 @@ def test_bad_reports_are_counted_and_left_out(reports):
         good[0][:-1],
         b"",
     ]
-    result = aggregate(bad + good)
-    assert (result.reports, result.rejected) == (12, len(bad))
+    result = aggregate(bad + good + good[:2])  # two are there twice
+    assert (result.reports, result.rejected) == (12, len(bad) + 2)
+    assert result.reasons == {
+        "not-finite": 2,
+        "too-long": 1,
+        "not-opened": 5,
+        "wrong-length": 1,
+        "replayed": 2,
+    }
     assert (result.estimate == aggregate(good).estimate).all()
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import grpc
+
 from shuffler import (
     ControlClient,
+    Credentials,
     IntakeClient,
     RoundHeader,
     ShufflerProcess,
@@ -14,6 +17,7 @@ from shuffler import (
     seal,
     sealed_length,
 )
+from shuffler.channel import CHANNEL_OPTIONS
 
 PAYLOAD_BYTES = 100
 
@@ -22,14 +26,22 @@ def plan(users: int = 100_000, minimum_batch: int = 1) -> bytes:
     return json.dumps({"users": users, "minimum_batch": minimum_batch}).encode()
 
 
+def raw_channel(world: World, credentials: Credentials | None = None) -> grpc.Channel:
+    """A channel without our client; with a node's credentials, or those given."""
+    given = credentials or world.process.submit
+    assert given is not None
+    tls = grpc.ssl_channel_credentials(given.authority, given.private_key, given.certificate)
+    return grpc.secure_channel(world.process.address, tls, CHANNEL_OPTIONS)
+
+
 class World:
     """One shuffler process, both clients, and a server's key pair."""
 
     def __init__(self, process: ShufflerProcess) -> None:
         self.process = process
         self.private_key, self.public_key = generate_key_pair()
-        self.control = ControlClient(process.address, process.control_token, timeout=20)
-        self.intake = IntakeClient(process.address, timeout=20)
+        self.control = ControlClient(process.address, process.control, timeout=20)
+        self.intake = IntakeClient(process.address, process.submit, timeout=20)
 
     def close(self) -> None:
         self.control.close()
@@ -47,13 +59,13 @@ class World:
         self.control.open_round(run_id, round, f"model {round}")
         return RoundHeader(run_id, round, f"model {round}", digest)
 
-    def reports(self, header: RoundHeader, count: int, first: int = 0) -> list[tuple[str, bytes]]:
+    def reports(self, header: RoundHeader, count: int, first: int = 0) -> list[tuple[int, bytes]]:
         return [
-            (f"user-{user}", seal(payload(user), self.public_key, header))
+            (user, seal(payload(user), self.public_key, header))
             for user in range(first, first + count)
         ]
 
-    def submit(self, header: RoundHeader, reports: list[tuple[str, bytes]]) -> list[Verdict]:
+    def submit(self, header: RoundHeader, reports: list[tuple[int, bytes]]) -> list[Verdict]:
         return list(self.intake.submit(header, reports))
 
 

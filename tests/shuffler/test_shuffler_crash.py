@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shuffler_world import PAYLOAD_BYTES, World
+from shuffler_world import World
 
 from shuffler import (
     Outcome,
@@ -20,7 +20,6 @@ from shuffler import (
     ShufflerRefused,
     ShufflerUnavailable,
     Verdict,
-    sealed_length,
 )
 
 
@@ -52,15 +51,17 @@ def test_killed_before_closing_all_acknowledged_reports_are_released(
     assert refused.value.reason is Refusal.ALREADY_RELEASED
 
 
-@pytest.mark.parametrize("trial", range(3))
+@pytest.mark.parametrize(("trial", "length"), [*((n, 148) for n in range(3)), (3, 2**18 + 5)])
 def test_killed_while_submitting_what_was_acknowledged_is_released_once(
-    start: Callable[..., World], tmp_path: Path, trial: int
+    start: Callable[..., World], tmp_path: Path, trial: int, length: int
 ):
+    """Short reports, and long ones that come in pieces."""
     world = start(tmp_path / "spool")
-    header = world.begin()
-    sent = [(f"user-{user}", os.urandom(sealed_length(PAYLOAD_BYTES))) for user in range(20_000)]
+    header = world.begin(report_bytes=length)
+    count = 20_000 if length < 1000 else 500
+    sent = [(user, os.urandom(length)) for user in range(count)]
     acknowledged = 0
-    kill_after = random.Random(trial).randrange(1, 1500)
+    kill_after = random.Random(trial).randrange(1, count // 13)
     with pytest.raises(ShufflerUnavailable):
         for verdict in world.intake.submit(header, iter(sent)):
             assert verdict is Verdict.ACCEPTED
@@ -70,13 +71,14 @@ def test_killed_while_submitting_what_was_acknowledged_is_released_once(
     assert acknowledged < len(sent)
     kill(world)
     world = start(tmp_path / "spool")
-    again = world.submit(header, sent[: acknowledged + 300])  # a client that does not know
+    more = count // 66
+    again = world.submit(header, sent[: acknowledged + more])  # a client that does not know
     assert set(again[:acknowledged]) == {Verdict.DUPLICATE}
     assert set(again) <= {Verdict.ACCEPTED, Verdict.DUPLICATE}
     world.control.close_round("run", 1)
     released = list(world.control.release("run", 1))
     assert len(set(released)) == len(released)
-    assert {sealed for _, sealed in sent[: acknowledged + 300]} <= set(released)
+    assert {sealed for _, sealed in sent[: acknowledged + more]} <= set(released)
     assert set(released) <= {sealed for _, sealed in sent}
 
 
@@ -85,7 +87,7 @@ def test_killed_while_releasing_the_batch_is_lost_and_not_released_again(
 ):
     world = start(tmp_path / "spool")
     header = world.begin(report_bytes=2**20)
-    world.submit(header, [(f"user-{user}", os.urandom(2**20)) for user in range(40)])
+    world.submit(header, [(user, os.urandom(2**20)) for user in range(40)])
     world.control.close_round("run", 1)
     release = world.control.release("run", 1)
     next(release)
@@ -117,7 +119,7 @@ def test_a_full_disk_is_a_verdict_and_the_accepted_reports_are_released(
     length = 10_000
     for round in (1, 2):  # the second: releasing has made room again
         header = world.begin(round=round, report_bytes=length)
-        reports = [(f"user-{user}", os.urandom(length)) for user in range(150)]
+        reports = [(user, os.urandom(length)) for user in range(150)]
         verdicts = world.submit(header, reports)
         assert set(verdicts) == {Verdict.ACCEPTED, Verdict.STORAGE_FULL}
         assert world.control.close_round("run", round) is Outcome.RELEASABLE

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import sqlite3
 import stat
+import tempfile
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-from scipy.stats import chisquare
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare, spearmanr
 from shuffler_world import plan
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
@@ -29,19 +34,36 @@ def p_value(counts: Counter, cells: list) -> float:
 
 
 def report(user: int, digest: str, round: int = 1, length: int = 64) -> Report:
-    return Report("run", round, "model", digest, f"user-{user}", bytes([user % 256]) * length)
+    content = bytes([user % 256]) * length
+    return Report("run", round, "model", digest, "node", user, 2**32, content)
 
 
-def read(spool: RoundSpool) -> list[bytes]:
-    return list(itertools.chain.from_iterable(iter(lambda: spool.next_reports(3), [])))
+def read(spool: RoundSpool, limit: int = 3 * 64) -> list[bytes]:
+    """Everything, in chunks of `limit` bytes; longer reports in pieces."""
+    reports, pieces = [], []
+    while (chunk := spool.next_chunk(limit))[0]:
+        content, more = chunk
+        if more or pieces:
+            pieces += content
+            if not more:
+                reports.append(b"".join(pieces))
+                pieces = []
+        else:
+            reports += content
+    return reports
 
 
 def test_all_orders_of_five_reports_are_equally_likely(tmp_path):
     orders: Counter = Counter()
     for _ in range(1800):
-        spool = RoundSpool(tmp_path / "batch.db")
-        spool.add([(f"user-{user}", bytes([user])) for user in range(3)], 5)
-        spool.add([(f"user-{user}", bytes([user])) for user in range(3, 5)], 5)
+        spool = RoundSpool(tmp_path / "batch.db", 1, 5)
+        spool.add([("node", user, bytes([user])) for user in range(3)])
+        # A report in pieces, and one that is given up: its slot goes to the next.
+        kept, lost = spool.reserve(), spool.reserve()
+        kept.append([bytes([3])])
+        lost.append([b"x"])
+        spool.give_up(lost)
+        spool.add([("node", 4, bytes([4])), ("node", 3, kept)])
         orders[tuple(sealed[0] for sealed in read(spool))] += 1
         spool.destroy()
     assert p_value(orders, ORDERS) > FALSE_ALARM
@@ -61,34 +83,105 @@ def test_the_order_is_independent_of_sender_and_content(tmp_path):
     """Position of the report that comes first, has the least name and the least bytes."""
     positions: Counter = Counter()
     for _ in range(600):
-        spool = RoundSpool(tmp_path / "batch.db")
-        spool.add([(f"user-{user:02}", bytes([user])) for user in range(20)], 20)
+        spool = RoundSpool(tmp_path / "batch.db", 1, 20)
+        spool.add([("node", user, bytes([user])) for user in range(20)])
         positions[read(spool).index(b"\0")] += 1
         spool.destroy()
     assert p_value(positions, list(range(20))) > FALSE_ALARM
 
 
-def test_no_row_connects_a_sender_with_a_report(tmp_path):
-    spool = RoundSpool(tmp_path / "batch.db")
-    spool.add([(f"user-{user}", bytes([user]) * 40) for user in range(50)], 50)
-    spool.close()
-    rows = sqlite3.connect(tmp_path / "batch.db")
-    tables = rows.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-    assert {name for name, _ in tables} == {"reports", "senders"}
-    assert all("WITHOUT ROWID" in sql for _, sql in tables)  # a rowid would tell the arrival order
-    assert [len(row) for row in rows.execute("SELECT * FROM senders LIMIT 1")] == [1]
-    keys = [key for key, _ in rows.execute("SELECT key, sealed FROM reports")]
-    assert {len(key) for key in keys} == {16}
-    rows.close()
+def test_positions_among_ten_thousand_are_uniform(tmp_path):
+    """Of the first, a middle and the last report, over tenths of the batch; one large group."""
+    positions: dict[int, Counter] = {0: Counter(), 5000: Counter(), 9999: Counter()}
+    for _ in range(60):
+        spool = RoundSpool(tmp_path / "batch.db", 2, 10_000)
+        for first in range(0, 10_000, 2500):
+            users = range(first, first + 2500)
+            spool.add([("node", user, user.to_bytes(2, "big")) for user in users])
+        order = read(spool, 2**20)
+        assert sorted(order) == [user.to_bytes(2, "big") for user in range(10_000)]
+        for user, counts in positions.items():
+            counts[order.index(user.to_bytes(2, "big")) // 1000] += 1
+        spool.destroy()
+    for counts in positions.values():
+        assert p_value(counts, list(range(10))) > FALSE_ALARM
 
 
-def test_a_batch_takes_one_report_of_a_sender_and_as_many_as_there_are_users(tmp_path):
-    spool = RoundSpool(tmp_path / "batch.db")
-    first = spool.add([("a", b"1"), ("a", b"2"), ("b", b"3")], 3)
+def test_neighbours_on_arrival_are_not_neighbours_on_release(tmp_path):
+    """Rank correlation of arrival and release of 10 000 reports, against its normal law."""
+    spool = RoundSpool(tmp_path / "batch.db", 2, 10_000)
+    for first in range(0, 10_000, 100):
+        spool.add([("n", user, user.to_bytes(2, "big")) for user in range(first, first + 100)])
+    order = [int.from_bytes(report, "big") for report in read(spool, 2**20)]
+    assert abs(spearmanr(order, range(10_000)).statistic) < 5.5 / 100  # 5.5 sd of 1/sqrt(n - 1)
+    steps = np.abs(np.diff(order))
+    # |difference| of two of 0..n-1 has mean (n + 1)/3 and standard deviation about n/sqrt(18).
+    assert abs(steps.mean() - 10_001 / 3) < 6 * 10_000 / math.sqrt(18) / math.sqrt(9999)
+    spool.destroy()
+
+
+def test_the_files_hold_two_sets_and_nothing_of_the_order(tmp_path):
+    """Two batches with the same slots and users, filled in opposite order, hold the same rows."""
+    contents = []
+    for order in (range(50), range(49, -1, -1)):
+        spool = RoundSpool(tmp_path / "batch.db", 40, 50)
+        spool._spoilt = list(range(100))  # so that both get slots 50 to 99
+        group = [("node", user, bytes([user]) * 40) for user in order]
+        for start in range(0, 50, 7):
+            spool.add(group[start : start + 7])
+        spool.close()
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "batch.db",
+            "batch.db-journal",
+            "batch.reports",
+        ]
+        assert (tmp_path / "batch.db-journal").stat().st_size == 0
+        rows = sqlite3.connect(tmp_path / "batch.db")
+        tables = rows.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+        names = {name for name, _ in tables.fetchall()}
+        assert names == {"slots", "reported"}
+        contents.append([rows.execute(f"SELECT * FROM {name}").fetchall() for name in names])
+        rows.close()
+        spool.destroy()
+    assert contents[0] == contents[1]
+
+
+def test_a_batch_takes_one_report_of_a_user_and_as_many_as_there_are_users(tmp_path):
+    spool = RoundSpool(tmp_path / "batch.db", 1, 3)
+    first = spool.add([("a", 0, b"1"), ("a", 0, b"2"), ("b", 0, b"3")])
     assert first == [Verdict.ACCEPTED, Verdict.DUPLICATE, Verdict.ACCEPTED]
-    second = spool.add([("b", b"4"), ("c", b"5"), ("d", b"6"), ("c", b"7")], 3)
+    second = spool.add([("b", 0, b"4"), ("b", 1, b"5"), ("c", 9, b"6"), ("b", 1, b"7")])
     assert second == [Verdict.DUPLICATE, Verdict.ACCEPTED, Verdict.ROUND_FULL, Verdict.DUPLICATE]
     assert sorted(read(spool)) == [b"1", b"3", b"5"]
+    spool.destroy()
+
+
+@given(st.lists(st.integers(0, 40_000), unique=True, min_size=1, max_size=200), st.data())
+def test_sets_of_bits_hold_what_was_put(numbers, data):
+    """Any numbers, over several rows, saved in any groups, are there and no others are."""
+    with tempfile.TemporaryDirectory() as directory:
+        spool = RoundSpool(Path(directory) / "batch.db", 4, 50_000)
+        left = list(numbers)
+        while left:
+            size = data.draw(st.integers(1, len(left)))
+            group, left = left[:size], left[size:]
+            added = spool.add([("a", user, user.to_bytes(4, "big")) for user in group])
+            assert added == [Verdict.ACCEPTED] * size
+        held = {user for user in range(40_001) if spool.has_reported("a", user)}
+        assert held == set(numbers)
+        assert not any(spool.has_reported("b", user) for user in numbers)
+        spool.close()
+        spool = RoundSpool(Path(directory) / "batch.db", 4, 50_000)
+        assert spool.count == len(numbers)
+        assert sorted(read(spool)) == [user.to_bytes(4, "big") for user in sorted(numbers)]
+        spool.destroy()
+
+
+def test_long_reports_are_read_in_pieces(tmp_path):
+    spool = RoundSpool(tmp_path / "batch.db", 10_000, 5)
+    sent = [os.urandom(10_000) for _ in range(5)]
+    spool.add([("a", user, sealed) for user, sealed in enumerate(sent)])
+    assert sorted(read(spool, 3000)) == sorted(sent)
     spool.destroy()
 
 
@@ -130,7 +223,8 @@ def test_a_restart_keeps_open_and_closed_rounds_and_deletes_leftovers(tmp_path):
         if round == 1:
             store.close_round("run", 1)
     store.close()
-    (tmp_path / f"batch-{'0' * 64}-1.db-wal").touch()
+    for suffix in (".db", ".db-journal", ".reports"):
+        (tmp_path / f"batch-{'0' * 64}-1{suffix}").touch()
 
     store = RunStore(tmp_path)
     assert not list(tmp_path.glob(f"batch-{'0' * 64}*"))
@@ -139,7 +233,7 @@ def test_a_restart_keeps_open_and_closed_rounds_and_deletes_leftovers(tmp_path):
     assert again == [Verdict.DUPLICATE] * 10 + [Verdict.ACCEPTED]
     assert store.close_round("run", 2) is Outcome.RELEASABLE
     for round, count in ((1, 10), (2, 11)):
-        spool, _ = store.begin_release("run", round)
+        spool = store.begin_release("run", round)
         assert len(read(spool)) == count
         store.finish_release("run", round)
     store.close()
@@ -162,13 +256,14 @@ def test_a_crash_while_releasing_loses_the_batch(tmp_path):
     store.close()
 
 
-def test_a_batch_whose_file_is_gone_is_reported_lost_and_not_released_empty(tmp_path):
+@pytest.mark.parametrize("gone", ["batch-*", "batch-*.db", "batch-*.reports"])
+def test_a_batch_whose_file_is_gone_is_reported_lost_and_not_released_empty(tmp_path, gone):
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(), 64)
     store.open_round("run", 1, "model")
     store.accept([report(1, digest)])
     store.close()
-    for path in tmp_path.glob("batch-*"):
+    for path in tmp_path.glob(gone):
         path.unlink()
     store = RunStore(tmp_path)
     for call in (store.close_round, store.begin_release):
@@ -185,11 +280,11 @@ def test_ending_a_run_while_it_is_released_stops_the_release(tmp_path):
     store.open_round("run", 1, "model")
     store.accept([report(user, digest) for user in range(10)])
     store.close_round("run", 1)
-    spool, _ = store.begin_release("run", 1)
-    assert spool.next_reports(2)
+    spool = store.begin_release("run", 1)
+    assert len(spool.next_chunk(2 * 64)[0]) == 2
     store.end_run("run")
     with pytest.raises(ShufflerRefused):
-        spool.next_reports(2)
+        spool.next_chunk(2 * 64)
     store.finish_release("run", 1)
     store.close()
 
@@ -212,7 +307,7 @@ def test_a_disk_that_others_fill_is_a_verdict_and_the_reports_stay(tiny_disk: Pa
     filler.unlink()
     assert store.accept(group[:3]) == [Verdict.ACCEPTED] * 3
     assert store.close_round("run", 1) is Outcome.RELEASABLE
-    spool, _ = store.begin_release("run", 1)
-    assert sorted(sealed[0] for sealed in read(spool)) == [0, 1, 2, 3]
+    spool = store.begin_release("run", 1)
+    assert sorted(sealed[0] for sealed in read(spool, 2**20)) == [0, 1, 2, 3]
     store.finish_release("run", 1)
     store.close()

@@ -1,0 +1,232 @@
+"""Reports per second through the shuffler, against a gRPC server that only counts their bytes.
+
+Both are Python processes on one core, called by the same client on the other core, in turn:
+
+    python benchmarks/shuffler_throughput.py
+    python benchmarks/shuffler_throughput.py --payloads 4000000 --megabytes 10000   # a 10 GB round
+
+Two ways of calling, with TLS:
+
+    sealed      the client seals every report while it sends, as user devices do. Sealing and
+                sending take most of the time, so this is what a user of the shuffler sees.
+    presealed   the client sends bytes that are ready: as much load as one core can make.
+
+`sink` reads and counts; its client gets one verdict for each report, without any work for it.
+`shuffler` has every acknowledged report on disk. `ratio` is shuffler/sink, the median over rounds
+that alternate between the two. `disk` is the same disk in the same round without anything else:
+4 MB written and synced, again and again. Peak memory is VmHWM of the shuffler's process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from shuffler import (
+    ControlClient,
+    IntakeClient,
+    Outcome,
+    RoundHeader,
+    ShufflerProcess,
+    Verdict,
+    generate_key_pair,
+    seal,
+    sealed_length,
+    shuffler_pb2,
+    shuffler_pb2_grpc,
+)
+from shuffler.channel import SERVER_OPTIONS
+from shuffler.keys import Authority, Credentials, Role
+
+CLIENT_CORE, SERVER_CORE = 0, 1
+
+
+def pin(pid: int, core: int) -> None:
+    """Every thread there is; later ones inherit it from theirs."""
+    if os.cpu_count() == 1:
+        return
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), {core})
+
+
+class Sink(shuffler_pb2_grpc.IntakeServicer):
+    """Counts bytes; a verdict for each report, in the groups in which they come."""
+
+    async def Submit(self, request_iterator, context):
+        total = reports = 0
+        async for request in request_iterator:
+            total += len(request.sealed)
+            reports += not request.more
+            if reports == 64 or (len(request.sealed) > 50_000 and not request.more):
+                await context.write(shuffler_pb2.SubmitReply(verdicts=[1] * reports))
+                reports = 0
+        await context.write(shuffler_pb2.SubmitReply(verdicts=[1] * reports))
+
+
+async def serve_sink(directory: Path) -> None:
+    credentials = Credentials.read(directory, "shuffler")
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    shuffler_pb2_grpc.add_IntakeServicer_to_server(Sink(), server)
+    port = server.add_secure_port(
+        "127.0.0.1:0",
+        grpc.ssl_server_credentials(
+            [(credentials.private_key, credentials.certificate)], credentials.authority, True
+        ),
+    )
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+
+def reports(
+    header: RoundHeader, count: int, payload: bytes, public_key: bytes, sealing: bool
+) -> Iterator[tuple[int, bytes]]:
+    ready = seal(payload, public_key, header)
+    for user in range(count):
+        yield user, seal(payload, public_key, header) if sealing else ready
+
+
+def disk_rate(directory: Path, payload: int) -> float:
+    """Payloads per second that the disk takes when they are written and synced 4 MB at a time."""
+    block = os.urandom(4_000_000)
+    with (directory / "disk").open("wb", buffering=0) as file:
+        begun = time.perf_counter()
+        for _ in range(25):
+            file.write(block)
+            os.fdatasync(file.fileno())
+        seconds = time.perf_counter() - begun
+    (directory / "disk").unlink()
+    return 25 * len(block) / payload / seconds
+
+
+def peak_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--payloads", type=int, nargs="+", default=[1_000, 100_000, 4_000_000])
+    parser.add_argument("--megabytes", type=float, default=300, help="in a round, at most")
+    parser.add_argument("--reports", type=int, default=20_000, help="in a round, at most")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--spool", type=Path, help="directory on the disk to measure")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--sink", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.sink:
+        asyncio.run(serve_sink(options.sink))
+        return
+    pin(os.getpid(), CLIENT_CORE)
+    with tempfile.TemporaryDirectory(dir=options.spool) as directory:
+        rows = measure(Path(directory), options)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def measure(directory: Path, options: argparse.Namespace) -> list[dict]:
+    authority = Authority.create()
+    credentials = authority.issue(Role.SHUFFLER, "shuffler", hosts=["127.0.0.1"])
+    credentials.write(directory, "shuffler")
+    command = [sys.executable, __file__, "--sink", str(directory)]
+    sink = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    rows = []
+    print(
+        f"{'payload':>9} {'':9} {'sink':>17} {'shuffler':>17} {'ratio':>6} "
+        f"{'disk':>8} {'release':>8} {'peak':>8}"
+    )
+    try:
+        address = f"127.0.0.1:{int(sink.stdout.readline())}"
+        pin(sink.pid, SERVER_CORE)
+        for payload in options.payloads:
+            for sealing in (True, False):
+                with (
+                    ShufflerProcess(directory / "spool", authority=authority) as process,
+                    ControlClient(process.address, process.control) as control,
+                    IntakeClient(process.address, process.submit) as intake,
+                    IntakeClient(address, process.submit) as sink_intake,
+                ):
+                    pin(process.pid, SERVER_CORE)
+                    rows.append(
+                        compare(control, intake, sink_intake, directory, payload, sealing, options)
+                    )
+                    rows[-1]["peak_mb"] = peak_mb(process.pid)
+                    show(rows[-1])
+    finally:
+        sink.terminate()
+        sink.wait()
+    return rows
+
+
+def compare(
+    control: ControlClient,
+    intake: IntakeClient,
+    sink: IntakeClient,
+    directory: Path,
+    payload: int,
+    sealing: bool,
+    options: argparse.Namespace,
+) -> dict:
+    """Rounds that alternate between the sink and the shuffler."""
+    count = max(20, min(options.reports, int(options.megabytes * 1e6 / payload)))
+    length = sealed_length(payload)
+    plan = json.dumps({"users": count, "minimum_batch": count}).encode()
+    run_id = f"{payload}-{sealing}-{os.getpid()}"
+    digest = control.create_run(run_id, plan, length)
+    _, public_key = generate_key_pair()
+    content = os.urandom(payload)
+    rates: dict[str, list[float]] = {"sink": [], "shuffler": [], "release": [], "disk": []}
+    for round in range(options.rounds + 1):  # the first warms up
+        header = RoundHeader(run_id, round, "model", digest)
+        control.open_round(run_id, round, "model")
+        for name, client in (("sink", sink), ("shuffler", intake)):
+            begun = time.perf_counter()
+            stream = reports(header, count, content, public_key, sealing)
+            accepted = sum(verdict is Verdict.ACCEPTED for verdict in client.submit(header, stream))
+            rates[name].append(count / (time.perf_counter() - begun))
+            assert accepted == count, f"{accepted} of {count} accepted by the {name}"
+        rates["disk"].append(disk_rate(directory, payload))
+        assert control.close_round(run_id, round) is Outcome.RELEASABLE
+        begun = time.perf_counter()
+        assert sum(1 for _ in control.release(run_id, round)) == count
+        rates["release"].append(count / (time.perf_counter() - begun))
+    control.end_run(run_id)
+    for values in rates.values():
+        del values[0]
+    pairs = zip(rates["shuffler"], rates["sink"], strict=True)
+    return {
+        "payload": payload,
+        "sealed": sealing,
+        "reports": count,
+        "ratio": statistics.median(ours / theirs for ours, theirs in pairs),
+        **{f"{name}_per_second": statistics.median(values) for name, values in rates.items()},
+    }
+
+
+def show(row: dict) -> None:
+    def rate(name: str) -> str:
+        per_second = row[f"{name}_per_second"]
+        return f"{per_second:7.0f}/s {per_second * row['payload'] / 1e6:4.0f} MB/s"
+
+    print(
+        f"{row['payload']:9} {'sealed' if row['sealed'] else 'presealed':9} {rate('sink'):>17} "
+        f"{rate('shuffler'):>17} {row['ratio']:6.2f} "
+        f"{row['disk_per_second'] * row['payload'] / 1e6:4.0f} MB/s "
+        f"{row['release_per_second'] * row['payload'] / 1e6:4.0f} MB/s {row['peak_mb']:5.0f} MB",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Certificates: who may do what at the shuffler.
+
+One authority (X.509, P-256, `cryptography`) issues every certificate of a deployment. A client's
+certificate carries its role as a URI among its alternative names, and the shuffler reads nothing
+else from it:
+
+    urn:shufl:node:USERS:NAME   may submit, for its users 0 to USERS - 1
+    urn:shufl:server:NAME       may run rounds and fetch releases
+    urn:shufl:monitor:NAME      may ask whether the shuffler is healthy
+
+Whoever holds the authority's key can enrol any number of users, and so fill a crowd with its own:
+it belongs to neither the server nor the shuffler's machine. See docs/threat-model.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+__all__ = ["Authority", "Caller", "Credentials", "Role", "caller_of"]
+
+_PREFIX = "urn:shufl:"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_EARLY = datetime.timedelta(minutes=5)  # clocks differ
+
+
+class Role(StrEnum):
+    """What a certificate is for."""
+
+    SHUFFLER = "shuffler"
+    NODE = "node"
+    SERVER = "server"
+    MONITOR = "monitor"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who a client's certificate says it is.
+
+    Attributes:
+        role: what it may do.
+        name: which credential; in the log and the metrics never.
+        users: of a node: how many users report through it. Otherwise 0.
+    """
+
+    role: Role
+    name: str
+    users: int
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """One party's side of TLS, all PEM.
+
+    Attributes:
+        authority: the certificate that the other side's must be issued by.
+        certificate: this party's own.
+        private_key: its key.
+    """
+
+    authority: bytes
+    certificate: bytes
+    private_key: bytes = field(repr=False)
+
+    @classmethod
+    def read(cls, directory: Path, name: str) -> Credentials:
+        """What `shufl keys` wrote for this name.
+
+        Raises:
+            OSError: if a file can not be read.
+        """
+        return cls(
+            (directory / "authority.pem").read_bytes(),
+            (directory / f"{name}.pem").read_bytes(),
+            (directory / f"{name}.key").read_bytes(),
+        )
+
+    def write(self, directory: Path, name: str) -> None:
+        """Writes NAME.pem and NAME.key (mode 0600), and the authority's certificate beside them.
+
+        Raises:
+            FileExistsError: if NAME has been issued already.
+        """
+        write_secret(directory / f"{name}.key", self.private_key)
+        (directory / f"{name}.pem").write_bytes(self.certificate)
+        if not (directory / "authority.pem").exists():
+            (directory / "authority.pem").write_bytes(self.authority)
+
+
+class Authority:
+    """Issues certificates. Made fresh, or read from its two files."""
+
+    def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self._certificate = certificate
+        self._key = key
+
+    @classmethod
+    def create(cls, days: float = 3650) -> Authority:
+        """A new authority with a new key, valid for `days`."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "shufl authority")])
+        builder = _builder(name, name, key.public_key(), days)
+        certificate = (
+            builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_key_usage(signs_certificates=True), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(certificate, key)
+
+    @classmethod
+    def read(cls, directory: Path) -> Authority:
+        """The authority in `authority.pem` and `authority.key`.
+
+        Raises:
+            OSError: if a file can not be read.
+            ValueError: if one does not hold what it should.
+        """
+        certificate = x509.load_pem_x509_certificate((directory / "authority.pem").read_bytes())
+        key = serialization.load_pem_private_key((directory / "authority.key").read_bytes(), None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ValueError("authority.key is not a key of an elliptic curve")
+        return cls(certificate, key)
+
+    def write(self, directory: Path) -> None:
+        """Writes `authority.pem` and `authority.key` (mode 0600).
+
+        Raises:
+            FileExistsError: if there is an authority in the directory.
+        """
+        write_secret(directory / "authority.key", _key_pem(self._key))
+        (directory / "authority.pem").write_bytes(self.certificate)
+
+    @property
+    def certificate(self) -> bytes:
+        """Its certificate, PEM: what both sides trust."""
+        return self._certificate.public_bytes(serialization.Encoding.PEM)
+
+    def issue(
+        self,
+        role: Role,
+        name: str,
+        *,
+        hosts: Sequence[str] = (),
+        users: int = 0,
+        days: float = 365,
+    ) -> Credentials:
+        """A new key and its certificate.
+
+        Args:
+            role: what it is for.
+            name: 1 to 64 letters, digits, `.`, `_` or `-`.
+            hosts: for a shuffler: the DNS names and IP addresses that clients know it by.
+            users: for a node: how many users report through it.
+            days: how long it is valid.
+
+        Raises:
+            ValueError: if an argument does not fit the role.
+        """
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"a name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
+        if (role is Role.SHUFFLER) != bool(hosts):
+            raise ValueError("a shuffler's certificate needs hosts, and no other has any")
+        if (role is Role.NODE) != (users > 0):
+            raise ValueError("a node's certificate needs a number of users, and no other has one")
+        names: list[x509.GeneralName] = [_host(host) for host in hosts]
+        if role is Role.NODE:
+            names.append(x509.UniformResourceIdentifier(f"{_PREFIX}{role}:{users}:{name}"))
+        elif role is not Role.SHUFFLER:
+            names.append(x509.UniformResourceIdentifier(f"{_PREFIX}{role}:{name}"))
+        usage = ExtendedKeyUsageOID.CLIENT_AUTH
+        if role is Role.SHUFFLER:
+            usage = ExtendedKeyUsageOID.SERVER_AUTH
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        certificate = (
+            _builder(subject, self._certificate.subject, key.public_key(), days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        pem = certificate.public_bytes(serialization.Encoding.PEM)
+        return Credentials(self.certificate, pem, _key_pem(key))
+
+
+def caller_of(certificate: bytes) -> Caller | None:
+    """Who a certificate (PEM) names; None if it has no role here.
+
+    The signature is not checked: TLS has done that.
+    """
+    try:
+        loaded = x509.load_pem_x509_certificate(certificate)
+        names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        (uri,) = (uri for uri in uris if uri.startswith(_PREFIX))
+        role, *rest = uri.removeprefix(_PREFIX).split(":")
+        if role == Role.NODE:
+            users, name = rest
+            return Caller(Role.NODE, name, int(users))
+        (name,) = rest
+        return Caller(Role(role), name, 0)
+    except (ValueError, x509.ExtensionNotFound):
+        return None
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Writes a new file that only its owner can read.
+
+    Raises:
+        FileExistsError: if there is one.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(now, now + datetime.timedelta(days=days)) - _EARLY)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )

@@ -1,0 +1,165 @@
+"""The shuffler's memory does not grow with a report, a round, or the number of streams."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from shuffler_world import World, raw_channel
+
+from shuffler import IntakeClient, Outcome, Verdict, shuffler_pb2, shuffler_pb2_grpc
+from shuffler.channel import PIECE_BYTES
+
+LIMIT_MB = 300
+
+
+def peak_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
+
+
+def submit_at_once(world: World, header, streams: int, reports: int, length: int) -> list[Verdict]:
+    """The same report from all users, over so many connections."""
+    content = os.urandom(length)
+    verdicts: list[Verdict] = []
+
+    def stream(number: int) -> None:
+        with IntakeClient(world.process.address, world.process.submit, timeout=120) as intake:
+            users = range(number * reports, (number + 1) * reports)
+            verdicts.extend(intake.submit(header, ((user, content) for user in users)))
+
+    threads = [threading.Thread(target=stream, args=(number,)) for number in range(streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return verdicts
+
+
+@pytest.mark.parametrize(
+    ("streams", "reports", "length"), [(4, 2, 64 * 2**20), (24, 5, 4_000_000), (24, 50, 250_000)]
+)
+def test_memory_stays_flat(start: Callable[..., World], streams: int, reports: int, length: int):
+    world = start()
+    header = world.begin(report_bytes=length, users=2000)
+    verdicts = submit_at_once(world, header, streams, reports, length)
+    assert verdicts == [Verdict.ACCEPTED] * streams * reports
+    assert world.control.close_round("run", 1) is Outcome.RELEASABLE
+    assert sum(len(sealed) for sealed in world.control.release("run", 1)) == (
+        streams * reports * length
+    )
+    assert peak_mb(world.process.pid) < LIMIT_MB
+
+
+def pieces(header, count: int, more: bool, user: int = 0):
+    for number in range(count):
+        yield shuffler_pb2.SubmitRequest(
+            run_id=header.run_id,
+            round=header.round,
+            model_version=header.model_version,
+            plan_digest=header.plan_digest,
+            user=user,
+            sealed=bytes(PIECE_BYTES),
+            more=more or number < count - 1,
+        )
+
+
+def raw_submit(world: World, requests) -> list[Verdict]:
+    with raw_channel(world) as channel:
+        replies = shuffler_pb2_grpc.IntakeStub(channel).Submit(requests)
+        return [Verdict(verdict) for reply in replies for verdict in reply.verdicts]
+
+
+@pytest.mark.parametrize(("count", "verdict"), [(2, 5), (3, 1), (4, 5), (40, 5)])
+def test_a_report_in_too_few_or_too_many_pieces_has_the_wrong_length(
+    start: Callable[..., World], count: int, verdict: int
+):
+    world = start()
+    header = world.begin(report_bytes=3 * PIECE_BYTES)
+    assert raw_submit(world, pieces(header, count, more=False)) == [Verdict(verdict)]
+    again = world.submit(header, [(0, bytes(3 * PIECE_BYTES))])
+    assert again == [Verdict.DUPLICATE if verdict == 1 else Verdict.ACCEPTED]
+    world.control.close_round("run", 1)
+    assert list(world.control.release("run", 1)) == [bytes(3 * PIECE_BYTES)]
+
+
+def test_a_report_that_breaks_off_or_does_not_end_is_not_in_the_batch(start, tmp_path: Path):
+    world = start(tmp_path / "spool")
+    header = world.begin(report_bytes=64 * PIECE_BYTES, users=4)
+    for requests in (pieces(header, 10, more=True), pieces(header, 300, more=True)):
+        with pytest.raises(grpc.RpcError) as error:
+            raw_submit(world, requests)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    one = os.urandom(64 * PIECE_BYTES)
+    assert world.submit(header, [(0, one)]) == [Verdict.ACCEPTED]
+    world.control.close_round("run", 1)
+    assert list(world.control.release("run", 1)) == [one]
+
+
+def test_pieces_given_up_are_written_over(start: Callable[..., World], tmp_path: Path):
+    """However often reports break off, they take no more room than those at once."""
+    world = start(tmp_path / "spool")
+    header = world.begin(report_bytes=16 * PIECE_BYTES)
+    for _ in range(12):
+        with pytest.raises(grpc.RpcError):
+            raw_submit(world, pieces(header, 10, more=True))
+    (batch,) = (tmp_path / "spool").glob("*.reports")
+    assert batch.stat().st_blocks * 512 <= 2 * 16 * PIECE_BYTES
+
+
+def test_a_full_disk_refuses_a_long_report_and_keeps_the_others(
+    start: Callable[..., World], tiny_disk: Path
+):
+    world = start(tiny_disk / "spool")
+    length = PIECE_BYTES + 1
+    header = world.begin(report_bytes=length)
+    reports = [(user, os.urandom(length)) for user in range(6)]
+    verdicts = world.submit(header, reports)
+    assert set(verdicts) == {Verdict.ACCEPTED, Verdict.STORAGE_FULL}
+    assert world.control.close_round("run", 1) is Outcome.RELEASABLE
+    accepted = [
+        sealed
+        for (_, sealed), verdict in zip(reports, verdicts, strict=True)
+        if verdict is Verdict.ACCEPTED
+    ]
+    assert sorted(world.control.release("run", 1)) == sorted(accepted)
+
+
+def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., World]):
+    world = start()
+    header = world.begin()
+    [(_, sealed)] = world.reports(header, 1)
+    clients = [
+        IntakeClient(world.process.address, world.process.submit, timeout=20) for _ in range(24)
+    ]
+    hold = threading.Event()
+
+    def reports(number: int):
+        yield number, sealed
+        hold.wait(60)
+        yield number, sealed
+
+    streams = [client.submit(header, reports(n)) for n, client in enumerate(clients)]
+    done: list[list[Verdict]] = []
+    threads = [threading.Thread(target=lambda s=s: done.append(list(s))) for s in streams]
+    for thread in threads:
+        thread.start()
+    refused = None
+    while refused is None:  # until all streams are there
+        with raw_channel(world) as channel:
+            call = shuffler_pb2_grpc.IntakeStub(channel).Submit(iter([]))
+            try:
+                list(call)
+            except grpc.RpcError as error:
+                refused = error
+    assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    hold.set()
+    for thread in threads:
+        thread.join()
+    assert done == [[Verdict.ACCEPTED, Verdict.DUPLICATE]] * 24
+    for client in clients:
+        client.close()

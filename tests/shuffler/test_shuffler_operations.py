@@ -1,0 +1,263 @@
+"""Health, metrics, logs, limits, shutdown; and what arbitrary bytes do."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shuffler_world import World, plan, raw_channel
+
+from shuffler import IntakeClient, Refusal, ShufflerRefused, Verdict, shuffler_pb2
+from shuffler.operations import Pace
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def scrape(address: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
+        lines = reply.read().decode().splitlines()
+    return {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in lines
+        if not line.startswith("#") and "_created" not in line
+    }
+
+
+def test_metrics_count_reasons_and_the_log_names_nobody(
+    start: Callable[..., World], tmp_path: Path
+):
+    address = f"127.0.0.1:{free_port()}"
+    log = tmp_path / "log"
+    world = start(metrics=address, log_file=log)
+    header = world.begin(minimum_batch=2)
+    reports = world.reports(header, 3)
+    world.submit(header, [*reports, reports[0], (9, b"short"), (10**9, reports[0][1])])
+    while scrape(address)["shufl_streams"]:  # its end is not yet noticed
+        pass
+    with pytest.raises(ShufflerRefused):
+        list(world.control.release("run", 1))
+    world.control.close_round("run", 1)
+    list(world.control.release("run", 1))
+    world.control.open_round("run", 2, "m")
+    world.control.close_round("run", 2)
+    values = scrape(address)
+    assert values == {
+        'shufl_reports_total{verdict="ACCEPTED"}': 3,
+        'shufl_reports_total{verdict="DUPLICATE"}': 1,
+        'shufl_reports_total{verdict="WRONG_LENGTH"}': 1,
+        'shufl_reports_total{verdict="BAD_SENDER"}': 1,
+        'shufl_rounds_total{outcome="RELEASABLE"}': 1,
+        'shufl_rounds_total{outcome="BELOW_MINIMUM"}': 1,
+        "shufl_releases_total": 1,
+        'shufl_refusals_total{reason="ROUND_NOT_CLOSED"}': 1,
+        "shufl_streams": 0,
+    }
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["event"] for line in lines] == [
+        "run created",
+        "round opened",
+        "round closed",
+        "batch released",
+        "round opened",
+        "round closed",
+    ]
+    assert lines[-1] == {**lines[-1], "run": "run", "round": 2, "outcome": "BELOW_MINIMUM"}
+    allowed = {"time", "level", "event", "run", "round", "outcome"}
+    assert all(set(line) <= allowed for line in lines)
+    assert not re.search(r"node|user|127\.0\.0\.1", log.read_text())
+
+
+def test_health_is_told_to_a_monitor(start: Callable[..., World]):
+    world = start()
+    with raw_channel(world, world.process.monitor) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        world.process._child.terminate()
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_stopped_in_order_it_answers_what_it_has_taken(start: Callable[..., World], tmp_path: Path):
+    world = start(tmp_path / "spool")
+    header = world.begin()
+    answered = []
+    stop = threading.Event()
+
+    def reports():
+        for user, sealed in world.reports(header, 2000):
+            if user == 500:
+                stop.set()
+            yield user, sealed
+
+    def submit():
+        try:
+            answered.extend(world.intake.submit(header, reports()))
+        except Exception as error:
+            answered.append(error)
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    stop.wait(60)
+    world.process.__exit__(None, None, None)
+    thread.join()
+    accepted = sum(verdict is Verdict.ACCEPTED for verdict in answered)
+    world = start(tmp_path / "spool")
+    again = world.submit(header, world.reports(header, 2000))
+    assert again.count(Verdict.DUPLICATE) >= accepted
+    assert set(again) <= {Verdict.DUPLICATE, Verdict.ACCEPTED}
+
+
+def test_streams_of_one_sender_are_limited(start: Callable[..., World]):
+    world = start(limits={"streams": 2, "streams_per_sender": 1})
+    header = world.begin()
+    [(_, sealed)] = world.reports(header, 1)
+    begun, hold = threading.Event(), threading.Event()
+
+    def reports():
+        yield 0, sealed
+        begun.set()
+        hold.wait(60)
+
+    stream = world.intake.submit(header, reports())
+    verdicts: list[Verdict] = []
+    thread = threading.Thread(target=lambda: verdicts.extend(stream))
+    thread.start()
+    begun.wait(60)
+    while True:  # until the first stream has arrived, ours is the only one
+        try:
+            with IntakeClient(world.process.address, world.process.submit) as second:
+                list(second.submit(header, [(1, sealed)]))
+        except ShufflerRefused as refused:
+            assert refused.reason is Refusal.BUSY
+            break
+    hold.set()
+    thread.join()
+    assert verdicts == [Verdict.ACCEPTED]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 5), st.sampled_from("ab")), max_size=80),
+    st.floats(0.5, 20),
+    st.integers(1, 10),
+)
+def test_no_sender_is_faster_than_its_rate_after_a_burst(steps, rate, burst):
+    """In any window of t seconds at most burst + t * rate reports of one sender pass."""
+    pace = Pace(rate, burst)
+    passed: dict[str, list[float]] = {"a": [], "b": []}
+    now = 0.0
+    for step, sender in steps:
+        now += step
+        passed[sender].append(now + pace.delay(sender, now))
+    for moments in passed.values():
+        for first in range(len(moments)):
+            for last in range(first, len(moments)):
+                window = moments[last] - moments[first]
+                assert last - first + 1 <= burst + window * rate + 1e-6
+
+
+def test_a_sender_that_keeps_to_its_rate_is_not_slowed_and_others_do_not_matter():
+    pace = Pace(10, 1)
+    delays = [pace.delay("a", moment / 10) for moment in range(50)]
+    assert delays == pytest.approx([0.0] * 50, abs=1e-9)
+    assert pace.delay("b", 4.9) == 0.0
+    assert pace.delay("b", 4.9) == pytest.approx(0.1)
+
+
+def test_a_limited_rate_delays_and_loses_nothing(start: Callable[..., World]):
+    world = start(limits={"reports_per_second": 500, "burst": 10})
+    header = world.begin()
+    assert world.submit(header, world.reports(header, 100)) == [Verdict.ACCEPTED] * 100
+
+
+@pytest.fixture(scope="module")
+def fuzzed():
+    from shuffler import ShufflerProcess
+
+    with ShufflerProcess() as process:
+        world = World(process)
+        digest = world.control.create_run("run", plan(50, 1), 64)
+        world.control.open_round("run", 1, "m")
+        yield world, digest
+        assert process.alive
+        world.close()
+
+
+REQUESTS = st.builds(
+    shuffler_pb2.SubmitRequest,
+    run_id=st.sampled_from(["run", "", "nun"]),
+    round=st.integers(0, 2**64 - 1) | st.just(1),
+    model_version=st.sampled_from(["m", "", "x" * 300]),
+    plan_digest=st.text(max_size=70),
+    user=st.integers(0, 2**64 - 1) | st.integers(0, 60),
+    sealed=st.binary(max_size=100) | st.binary(min_size=64, max_size=64),
+    more=st.booleans(),
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(REQUESTS, max_size=8), st.booleans())
+def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, requests, right):
+    world, digest = fuzzed
+    for request in requests:
+        if right:
+            request.plan_digest, request.round, request.run_id = digest, 1, "run"
+    whole = sum(not request.more for request in requests)
+    with raw_channel(world) as channel:
+        call = channel.stream_stream(
+            "/shufl.v1.Intake/Submit",
+            request_serializer=shuffler_pb2.SubmitRequest.SerializeToString,
+            response_deserializer=shuffler_pb2.SubmitReply.FromString,
+        )
+        verdicts: list[int] = []
+        try:
+            for reply in call(iter(requests), timeout=60):
+                verdicts += reply.verdicts
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert requests[-1].more  # the last report does not end
+            assert len(verdicts) <= whole
+        else:
+            assert len(verdicts) == whole
+    assert all(Verdict(verdict) for verdict in verdicts)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.binary(max_size=200),
+    st.sampled_from(
+        ["Intake/Submit", *(f"Control/{name}" for name in ("CreateRun", "OpenRound", "EndRun"))]
+    ),
+)
+def test_any_bytes_are_an_error_or_a_refusal_and_the_shuffler_goes_on(fuzzed, data, method):
+    world, _ = fuzzed
+    node = world.process.submit if method.startswith("Intake") else world.process.control
+    with raw_channel(world, node) as channel:
+        call = channel.stream_stream(f"/shufl.v1.{method}")
+        try:
+            replies = list(call(iter([data]), timeout=60))
+        except grpc.RpcError as error:
+            assert error.code() is not grpc.StatusCode.UNAVAILABLE
+            assert error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        else:
+            assert len(replies) <= 1
+    assert world.process.alive

@@ -1,0 +1,286 @@
+"""Who may call what; and TLS that is not what it should be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from shuffler_world import PAYLOAD_BYTES, World, plan, raw_channel
+
+from shuffler import (
+    ControlClient,
+    Credentials,
+    IntakeClient,
+    Outcome,
+    Refusal,
+    ShufflerProcess,
+    ShufflerRefused,
+    ShufflerUnavailable,
+    Verdict,
+    sealed_length,
+    shuffler_pb2,
+    shuffler_pb2_grpc,
+)
+from shuffler.keys import Authority, Caller, Role, caller_of
+
+ROOT = Path(__file__).parents[2]
+AUTHORITY = Authority.create()
+LENGTH = sealed_length(PAYLOAD_BYTES)
+# For each role, the calls that are let through; `bare` has a certificate without a role.
+ALLOWED = {
+    "node": {"Submit", "Check"},
+    "server": {"CreateRun", "OpenRound", "CloseRound", "Release", "EndRun", "Check"},
+    "monitor": {"Check"},
+    "shuffler": {"Check"},
+}
+CALLS = ["Submit", "CreateRun", "OpenRound", "CloseRound", "Release", "EndRun", "Check"]
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with ShufflerProcess(authority=AUTHORITY) as process:
+        world = World(process)
+        yield world
+        world.close()
+
+
+def credentials(role: str, authority: Authority = AUTHORITY, **options) -> Credentials:
+    options.setdefault("users", 10 if role == "node" else 0)
+    options.setdefault("hosts", ["127.0.0.1"] if role == "shuffler" else ())
+    return authority.issue(Role(role), f"a-{role}", **options)
+
+
+def attempt(channel: grpc.Channel, call: str) -> grpc.StatusCode:
+    """The status that a call ends with; a run `nobody` knows nothing, if it is let through."""
+    control, pb = shuffler_pb2_grpc.ControlStub(channel), shuffler_pb2
+    calls: dict[str, Callable[[], object]] = {
+        "Submit": lambda: list(
+            shuffler_pb2_grpc.IntakeStub(channel).Submit(iter([pb.SubmitRequest(run_id="nobody")]))
+        ),
+        "CreateRun": lambda: control.CreateRun(pb.CreateRunRequest(run_id="x", plan=b"")),
+        "OpenRound": lambda: control.OpenRound(pb.OpenRoundRequest(run_id="nobody")),
+        "CloseRound": lambda: control.CloseRound(pb.CloseRoundRequest(run_id="nobody")),
+        "Release": lambda: list(control.Release(pb.ReleaseRequest(run_id="nobody"))),
+        "EndRun": lambda: control.EndRun(pb.EndRunRequest(run_id="nobody")),
+        "Check": lambda: health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=20
+        ),
+    }
+    try:
+        calls[call]()
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+LET_THROUGH = {
+    "Submit": grpc.StatusCode.OK,  # the verdict is UNKNOWN_RUN
+    "CreateRun": grpc.StatusCode.INVALID_ARGUMENT,
+    "Check": grpc.StatusCode.OK,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("role", ["node", "server", "monitor"])
+def test_each_role_may_make_its_own_calls_and_no_others(guarded: World, role: str, call: str):
+    with raw_channel(guarded, credentials(role)) as channel:
+        expected = grpc.StatusCode.PERMISSION_DENIED
+        if call in ALLOWED[role]:
+            expected = LET_THROUGH.get(call, grpc.StatusCode.NOT_FOUND)
+        assert attempt(channel, call) is expected
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_without_a_certificate_no_call_arrives(guarded: World, call: str):
+    tls = grpc.ssl_channel_credentials(AUTHORITY.certificate)
+    with grpc.secure_channel(guarded.process.address, tls) as channel:
+        assert attempt(channel, call) is grpc.StatusCode.UNAVAILABLE
+    with grpc.insecure_channel(guarded.process.address) as channel:
+        assert attempt(channel, call) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_shuffler_s_own_certificate_is_no_client_s(guarded: World, call: str):
+    with raw_channel(guarded, credentials("shuffler")) as channel:
+        assert attempt(channel, call) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("role", ["node", "server"])
+def test_a_wrong_authority_or_an_expired_certificate_is_refused(guarded: World, role: str):
+    stranger = Authority.create()
+    for wrong in (
+        Credentials(
+            AUTHORITY.certificate,
+            credentials(role, stranger).certificate,
+            credentials(role, stranger).private_key,
+        ),
+        issued_by_stranger(role, stranger),
+        credentials(role, days=-1),
+    ):
+        with raw_channel(guarded, wrong) as channel:
+            call = "Submit" if role == "node" else "EndRun"
+            assert attempt(channel, call) is grpc.StatusCode.UNAVAILABLE
+
+
+def issued_by_stranger(role: str, stranger: Authority) -> Credentials:
+    """A right-looking certificate of another authority, trusting the right one."""
+    other = credentials(role, stranger)
+    return Credentials(AUTHORITY.certificate, other.certificate, other.private_key)
+
+
+def with_server_certificate(tmp_path: Path, issued: Credentials) -> ShufflerProcess:
+    process = ShufflerProcess(authority=AUTHORITY)
+    process._own = issued
+    return process
+
+
+@pytest.mark.parametrize(
+    "wrong", ["authority", "name", "expired", "role"], ids=lambda wrong: f"wrong-{wrong}"
+)
+def test_clients_refuse_a_shuffler_that_is_not_the_one(tmp_path: Path, wrong: str):
+    issued = {
+        "authority": lambda: credentials("shuffler", Authority.create()),
+        "name": lambda: credentials("shuffler", hosts=["127.0.0.2", "elsewhere.example"]),
+        "expired": lambda: credentials("shuffler", days=-1),
+        "role": lambda: credentials("node"),
+    }[wrong]()
+    issued = Credentials(AUTHORITY.certificate, issued.certificate, issued.private_key)
+    with (
+        with_server_certificate(tmp_path, issued) as process,
+        ControlClient(process.address, process.control, timeout=5) as control,
+        IntakeClient(process.address, process.submit, timeout=5) as intake,
+    ):
+        with pytest.raises(ShufflerUnavailable):
+            control.create_run("run", plan(), LENGTH)
+        header = header_of("run")
+        with pytest.raises(ShufflerUnavailable):
+            list(intake.submit(header, [(0, bytes(LENGTH))]))
+
+
+def header_of(run_id: str):
+    from shuffler import RoundHeader
+
+    return RoundHeader(run_id, 1, "model 1", "0" * 64)
+
+
+def test_a_credential_reports_for_its_own_users_and_each_once(guarded: World):
+    header = guarded.begin("users", minimum_batch=3, users=4)
+    nodes = [AUTHORITY.issue(Role.NODE, name, users=2) for name in ("a", "b", "c")]
+    verdicts = []
+    for node in nodes:
+        with IntakeClient(guarded.process.address, node) as intake:
+            reports = [(user, bytes(LENGTH)) for user in (0, 0, 1, 2)]
+            verdicts.append(list(intake.submit(header, reports)))
+    two = [Verdict.ACCEPTED, Verdict.DUPLICATE, Verdict.ACCEPTED, Verdict.BAD_SENDER]
+    full = [Verdict.ROUND_FULL, Verdict.ROUND_FULL, Verdict.ROUND_FULL, Verdict.BAD_SENDER]
+    assert verdicts == [two, two, full]
+    # The same credential again, or a copy of its certificate: still the same sender.
+    with IntakeClient(guarded.process.address, nodes[0]) as intake:
+        assert list(intake.submit(header, [(1, bytes(LENGTH))])) == [Verdict.DUPLICATE]
+    assert guarded.control.close_round("users", 1) is Outcome.RELEASABLE
+    assert len(list(guarded.control.release("users", 1))) == 4
+
+
+def test_in_plaintext_control_needs_the_token(start: Callable[..., World]):
+    world = start(plaintext=True)
+    header = world.begin()
+    assert world.submit(header, world.reports(header, 2)) == [Verdict.ACCEPTED] * 2
+    for token in ("", "x" * 43):
+        with ControlClient(world.process.address, token) as stranger:
+            for call, arguments in (
+                (stranger.create_run, ("new", plan(), 64)),
+                (stranger.open_round, ("run", 2, "m")),
+                (stranger.close_round, ("run", 1)),
+                (stranger.release, ("run", 1)),
+                (stranger.end_run, ("run",)),
+            ):
+                with pytest.raises(ShufflerRefused) as refused:
+                    list(call(*arguments) or [])
+                assert refused.value.reason is Refusal.UNAUTHENTICATED
+    world.control.close_round("run", 1)
+    assert len(list(world.control.release("run", 1))) == 2
+
+
+def test_what_a_certificate_says():
+    assert caller_of(credentials("node", users=7).certificate) == Caller(Role.NODE, "a-node", 7)
+    assert caller_of(credentials("server").certificate) == Caller(Role.SERVER, "a-server", 0)
+    assert caller_of(credentials("shuffler").certificate) is None
+    assert caller_of(AUTHORITY.certificate) is None
+    assert caller_of(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("role", "options"),
+    [("node", {"users": 0}), ("server", {"users": 3}), ("server", {"hosts": ["x"]})],
+)
+def test_certificates_that_make_no_sense_are_not_issued(role: str, options: dict):
+    with pytest.raises(ValueError, match="certificate needs"):
+        credentials(role, **options)
+    for name in ("", "a:b", "a/../b", "é", "x" * 65):
+        with pytest.raises(ValueError, match="a name has"):
+            AUTHORITY.issue(Role.SERVER, name)
+
+
+def keys(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "simulator.cli", "keys", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
+    place = tmp_path / "keys"
+    for arguments in (
+        ("authority", str(place)),
+        ("shuffler", str(place), "--host", "127.0.0.1", "--host", "shuffler.example"),
+        ("server", str(place)),
+        ("node", str(place), "--name", "phone-7", "--users", "1"),
+    ):
+        done = keys(*arguments)
+        assert (done.returncode, done.stderr) == (0, ""), done
+    assert all(path.stat().st_mode & 0o077 == 0 for path in place.glob("*.key"))
+    again = keys("server", str(place))
+    assert again.returncode == 2
+    assert "server.key exists already" in again.stderr
+    assert keys("node", str(place), "--name", "x").returncode == 2
+
+    config = tmp_path / "shuffler.toml"
+    config.write_text(
+        'spool = "spool"\n[tls]\ncertificate = "keys/shuffler.pem"\n'
+        'key = "keys/shuffler.key"\nauthority = "keys/authority.pem"\n'
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-m", "simulator.cli", "shuffler", "--config", str(config)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        address = child.stdout.readline().removeprefix("shuffler listening on ").strip()
+        with (
+            ControlClient(address, Credentials.read(place, "server")) as control,
+            IntakeClient(address, Credentials.read(place, "phone-7")) as intake,
+        ):
+            digest = control.create_run("run", plan(), LENGTH)
+            control.open_round("run", 1, "m")
+            from shuffler import RoundHeader
+
+            header = RoundHeader("run", 1, "m", digest)
+            verdicts = list(intake.submit(header, [(0, bytes(LENGTH)), (1, bytes(LENGTH))]))
+            assert verdicts == [Verdict.ACCEPTED, Verdict.BAD_SENDER]
+            control.close_round("run", 1)
+            assert list(control.release("run", 1)) == [bytes(LENGTH)]
+    finally:
+        child.terminate()
+        child.wait()
+        child.stdout.close()
