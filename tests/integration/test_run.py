@@ -186,7 +186,7 @@ def test_the_run_folder_is_complete_and_names_no_user(finished):
     assert (folder / "accuracy_epsilon.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     log = (folder / "shuffler.log").read_text()
-    assert "user-" not in log
+    assert "node" not in log and "user" not in log
 
 
 def test_system_entropy_and_local_epochs(tmp_path):
