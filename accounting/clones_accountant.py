@@ -22,6 +22,7 @@ _MOST_STEPS = 40
 _LARGE_DEFECT = 2.0**-12
 _COARSE = 6
 _COARSE_DOWN = 3
+_FALLING = 1.0 - 1e-4
 _MOST_DEVIATIONS = 13.0
 _NEGLIGIBLE = 1e-32
 _MOST_EXCESS = math.expm1(clones.MOST_EPSILON)
@@ -142,7 +143,7 @@ class ClonesAccountant(ProfileShuffleAccountant):
         best = min(found, key=lambda v: (found[v], v))
         for step in (-1, 1):
             v = best
-            while v + step >= 1 and epsilon(v + step) < found[v]:
+            while v + step >= 1 and epsilon(v + step) < found[v] * _FALLING:
                 v += step
         best = min(found, key=lambda v: (found[v], v))
         return (best,) if best == 1 or lost(best - 1, first) else (best - 1, best)
@@ -163,13 +164,13 @@ def _participation(event: Any) -> float:
 
 
 def _descend(read: Callable[[int], float], start: int, most: int = _MOST_STEPS) -> float:
-    """The least of `read(start)`, `read(start + 1)`, … before they rise; `most` of them at most."""
+    """The least of `read(start)`, `read(start + 1)`, … while they fall; `most` of them at most."""
     best = math.inf
     for v in range(start, start + most):
-        value = read(v)
-        if value >= best and best < math.inf:
-            break
+        value, before = read(v), best
         best = min(best, value)
+        if before < math.inf and value >= before * _FALLING:
+            break
     return best
 
 

@@ -211,7 +211,9 @@ def randomised_response_delta(
     own = share if adversary == "weak" else 0.0
     alphas = np.exp(np.asarray(epsilons, dtype=np.float64))
     mean, deviation = (reports - 1) * share, math.sqrt((reports - 1) * share * (1.0 - share))
-    first = clones.block_starts(mean + 1.0, deviation, 1, reports)
+    # Up to an eighth of a deviation wide; single counts where there are few.
+    near = np.arange(mean - 12.0 * deviation, mean + 12.0 * deviation + 2.0, max(deviation / 8, 1))
+    first = np.unique(np.append(1, np.clip(np.floor(near), 1, reports)).astype(np.int64))
     last = np.append(first[1:] - 1, reports)
     # m = B + 1. The smaller of two tails keeps its digits.
     below = stats.binom.cdf(last - 1, reports - 1, share)

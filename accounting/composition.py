@@ -103,7 +103,11 @@ class Composition:
     """
 
     def __init__(
-        self, pmfs: Sequence[LossPmf], blocks: Sequence[tuple[int, int]], target: Target
+        self,
+        pmfs: Sequence[LossPmf],
+        blocks: Sequence[tuple[int, int]],
+        target: Target,
+        tilt: float | None = None,
     ) -> None:
         """Tilts, and transforms each distribution once.
 
@@ -111,6 +115,7 @@ class Composition:
             pmfs: One round's loss of each kind, all of one mesh.
             blocks: The counts to be asked for, per kind (see `count_block`).
             target: Where in the distribution of the sum to be exact.
+            tilt: That of `fitted_tilt`, if it is known; every tilt gives upper bounds.
 
         Raises:
             ValueError: The meshes differ.
@@ -131,12 +136,10 @@ class Composition:
             return
         tilted = [_Tilted(pmf) for pmf in pmfs]
         most = [block[1] for block in blocks]
-        self._theta = _tilt(tilted, most, target)
+        self._theta = _tilt(tilted, most, target) if tilt is None else tilt
         cumulants = [part.cumulants(self._theta) for part in tilted]
         self._log_m = np.array([each[0] for each in cumulants])
-        deviation = math.sqrt(sum(c * each[2] for c, each in zip(most, cumulants, strict=True)))
-        above = min(math.ceil(_WINDOW_ABOVE / self._theta / self._h) + 1, _MAX_WINDOW)
-        below = min(math.ceil(_WINDOW_BELOW * deviation / self._h) + 1, _MAX_WINDOW)
+        above, below = _window(self._theta, cumulants, most, self._h)
         self._beyond = math.exp(-self._theta * self._h * above)
         # A rare loss above all that counts would fold onto it: make room for one of each kind.
         far = max(part.reach(self._theta, _RARE / c) for part, c in zip(tilted, most, strict=True))
@@ -299,6 +302,30 @@ class _Spectrum:
             step = 2.0 * step if above == side else 1.0
             side = above
         return (0, 0) if high == 0 else (low, high)
+
+
+def fitted_tilt(
+    pmfs: Sequence[LossPmf], blocks: Sequence[tuple[int, int]], target: Target
+) -> tuple[float, int]:
+    """Returns the tilt of a `Composition`, and how many points of the mesh its window takes."""
+    tilted = [_Tilted(pmf) for pmf in pmfs]
+    most = [block[1] for block in blocks]
+    theta = _tilt(tilted, most, target)
+    cumulants = [part.cumulants(theta) for part in tilted]
+    return theta, sum(_window(theta, cumulants, most, pmfs[0].interval))
+
+
+def _window(
+    theta: float,
+    cumulants: Sequence[tuple[float, float, float]],
+    counts: Sequence[int],
+    interval: float,
+) -> tuple[int, int]:
+    """Points of the window above and below the tilted sum."""
+    deviation = math.sqrt(sum(c * each[2] for c, each in zip(counts, cumulants, strict=True)))
+    above = min(math.ceil(_WINDOW_ABOVE / theta / interval) + 1, _MAX_WINDOW)
+    below = min(math.ceil(_WINDOW_BELOW * deviation / interval) + 1, _MAX_WINDOW)
+    return above, below
 
 
 def _combined(counts: FloatArray, rows: FloatArray) -> FloatArray:

@@ -11,7 +11,7 @@ from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
 from accounting.accountant_base import ShuffleAccountant
-from accounting.composition import Composition, Target, count_block
+from accounting.composition import Composition, Target, count_block, fitted_tilt
 from accounting.loss_pmf import FloatArray, LossPmf, Profile, dyadic_interval
 
 _Value = TypeVar("_Value")
@@ -70,6 +70,7 @@ _COMPOSITIONS = Lru(64)
 
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
 _WIDEST = 1e-3
+_MOST_POINTS = 2**22
 
 Counts = tuple[tuple[Any, int], ...]
 
@@ -169,7 +170,12 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             for event, _ in lossy:  # coarser still where one loss reaches far
                 interval = self._pmf(event, variant, interval).interval
             pmfs = [self._pmf(event, variant, interval) for event, _ in lossy]
-            return Composition(pmfs, blocks, target)
+            # ... and where rare losses make the window long.
+            tilt, points = fitted_tilt(pmfs, blocks, target)
+            if points > _MOST_POINTS:
+                interval *= 2.0 ** math.ceil(math.log2(points / _MOST_POINTS))
+                pmfs = [self._pmf(event, variant, interval) for event, _ in lossy]
+            return Composition(pmfs, blocks, target, tilt)
 
         return _COMPOSITIONS.find(key, make), tuple(count for _, count in lossy)
 

@@ -70,7 +70,7 @@ def test_who_knows_more_learns_more(n, k, local):
     epsilons = local * np.linspace(0.0, 1.0, 12)
     strong = comparisons.randomised_response_delta(n, k, local, epsilons, "strong")
     weak = comparisons.randomised_response_delta(n, k, local, epsilons, "weak")
-    # Blocks of m cost the two differently, by less than a tenth where δ matters.
+    # Blocks of m may cost the two differently, by less than a tenth where δ matters.
     matter = strong > 1e-9
     assert np.all(weak[matter] <= strong[matter] * 1.1)
     if n < 10**4:
