@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-import time
 import warnings
 
 import attrs
@@ -346,18 +345,12 @@ def test_more_rounds_more_noise_and_more_users_move_epsilon_the_right_way(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_asking_before_each_round_is_fast_and_changes_nothing(name):
+def test_asking_before_each_round_changes_nothing(name):
     event = priced(name)[0]
     accountant = accounting.make_accountant(name).compose(event, 3)
     before = accountant.get_epsilon(1e-6), accountant.ledger
-    accountant.epsilon_after(event, 1e-6)
-    times = []
-    for _ in range(50):
-        start = time.perf_counter()
-        accountant.epsilon_after(event, 1e-6)
-        times.append(time.perf_counter() - start)
-    # The exact Gaussian conversion of `local` searches a root in scipy.
-    assert sorted(times)[25] < (1e-2 if name == "local" else 1e-3)
+    after = {accountant.epsilon_after(event, 1e-6) for _ in range(5)}
+    assert len(after) == 1 and after.pop() > before[0]
     assert (accountant.get_epsilon(1e-6), accountant.ledger) == before
 
 

@@ -1,7 +1,6 @@
 """The budget guard, rounds within budget, the table of every accountant."""
 
 import math
-import time
 
 import dp_accounting
 import pytest
@@ -199,13 +198,3 @@ def test_the_table_passes_warnings_on():
     plan = make_plan(users=60_000, noise_multiplier=20.0, delta=1e-9)
     rows = {row.name: row for row in accounting.epsilon_table(plan, 1)}
     assert "last one computed" in rows["rdp"].warning
-
-
-def test_a_thousand_guarded_rounds_take_little_time():
-    plan = make_plan(accountant="rdp", rounds=2000)
-    budget = guard(plan)
-    budget.spend(plan.event())
-    start = time.perf_counter()
-    for _ in range(500):
-        budget.spend(plan.event())
-    assert time.perf_counter() - start < 0.5 * 2
