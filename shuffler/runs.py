@@ -41,13 +41,13 @@ __all__ = ["Draft", "Report", "RunStore"]
 
 _MAX_NAME = 256  # characters of a run id or a model version
 _MAX_ROUND = 2**63 - 1
-_MAX_USERS = 2**32
+_MAX_USERS = 2**24  # a round's file has 32 bytes for each, made when it is opened
 _MAX_RUNS = 64  # at once
 _MAX_WAITING = 4  # closed batches of a run that were not fetched
 _KEPT_OVER = 8  # finished rounds of a run that are remembered; the latest always is
 _MAX_PLAN_BYTES = 2**20
 _RESERVE_BYTES = 128 * 2**10
-_OVERHEAD_BYTES = 512  # what a report's marks may add to the SQLite file and its journal
+_OVERHEAD_BYTES = 2 * (PAGE_BYTES + 8)  # of the journal, for the two pages of a report's marks
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs(
     run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL

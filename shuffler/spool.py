@@ -6,22 +6,34 @@ uniformly among the free ones, from the operating system's entropy. Whatever the
 the reports in the order of their slots are a uniformly random permutation (each sequence of
 distinct slots is equally likely), so reading the file from front to back *is* the shuffle.
 
-Which slots are taken, and which users of which sender have reported, are two sets of bits in a
-small SQLite file. Sets have no order: neither file's contents depend on the order of arrival. No
-row connects a user with a report, and none holds a time or a number of arrival. The journal that
-makes a commit atomic is emptied by the commit.
+Which slots are taken is a set of bits, and which users of which sender have reported is a set of
+keyed hashes, in buckets by their first bits, each sorted: both in a small SQLite file. All of its
+rows are made when the round is opened, in order, and afterwards only replaced in place by rows of
+the same length. So every byte of both files is a function of the sets (which slot holds which
+report, which users have reported) and of the hashes' key, and the order of arrival is in neither:
+a row that came with its first report would lie in its page where SQLite had room *then*. No row
+connects a user with a report, and none holds a time or a number of arrival. The journal that makes
+a commit atomic is emptied by the commit. The key lies in the file: it keeps senders from choosing
+their buckets, and hides nothing from whoever has the file.
+
+A bucket is a page and holds 253 hashes; there are so many that a full batch fills each with 128 on
+average at most. The number in one is binomial, so by Chernoff's bound it exceeds 253 with
+probability below exp(126 - 254 ln(254/128)) < 2e-21; in any of 2**17 buckets (2**24 users) below
+3e-16. The report that would be one too many is answered `ROUND_FULL`.
 
 A group of reports is stored in this order: into free slots; `fdatasync`; then one commit that marks
 slots and users, synced. What has no mark was never acknowledged and is never read.
 
 What remains for whoever reads the raw device *during* a round: the file system gives out blocks as
-they are needed, so the places of blocks on the device, and of rows in SQLite's pages, tell roughly
-which reports came in the same group. A copy of the files does not tell it. Deleting unlinks, which
-leaves blocks to the file system: use an encrypted disk where that matters.
+they are needed, so the places of the reports' blocks, and what is left of the journals' deleted
+blocks, tell roughly which reports came in the same group, and which users. A copy of the files does
+not tell it. Deleting unlinks, which leaves blocks to the file system: use an encrypted disk where
+that matters.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import sqlite3
@@ -42,14 +54,20 @@ __all__ = ["RoundSpool", "Slot", "slot_bytes"]
 
 _BLOCK_BYTES = 4096  # of a file system; no two slots share one, unless several fit into it
 _BITS = 4096  # of one row
+_HASH_BYTES = 16
+_BUCKET_HASHES = 253  # of one row: what fits into a page
+_BUCKET_MEAN = 128  # of a full batch, at most
 _SLOTS_PER_USER = 2  # a random slot is free at least every other time
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS slots(
     part INTEGER PRIMARY KEY, bits BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS reported(
-    sender TEXT, part INTEGER, bits BLOB NOT NULL, PRIMARY KEY (sender, part)
-) WITHOUT ROWID;
+    bucket INTEGER PRIMARY KEY, hashes BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS hash_key(
+    key BLOB NOT NULL
+);
 """
 
 
@@ -58,6 +76,10 @@ def slot_bytes(report_bytes: int) -> int:
     if report_bytes > _BLOCK_BYTES // 2:
         return -(-report_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
     return int(1 << (report_bytes - 1).bit_length())
+
+
+_SLOTS_ROW = "SELECT bits FROM slots WHERE part = ?"
+_REPORTED_ROW = "SELECT hashes FROM reported WHERE bucket = ?"
 
 
 class RoundSpool:
@@ -85,6 +107,7 @@ class RoundSpool:
         self._capacity = capacity
         self._stride = slot_bytes(report_bytes)
         self._slots = _SLOTS_PER_USER * capacity
+        self._buckets = -(-capacity // _BUCKET_MEAN)
         self._spoilt: list[int] = []  # written to in vain; the next to be given out
         self._reserved: set[int] = set()  # being written to piece by piece
         self._lock = threading.Lock()
@@ -100,7 +123,7 @@ class RoundSpool:
             os.close(self._file)
             raise
         try:
-            self._connection.executescript(_SCHEMA)
+            self._key = self._prepare()
             rows = self._connection.execute("SELECT bits FROM slots")
             self._count = sum(int.from_bytes(bits, "little").bit_count() for (bits,) in rows)
             sync_directory(path.parent)
@@ -121,7 +144,7 @@ class RoundSpool:
             sqlite3.Error, OSError: if the disk fails.
         """
         with self._lock:
-            number = self._draw(self._open(), _Bits(self._connection, "slots"))
+            number = self._draw(self._open(), _Bits(self._connection))
             assert self._file is not None
             slot = Slot(number, os.dup(self._file), number * self._stride)
             self._reserved.add(number)
@@ -157,12 +180,12 @@ class RoundSpool:
             own = [content for *_, content in reports if isinstance(content, Slot)]
             try:
                 with transaction(connection):
-                    slots, users = _Bits(connection, "slots"), _Bits(connection, "reported")
+                    slots, users = _Bits(connection), self._users()
                     room = self._capacity - self._count
                     for sender, user, content in reports:
-                        if users.holds(user, sender):
+                        if users.holds(sender, user):
                             verdicts.append(Verdict.DUPLICATE)
-                        elif not room:
+                        elif not room or not users.has_room(sender, user):
                             verdicts.append(Verdict.ROUND_FULL)
                         else:
                             if isinstance(content, Slot):
@@ -171,7 +194,7 @@ class RoundSpool:
                                 drawn.append(self._draw(connection, slots))
                                 slots.put(drawn[-1])
                                 self._pwrite(drawn[-1] * self._stride, content)
-                            users.put(user, sender)
+                            users.put(sender, user)
                             verdicts.append(Verdict.ACCEPTED)
                             room -= 1
                     assert self._file is not None
@@ -197,7 +220,8 @@ class RoundSpool:
     def has_reported(self, sender: str, user: int) -> bool:
         """Whether a report of this user is in the batch."""
         with self._lock:
-            return _Bits(self._open(), "reported").holds(user, sender)
+            self._open()
+            return self._users().holds(sender, user)
 
     def next_chunk(self, limit: int) -> tuple[list[bytes], bool]:
         """The next sealed reports in random order, of at most `limit` bytes in all.
@@ -253,6 +277,31 @@ class RoundSpool:
         _reports_path(self._path).unlink(missing_ok=True)
         delete_database(self._path)
         self.close()
+
+    def _prepare(self) -> bytes:
+        """Makes all rows of a new batch, in order; returns the hashes' key."""
+        parts = range(-(-self._slots // _BITS))
+        buckets = range(self._buckets)
+        with transaction(self._connection) as rows:
+            for statement in _SCHEMA.split(";"):
+                rows.execute(statement)
+            found = rows.execute("SELECT key FROM hash_key").fetchone()
+            if found is None:
+                key = secrets.token_bytes(_HASH_BYTES)
+                rows.execute("INSERT INTO hash_key VALUES (?)", (key,))
+                rows.executemany(
+                    "INSERT INTO slots VALUES (?, zeroblob(?))",
+                    ((part, _BITS // 8) for part in parts),
+                )
+                rows.executemany(
+                    "INSERT INTO reported VALUES (?, zeroblob(?))",
+                    ((bucket, _BUCKET_HASHES * _HASH_BYTES) for bucket in buckets),
+                )
+                return key
+        return bytes(found[0])
+
+    def _users(self) -> _Users:
+        return _Users(self._connection, self._key, self._buckets)
 
     def _spoil(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
@@ -320,50 +369,91 @@ class Slot:
 
 
 class _Bits:
-    """Sets of numbers, as rows of bits; changes are kept here until they are saved."""
+    """The set of taken slots, as rows of bits; changes are kept here until they are saved."""
 
-    def __init__(self, connection: sqlite3.Connection, table: str) -> None:
+    def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._keyed = table == "reported"
-        self._rows: dict[tuple[str, int], bytearray] = {}
-        self._changed: set[tuple[str, int]] = set()
+        self._rows: dict[int, bytearray] = {}
+        self._changed: set[int] = set()
 
-    def holds(self, number: int, sender: str = "") -> bool:
+    def holds(self, number: int) -> bool:
         part, bit = divmod(number, _BITS)
-        row = self._row((sender, part))
-        return bit >> 3 < len(row) and bool(row[bit >> 3] & 1 << (bit & 7))
+        return bool(self._row(part)[bit >> 3] & 1 << (bit & 7))
 
-    def put(self, number: int, sender: str = "") -> None:
+    def put(self, number: int) -> None:
         part, bit = divmod(number, _BITS)
-        row = self._row((sender, part))
-        row.extend(bytes(max(0, (bit >> 3) + 1 - len(row))))
-        row[bit >> 3] |= 1 << (bit & 7)
-        self._changed.add((sender, part))
+        self._row(part)[bit >> 3] |= 1 << (bit & 7)
+        self._changed.add(part)
 
     def save(self) -> None:
-        # Sorted, so that new rows do not follow the order in the group.
-        for sender, part in sorted(self._changed):
-            bits = bytes(self._rows[sender, part])
-            if self._keyed:
-                values: tuple[object, ...] = (sender, part, bits)
-                self._connection.execute("REPLACE INTO reported VALUES (?, ?, ?)", values)
-            else:
-                self._connection.execute("REPLACE INTO slots VALUES (?, ?)", (part, bits))
+        # Of the same length as before, so SQLite writes them where they were.
+        self._connection.executemany(
+            "UPDATE slots SET bits = ? WHERE part = ?",
+            [(bytes(self._rows[part]), part) for part in sorted(self._changed)],
+        )
         self._changed.clear()
 
-    def _row(self, key: tuple[str, int]) -> bytearray:
-        row = self._rows.get(key)
+    def _row(self, part: int) -> bytearray:
+        row = self._rows.get(part)
         if row is None:
-            if self._keyed:
-                found = self._connection.execute(
-                    "SELECT bits FROM reported WHERE sender = ? AND part = ?", key
-                ).fetchone()
-            else:
-                found = self._connection.execute(
-                    "SELECT bits FROM slots WHERE part = ?", key[1:]
-                ).fetchone()
-            row = self._rows[key] = bytearray(found[0] if found else b"")
+            row = self._rows[part] = bytearray(_blob(self._connection, _SLOTS_ROW, part))
         return row
+
+
+class _Users:
+    """The set of users who have reported; changes are kept here until they are saved."""
+
+    def __init__(self, connection: sqlite3.Connection, key: bytes, buckets: int) -> None:
+        self._connection = connection
+        self._key = key
+        self._buckets = buckets
+        self._rows: dict[int, set[bytes]] = {}
+        self._changed: set[int] = set()
+
+    def holds(self, sender: str, user: int) -> bool:
+        bucket, name = self._place(sender, user)
+        return name in self._row(bucket)
+
+    def has_room(self, sender: str, user: int) -> bool:
+        bucket, _ = self._place(sender, user)
+        return len(self._row(bucket)) < _BUCKET_HASHES
+
+    def put(self, sender: str, user: int) -> None:
+        bucket, name = self._place(sender, user)
+        self._row(bucket).add(name)
+        self._changed.add(bucket)
+
+    def save(self) -> None:
+        length = _BUCKET_HASHES * _HASH_BYTES
+        self._connection.executemany(
+            "UPDATE reported SET hashes = ? WHERE bucket = ?",
+            [
+                (b"".join(sorted(self._rows[bucket])).ljust(length, b"\0"), bucket)
+                for bucket in sorted(self._changed)
+            ],
+        )
+        self._changed.clear()
+
+    def _place(self, sender: str, user: int) -> tuple[int, bytes]:
+        # The user's bytes are of one length, so no two pairs give the same bytes.
+        pair = sender.encode() + user.to_bytes(8, "big")
+        name = hashlib.blake2b(pair, digest_size=_HASH_BYTES, key=self._key).digest()
+        return int.from_bytes(name[:8], "big") * self._buckets >> 64, name
+
+    def _row(self, bucket: int) -> set[bytes]:
+        row = self._rows.get(bucket)
+        if row is None:
+            hashes = _blob(self._connection, _REPORTED_ROW, bucket)
+            names = {hashes[i : i + _HASH_BYTES] for i in range(0, len(hashes), _HASH_BYTES)}
+            row = self._rows[bucket] = names - {bytes(_HASH_BYTES)}
+        return row
+
+
+def _blob(connection: sqlite3.Connection, query: str, number: int) -> bytes:
+    found = connection.execute(query, (number,)).fetchone()
+    if found is None:
+        raise sqlite3.DatabaseError("a row of the batch's file is missing")
+    return bytes(found[0])
 
 
 def _write_at(descriptor: int, parts: Sequence[bytes], offset: int) -> None:

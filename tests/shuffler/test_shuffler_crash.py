@@ -118,7 +118,7 @@ def test_a_full_disk_is_a_verdict_and_the_accepted_reports_are_released(
     world = start(tiny_disk / "spool")
     length = 10_000
     for round in (1, 2):  # the second: releasing has made room again
-        header = world.begin(round=round, report_bytes=length)
+        header = world.begin(round=round, users=1000, report_bytes=length)
         reports = [(user, os.urandom(length)) for user in range(150)]
         verdicts = world.submit(header, reports)
         assert set(verdicts) == {Verdict.ACCEPTED, Verdict.STORAGE_FULL}

@@ -116,7 +116,7 @@ def test_a_full_disk_refuses_a_long_report_and_keeps_the_others(
 ):
     world = start(tiny_disk / "spool")
     length = PIECE_BYTES + 1
-    header = world.begin(report_bytes=length)
+    header = world.begin(users=1000, report_bytes=length)
     reports = [(user, os.urandom(length)) for user in range(6)]
     verdicts = world.submit(header, reports)
     assert set(verdicts) == {Verdict.ACCEPTED, Verdict.STORAGE_FULL}
