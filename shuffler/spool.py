@@ -22,7 +22,9 @@ probability below exp(126 - 254 ln(254/128)) < 2e-21; in any of 2**17 buckets (2
 3e-16. The report that would be one too many is answered `ROUND_FULL`.
 
 A group of reports is stored in this order: into free slots; `fdatasync`; then one commit that marks
-slots and users, synced. What has no mark was never acknowledged and is never read.
+slots and users, synced. What has no mark was never acknowledged and is never read. The kernel
+reports what it could not write to *one* `fdatasync` and forgets it, whichever slot it was: after a
+failed one, every slot that was reserved before is given up.
 
 What remains for whoever reads the raw device *during* a round: the file system gives out blocks as
 they are needed, so the places of the reports' blocks, and what is left of the journals' deleted
@@ -110,6 +112,7 @@ class RoundSpool:
         self._buckets = -(-capacity // _BUCKET_MEAN)
         self._spoilt: list[int] = []  # written to in vain; the next to be given out
         self._reserved: set[int] = set()  # being written to piece by piece
+        self._generation = 0  # how often syncing has failed
         self._lock = threading.Lock()
         self._reader: Iterator[int] | None = None
         self._place: tuple[int, int] | None = None  # of a report read in pieces: where, how much
@@ -146,7 +149,9 @@ class RoundSpool:
         with self._lock:
             number = self._draw(self._open(), _Bits(self._connection))
             assert self._file is not None
-            slot = Slot(number, os.dup(self._file), number * self._stride)
+            slot = Slot(
+                number, os.dup(self._file), number * self._stride, self._generation
+            )
             self._reserved.add(number)
             return slot
 
@@ -167,7 +172,8 @@ class RoundSpool:
                 where they are. The first of a user counts.
 
         Returns:
-            For each report `ACCEPTED`, `DUPLICATE` or `ROUND_FULL`.
+            For each report `ACCEPTED`, `DUPLICATE`, `ROUND_FULL`, or `STORAGE_FAILED` where the
+            slot was reserved before a sync that failed.
 
         Raises:
             ShufflerRefused: if the batch has been destroyed.
@@ -187,6 +193,8 @@ class RoundSpool:
                             verdicts.append(Verdict.DUPLICATE)
                         elif not room or not users.has_room(sender, user):
                             verdicts.append(Verdict.ROUND_FULL)
+                        elif isinstance(content, Slot) and content.generation != self._generation:
+                            verdicts.append(Verdict.STORAGE_FAILED)
                         else:
                             if isinstance(content, Slot):
                                 slots.put(content.number)
@@ -199,7 +207,7 @@ class RoundSpool:
                             room -= 1
                     assert self._file is not None
                     if room != self._capacity - self._count:
-                        os.fdatasync(self._file)
+                        self._sync(self._file)
                     slots.save()
                     users.save()
             except BaseException:
@@ -300,6 +308,13 @@ class RoundSpool:
                 return key
         return bytes(found[0])
 
+    def _sync(self, file: int) -> None:
+        try:
+            os.fdatasync(file)
+        except OSError:
+            self._generation += 1
+            raise
+
     def _users(self) -> _Users:
         return _Users(self._connection, self._key, self._buckets)
 
@@ -342,8 +357,9 @@ class Slot:
     It has a descriptor of its own, which stays good when the batch is destroyed meanwhile.
     """
 
-    def __init__(self, number: int, descriptor: int, start: int) -> None:
+    def __init__(self, number: int, descriptor: int, start: int, generation: int) -> None:
         self.number = number
+        self.generation = generation
         self._descriptor: int | None = descriptor
         self._end = start
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -210,6 +211,34 @@ def test_long_reports_are_read_in_pieces(tmp_path):
     sent = [os.urandom(10_000) for _ in range(5)]
     spool.add([("a", user, sealed) for user, sealed in enumerate(sent)])
     assert sorted(read(spool, 3000)) == sorted(sent)
+    spool.destroy()
+
+
+def test_a_failed_sync_spoils_the_reports_that_were_being_written(tmp_path, monkeypatch):
+    """The kernel tells of lost pages once; it may have been those of another report in pieces."""
+    spool = RoundSpool(tmp_path / "batch.db", 10_000, 9)
+    before = [os.urandom(10_000) for _ in range(6)]
+    assert spool.add([("a", 0, before[0])]) == [Verdict.ACCEPTED]
+    slots = [spool.reserve(), spool.reserve()]
+    for slot, content in zip(slots, before[1:3], strict=True):
+        slot.append([content])
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.EIO, "lost pages")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="lost pages"):
+        patch.setattr("shuffler.spool.os.fdatasync", fails)
+        spool.add([("a", 3, before[3])])
+    later = spool.reserve()
+    later.append([before[4]])
+    verdicts = spool.add(
+        [("a", 1, slots[0]), ("a", 4, later), ("a", 2, slots[1]), ("a", 5, before[5])]
+    )
+    lost, kept = Verdict.STORAGE_FAILED, Verdict.ACCEPTED
+    assert verdicts == [lost, kept, lost, kept]
+    assert not spool.has_reported("a", 1)
+    assert spool.add([("a", 1, before[1])]) == [Verdict.ACCEPTED]
+    assert sorted(read(spool, 10_000)) == sorted([before[0], before[1], *before[4:]])
     spool.destroy()
 
 
