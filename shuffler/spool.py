@@ -56,6 +56,7 @@ __all__ = ["RoundSpool", "Slot", "slot_bytes"]
 
 _BLOCK_BYTES = 4096  # of a file system; no two slots share one, unless several fit into it
 _BITS = 4096  # of one row
+_PARTS = 1024  # written with one call; the system takes no more (IOV_MAX)
 _HASH_BYTES = 16
 _BUCKET_HASHES = 253  # of one row: what fits into a page
 _BUCKET_MEAN = 128  # of a full batch, at most
@@ -474,6 +475,8 @@ def _blob(connection: sqlite3.Connection, query: str, number: int) -> bytes:
 
 def _write_at(descriptor: int, parts: Sequence[bytes], offset: int) -> None:
     """Writes the parts one after the other, all of them."""
+    if len(parts) > _PARTS:
+        parts = [b"".join(parts)]
     done, length = os.pwritev(descriptor, parts, offset), sum(map(len, parts))
     while done < length:  # a signal, or a full disk: then the next call says so
         done += os.pwrite(descriptor, b"".join(parts)[done:], offset + done)

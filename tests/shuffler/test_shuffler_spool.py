@@ -242,6 +242,18 @@ def test_a_failed_sync_spoils_the_reports_that_were_being_written(tmp_path, monk
     spool.destroy()
 
 
+def test_a_report_in_very_many_pieces_is_written(tmp_path):
+    """More than the system takes in one call."""
+    spool = RoundSpool(tmp_path / "batch.db", 5000, 2)
+    slot = spool.reserve()
+    content = os.urandom(5000)
+    slot.append([content[i : i + 1] for i in range(2500)])
+    slot.append([content[i : i + 1] for i in range(2500, 5000)])
+    assert spool.add([("a", 0, slot)]) == [Verdict.ACCEPTED]
+    assert read(spool, 5000) == [content]
+    spool.destroy()
+
+
 def test_the_directory_is_private(tmp_path):
     place = tmp_path / "spool"
     mask = os.umask(0)
