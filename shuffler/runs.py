@@ -34,6 +34,7 @@ from shuffler.storage import (
     delete_database,
     storage_errors,
     storage_refusal,
+    sync_directory,
     transaction,
 )
 
@@ -137,7 +138,7 @@ class _Round:
     number: int
     model_version: str
     state: _State
-    outcome: Outcome | None  # of closing; None before, and for a batch whose file was missing
+    outcome: Outcome | None  # of closing; None before, and for a lost batch
     spool: RoundSpool | None
 
 
@@ -315,7 +316,9 @@ class RunStore:
         run, entry = self._entry(run_id, number)
         if entry.state is not _State.OPEN:
             if entry.outcome is None:
-                _refuse(Refusal.BATCH_LOST, "the batch's file was missing after a restart")
+                _refuse(
+                    Refusal.BATCH_LOST, "the batch's file was missing or damaged after a restart"
+                )
             return entry.outcome
         assert entry.spool is not None
         if discard:
@@ -348,7 +351,7 @@ class RunStore:
         if entry.state is _State.OPEN:
             _refuse(Refusal.ROUND_NOT_CLOSED, "close the round first")
         if entry.outcome is None:
-            _refuse(Refusal.BATCH_LOST, "the batch's file was missing after a restart")
+            _refuse(Refusal.BATCH_LOST, "the batch's file was missing or damaged after a restart")
         if entry.outcome is Outcome.BELOW_MINIMUM:
             _refuse(
                 Refusal.BELOW_MINIMUM, "the batch was below the plan's minimum and is destroyed"
@@ -499,7 +502,7 @@ class RunStore:
         )
         for run_id, plan, report_bytes in rows.fetchall():
             self._runs[run_id] = _parse_run(plan, report_bytes)
-        kept: set[Path] = set()
+        entries: dict[Path, tuple[str, _Round]] = {}
         rows = self._connection.execute(
             "SELECT run_id, round, model_version, state, outcome FROM rounds"
         )
@@ -507,21 +510,34 @@ class RunStore:
             entry = _Round(
                 number, model_version, _State(state), Outcome(outcome) if outcome else None, None
             )
-            run = self._runs[run_id]
-            run.rounds[number] = entry
-            path = self._path(run_id, number)
-            whole = path.exists() and path.with_suffix(".reports").exists()
-            if entry.state in (_State.OPEN, _State.CLOSED) and whole:
-                entry.spool = RoundSpool(path, run.report_bytes, run.users)
-                kept |= {path, path.with_suffix(".reports")}
-            elif entry.state in (_State.OPEN, _State.CLOSED):
-                entry.outcome = None
-                self._move(run_id, entry, _State.DONE)
-            elif entry.state is _State.RELEASING:
-                self._move(run_id, entry, _State.DONE)
+            self._runs[run_id].rounds[number] = entry
+            if entry.state is not _State.DONE:
+                entries[self._path(run_id, number)] = run_id, entry
+        # The files first: that also works on a full disk, and makes room for the entries.
+        kept = [path for path, (_, r) in entries.items() if r.state is not _State.RELEASING]
+        names = {path.name for path in kept} | {path.with_suffix(".reports").name for path in kept}
         for path in self._directory.glob("batch-*"):
-            if path.with_name(path.name.removesuffix("-journal")) not in kept:
+            if path.name.removesuffix("-journal") not in names:
                 path.unlink(missing_ok=True)
+        sync_directory(self._directory)
+        for path, (run_id, entry) in entries.items():
+            if entry.state is not _State.RELEASING:
+                run = self._runs[run_id]
+                try:
+                    if not path.exists():
+                        raise FileNotFoundError(path.name)
+                    entry.spool = RoundSpool(path, run.report_bytes, run.users)
+                    continue
+                except (sqlite3.Error, OSError):
+                    # Lost, and the other rounds go on. The files go before the entry again.
+                    entry.outcome = None
+                    with suppress(OSError):
+                        path.with_suffix(".reports").unlink(missing_ok=True)
+                        delete_database(path)
+            # What can not be written now, the next start finds again.
+            with suppress(ShufflerRefused):
+                self._move(run_id, entry, _State.DONE)
+            entry.state = _State.DONE
 
 
 def _storage_verdict(error: sqlite3.Error | OSError) -> Verdict:

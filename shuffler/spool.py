@@ -59,16 +59,17 @@ _BITS = 4096  # of one row
 _PARTS = 1024  # written with one call; the system takes no more (IOV_MAX)
 _HASH_BYTES = 16
 _BUCKET_HASHES = 253  # of one row: what fits into a page
+_BUCKET_BYTES = _BUCKET_HASHES * _HASH_BYTES
 _BUCKET_MEAN = 128  # of a full batch, at most
 _SLOTS_PER_USER = 2  # a random slot is free at least every other time
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS slots(
+CREATE TABLE slots(
     part INTEGER PRIMARY KEY, bits BLOB NOT NULL
 );
-CREATE TABLE IF NOT EXISTS reported(
+CREATE TABLE reported(
     bucket INTEGER PRIMARY KEY, hashes BLOB NOT NULL
 );
-CREATE TABLE IF NOT EXISTS hash_key(
+CREATE TABLE hash_key(
     key BLOB NOT NULL
 );
 """
@@ -101,15 +102,17 @@ class RoundSpool:
             capacity: how many reports the batch may hold.
 
         Raises:
-            sqlite3.Error: if the file can not be opened or written.
-            OSError: if a file can not be created, or the slots are more than the file system
-                allows in a file.
+            sqlite3.Error: if the file can not be opened or written, or is damaged.
+            OSError: if a file can not be created, the slots are more than the file system allows
+                in a file, or the reports' file does not have the length that it was made with.
         """
+        existing = path.exists()
         self._path = path
         self._report_bytes = report_bytes
         self._capacity = capacity
         self._stride = slot_bytes(report_bytes)
         self._slots = _SLOTS_PER_USER * capacity
+        self._parts = -(-self._slots // _BITS)
         self._buckets = -(-capacity // _BUCKET_MEAN)
         self._spoilt: list[int] = []  # written to in vain; the next to be given out
         self._reserved: set[int] = set()  # being written to piece by piece
@@ -117,19 +120,23 @@ class RoundSpool:
         self._lock = threading.Lock()
         self._reader: Iterator[int] | None = None
         self._place: tuple[int, int] | None = None  # of a report read in pieces: where, how much
+        create = 0 if existing else os.O_CREAT | os.O_TRUNC
         self._file: int | None = os.open(
-            _reports_path(path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
+            _reports_path(path), create | os.O_RDWR | os.O_CLOEXEC, 0o600
         )
         try:
-            os.ftruncate(self._file, self._slots * self._stride)
+            if not existing:
+                os.ftruncate(self._file, self._slots * self._stride)
+            elif os.fstat(self._file).st_size != self._slots * self._stride:
+                raise OSError("the reports' file has another length than it was made with")
             self._connection = connect(path)
         except BaseException:
             os.close(self._file)
             raise
         try:
-            self._key = self._prepare()
-            rows = self._connection.execute("SELECT bits FROM slots")
-            self._count = sum(int.from_bytes(bits, "little").bit_count() for (bits,) in rows)
+            if not existing:
+                self._prepare()
+            self._key, self._count = self._examine()
             sync_directory(path.parent)
         except BaseException:
             self.close()
@@ -150,9 +157,7 @@ class RoundSpool:
         with self._lock:
             number = self._draw(self._open(), _Bits(self._connection))
             assert self._file is not None
-            slot = Slot(
-                number, os.dup(self._file), number * self._stride, self._generation
-            )
+            slot = Slot(number, os.dup(self._file), number * self._stride, self._generation)
             self._reserved.add(number)
             return slot
 
@@ -287,27 +292,34 @@ class RoundSpool:
         delete_database(self._path)
         self.close()
 
-    def _prepare(self) -> bytes:
-        """Makes all rows of a new batch, in order; returns the hashes' key."""
-        parts = range(-(-self._slots // _BITS))
-        buckets = range(self._buckets)
+    def _prepare(self) -> None:
+        """Makes all rows of a new batch, in order."""
         with transaction(self._connection) as rows:
             for statement in _SCHEMA.split(";"):
                 rows.execute(statement)
-            found = rows.execute("SELECT key FROM hash_key").fetchone()
-            if found is None:
-                key = secrets.token_bytes(_HASH_BYTES)
-                rows.execute("INSERT INTO hash_key VALUES (?)", (key,))
-                rows.executemany(
-                    "INSERT INTO slots VALUES (?, zeroblob(?))",
-                    ((part, _BITS // 8) for part in parts),
-                )
-                rows.executemany(
-                    "INSERT INTO reported VALUES (?, zeroblob(?))",
-                    ((bucket, _BUCKET_HASHES * _HASH_BYTES) for bucket in buckets),
-                )
-                return key
-        return bytes(found[0])
+            rows.execute("INSERT INTO hash_key VALUES (?)", (secrets.token_bytes(_HASH_BYTES),))
+            rows.executemany(
+                "INSERT INTO slots VALUES (?, zeroblob(?))",
+                ((part, _BITS // 8) for part in range(self._parts)),
+            )
+            rows.executemany(
+                "INSERT INTO reported VALUES (?, zeroblob(?))",
+                ((bucket, _BUCKET_BYTES) for bucket in range(self._buckets)),
+            )
+
+    def _examine(self) -> tuple[bytes, int]:
+        """The hashes' key and the number of reports; raises if a row is missing."""
+        rows = self._connection
+        keys = rows.execute("SELECT key FROM hash_key").fetchall()
+        parts = rows.execute("SELECT count(*) FROM slots WHERE length(bits) = ?", (_BITS // 8,))
+        buckets = rows.execute(
+            "SELECT count(*) FROM reported WHERE length(hashes) = ?", (_BUCKET_BYTES,)
+        )
+        found = len(keys), *parts.fetchone(), *buckets.fetchone()
+        if found != (1, self._parts, self._buckets):
+            raise sqlite3.DatabaseError("rows of the batch's file are missing")
+        bits = rows.execute("SELECT bits FROM slots")
+        return bytes(keys[0][0]), sum(int.from_bytes(b, "little").bit_count() for (b,) in bits)
 
     def _sync(self, file: int) -> None:
         try:
@@ -441,11 +453,10 @@ class _Users:
         self._changed.add(bucket)
 
     def save(self) -> None:
-        length = _BUCKET_HASHES * _HASH_BYTES
         self._connection.executemany(
             "UPDATE reported SET hashes = ? WHERE bucket = ?",
             [
-                (b"".join(sorted(self._rows[bucket])).ljust(length, b"\0"), bucket)
+                (b"".join(sorted(self._rows[bucket])).ljust(_BUCKET_BYTES, b"\0"), bucket)
                 for bucket in sorted(self._changed)
             ],
         )

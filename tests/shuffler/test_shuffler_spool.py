@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import math
@@ -343,6 +344,95 @@ def test_a_batch_whose_file_is_gone_is_reported_lost_and_not_released_empty(tmp_
     store.close()
 
 
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def scribble(file: Path) -> None:
+    file.write_bytes(b"x" * file.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [(".reports", cut), (".reports", empty), (".db", cut), (".db", empty), (".db", scribble)],
+)
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_damaged_batch_is_reported_lost_and_the_other_runs_go_on(
+    tmp_path, suffix, damage, closed
+):
+    store = RunStore(tmp_path)
+    digest = store.create_run("run", plan(1000), 64)
+    store.open_round("run", 1, "model")
+    store.accept([report(1, digest)])
+    if closed:
+        store.close_round("run", 1)
+    (file,) = tmp_path.glob(f"batch-*{suffix}")
+    store.create_run("other", plan(1000), 64)
+    store.open_round("other", 1, "model")
+    mine = dataclasses.replace(report(2, digest), run_id="other")
+    assert store.accept([mine]) == [Verdict.ACCEPTED]
+    store.close()
+    damage(file)
+    for _ in range(2):  # the second start finds the same
+        store = RunStore(tmp_path)
+        for call in (store.close_round, store.begin_release):
+            with pytest.raises(ShufflerRefused) as refused:
+                call("run", 1)
+            assert refused.value.reason is Refusal.BATCH_LOST
+        assert len(list(tmp_path.glob("batch-*.reports"))) == 1
+        assert store.accept([mine]) == [Verdict.DUPLICATE]
+        store.close()
+    store = RunStore(tmp_path)
+    store.open_round("run", 2, "model")
+    assert store.accept([report(1, digest, 2)]) == [Verdict.ACCEPTED]
+    assert store.close_round("other", 1) is Outcome.RELEASABLE
+    assert read(store.begin_release("other", 1)) == [mine.sealed]
+    store.close()
+
+
+def fill(disk: Path) -> Path:
+    filler = disk / "filler"
+    with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_after_a_crash_while_releasing_it_starts_on_a_disk_that_others_filled(
+    tiny_disk: Path, monkeypatch, written: bool
+):
+    """Deleting makes room for the entry; where it does not, the round is over all the same."""
+    place = tiny_disk / "spool"
+    store = RunStore(place)
+    digest = store.create_run("run", plan(1000), 64)
+    store.open_round("run", 1, "model")
+    store.accept([report(1, digest)])
+    store.close_round("run", 1)
+    store.begin_release("run", 1)
+    store.close()
+    filler = fill(tiny_disk)
+    with monkeypatch.context() as patch:
+        if not written:
+            full = ShufflerRefused(Refusal.STORAGE_FULL, "full")
+            patch.setattr(RunStore, "_move", lambda *_: (_ for _ in ()).throw(full))
+        store = RunStore(place)
+    assert not list(place.glob("batch-*"))
+    filler.unlink()
+    for _ in range(2):
+        with pytest.raises(ShufflerRefused) as refused:
+            store.begin_release("run", 1)
+        assert refused.value.reason is Refusal.ALREADY_RELEASED
+        store.close()
+        store = RunStore(place)
+    store.open_round("run", 2, "model")
+    store.close()
+
+
 def test_ending_a_run_while_it_is_released_stops_the_release(tmp_path):
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(), 64)
@@ -364,10 +454,7 @@ def test_a_disk_that_others_fill_is_a_verdict_and_the_reports_stay(tiny_disk: Pa
     digest = store.create_run("run", plan(1000), 20_000)
     store.open_round("run", 1, "model")
     assert store.accept([report(0, digest, length=20_000)]) == [Verdict.ACCEPTED]
-    filler = tiny_disk / "filler"
-    with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    filler = fill(tiny_disk)
     group = [report(user, digest, length=20_000) for user in range(1, 20)]
     assert set(store.accept(group)) == {Verdict.STORAGE_FULL}
     with pytest.raises(ShufflerRefused) as refused:
