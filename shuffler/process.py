@@ -23,6 +23,8 @@ from shuffler.keys import Authority, Credentials, Role
 __all__ = ["ShufflerProcess"]
 
 _TAIL_BYTES = 2000
+# One credential serves all nodes of a run, and they train between two reports.
+_LIMITS = {"streams_per_sender": 24, "idle_seconds": 3600}
 _DAYS = 30  # the longest such a process may live
 _ANY_USERS = 2**32  # a plan has no more
 
@@ -65,7 +67,8 @@ class ShufflerProcess:
             listen: `HOST:PORT`; port 0 picks a free one.
             log_file: where the shuffler logs.
             metrics: `HOST:PORT` for Prometheus.
-            limits: what its configuration has in `[limits]`.
+            limits: what its configuration has in `[limits]`. Defaults that differ: one credential
+                may have 24 streams, each silent for an hour.
             plaintext: no TLS; a fresh token instead of certificates. On loopback only.
             authority: issues the certificates; default: a fresh one.
             start_timeout: longest wait in seconds for the child to listen.
@@ -94,8 +97,7 @@ class ShufflerProcess:
                 self._config[key] = str(Path(path).absolute())
         if metrics is not None:
             self._config["metrics"] = metrics
-        if limits is not None:
-            self._config["limits"] = dict(limits)
+        self._config["limits"] = {**_LIMITS, **(limits or {})}
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
         self._child: subprocess.Popen[bytes] | None = None

@@ -46,6 +46,7 @@ _STREAM_REPORTS = 512  # of one stream, read and not yet answered
 _CHUNK_BYTES = 2**19
 _WRITE_BYTES = 2**19  # of a report in pieces, at once
 _STOP_SECONDS = 2.0
+_EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
 _ANY_USERS = 2**32  # a plan has no more
 _STATUS = {
     Refusal.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
@@ -236,10 +237,12 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         async def read() -> None:
             nonlocal reading
             try:
-                while (message := await context.read()) is not grpc.aio.EOF:
+                while (message := await self._read(context)) is not grpc.aio.EOF:
                     await window.acquire()
                     if self._pace is not None:
                         await asyncio.sleep(self._pace.delay(caller.name, time.monotonic()))
+                    if message.more and not message.sealed:
+                        await _abort(context, _EMPTY_PIECE)
                     report = _report(message, caller)
                     if message.more:
                         answers.append(await self._in_pieces(report, context))
@@ -260,13 +263,29 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                 verdicts = [await answers.popleft()]
                 while answers and answers[0].done():
                     verdicts.append(answers.popleft().result())
-                await context.write(shuffler_pb2.SubmitReply(verdicts=verdicts))
+                await self._write(context, shuffler_pb2.SubmitReply(verdicts=verdicts))
                 for verdict in verdicts:
                     window.release()
                     self._metrics.reports.labels(verdict.name).inc()
             await reader
         finally:
             reader.cancel()
+
+    async def _read(self, context: grpc.aio.ServicerContext) -> Any:
+        """The next message of a stream; ends a stream that is silent for too long."""
+        try:
+            async with asyncio.timeout(self._limits.idle_seconds):
+                return await context.read()
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.ABORTED, "no report came for too long")
+
+    async def _write(self, context: grpc.aio.ServicerContext, reply: Any) -> None:
+        """Answers; ends a stream whose caller does not take its answers."""
+        try:
+            async with asyncio.timeout(self._limits.idle_seconds):
+                await context.write(reply)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.ABORTED, "answers are not taken")
 
     async def _in_pieces(
         self, report: Report, context: grpc.aio.ServicerContext
@@ -285,11 +304,13 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         written.set_result(None)
         try:
             while more:
-                message = await context.read()
+                message = await self._read(context)
                 if message is grpc.aio.EOF or length > MAX_REPORT_BYTES:
                     await context.abort(
                         grpc.StatusCode.INVALID_ARGUMENT, "a report that does not end"
                     )
+                if not message.sealed:
+                    await _abort(context, _EMPTY_PIECE)
                 more = message.more
                 pieces.append(message.sealed)
                 length += len(message.sealed)

@@ -17,7 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shuffler_world import World, plan, raw_channel
 
-from shuffler import IntakeClient, Refusal, ShufflerRefused, Verdict, shuffler_pb2
+from shuffler import (
+    IntakeClient,
+    Refusal,
+    ShufflerRefused,
+    Verdict,
+    shuffler_pb2,
+    shuffler_pb2_grpc,
+)
+from shuffler.config import Limits
+from shuffler.keys import Authority, Role
 from shuffler.operations import Pace
 
 
@@ -151,6 +160,67 @@ def test_streams_of_one_sender_are_limited(start: Callable[..., World]):
     assert verdicts == [Verdict.ACCEPTED]
 
 
+class Silence:
+    """Requests of a stream: those given, then nothing until it is let go."""
+
+    def __init__(self, *requests: shuffler_pb2.SubmitRequest) -> None:
+        self.requests = [*requests]
+        self.let_go = threading.Event()
+
+    def __iter__(self):
+        yield from self.requests
+        self.let_go.wait(120)
+
+
+def test_silent_streams_of_one_credential_are_ended_and_an_honest_node_gets_through(
+    start: Callable[..., World],
+):
+    authority = Authority.create()
+    world = start(
+        authority=authority, limits={"streams": 4, "streams_per_sender": 4, "idle_seconds": 2}
+    )
+    header = world.begin()
+    one = authority.issue(Role.NODE, "one-user", users=1)
+    piece = shuffler_pb2.SubmitRequest(run_id="run", round=1, sealed=b"x", more=True)
+    silences = [Silence(), Silence(), Silence(piece), Silence(piece, piece)]
+    with raw_channel(world, one) as channel:
+        calls = [
+            shuffler_pb2_grpc.IntakeStub(channel).Submit(iter(quiet), timeout=60)
+            for quiet in silences
+        ]
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as ended:
+                list(call)
+            assert ended.value.code() is grpc.StatusCode.ABORTED
+            assert ended.value.details() == "no report came for too long"
+        assert world.submit(header, world.reports(header, 3)) == [Verdict.ACCEPTED] * 3
+        for quiet in silences:
+            quiet.let_go.set()
+
+
+def test_by_default_one_credential_can_not_take_all_streams():
+    assert Limits().streams_per_sender < Limits().streams
+    assert Limits().idle_seconds <= 60
+
+
+@pytest.mark.parametrize("pieces", [(b"",), (b"x", b""), (b"x", b"y", b"")])
+def test_an_empty_piece_ends_the_stream(start: Callable[..., World], pieces: tuple[bytes]):
+    world = start()
+    world.begin()
+    requests = Silence(
+        *(
+            shuffler_pb2.SubmitRequest(run_id="run", round=1, sealed=sealed, more=True)
+            for sealed in pieces
+        )
+    )
+    with raw_channel(world) as channel:
+        with pytest.raises(grpc.RpcError) as ended:
+            list(shuffler_pb2_grpc.IntakeStub(channel).Submit(iter(requests), timeout=60))
+        requests.let_go.set()
+    assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert ended.value.details() == "MALFORMED: a piece of a report is empty"
+
+
 @given(
     st.lists(st.tuples(st.floats(0, 5), st.sampled_from("ab")), max_size=80),
     st.floats(0.5, 20),
@@ -232,7 +302,13 @@ def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, 
                 verdicts += reply.verdicts
         except grpc.RpcError as error:
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert requests[-1].more  # the last report does not end
+            # The last report does not end, or a piece is empty.
+            pieces = [
+                request
+                for before, request in zip([None, *requests], requests, strict=False)
+                if request.more or (before is not None and before.more)
+            ]
+            assert requests[-1].more or not all(request.sealed for request in pieces)
             assert len(verdicts) <= whole
         else:
             assert len(verdicts) == whole
