@@ -52,11 +52,18 @@ class Caller:
         role: what it may do.
         name: which credential; in the log and the metrics never.
         users: of a node: how many users report through it. Otherwise 0.
+        until: when its certificate expires; None: it has none.
     """
 
     role: Role
     name: str
     users: int
+    until: datetime.datetime | None = field(default=None, compare=False)
+
+    @property
+    def expired(self) -> bool:
+        """Whether its certificate has expired by now."""
+        return self.until is not None and self.until < datetime.datetime.now(datetime.UTC)
 
 
 @dataclass(frozen=True)
@@ -196,9 +203,10 @@ class Authority:
 
 
 def caller_of(certificate: bytes) -> Caller | None:
-    """Who a certificate (PEM) names; None if it has no role here.
+    """Who a certificate (PEM) names; None if it has no role here, or has expired.
 
-    The signature is not checked: TLS has done that.
+    The signature is not checked: TLS has done that. It has also checked the time, but only when the
+    connection was made.
     """
     try:
         loaded = x509.load_pem_x509_certificate(certificate)
@@ -208,9 +216,11 @@ def caller_of(certificate: bytes) -> Caller | None:
         role, *rest = uri.removeprefix(_PREFIX).split(":")
         if role == Role.NODE:
             users, name = rest
-            return Caller(Role.NODE, name, int(users))
-        (name,) = rest
-        return Caller(Role(role), name, 0)
+            caller = Caller(Role.NODE, name, int(users), loaded.not_valid_after_utc)
+        else:
+            (name,) = rest
+            caller = Caller(Role(role), name, 0, loaded.not_valid_after_utc)
+        return None if caller.expired else caller
     except (ValueError, x509.ExtensionNotFound):
         return None
 

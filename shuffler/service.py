@@ -46,6 +46,7 @@ _STREAM_REPORTS = 512  # of one stream, read and not yet answered
 _CHUNK_BYTES = 2**19
 _WRITE_BYTES = 2**19  # of a report in pieces, at once
 _STOP_SECONDS = 2.0
+_NOT_PERMITTED = ShufflerRefused(Refusal.NOT_PERMITTED, "not with this certificate")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
 _ANY_USERS = 2**32  # a plan has no more
 _STATUS = {
@@ -168,7 +169,7 @@ class _Gate:
             caller = caller_of(certificate)
             if caller is not None and caller.role is role:
                 return caller
-            refused = ShufflerRefused(Refusal.NOT_PERMITTED, "not with this certificate")
+            refused = _NOT_PERMITTED
         else:
             given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
             given = given if isinstance(given, bytes) else given.encode()
@@ -237,7 +238,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         async def read() -> None:
             nonlocal reading
             try:
-                while (message := await self._read(context)) is not grpc.aio.EOF:
+                while (message := await self._read(context, caller)) is not grpc.aio.EOF:
                     await window.acquire()
                     if self._pace is not None:
                         await asyncio.sleep(self._pace.delay(caller.name, time.monotonic()))
@@ -245,7 +246,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                         await _abort(context, _EMPTY_PIECE)
                     report = _report(message, caller)
                     if message.more:
-                        answers.append(await self._in_pieces(report, context))
+                        answers.append(await self._in_pieces(report, caller, context))
                     else:
                         answers.append(await self._intake.submit(report))
                     arrived.set()
@@ -271,13 +272,16 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         finally:
             reader.cancel()
 
-    async def _read(self, context: grpc.aio.ServicerContext) -> Any:
-        """The next message of a stream; ends a stream that is silent for too long."""
+    async def _read(self, context: grpc.aio.ServicerContext, caller: Caller) -> Any:
+        """The next message; ends a stream that is silent for too long or whose caller expired."""
         try:
             async with asyncio.timeout(self._limits.idle_seconds):
-                return await context.read()
+                message = await context.read()
         except TimeoutError:
             await context.abort(grpc.StatusCode.ABORTED, "no report came for too long")
+        if message is not grpc.aio.EOF and caller.expired:
+            await _abort(context, _NOT_PERMITTED)
+        return message
 
     async def _write(self, context: grpc.aio.ServicerContext, reply: Any) -> None:
         """Answers; ends a stream whose caller does not take its answers."""
@@ -288,7 +292,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             await context.abort(grpc.StatusCode.ABORTED, "answers are not taken")
 
     async def _in_pieces(
-        self, report: Report, context: grpc.aio.ServicerContext
+        self, report: Report, caller: Caller, context: grpc.aio.ServicerContext
     ) -> asyncio.Future[Any]:
         """Passes the pieces of one report on to the disk, one while the next is received."""
         begun = asyncio.ensure_future(self._intake.call(self._store.begin, report))
@@ -304,7 +308,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         written.set_result(None)
         try:
             while more:
-                message = await self._read(context)
+                message = await self._read(context, caller)
                 if message is grpc.aio.EOF or length > MAX_REPORT_BYTES:
                     await context.abort(
                         grpc.StatusCode.INVALID_ARGUMENT, "a report that does not end"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,6 +186,47 @@ def test_a_credential_reports_for_its_own_users_and_each_once(guarded: World):
         assert list(intake.submit(header, [(1, bytes(LENGTH))])) == [Verdict.DUPLICATE]
     assert guarded.control.close_round("users", 1) is Outcome.RELEASABLE
     assert len(list(guarded.control.release("users", 1))) == 4
+
+
+def test_a_certificate_that_expires_is_nobody_s_on_an_open_connection_too(guarded: World):
+    seconds = 6 / 86_400
+    node, server = credentials("node", days=seconds), credentials("server", days=seconds)
+    assert caller_of(node.certificate) == Caller(Role.NODE, "a-node", 10)
+    header = guarded.begin("expiry")
+    expired = threading.Event()
+
+    def reports():
+        yield 0, bytes(LENGTH)
+        expired.wait(60)
+        yield 1, bytes(LENGTH)
+
+    with (
+        IntakeClient(guarded.process.address, node, timeout=60) as intake,
+        ControlClient(guarded.process.address, server) as control,
+    ):
+        control.create_run("expiry-2", plan(), LENGTH)
+        verdicts: list[object] = []
+
+        def submit() -> None:
+            try:
+                verdicts.extend(intake.submit(header, reports()))
+            except ShufflerRefused as refused:
+                verdicts.append(refused.reason)
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        while caller_of(node.certificate) or caller_of(server.certificate):
+            time.sleep(0.1)
+        expired.set()
+        thread.join(60)
+        assert verdicts[-1] is Refusal.NOT_PERMITTED
+        for call in (
+            lambda: control.create_run("expiry-3", plan(), LENGTH),
+            lambda: list(intake.submit(header, [(2, bytes(LENGTH))])),
+        ):
+            with pytest.raises(ShufflerRefused) as refused:
+                call()
+            assert refused.value.reason is Refusal.NOT_PERMITTED
 
 
 def test_in_plaintext_control_needs_the_token(start: Callable[..., World]):
