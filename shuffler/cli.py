@@ -126,22 +126,35 @@ async def _serve(
     listen: str,
     watch: Callable[[Callable[[], None]], None] | None,
 ) -> None:
-    """Serves until SIGTERM, SIGINT, or the end of the parent."""
+    """Serves until SIGTERM, SIGINT, or the end of the parent.
+
+    A signal lets releases finish; a second one, or the end of the parent, ends them at once.
+    """
     sys.setswitchinterval(_SWITCH_SECONDS)
     loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
+    stopped, at_once = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        if stopped.is_set():
+            at_once.set()
+        stopped.set()
+
+    def stop_at_once() -> None:
+        stopped.set()
+        at_once.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, stop)
     server = make_server()
     try:
         address = await server.start(listen)
         if watch is not None:
-            watch(lambda: _from_thread(loop, stopped.set))
+            watch(lambda: _from_thread(loop, stop_at_once))
         typer.echo(f"{READY}{address}")
         sys.stdout.flush()
         await stopped.wait()
     finally:
-        await server.stop()
+        await server.stop(at_once)
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

@@ -46,6 +46,7 @@ class Limits(_Section):
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
         burst: how many may come at once before they are slowed down.
         idle_seconds: how long a stream may be silent, or leave its answers, before it is ended.
+        stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
     streams: Count = 24
@@ -53,6 +54,7 @@ class Limits(_Section):
     reports_per_second: Annotated[float, Field(gt=0)] | None = None
     burst: Count = 1000
     idle_seconds: Seconds = 60.0
+    stop_seconds: Seconds = 300.0
 
 
 class ShufflerConfig(_Section):

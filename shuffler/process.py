@@ -24,7 +24,9 @@ __all__ = ["ShufflerProcess"]
 
 _TAIL_BYTES = 2000
 # One credential serves all nodes of a run, and they train between two reports.
-_LIMITS = {"streams_per_sender": 24, "idle_seconds": 3600}
+# At the end of the block only an abandoned release can still be running.
+_LIMITS = {"streams_per_sender": 24, "idle_seconds": 3600, "stop_seconds": 30}
+_STOP_SECONDS = 10.0  # to stop once the releases are over
 _DAYS = 30  # the longest such a process may live
 _ANY_USERS = 2**32  # a plan has no more
 
@@ -57,7 +59,7 @@ class ShufflerProcess:
         plaintext: bool = False,
         authority: Authority | None = None,
         start_timeout: float = 30.0,
-        stop_timeout: float = 10.0,
+        stop_timeout: float | None = None,
     ) -> None:
         """Remembers how to start; `__enter__` does it.
 
@@ -68,11 +70,12 @@ class ShufflerProcess:
             log_file: where the shuffler logs.
             metrics: `HOST:PORT` for Prometheus.
             limits: what its configuration has in `[limits]`. Defaults that differ: one credential
-                may have 24 streams, each silent for an hour.
+                may have 24 streams, each silent for an hour, and `stop_seconds` is 30.
             plaintext: no TLS; a fresh token instead of certificates. On loopback only.
             authority: issues the certificates; default: a fresh one.
             start_timeout: longest wait in seconds for the child to listen.
-            stop_timeout: wait in seconds after SIGTERM before SIGKILL.
+            stop_timeout: wait in seconds after SIGTERM before SIGKILL. Default: 10 more than
+                the limit `stop_seconds`.
         """
         self.address = ""
         self.control: Credentials | str = secrets.token_urlsafe(32)
@@ -99,6 +102,8 @@ class ShufflerProcess:
             self._config["metrics"] = metrics
         self._config["limits"] = {**_LIMITS, **(limits or {})}
         self._start_timeout = start_timeout
+        if stop_timeout is None:
+            stop_timeout = self._config["limits"]["stop_seconds"] + _STOP_SECONDS
         self._stop_timeout = stop_timeout
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None

@@ -46,6 +46,7 @@ _STREAM_REPORTS = 512  # of one stream, read and not yet answered
 _CHUNK_BYTES = 2**19
 _WRITE_BYTES = 2**19  # of a report in pieces, at once
 _STOP_SECONDS = 2.0
+_POLL_SECONDS = 0.05  # how soon the end of the last release is seen
 _NOT_PERMITTED = ShufflerRefused(Refusal.NOT_PERMITTED, "not with this certificate")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
 _ANY_USERS = 2**32  # a plan has no more
@@ -94,6 +95,8 @@ class ShufflerServer:
         gate = _Gate(token, metrics)
         intake = _IntakeService(gate, self._intake, store, self._writers, limits, metrics)
         control = _ControlService(gate, self._intake, store, self._readers, metrics)
+        self._releases = control.releases
+        self._stop_seconds = limits.stop_seconds
         _stubs.add_IntakeServicer_to_server(intake, self._server)
         _stubs.add_ControlServicer_to_server(control, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -135,10 +138,36 @@ class ShufflerServer:
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         return join_address(host, port)
 
-    async def stop(self) -> None:
-        """Stops taking calls, gives those in progress two seconds, and stores what is queued."""
+    async def stop(self, at_once: asyncio.Event | None = None) -> None:
+        """Stops taking calls, gives those in progress time, and stores what is queued.
+
+        Releases get `limits.stop_seconds`, because a batch is lost with its release; all other
+        calls two seconds, or as long as there are releases.
+
+        Args:
+            at_once: once it is set nothing is waited for.
+        """
+        at_once = at_once or asyncio.Event()
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(_STOP_SECONDS)
+        loop = asyncio.get_running_loop()
+        stopping = asyncio.create_task(self._server.stop(self._stop_seconds + _STOP_SECONDS))
+        hurry = asyncio.create_task(at_once.wait())
+        begun = loop.time()
+        try:
+            while not (stopping.done() or hurry.done()):
+                waited = loop.time() - begun
+                patience = self._stop_seconds if self._releases else _STOP_SECONDS
+                if waited >= patience:
+                    break
+                await asyncio.wait(
+                    {stopping, hurry},
+                    timeout=min(_POLL_SECONDS, patience - waited),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+        finally:
+            hurry.cancel()
+        await self._server.stop(None)
+        await stopping
         await self._intake.close()
         self._readers.shutdown()
         self._writers.shutdown()
@@ -264,10 +293,11 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                 verdicts = [await answers.popleft()]
                 while answers and answers[0].done():
                     verdicts.append(answers.popleft().result())
-                await self._write(context, shuffler_pb2.SubmitReply(verdicts=verdicts))
-                for verdict in verdicts:
-                    window.release()
+                for verdict in verdicts:  # first: with the answer the caller may end this call
                     self._metrics.reports.labels(verdict.name).inc()
+                await self._write(context, shuffler_pb2.SubmitReply(verdicts=verdicts))
+                for _ in verdicts:
+                    window.release()
             await reader
         finally:
             reader.cancel()
@@ -358,6 +388,7 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         self._store = store
         self._readers = readers
         self._metrics = metrics
+        self.releases: set[object] = set()  # those in progress
 
     async def CreateRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         await self._gate.admit(context, Role.SERVER)
@@ -387,6 +418,16 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
 
     async def Release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         await self._gate.admit(context, Role.SERVER)
+        release = object()
+        self.releases.add(release)
+        try:
+            await self._release(request, context)
+        finally:
+            self.releases.discard(release)
+        self._metrics.releases.inc()
+        _log.info("batch released", extra=_about(request))
+
+    async def _release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         begun: list[RoundSpool] = []
 
         def begin() -> None:
@@ -411,8 +452,6 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         finally:
             # Whatever has become of this call: what it began is over, and the batch gone.
             await asyncio.shield(asyncio.ensure_future(self._intake.call(finish)))
-        self._metrics.releases.inc()
-        _log.info("batch released", extra=_about(request))
 
     async def EndRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         await self._gate.admit(context, Role.SERVER)

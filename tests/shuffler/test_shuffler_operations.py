@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +21,12 @@ from hypothesis import strategies as st
 from shuffler_world import World, plan, raw_channel
 
 from shuffler import (
+    ControlClient,
     IntakeClient,
     Refusal,
+    ShufflerProcess,
     ShufflerRefused,
+    ShufflerUnavailable,
     Verdict,
     shuffler_pb2,
     shuffler_pb2_grpc,
@@ -133,7 +139,8 @@ def test_stopped_in_order_it_answers_what_it_has_taken(start: Callable[..., Worl
 
 
 def test_streams_of_one_sender_are_limited(start: Callable[..., World]):
-    world = start(limits={"streams": 2, "streams_per_sender": 1})
+    address = f"127.0.0.1:{free_port()}"
+    world = start(metrics=address, limits={"streams": 2, "streams_per_sender": 1})
     header = world.begin()
     [(_, sealed)] = world.reports(header, 1)
     begun, hold = threading.Event(), threading.Event()
@@ -148,16 +155,73 @@ def test_streams_of_one_sender_are_limited(start: Callable[..., World]):
     thread = threading.Thread(target=lambda: verdicts.extend(stream))
     thread.start()
     begun.wait(60)
-    while True:  # until the first stream has arrived, ours is the only one
-        try:
-            with IntakeClient(world.process.address, world.process.submit) as second:
-                list(second.submit(header, [(1, sealed)]))
-        except ShufflerRefused as refused:
-            assert refused.reason is Refusal.BUSY
-            break
+    while not scrape(address)["shufl_streams"]:  # it has not arrived yet
+        pass
+    with (
+        IntakeClient(world.process.address, world.process.submit) as second,
+        pytest.raises(ShufflerRefused) as refused,
+    ):
+        list(second.submit(header, [(1, sealed)]))
+    assert refused.value.reason is Refusal.BUSY
     hold.set()
     thread.join()
     assert verdicts == [Verdict.ACCEPTED]
+
+
+def in_release(world: World, reports: int = 40):
+    """A release that has begun and waits for its reader."""
+    header = world.begin(report_bytes=2**20)
+    world.submit(header, [(user, bytes(2**20)) for user in range(reports)])
+    world.control.close_round("run", 1)
+    release = world.control.release("run", 1)
+    next(release)
+    return release
+
+
+def signal_and_wait(world: World) -> None:
+    """SIGTERM, and waits until new calls are refused."""
+    os.kill(world.process.pid, signal.SIGTERM)
+    with ControlClient(world.process.address, world.process.control, timeout=5) as other:
+        while True:
+            try:
+                other.create_run("late", plan(), 64)
+            except ShufflerUnavailable:
+                return
+
+
+def test_a_release_that_runs_at_sigterm_is_finished_and_new_calls_are_refused(
+    start: Callable[..., World],
+):
+    world = start(limits={"stop_seconds": 120})
+    release = in_release(world)
+    signal_and_wait(world)
+    time.sleep(4)  # longer than other calls get
+    assert world.process.alive
+    assert len(list(release)) == 39
+    assert world.process._child.wait(60) == 0
+
+
+@pytest.mark.parametrize("how", ["a second signal", "the end of the time"])
+def test_a_release_at_sigterm_ends_with(start: Callable[..., World], how: str, tmp_path: Path):
+    world = start(
+        tmp_path / "spool", limits={"stop_seconds": 3 if how == "the end of the time" else 600}
+    )
+    release = in_release(world)
+    signal_and_wait(world)
+    if how == "a second signal":
+        time.sleep(3)
+        assert world.process.alive
+        os.kill(world.process.pid, signal.SIGTERM)
+    assert world.process._child.wait(60) == 0
+    with pytest.raises(ShufflerUnavailable):
+        list(release)
+    assert not list((tmp_path / "spool").glob("batch-*"))
+
+
+def test_the_parent_waits_longer_than_its_child():
+    for limits, least in (({}, 0), ({"stop_seconds": 77}, 77)):
+        process = ShufflerProcess(limits=limits)
+        assert process._stop_timeout > process._config["limits"]["stop_seconds"] >= least
 
 
 class Silence:
@@ -257,8 +321,6 @@ def test_a_limited_rate_delays_and_loses_nothing(start: Callable[..., World]):
 
 @pytest.fixture(scope="module")
 def fuzzed():
-    from shuffler import ShufflerProcess
-
     with ShufflerProcess() as process:
         world = World(process)
         digest = world.control.create_run("run", plan(50, 1), 64)
