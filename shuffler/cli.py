@@ -21,6 +21,7 @@ import typer
 
 from shuffler.channel import READY, TOKEN_VARIABLE
 from shuffler.config import Tls, load_config
+from shuffler.errors import ShufflerError
 from shuffler.keys import Authority, Credentials, Role
 from shuffler.operations import Metrics, log_to
 from shuffler.runs import RunStore
@@ -73,7 +74,7 @@ def shuffler_command(
             server = functools.partial(ShufflerServer, store, security, settings.limits, metrics)
             watch = (lambda stop: _watch_parent(parent, stop)) if exit_with_parent else None
             asyncio.run(_serve(server, settings.listen, watch))
-        except (ValueError, OSError, sqlite3.Error) as error:
+        except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
             typer.echo(f"shuffler: {error}", err=True)
             raise typer.Exit(2) from None
 

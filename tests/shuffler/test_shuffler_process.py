@@ -113,6 +113,28 @@ def test_a_certificate_that_does_not_fit_its_key_is_refused(tmp_path: Path):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_store_that_refuses_at_the_start_is_one_line(tmp_path: Path):
+    config = tmp_path / "shuffler.toml"
+    config.write_text(PLAIN + 'spool = "spool"\n')
+    code = (
+        "import sys, shuffler.cli as cli; from shuffler import Refusal, ShufflerRefused\n"
+        "def full(spool): raise ShufflerRefused(Refusal.STORAGE_FULL, 'the disk is full')\n"
+        "cli.RunStore = full\n"
+        f"sys.argv[1:] = ['--config', {str(config)!r}]\n"
+        "from shuffler.__main__ import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "SHUFL_CONTROL_TOKEN": TOKEN},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "shuffler: STORAGE_FULL: the disk is full\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     config = tmp_path / "shuffler.toml"
