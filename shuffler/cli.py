@@ -22,7 +22,7 @@ import typer
 from shuffler.channel import READY, TOKEN_VARIABLE
 from shuffler.config import Tls, load_config
 from shuffler.errors import ShufflerError
-from shuffler.keys import Authority, Credentials, Role
+from shuffler.keys import Authority, Credentials, Role, check_server_files
 from shuffler.operations import Metrics, log_to
 from shuffler.runs import RunStore
 from shuffler.service import MIN_TOKEN_CHARACTERS, ShufflerServer
@@ -198,6 +198,7 @@ def _read_token() -> str:
 
 
 def _read_tls(tls: Tls) -> Credentials:
+    check_server_files(tls.certificate, tls.key, tls.authority)
     credentials = Credentials(
         tls.authority.read_bytes(), tls.certificate.read_bytes(), tls.key.read_bytes()
     )
@@ -207,5 +208,5 @@ def _read_tls(tls: Tls) -> Credentials:
         context.load_verify_locations(tls.authority)
         context.load_cert_chain(tls.certificate, tls.key, password="")
     except ssl.SSLError as error:
-        raise ValueError(f"TLS certificate and key do not fit: {error.reason}") from None
+        raise ValueError(f"{tls.key}: TLS certificate and key do not fit: {error.reason}") from None
     return credentials

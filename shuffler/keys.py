@@ -24,6 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -223,6 +224,42 @@ def caller_of(certificate: bytes) -> Caller | None:
         return None if caller.expired else caller
     except (ValueError, x509.ExtensionNotFound):
         return None
+
+
+def check_server_files(certificate: Path, key: Path, authority: Path) -> None:
+    """Finds out whether a shuffler's files are what clients will accept.
+
+    Raises:
+        OSError: if a file can not be read.
+        ValueError: if the certificate is not a server's, not valid now or not issued by the
+            authority, or if others than its owner may read the key. One line naming the file.
+    """
+    own, issuer = _load(certificate), _load(authority)
+    if key.stat().st_mode & 0o077:
+        raise ValueError(f"{key}: others than its owner may use it; chmod 600")
+    now = datetime.datetime.now(datetime.UTC)
+    for path, loaded in ((certificate, own), (authority, issuer)):
+        if now < loaded.not_valid_before_utc:
+            raise ValueError(f"{path}: not valid before {loaded.not_valid_before_utc:%Y-%m-%d}")
+        if now > loaded.not_valid_after_utc:
+            raise ValueError(f"{path}: expired on {loaded.not_valid_after_utc:%Y-%m-%d}")
+    try:
+        usage = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except (ValueError, x509.ExtensionNotFound):
+        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
+    if ExtendedKeyUsageOID.SERVER_AUTH not in usage:
+        raise ValueError(f"{certificate}: not a shuffler's certificate (no serverAuth)")
+    try:
+        own.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        raise ValueError(f"{certificate}: not issued by {authority}") from None
+
+
+def _load(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError:
+        raise ValueError(f"{path}: not a certificate in PEM") from None
 
 
 def write_secret(path: Path, content: bytes) -> None:

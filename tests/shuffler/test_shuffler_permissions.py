@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import grpc
 import pytest
@@ -28,7 +31,11 @@ from shuffler import (
     shuffler_pb2,
     shuffler_pb2_grpc,
 )
+from shuffler.config import Limits
 from shuffler.keys import Authority, Caller, Role, caller_of
+from shuffler.operations import Metrics
+from shuffler.runs import RunStore
+from shuffler.service import ShufflerServer
 
 ROOT = Path(__file__).parents[2]
 AUTHORITY = Authority.create()
@@ -135,10 +142,29 @@ def issued_by_stranger(role: str, stranger: Authority) -> Credentials:
     return Credentials(AUTHORITY.certificate, other.certificate, other.private_key)
 
 
-def with_server_certificate(tmp_path: Path, issued: Credentials) -> ShufflerProcess:
-    process = ShufflerProcess(authority=AUTHORITY)
-    process._own = issued
-    return process
+@contextmanager
+def server_with(issued: Credentials, spool: Path) -> Iterator[str]:
+    """The server without the command's checks of its files, in a thread; its address."""
+    address: SimpleQueue[str] = SimpleQueue()
+    loop = asyncio.new_event_loop()
+    ended = asyncio.Event()
+
+    async def serve() -> None:
+        store = RunStore(spool)
+        server = ShufflerServer(store, issued, Limits(), Metrics())
+        address.put(await server.start("127.0.0.1:0"))
+        await ended.wait()
+        await server.stop()
+        store.close()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        yield address.get(timeout=20)
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(20)
+        loop.close()
 
 
 @pytest.mark.parametrize(
@@ -153,9 +179,9 @@ def test_clients_refuse_a_shuffler_that_is_not_the_one(tmp_path: Path, wrong: st
     }[wrong]()
     issued = Credentials(AUTHORITY.certificate, issued.certificate, issued.private_key)
     with (
-        with_server_certificate(tmp_path, issued) as process,
-        ControlClient(process.address, process.control, timeout=5) as control,
-        IntakeClient(process.address, process.submit, timeout=5) as intake,
+        server_with(issued, tmp_path / "spool") as address,
+        ControlClient(address, credentials("server"), timeout=5) as control,
+        IntakeClient(address, credentials("node"), timeout=5) as intake,
     ):
         with pytest.raises(ShufflerUnavailable):
             control.create_run("run", plan(), LENGTH)

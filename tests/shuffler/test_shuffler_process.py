@@ -113,6 +113,37 @@ def test_a_certificate_that_does_not_fit_its_key_is_refused(tmp_path: Path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("client", "own.pem: not a shuffler's certificate (no serverAuth)"),
+        ("expired", "own.pem: expired on"),
+        ("authority", "own.pem: not issued by"),
+        ("itself", "authority.pem: not a certificate in PEM"),
+        ("mode", "own.key: others than its owner may use it"),
+    ],
+)
+def test_tls_files_that_no_client_would_accept_are_refused(tmp_path: Path, wrong: str, words: str):
+    authority = Authority.create()
+    role = Role.SERVER if wrong == "client" else Role.SHUFFLER
+    hosts = [] if wrong == "client" else ["127.0.0.1"]
+    days = -1 if wrong == "expired" else 1
+    authority.issue(role, "own", hosts=hosts, days=days).write(tmp_path, "own")
+    if wrong == "authority":
+        (tmp_path / "authority.pem").write_bytes(Authority.create().certificate)
+    if wrong == "itself":
+        (tmp_path / "authority.pem").write_bytes(b"nothing")
+    if wrong == "mode":
+        (tmp_path / "own.key").chmod(0o640)
+    done = command(
+        f'spool = "{tmp_path}/spool"\n[tls]\ncertificate = "{tmp_path}/own.pem"\n'
+        f'key = "{tmp_path}/own.key"\nauthority = "{tmp_path}/authority.pem"'
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_store_that_refuses_at_the_start_is_one_line(tmp_path: Path):
     config = tmp_path / "shuffler.toml"
     config.write_text(PLAIN + 'spool = "spool"\n')
