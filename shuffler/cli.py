@@ -22,7 +22,7 @@ import typer
 from shuffler.channel import READY, TOKEN_VARIABLE
 from shuffler.config import Tls, load_config
 from shuffler.errors import ShufflerError
-from shuffler.keys import Authority, Credentials, Role, check_server_files
+from shuffler.keys import MAX_DAYS, Authority, Credentials, Role, check_server_files
 from shuffler.operations import Metrics, log_to
 from shuffler.runs import RunStore
 from shuffler.service import MIN_TOKEN_CHARACTERS, ShufflerServer
@@ -93,13 +93,23 @@ def keys_command(
         typer.Option(help="For a shuffler: a DNS name or IP address it is known by. Repeatable."),
     ] = None,
     users: Annotated[int, typer.Option(help="For a node: how many users report through it.")] = 0,
-    days: Annotated[float, typer.Option(help="How long it is valid.")] = 365,
+    days: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            help="How long it is valid, at most as long as its authority. "
+            "Default: 365, the authority 3650."
+        ),
+    ] = None,
 ) -> None:
     """Make certificates: the authority, a shuffler's, a server's, a node's, a monitor's.
 
     Keep authority.key on no machine of the running system: whoever has it can enrol users.
     """
     try:
+        if days is None:
+            days = 3650 if role is Kind.AUTHORITY else 365
+        if not 0 < days <= MAX_DAYS:
+            raise ValueError(f"--days lies in (0, {MAX_DAYS}], got {days:g}")
         if role is Kind.AUTHORITY:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             Authority.create(days).write(directory)

@@ -29,9 +29,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-__all__ = ["Authority", "Caller", "Credentials", "Role", "caller_of"]
+__all__ = ["MAX_DAYS", "Authority", "Caller", "Credentials", "Role", "caller_of"]
 
 _PREFIX = "urn:shufl:"
+MAX_DAYS = 36_500
+"""Longest life of a certificate."""
+
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*\.?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _EARLY = datetime.timedelta(minutes=5)  # clocks differ
 
@@ -192,7 +196,13 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = (
-            _builder(subject, self._certificate.subject, key.public_key(), days)
+            _builder(
+                subject,
+                self._certificate.subject,
+                key.public_key(),
+                days,
+                self._certificate.not_valid_after_utc,
+            )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
@@ -274,17 +284,28 @@ def write_secret(path: Path, content: bytes) -> None:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    days: float,
+    latest: datetime.datetime | None = None,
 ) -> x509.CertificateBuilder:
+    if not -MAX_DAYS <= days <= MAX_DAYS:  # below 0: expired ones, for tests
+        raise ValueError(f"a certificate is valid for at most {MAX_DAYS} days, got {days:g}")
     now = datetime.datetime.now(datetime.UTC)
+    end = now + datetime.timedelta(days=days)
+    if latest is not None:
+        if latest < now:
+            raise ValueError(f"the authority expired on {latest:%Y-%m-%d}")
+        end = min(end, latest)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, now + datetime.timedelta(days=days)) - _EARLY)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(min(now, end) - _EARLY)
+        .not_valid_after(end)
     )
 
 
@@ -306,7 +327,10 @@ def _host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        pass
+    if len(host) > 253 or not _HOST.fullmatch(host):
+        raise ValueError(f"a host is a DNS name or an IP address, got {host!r}")
+    return x509.DNSName(host)
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

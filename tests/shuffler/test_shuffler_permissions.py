@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from queue import SimpleQueue
 
 import grpc
 import pytest
+from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shuffler_world import PAYLOAD_BYTES, World, plan, raw_channel
 
@@ -295,6 +297,33 @@ def test_certificates_that_make_no_sense_are_not_issued(role: str, options: dict
             AUTHORITY.issue(Role.SERVER, name)
 
 
+@pytest.mark.parametrize("host", ["", "a/b", "/", "a b", "a:9000", "http://a", "é", "a..b", "-a"])
+def test_a_host_is_a_name_or_an_address(host: str):
+    with pytest.raises(ValueError, match="a host is a DNS name or an IP address"):
+        credentials("shuffler", hosts=[host])
+    credentials("shuffler", hosts=["localhost", "a-b.example", "*.example", "::1", "10.0.0.1"])
+
+
+def test_no_certificate_outlives_its_authority():
+    short = Authority.create(days=2)
+    (loaded, issuer) = (
+        x509.load_pem_x509_certificate(pem)
+        for pem in (credentials("node", short, days=30).certificate, short.certificate)
+    )
+    assert loaded.not_valid_after_utc == issuer.not_valid_after_utc
+    with pytest.raises(ValueError, match="the authority expired on"):
+        credentials("node", Authority.create(days=-1))
+
+
+@pytest.mark.parametrize("days", ["0", "-1", "inf", "-inf", "nan", "1e9", "36501"])
+def test_impossible_days_are_one_line(tmp_path: Path, days: str):
+    refused = keys("authority", str(tmp_path / "keys"), f"--days={days}")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("keys: --days lies in (0, 36500], got ")
+    assert len(refused.stderr.splitlines()) == 1
+    assert not (tmp_path / "keys").exists()
+
+
 def keys(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "simulator.cli", "keys", *arguments],
@@ -316,6 +345,11 @@ def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
         done = keys(*arguments)
         assert (done.returncode, done.stderr) == (0, ""), done
     assert all(path.stat().st_mode & 0o077 == 0 for path in place.glob("*.key"))
+    ends = {}
+    for name in ("authority", "server"):
+        loaded = x509.load_pem_x509_certificate((place / f"{name}.pem").read_bytes())
+        ends[name] = loaded.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    assert [round(end / datetime.timedelta(days=1)) for end in ends.values()] == [3650, 365]
     again = keys("server", str(place))
     assert again.returncode == 2
     assert "server.key exists already" in again.stderr
