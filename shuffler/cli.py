@@ -60,6 +60,9 @@ def shuffler_command(
     with ExitStack() as stack:
         try:
             settings = load_config(config)
+            if settings.spool is None and not exit_with_parent:
+                # A temporary one would be left behind, with reports in it, by kill -9.
+                raise ValueError(f"{config}: spool is missing: the directory for accepted reports")
             security = _read_tls(settings.tls) if settings.tls else _read_token()
             os.umask(0o077)
             log_to(settings.log_file)

@@ -62,7 +62,8 @@ class ShufflerConfig(_Section):
 
     Attributes:
         listen: HOST:PORT; port 0 picks a free one.
-        spool: directory for accepted reports; left out: temporary, removed at exit.
+        spool: directory for accepted reports. May be left out with `--exit-with-parent` only: then
+            a temporary one, removed at exit.
         log_file: where the log is appended; left out: standard error.
         metrics: HOST:PORT on loopback for Prometheus; left out: none.
         plaintext: no TLS, and a token instead of certificates; on loopback only.
