@@ -41,6 +41,12 @@ SERVER_OPTIONS = [
     *_LENGTHS,
     # Otherwise a second process could listen on the same port and take half of the reports.
     ("grpc.so_reuseport", 0),
+    # A peer that is gone without a word is noticed within 40 s; its own pings are welcome, too.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     # How much of a stream is received ahead of being read: fixed, because gRPC would let it grow to
     # some megabytes for each. With 1/6 of it reports of 100 kB came at less than half the rate.
     ("grpc.http2.bdp_probe", 0),

@@ -21,7 +21,8 @@ import typer
 
 from shuffler.channel import READY, TOKEN_VARIABLE
 from shuffler.config import Tls, load_config
-from shuffler.keys import Authority, Credentials, Role
+from shuffler.errors import ShufflerError
+from shuffler.keys import MAX_DAYS, Authority, Credentials, Role, check_server_files
 from shuffler.operations import Metrics, log_to
 from shuffler.runs import RunStore
 from shuffler.service import MIN_TOKEN_CHARACTERS, ShufflerServer
@@ -59,6 +60,9 @@ def shuffler_command(
     with ExitStack() as stack:
         try:
             settings = load_config(config)
+            if settings.spool is None and not exit_with_parent:
+                # A temporary one would be left behind, with reports in it, by kill -9.
+                raise ValueError(f"{config}: spool is missing: the directory for accepted reports")
             security = _read_tls(settings.tls) if settings.tls else _read_token()
             os.umask(0o077)
             log_to(settings.log_file)
@@ -73,7 +77,7 @@ def shuffler_command(
             server = functools.partial(ShufflerServer, store, security, settings.limits, metrics)
             watch = (lambda stop: _watch_parent(parent, stop)) if exit_with_parent else None
             asyncio.run(_serve(server, settings.listen, watch))
-        except (ValueError, OSError, sqlite3.Error) as error:
+        except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
             typer.echo(f"shuffler: {error}", err=True)
             raise typer.Exit(2) from None
 
@@ -92,13 +96,23 @@ def keys_command(
         typer.Option(help="For a shuffler: a DNS name or IP address it is known by. Repeatable."),
     ] = None,
     users: Annotated[int, typer.Option(help="For a node: how many users report through it.")] = 0,
-    days: Annotated[float, typer.Option(help="How long it is valid.")] = 365,
+    days: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            help="How long it is valid, at most as long as its authority. "
+            "Default: 365, the authority 3650."
+        ),
+    ] = None,
 ) -> None:
     """Make certificates: the authority, a shuffler's, a server's, a node's, a monitor's.
 
     Keep authority.key on no machine of the running system: whoever has it can enrol users.
     """
     try:
+        if days is None:
+            days = 3650 if role is Kind.AUTHORITY else 365
+        if not 0 < days <= MAX_DAYS:
+            raise ValueError(f"--days lies in (0, {MAX_DAYS}], got {days:g}")
         if role is Kind.AUTHORITY:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             Authority.create(days).write(directory)
@@ -126,22 +140,35 @@ async def _serve(
     listen: str,
     watch: Callable[[Callable[[], None]], None] | None,
 ) -> None:
-    """Serves until SIGTERM, SIGINT, or the end of the parent."""
+    """Serves until SIGTERM, SIGINT, or the end of the parent.
+
+    A signal lets releases finish; a second one, or the end of the parent, ends them at once.
+    """
     sys.setswitchinterval(_SWITCH_SECONDS)
     loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
+    stopped, at_once = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        if stopped.is_set():
+            at_once.set()
+        stopped.set()
+
+    def stop_at_once() -> None:
+        stopped.set()
+        at_once.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, stop)
     server = make_server()
     try:
         address = await server.start(listen)
         if watch is not None:
-            watch(lambda: _from_thread(loop, stopped.set))
+            watch(lambda: _from_thread(loop, stop_at_once))
         typer.echo(f"{READY}{address}")
         sys.stdout.flush()
         await stopped.wait()
     finally:
-        await server.stop()
+        await server.stop(at_once)
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
@@ -184,6 +211,7 @@ def _read_token() -> str:
 
 
 def _read_tls(tls: Tls) -> Credentials:
+    check_server_files(tls.certificate, tls.key, tls.authority)
     credentials = Credentials(
         tls.authority.read_bytes(), tls.certificate.read_bytes(), tls.key.read_bytes()
     )
@@ -193,5 +221,5 @@ def _read_tls(tls: Tls) -> Credentials:
         context.load_verify_locations(tls.authority)
         context.load_cert_chain(tls.certificate, tls.key, password="")
     except ssl.SSLError as error:
-        raise ValueError(f"TLS certificate and key do not fit: {error.reason}") from None
+        raise ValueError(f"{tls.key}: TLS certificate and key do not fit: {error.reason}") from None
     return credentials

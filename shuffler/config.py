@@ -13,6 +13,7 @@ from shuffler.channel import parse_address
 __all__ = ["ConfigError", "Limits", "ShufflerConfig", "Tls", "load_config"]
 
 Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ConfigError(ValueError):
@@ -44,12 +45,16 @@ class Limits(_Section):
         streams_per_sender: of them with one credential.
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
         burst: how many may come at once before they are slowed down.
+        idle_seconds: how long a stream may be silent, or leave its answers, before it is ended.
+        stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
     streams: Count = 24
-    streams_per_sender: Count = 24
+    streams_per_sender: Count = 4
     reports_per_second: Annotated[float, Field(gt=0)] | None = None
     burst: Count = 1000
+    idle_seconds: Seconds = 60.0
+    stop_seconds: Seconds = 300.0
 
 
 class ShufflerConfig(_Section):
@@ -57,7 +62,8 @@ class ShufflerConfig(_Section):
 
     Attributes:
         listen: HOST:PORT; port 0 picks a free one.
-        spool: directory for accepted reports; left out: temporary, removed at exit.
+        spool: directory for accepted reports. May be left out with `--exit-with-parent` only: then
+            a temporary one, removed at exit.
         log_file: where the log is appended; left out: standard error.
         metrics: HOST:PORT on loopback for Prometheus; left out: none.
         plaintext: no TLS, and a token instead of certificates; on loopback only.

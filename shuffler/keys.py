@@ -24,13 +24,18 @@ from enum import StrEnum
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-__all__ = ["Authority", "Caller", "Credentials", "Role", "caller_of"]
+__all__ = ["MAX_DAYS", "Authority", "Caller", "Credentials", "Role", "caller_of"]
 
 _PREFIX = "urn:shufl:"
+MAX_DAYS = 36_500
+"""Longest life of a certificate."""
+
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*\.?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _EARLY = datetime.timedelta(minutes=5)  # clocks differ
 
@@ -52,11 +57,18 @@ class Caller:
         role: what it may do.
         name: which credential; in the log and the metrics never.
         users: of a node: how many users report through it. Otherwise 0.
+        until: when its certificate expires; None: it has none.
     """
 
     role: Role
     name: str
     users: int
+    until: datetime.datetime | None = field(default=None, compare=False)
+
+    @property
+    def expired(self) -> bool:
+        """Whether its certificate has expired by now."""
+        return self.until is not None and self.until < datetime.datetime.now(datetime.UTC)
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,13 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = (
-            _builder(subject, self._certificate.subject, key.public_key(), days)
+            _builder(
+                subject,
+                self._certificate.subject,
+                key.public_key(),
+                days,
+                self._certificate.not_valid_after_utc,
+            )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
@@ -196,9 +214,10 @@ class Authority:
 
 
 def caller_of(certificate: bytes) -> Caller | None:
-    """Who a certificate (PEM) names; None if it has no role here.
+    """Who a certificate (PEM) names; None if it has no role here, or has expired.
 
-    The signature is not checked: TLS has done that.
+    The signature is not checked: TLS has done that. It has also checked the time, but only when the
+    connection was made.
     """
     try:
         loaded = x509.load_pem_x509_certificate(certificate)
@@ -208,11 +227,49 @@ def caller_of(certificate: bytes) -> Caller | None:
         role, *rest = uri.removeprefix(_PREFIX).split(":")
         if role == Role.NODE:
             users, name = rest
-            return Caller(Role.NODE, name, int(users))
-        (name,) = rest
-        return Caller(Role(role), name, 0)
+            caller = Caller(Role.NODE, name, int(users), loaded.not_valid_after_utc)
+        else:
+            (name,) = rest
+            caller = Caller(Role(role), name, 0, loaded.not_valid_after_utc)
+        return None if caller.expired else caller
     except (ValueError, x509.ExtensionNotFound):
         return None
+
+
+def check_server_files(certificate: Path, key: Path, authority: Path) -> None:
+    """Finds out whether a shuffler's files are what clients will accept.
+
+    Raises:
+        OSError: if a file can not be read.
+        ValueError: if the certificate is not a server's, not valid now or not issued by the
+            authority, or if others than its owner may read the key. One line naming the file.
+    """
+    own, issuer = _load(certificate), _load(authority)
+    if key.stat().st_mode & 0o077:
+        raise ValueError(f"{key}: others than its owner may use it; chmod 600")
+    now = datetime.datetime.now(datetime.UTC)
+    for path, loaded in ((certificate, own), (authority, issuer)):
+        if now < loaded.not_valid_before_utc:
+            raise ValueError(f"{path}: not valid before {loaded.not_valid_before_utc:%Y-%m-%d}")
+        if now > loaded.not_valid_after_utc:
+            raise ValueError(f"{path}: expired on {loaded.not_valid_after_utc:%Y-%m-%d}")
+    try:
+        usage = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except (ValueError, x509.ExtensionNotFound):
+        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
+    if ExtendedKeyUsageOID.SERVER_AUTH not in usage:
+        raise ValueError(f"{certificate}: not a shuffler's certificate (no serverAuth)")
+    try:
+        own.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        raise ValueError(f"{certificate}: not issued by {authority}") from None
+
+
+def _load(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError:
+        raise ValueError(f"{path}: not a certificate in PEM") from None
 
 
 def write_secret(path: Path, content: bytes) -> None:
@@ -227,17 +284,28 @@ def write_secret(path: Path, content: bytes) -> None:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    days: float,
+    latest: datetime.datetime | None = None,
 ) -> x509.CertificateBuilder:
+    if not -MAX_DAYS <= days <= MAX_DAYS:  # below 0: expired ones, for tests
+        raise ValueError(f"a certificate is valid for at most {MAX_DAYS} days, got {days:g}")
     now = datetime.datetime.now(datetime.UTC)
+    end = now + datetime.timedelta(days=days)
+    if latest is not None:
+        if latest < now:
+            raise ValueError(f"the authority expired on {latest:%Y-%m-%d}")
+        end = min(end, latest)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, now + datetime.timedelta(days=days)) - _EARLY)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(min(now, end) - _EARLY)
+        .not_valid_after(end)
     )
 
 
@@ -259,7 +327,10 @@ def _host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        pass
+    if len(host) > 253 or not _HOST.fullmatch(host):
+        raise ValueError(f"a host is a DNS name or an IP address, got {host!r}")
+    return x509.DNSName(host)
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

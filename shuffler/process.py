@@ -23,6 +23,10 @@ from shuffler.keys import Authority, Credentials, Role
 __all__ = ["ShufflerProcess"]
 
 _TAIL_BYTES = 2000
+# One credential serves all nodes of a run, and they train between two reports.
+# At the end of the block only an abandoned release can still be running.
+_LIMITS = {"streams_per_sender": 24, "idle_seconds": 3600, "stop_seconds": 30}
+_STOP_SECONDS = 10.0  # to stop once the releases are over
 _DAYS = 30  # the longest such a process may live
 _ANY_USERS = 2**32  # a plan has no more
 
@@ -55,7 +59,7 @@ class ShufflerProcess:
         plaintext: bool = False,
         authority: Authority | None = None,
         start_timeout: float = 30.0,
-        stop_timeout: float = 10.0,
+        stop_timeout: float | None = None,
     ) -> None:
         """Remembers how to start; `__enter__` does it.
 
@@ -65,11 +69,13 @@ class ShufflerProcess:
             listen: `HOST:PORT`; port 0 picks a free one.
             log_file: where the shuffler logs.
             metrics: `HOST:PORT` for Prometheus.
-            limits: what its configuration has in `[limits]`.
+            limits: what its configuration has in `[limits]`. Defaults that differ: one credential
+                may have 24 streams, each silent for an hour, and `stop_seconds` is 30.
             plaintext: no TLS; a fresh token instead of certificates. On loopback only.
             authority: issues the certificates; default: a fresh one.
             start_timeout: longest wait in seconds for the child to listen.
-            stop_timeout: wait in seconds after SIGTERM before SIGKILL.
+            stop_timeout: wait in seconds after SIGTERM before SIGKILL. Default: 10 more than
+                the limit `stop_seconds`.
         """
         self.address = ""
         self.control: Credentials | str = secrets.token_urlsafe(32)
@@ -94,9 +100,10 @@ class ShufflerProcess:
                 self._config[key] = str(Path(path).absolute())
         if metrics is not None:
             self._config["metrics"] = metrics
-        if limits is not None:
-            self._config["limits"] = dict(limits)
+        self._config["limits"] = {**_LIMITS, **(limits or {})}
         self._start_timeout = start_timeout
+        if stop_timeout is None:
+            stop_timeout = self._config["limits"]["stop_seconds"] + _STOP_SECONDS
         self._stop_timeout = stop_timeout
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None

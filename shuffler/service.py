@@ -46,6 +46,9 @@ _STREAM_REPORTS = 512  # of one stream, read and not yet answered
 _CHUNK_BYTES = 2**19
 _WRITE_BYTES = 2**19  # of a report in pieces, at once
 _STOP_SECONDS = 2.0
+_POLL_SECONDS = 0.05  # how soon the end of the last release is seen
+_NOT_PERMITTED = ShufflerRefused(Refusal.NOT_PERMITTED, "not with this certificate")
+_EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
 _ANY_USERS = 2**32  # a plan has no more
 _STATUS = {
     Refusal.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
@@ -92,6 +95,8 @@ class ShufflerServer:
         gate = _Gate(token, metrics)
         intake = _IntakeService(gate, self._intake, store, self._writers, limits, metrics)
         control = _ControlService(gate, self._intake, store, self._readers, metrics)
+        self._releases = control.releases
+        self._stop_seconds = limits.stop_seconds
         _stubs.add_IntakeServicer_to_server(intake, self._server)
         _stubs.add_ControlServicer_to_server(control, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -133,10 +138,36 @@ class ShufflerServer:
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         return join_address(host, port)
 
-    async def stop(self) -> None:
-        """Stops taking calls, gives those in progress two seconds, and stores what is queued."""
+    async def stop(self, at_once: asyncio.Event | None = None) -> None:
+        """Stops taking calls, gives those in progress time, and stores what is queued.
+
+        Releases get `limits.stop_seconds`, because a batch is lost with its release; all other
+        calls two seconds, or as long as there are releases.
+
+        Args:
+            at_once: once it is set nothing is waited for.
+        """
+        at_once = at_once or asyncio.Event()
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(_STOP_SECONDS)
+        loop = asyncio.get_running_loop()
+        stopping = asyncio.create_task(self._server.stop(self._stop_seconds + _STOP_SECONDS))
+        hurry = asyncio.create_task(at_once.wait())
+        begun = loop.time()
+        try:
+            while not (stopping.done() or hurry.done()):
+                waited = loop.time() - begun
+                patience = self._stop_seconds if self._releases else _STOP_SECONDS
+                if waited >= patience:
+                    break
+                await asyncio.wait(
+                    {stopping, hurry},
+                    timeout=min(_POLL_SECONDS, patience - waited),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+        finally:
+            hurry.cancel()
+        await self._server.stop(None)
+        await stopping
         await self._intake.close()
         self._readers.shutdown()
         self._writers.shutdown()
@@ -167,7 +198,7 @@ class _Gate:
             caller = caller_of(certificate)
             if caller is not None and caller.role is role:
                 return caller
-            refused = ShufflerRefused(Refusal.NOT_PERMITTED, "not with this certificate")
+            refused = _NOT_PERMITTED
         else:
             given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
             given = given if isinstance(given, bytes) else given.encode()
@@ -236,13 +267,15 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         async def read() -> None:
             nonlocal reading
             try:
-                while (message := await context.read()) is not grpc.aio.EOF:
+                while (message := await self._read(context, caller)) is not grpc.aio.EOF:
                     await window.acquire()
                     if self._pace is not None:
                         await asyncio.sleep(self._pace.delay(caller.name, time.monotonic()))
+                    if message.more and not message.sealed:
+                        await _abort(context, _EMPTY_PIECE)
                     report = _report(message, caller)
                     if message.more:
-                        answers.append(await self._in_pieces(report, context))
+                        answers.append(await self._in_pieces(report, caller, context))
                     else:
                         answers.append(await self._intake.submit(report))
                     arrived.set()
@@ -260,16 +293,36 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                 verdicts = [await answers.popleft()]
                 while answers and answers[0].done():
                     verdicts.append(answers.popleft().result())
-                await context.write(shuffler_pb2.SubmitReply(verdicts=verdicts))
-                for verdict in verdicts:
-                    window.release()
+                for verdict in verdicts:  # first: with the answer the caller may end this call
                     self._metrics.reports.labels(verdict.name).inc()
+                await self._write(context, shuffler_pb2.SubmitReply(verdicts=verdicts))
+                for _ in verdicts:
+                    window.release()
             await reader
         finally:
             reader.cancel()
 
+    async def _read(self, context: grpc.aio.ServicerContext, caller: Caller) -> Any:
+        """The next message; ends a stream that is silent for too long or whose caller expired."""
+        try:
+            async with asyncio.timeout(self._limits.idle_seconds):
+                message = await context.read()
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.ABORTED, "no report came for too long")
+        if message is not grpc.aio.EOF and caller.expired:
+            await _abort(context, _NOT_PERMITTED)
+        return message
+
+    async def _write(self, context: grpc.aio.ServicerContext, reply: Any) -> None:
+        """Answers; ends a stream whose caller does not take its answers."""
+        try:
+            async with asyncio.timeout(self._limits.idle_seconds):
+                await context.write(reply)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.ABORTED, "answers are not taken")
+
     async def _in_pieces(
-        self, report: Report, context: grpc.aio.ServicerContext
+        self, report: Report, caller: Caller, context: grpc.aio.ServicerContext
     ) -> asyncio.Future[Any]:
         """Passes the pieces of one report on to the disk, one while the next is received."""
         begun = asyncio.ensure_future(self._intake.call(self._store.begin, report))
@@ -285,11 +338,13 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         written.set_result(None)
         try:
             while more:
-                message = await context.read()
+                message = await self._read(context, caller)
                 if message is grpc.aio.EOF or length > MAX_REPORT_BYTES:
                     await context.abort(
                         grpc.StatusCode.INVALID_ARGUMENT, "a report that does not end"
                     )
+                if not message.sealed:
+                    await _abort(context, _EMPTY_PIECE)
                 more = message.more
                 pieces.append(message.sealed)
                 length += len(message.sealed)
@@ -333,6 +388,7 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         self._store = store
         self._readers = readers
         self._metrics = metrics
+        self.releases: set[object] = set()  # those in progress
 
     async def CreateRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         await self._gate.admit(context, Role.SERVER)
@@ -362,6 +418,16 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
 
     async def Release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         await self._gate.admit(context, Role.SERVER)
+        release = object()
+        self.releases.add(release)
+        try:
+            await self._release(request, context)
+        finally:
+            self.releases.discard(release)
+        self._metrics.releases.inc()
+        _log.info("batch released", extra=_about(request))
+
+    async def _release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         begun: list[RoundSpool] = []
 
         def begin() -> None:
@@ -386,8 +452,6 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         finally:
             # Whatever has become of this call: what it began is over, and the batch gone.
             await asyncio.shield(asyncio.ensure_future(self._intake.call(finish)))
-        self._metrics.releases.inc()
-        _log.info("batch released", extra=_about(request))
 
     async def EndRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         await self._gate.admit(context, Role.SERVER)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shuffler_world import World, plan, raw_channel
 
-from shuffler import IntakeClient, Refusal, ShufflerRefused, Verdict, shuffler_pb2
+from shuffler import (
+    ControlClient,
+    IntakeClient,
+    Refusal,
+    ShufflerProcess,
+    ShufflerRefused,
+    ShufflerUnavailable,
+    Verdict,
+    shuffler_pb2,
+    shuffler_pb2_grpc,
+)
+from shuffler.config import Limits
+from shuffler.keys import Authority, Role
 from shuffler.operations import Pace
 
 
@@ -124,7 +139,8 @@ def test_stopped_in_order_it_answers_what_it_has_taken(start: Callable[..., Worl
 
 
 def test_streams_of_one_sender_are_limited(start: Callable[..., World]):
-    world = start(limits={"streams": 2, "streams_per_sender": 1})
+    address = f"127.0.0.1:{free_port()}"
+    world = start(metrics=address, limits={"streams": 2, "streams_per_sender": 1})
     header = world.begin()
     [(_, sealed)] = world.reports(header, 1)
     begun, hold = threading.Event(), threading.Event()
@@ -139,16 +155,134 @@ def test_streams_of_one_sender_are_limited(start: Callable[..., World]):
     thread = threading.Thread(target=lambda: verdicts.extend(stream))
     thread.start()
     begun.wait(60)
-    while True:  # until the first stream has arrived, ours is the only one
-        try:
-            with IntakeClient(world.process.address, world.process.submit) as second:
-                list(second.submit(header, [(1, sealed)]))
-        except ShufflerRefused as refused:
-            assert refused.reason is Refusal.BUSY
-            break
+    while not scrape(address)["shufl_streams"]:  # it has not arrived yet
+        pass
+    with (
+        IntakeClient(world.process.address, world.process.submit) as second,
+        pytest.raises(ShufflerRefused) as refused,
+    ):
+        list(second.submit(header, [(1, sealed)]))
+    assert refused.value.reason is Refusal.BUSY
     hold.set()
     thread.join()
     assert verdicts == [Verdict.ACCEPTED]
+
+
+def in_release(world: World, reports: int = 40):
+    """A release that has begun and waits for its reader."""
+    header = world.begin(report_bytes=2**20)
+    world.submit(header, [(user, bytes(2**20)) for user in range(reports)])
+    world.control.close_round("run", 1)
+    release = world.control.release("run", 1)
+    next(release)
+    return release
+
+
+def signal_and_wait(world: World) -> None:
+    """SIGTERM, and waits until new calls are refused."""
+    os.kill(world.process.pid, signal.SIGTERM)
+    with ControlClient(world.process.address, world.process.control, timeout=5) as other:
+        while True:
+            try:
+                other.create_run("late", plan(), 64)
+            except ShufflerUnavailable:
+                return
+
+
+def test_a_release_that_runs_at_sigterm_is_finished_and_new_calls_are_refused(
+    start: Callable[..., World],
+):
+    world = start(limits={"stop_seconds": 120})
+    release = in_release(world)
+    signal_and_wait(world)
+    time.sleep(4)  # longer than other calls get
+    assert world.process.alive
+    assert len(list(release)) == 39
+    assert world.process._child.wait(60) == 0
+
+
+@pytest.mark.parametrize("how", ["a second signal", "the end of the time"])
+def test_a_release_at_sigterm_ends_with(start: Callable[..., World], how: str, tmp_path: Path):
+    world = start(
+        tmp_path / "spool", limits={"stop_seconds": 3 if how == "the end of the time" else 600}
+    )
+    release = in_release(world)
+    signal_and_wait(world)
+    if how == "a second signal":
+        time.sleep(3)
+        assert world.process.alive
+        os.kill(world.process.pid, signal.SIGTERM)
+    assert world.process._child.wait(60) == 0
+    with pytest.raises(ShufflerUnavailable):
+        list(release)
+    assert not list((tmp_path / "spool").glob("batch-*"))
+
+
+def test_the_parent_waits_longer_than_its_child():
+    for limits, least in (({}, 0), ({"stop_seconds": 77}, 77)):
+        process = ShufflerProcess(limits=limits)
+        assert process._stop_timeout > process._config["limits"]["stop_seconds"] >= least
+
+
+class Silence:
+    """Requests of a stream: those given, then nothing until it is let go."""
+
+    def __init__(self, *requests: shuffler_pb2.SubmitRequest) -> None:
+        self.requests = [*requests]
+        self.let_go = threading.Event()
+
+    def __iter__(self):
+        yield from self.requests
+        self.let_go.wait(120)
+
+
+def test_silent_streams_of_one_credential_are_ended_and_an_honest_node_gets_through(
+    start: Callable[..., World],
+):
+    authority = Authority.create()
+    world = start(
+        authority=authority, limits={"streams": 4, "streams_per_sender": 4, "idle_seconds": 2}
+    )
+    header = world.begin()
+    one = authority.issue(Role.NODE, "one-user", users=1)
+    piece = shuffler_pb2.SubmitRequest(run_id="run", round=1, sealed=b"x", more=True)
+    silences = [Silence(), Silence(), Silence(piece), Silence(piece, piece)]
+    with raw_channel(world, one) as channel:
+        calls = [
+            shuffler_pb2_grpc.IntakeStub(channel).Submit(iter(quiet), timeout=60)
+            for quiet in silences
+        ]
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as ended:
+                list(call)
+            assert ended.value.code() is grpc.StatusCode.ABORTED
+            assert ended.value.details() == "no report came for too long"
+        assert world.submit(header, world.reports(header, 3)) == [Verdict.ACCEPTED] * 3
+        for quiet in silences:
+            quiet.let_go.set()
+
+
+def test_by_default_one_credential_can_not_take_all_streams():
+    assert Limits().streams_per_sender < Limits().streams
+    assert Limits().idle_seconds <= 60
+
+
+@pytest.mark.parametrize("pieces", [(b"",), (b"x", b""), (b"x", b"y", b"")])
+def test_an_empty_piece_ends_the_stream(start: Callable[..., World], pieces: tuple[bytes]):
+    world = start()
+    world.begin()
+    requests = Silence(
+        *(
+            shuffler_pb2.SubmitRequest(run_id="run", round=1, sealed=sealed, more=True)
+            for sealed in pieces
+        )
+    )
+    with raw_channel(world) as channel:
+        with pytest.raises(grpc.RpcError) as ended:
+            list(shuffler_pb2_grpc.IntakeStub(channel).Submit(iter(requests), timeout=60))
+        requests.let_go.set()
+    assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert ended.value.details() == "MALFORMED: a piece of a report is empty"
 
 
 @given(
@@ -187,8 +321,6 @@ def test_a_limited_rate_delays_and_loses_nothing(start: Callable[..., World]):
 
 @pytest.fixture(scope="module")
 def fuzzed():
-    from shuffler import ShufflerProcess
-
     with ShufflerProcess() as process:
         world = World(process)
         digest = world.control.create_run("run", plan(50, 1), 64)
@@ -232,7 +364,13 @@ def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, 
                 verdicts += reply.verdicts
         except grpc.RpcError as error:
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert requests[-1].more  # the last report does not end
+            # The last report does not end, or a piece is empty.
+            pieces = [
+                request
+                for before, request in zip([None, *requests], requests, strict=False)
+                if request.more or (before is not None and before.more)
+            ]
+            assert requests[-1].more or not all(request.sealed for request in pieces)
             assert len(verdicts) <= whole
         else:
             assert len(verdicts) == whole

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import grpc
 import pytest
+from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shuffler_world import PAYLOAD_BYTES, World, plan, raw_channel
 
@@ -26,7 +33,11 @@ from shuffler import (
     shuffler_pb2,
     shuffler_pb2_grpc,
 )
+from shuffler.config import Limits
 from shuffler.keys import Authority, Caller, Role, caller_of
+from shuffler.operations import Metrics
+from shuffler.runs import RunStore
+from shuffler.service import ShufflerServer
 
 ROOT = Path(__file__).parents[2]
 AUTHORITY = Authority.create()
@@ -133,10 +144,29 @@ def issued_by_stranger(role: str, stranger: Authority) -> Credentials:
     return Credentials(AUTHORITY.certificate, other.certificate, other.private_key)
 
 
-def with_server_certificate(tmp_path: Path, issued: Credentials) -> ShufflerProcess:
-    process = ShufflerProcess(authority=AUTHORITY)
-    process._own = issued
-    return process
+@contextmanager
+def server_with(issued: Credentials, spool: Path) -> Iterator[str]:
+    """The server without the command's checks of its files, in a thread; its address."""
+    address: SimpleQueue[str] = SimpleQueue()
+    loop = asyncio.new_event_loop()
+    ended = asyncio.Event()
+
+    async def serve() -> None:
+        store = RunStore(spool)
+        server = ShufflerServer(store, issued, Limits(), Metrics())
+        address.put(await server.start("127.0.0.1:0"))
+        await ended.wait()
+        await server.stop()
+        store.close()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        yield address.get(timeout=20)
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(20)
+        loop.close()
 
 
 @pytest.mark.parametrize(
@@ -151,9 +181,9 @@ def test_clients_refuse_a_shuffler_that_is_not_the_one(tmp_path: Path, wrong: st
     }[wrong]()
     issued = Credentials(AUTHORITY.certificate, issued.certificate, issued.private_key)
     with (
-        with_server_certificate(tmp_path, issued) as process,
-        ControlClient(process.address, process.control, timeout=5) as control,
-        IntakeClient(process.address, process.submit, timeout=5) as intake,
+        server_with(issued, tmp_path / "spool") as address,
+        ControlClient(address, credentials("server"), timeout=5) as control,
+        IntakeClient(address, credentials("node"), timeout=5) as intake,
     ):
         with pytest.raises(ShufflerUnavailable):
             control.create_run("run", plan(), LENGTH)
@@ -184,6 +214,47 @@ def test_a_credential_reports_for_its_own_users_and_each_once(guarded: World):
         assert list(intake.submit(header, [(1, bytes(LENGTH))])) == [Verdict.DUPLICATE]
     assert guarded.control.close_round("users", 1) is Outcome.RELEASABLE
     assert len(list(guarded.control.release("users", 1))) == 4
+
+
+def test_a_certificate_that_expires_is_nobody_s_on_an_open_connection_too(guarded: World):
+    seconds = 6 / 86_400
+    node, server = credentials("node", days=seconds), credentials("server", days=seconds)
+    assert caller_of(node.certificate) == Caller(Role.NODE, "a-node", 10)
+    header = guarded.begin("expiry")
+    expired = threading.Event()
+
+    def reports():
+        yield 0, bytes(LENGTH)
+        expired.wait(60)
+        yield 1, bytes(LENGTH)
+
+    with (
+        IntakeClient(guarded.process.address, node, timeout=60) as intake,
+        ControlClient(guarded.process.address, server) as control,
+    ):
+        control.create_run("expiry-2", plan(), LENGTH)
+        verdicts: list[object] = []
+
+        def submit() -> None:
+            try:
+                verdicts.extend(intake.submit(header, reports()))
+            except ShufflerRefused as refused:
+                verdicts.append(refused.reason)
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        while caller_of(node.certificate) or caller_of(server.certificate):
+            time.sleep(0.1)
+        expired.set()
+        thread.join(60)
+        assert verdicts[-1] is Refusal.NOT_PERMITTED
+        for call in (
+            lambda: control.create_run("expiry-3", plan(), LENGTH),
+            lambda: list(intake.submit(header, [(2, bytes(LENGTH))])),
+        ):
+            with pytest.raises(ShufflerRefused) as refused:
+                call()
+            assert refused.value.reason is Refusal.NOT_PERMITTED
 
 
 def test_in_plaintext_control_needs_the_token(start: Callable[..., World]):
@@ -226,6 +297,33 @@ def test_certificates_that_make_no_sense_are_not_issued(role: str, options: dict
             AUTHORITY.issue(Role.SERVER, name)
 
 
+@pytest.mark.parametrize("host", ["", "a/b", "/", "a b", "a:9000", "http://a", "é", "a..b", "-a"])
+def test_a_host_is_a_name_or_an_address(host: str):
+    with pytest.raises(ValueError, match="a host is a DNS name or an IP address"):
+        credentials("shuffler", hosts=[host])
+    credentials("shuffler", hosts=["localhost", "a-b.example", "*.example", "::1", "10.0.0.1"])
+
+
+def test_no_certificate_outlives_its_authority():
+    short = Authority.create(days=2)
+    (loaded, issuer) = (
+        x509.load_pem_x509_certificate(pem)
+        for pem in (credentials("node", short, days=30).certificate, short.certificate)
+    )
+    assert loaded.not_valid_after_utc == issuer.not_valid_after_utc
+    with pytest.raises(ValueError, match="the authority expired on"):
+        credentials("node", Authority.create(days=-1))
+
+
+@pytest.mark.parametrize("days", ["0", "-1", "inf", "-inf", "nan", "1e9", "36501"])
+def test_impossible_days_are_one_line(tmp_path: Path, days: str):
+    refused = keys("authority", str(tmp_path / "keys"), f"--days={days}")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("keys: --days lies in (0, 36500], got ")
+    assert len(refused.stderr.splitlines()) == 1
+    assert not (tmp_path / "keys").exists()
+
+
 def keys(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "simulator.cli", "keys", *arguments],
@@ -247,6 +345,11 @@ def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
         done = keys(*arguments)
         assert (done.returncode, done.stderr) == (0, ""), done
     assert all(path.stat().st_mode & 0o077 == 0 for path in place.glob("*.key"))
+    ends = {}
+    for name in ("authority", "server"):
+        loaded = x509.load_pem_x509_certificate((place / f"{name}.pem").read_bytes())
+        ends[name] = loaded.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    assert [round(end / datetime.timedelta(days=1)) for end in ends.values()] == [3650, 365]
     again = keys("server", str(place))
     assert again.returncode == 2
     assert "server.key exists already" in again.stderr

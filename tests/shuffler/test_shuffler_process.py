@@ -28,11 +28,11 @@ TOKEN = "t" * 32
 def command(
     config: str, *arguments: str, token: str = TOKEN, timeout: float = 20
 ) -> subprocess.CompletedProcess:
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(config)
-        file.flush()
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "shuffler.toml"
+        file.write_text(config, encoding="utf-8")
         return subprocess.run(
-            [sys.executable, "-m", "shuffler", "--config", file.name, *arguments],
+            [sys.executable, "-m", "shuffler", "--config", str(file), *arguments],
             env={**os.environ, "SHUFL_CONTROL_TOKEN": token},
             cwd=ROOT,
             capture_output=True,
@@ -42,14 +42,19 @@ def command(
 
 
 PLAIN = "plaintext = true\n"
+SPOOL = 'spool = "spool"\n'  # in the directory of the configuration
 TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
 
 
 @pytest.mark.parametrize(
     ("config", "token", "words"),
     [
-        (PLAIN, "t" * 31, "SHUFL_CONTROL_TOKEN must hold a token of at least 32 characters"),
-        (PLAIN, "é" * 32, "the control token must be printable ASCII"),
+        (
+            PLAIN + SPOOL,
+            "t" * 31,
+            "SHUFL_CONTROL_TOKEN must hold a token of at least 32 characters",
+        ),
+        (PLAIN + SPOOL, "é" * 32, "the control token must be printable ASCII"),
         ("", TOKEN, "either a section [tls] or plaintext = true"),
         (PLAIN + TLS, TOKEN, "either a section [tls] or plaintext = true"),
         (PLAIN + 'listen = "0.0.0.0:0"', TOKEN, "plaintext only on a loopback address"),
@@ -58,11 +63,12 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         (PLAIN + 'metrics = "0.0.0.0:0"', TOKEN, "metrics only on a loopback address"),
         ('listen = "127.0.0.1"\n' + TLS, TOKEN, "an address is HOST:PORT"),
         ('listen = "127.0.0.1:70000"\n' + TLS, TOKEN, "an address is HOST:PORT"),
-        (TLS, TOKEN, "No such file"),
+        (SPOOL + TLS, TOKEN, "No such file"),
+        (PLAIN, TOKEN, "spool is missing"),
         ('[tls]\nkey = "/no"', TOKEN, "tls.certificate: Field required"),
         (PLAIN + 'spool = "/proc/nowhere"', TOKEN, "/proc/nowhere"),
         (PLAIN + 'spool = "/dev/null"', TOKEN, "/dev/null"),
-        (PLAIN + 'log_file = "/nowhere/log"', TOKEN, "/nowhere/log"),
+        (PLAIN + SPOOL + 'log_file = "/nowhere/log"', TOKEN, "/nowhere/log"),
         (PLAIN + "spol = 3", TOKEN, "spol: Extra inputs are not permitted"),
         (PLAIN + "[limits]\nstreams = 0", TOKEN, "limits.streams: Input should be greater than"),
         ("plaintext = yes", TOKEN, "is not valid TOML"),
@@ -91,7 +97,7 @@ def test_a_configuration_that_is_not_there_and_an_unknown_option_are_one_line():
 
 def test_a_taken_port_and_a_taken_spool_are_refused(start: Callable[..., World], tmp_path: Path):
     world = start(tmp_path / "spool")
-    taken = command(PLAIN + f'listen = "{world.process.address}"')
+    taken = command(PLAIN + SPOOL + f'listen = "{world.process.address}"')
     assert taken.returncode == 2
     assert len(taken.stderr.splitlines()) == 1
     assert f"can not listen on {world.process.address}: Address already in use" in taken.stderr
@@ -105,7 +111,7 @@ def test_a_certificate_that_does_not_fit_its_key_is_refused(tmp_path: Path):
     authority.issue(Role.SHUFFLER, "one", hosts=["127.0.0.1"]).write(tmp_path, "one")
     authority.issue(Role.SHUFFLER, "two", hosts=["127.0.0.1"]).write(tmp_path, "two")
     done = command(
-        f'[tls]\ncertificate = "{tmp_path}/one.pem"\nkey = "{tmp_path}/two.key"\n'
+        f'{SPOOL}[tls]\ncertificate = "{tmp_path}/one.pem"\nkey = "{tmp_path}/two.key"\n'
         f'authority = "{tmp_path}/authority.pem"'
     )
     assert done.returncode == 2
@@ -113,10 +119,63 @@ def test_a_certificate_that_does_not_fit_its_key_is_refused(tmp_path: Path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("client", "own.pem: not a shuffler's certificate (no serverAuth)"),
+        ("expired", "own.pem: expired on"),
+        ("authority", "own.pem: not issued by"),
+        ("itself", "authority.pem: not a certificate in PEM"),
+        ("mode", "own.key: others than its owner may use it"),
+    ],
+)
+def test_tls_files_that_no_client_would_accept_are_refused(tmp_path: Path, wrong: str, words: str):
+    authority = Authority.create()
+    role = Role.SERVER if wrong == "client" else Role.SHUFFLER
+    hosts = [] if wrong == "client" else ["127.0.0.1"]
+    days = -1 if wrong == "expired" else 1
+    authority.issue(role, "own", hosts=hosts, days=days).write(tmp_path, "own")
+    if wrong == "authority":
+        (tmp_path / "authority.pem").write_bytes(Authority.create().certificate)
+    if wrong == "itself":
+        (tmp_path / "authority.pem").write_bytes(b"nothing")
+    if wrong == "mode":
+        (tmp_path / "own.key").chmod(0o640)
+    done = command(
+        f'spool = "{tmp_path}/spool"\n[tls]\ncertificate = "{tmp_path}/own.pem"\n'
+        f'key = "{tmp_path}/own.key"\nauthority = "{tmp_path}/authority.pem"'
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_store_that_refuses_at_the_start_is_one_line(tmp_path: Path):
+    config = tmp_path / "shuffler.toml"
+    config.write_text(PLAIN + 'spool = "spool"\n')
+    code = (
+        "import sys, shuffler.cli as cli; from shuffler import Refusal, ShufflerRefused\n"
+        "def full(spool): raise ShufflerRefused(Refusal.STORAGE_FULL, 'the disk is full')\n"
+        "cli.RunStore = full\n"
+        f"sys.argv[1:] = ['--config', {str(config)!r}]\n"
+        "from shuffler.__main__ import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "SHUFL_CONTROL_TOKEN": TOKEN},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "shuffler: STORAGE_FULL: the disk is full\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     config = tmp_path / "shuffler.toml"
-    config.write_text(PLAIN)
+    config.write_text(PLAIN + SPOOL)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     child = subprocess.Popen(
@@ -131,11 +190,21 @@ def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     assert child.stdout is not None
     line = child.stdout.readline()
     assert line.startswith("shuffler listening on 127.0.0.1:")
-    assert list(scratch.iterdir())
+    assert not list(scratch.iterdir())
+    assert (tmp_path / "spool" / "runs.db").exists()
     child.send_signal(number)
     output, errors = child.communicate(timeout=10)
     assert (child.returncode, output, errors) == (0, "", "")
-    assert not list(scratch.iterdir())
+
+
+def test_a_temporary_spool_needs_a_parent_and_goes_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ShufflerProcess() as process:
+        assert list(tmp_path.glob("shufl-*/shufl-*/runs.db"))
+        os.kill(process.pid, signal.SIGKILL)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_can_be_mounted_in_another_application():
