@@ -13,7 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    start_http_server,
+)
 
 from shuffler.channel import parse_address
 
@@ -27,6 +33,8 @@ class Metrics:
     """Prometheus metrics, in a registry of their own."""
 
     def __init__(self) -> None:
+        # Otherwise each counter tells when its first report came, beside how many there were.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.reports = Counter(
             "shufl_reports", "Reports answered, by verdict", ["verdict"], registry=self.registry

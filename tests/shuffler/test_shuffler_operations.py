@@ -48,7 +48,7 @@ def scrape(address: str) -> dict[str, float]:
     return {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
         for line in lines
-        if not line.startswith("#") and "_created" not in line
+        if not line.startswith("#")
     }
 
 
