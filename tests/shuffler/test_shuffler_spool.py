@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, spearmanr
 from shuffler_world import plan
@@ -186,6 +186,7 @@ def test_a_batch_takes_one_report_of_a_user_and_as_many_as_there_are_users(tmp_p
     spool.destroy()
 
 
+@settings(deadline=None)  # it waits for the disk
 @given(st.lists(st.integers(0, 40_000), unique=True, min_size=1, max_size=200), st.data())
 def test_the_sets_hold_what_was_put(numbers, data):
     """Any users, over several rows, saved in any groups, are there and no others are."""
