@@ -6,18 +6,15 @@ draws the same coins and the same noise. Deployment: the operating system's entr
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Protocol
 
 import numpy as np
 from scipy import special
 
-_COIN, _NOISE, _TRAINING, _BLANKET = (
-    1,
-    2,
-    3,
-    4,
-)  # separate Philox keys, so the streams never overlap
+# separate Philox keys, so the streams never overlap
+_COIN, _NOISE, _TRAINING, _BLANKET, _SUMMED_NOISE = 1, 2, 3, 4, 5
 
 
 class Randomness(Protocol):
@@ -29,6 +26,13 @@ class Randomness(Protocol):
 
     def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
         """`size` independent N(0, 1) draws for one user's report, float64 of shape (size,)."""
+        ...
+
+    def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
+        """One draw of N(0, reports I), the law of a sum of that many `standard_normal`.
+
+        For simulation, where only the sum is wanted; no client could send it.
+        """
         ...
 
     def blanket(self, round: int, user: int, probability: float) -> bool:
@@ -62,6 +66,10 @@ class SeededRandomness:
         """N(0, 1) draws of the stream (seed, round, user)."""
         return self._stream(_NOISE, round, user).standard_normal(size)
 
+    def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
+        """From the stream (seed, round) of its own; not the sum of the users' streams."""
+        return math.sqrt(reports) * self._stream(_SUMMED_NOISE, round).standard_normal(size)
+
     def blanket(self, round: int, user: int, probability: float) -> bool:
         """A coin of the stream (seed, round, user)."""
         return bool(self._stream(_BLANKET, round, user).random() < probability)
@@ -91,6 +99,10 @@ class SystemRandomness:
         differential privacy", 2021). Opacus' secure mode does the same.
         """
         return special.ndtri(_system_uniform(4 * size)).reshape(4, size).sum(axis=0) / 2
+
+    def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
+        """From one draw of `standard_normal`, scaled."""
+        return math.sqrt(reports) * self.standard_normal(round, 0, size)
 
     def blanket(self, round: int, user: int, probability: float) -> bool:
         """An independent coin with `probability` (to 2^-52)."""

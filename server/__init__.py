@@ -3,24 +3,29 @@
 `make_server_app` gives the Flower ServerApp; the rest are its parts, each usable alone.
 """
 
-from server.aggregate import Aggregate, aggregate_reports
+from server.aggregate import Aggregate, aggregate_reports, expected_updates
 from server.app import make_server_app
 from server.checkpoint import load_checkpoint, save_checkpoint
 from server.evaluate import Evaluation, evaluate
 from server.rounds import RoundFailed, RoundLoop
-from server.settings import Optimiser, RoundRecord, RunResult, ServerSettings
+from server.settings import Optimiser, RoundRecord, RunResult, ServerSettings, TrainingSettings
+from server.training import PlayedRound, Training
 
 __all__ = [
     "Aggregate",
     "Evaluation",
     "Optimiser",
+    "PlayedRound",
     "RoundFailed",
     "RoundLoop",
     "RoundRecord",
     "RunResult",
     "ServerSettings",
+    "Training",
+    "TrainingSettings",
     "aggregate_reports",
     "evaluate",
+    "expected_updates",
     "load_checkpoint",
     "make_server_app",
     "save_checkpoint",

@@ -80,8 +80,13 @@ def aggregate_reports(
             continue
         total += np.rint(report / unit).astype(np.int64)
         reports += 1
-    scale = unit / (plan.users * plan.check_in_rate * (1.0 - plan.blanket_probability))
+    scale = unit / expected_updates(plan)
     return Aggregate((total * scale).astype(np.float32), reports, reasons.total(), dict(reasons))
+
+
+def expected_updates(plan: PrivacyPlan) -> float:
+    """How many reports of a round carry an update on average: n*gamma*(1-beta)."""
+    return plan.users * plan.check_in_rate * (1.0 - plan.blanket_probability)
 
 
 def largest_honest_norm(plan: PrivacyPlan, dimension: int) -> float:

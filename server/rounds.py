@@ -1,21 +1,18 @@
-"""The round loop: guard, ledger, broadcast, close, fetch, aggregate, step, evaluate, checkpoint."""
+"""Rounds on Flower: broadcast, close, fetch, aggregate; `Training` does the rest."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
-import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
+from torch import nn
 
-from accounting import Ledger, PrivacyBudget
 from server.aggregate import Aggregate, aggregate_reports
 from server.broadcast import Acknowledgements, broadcast, greet, wait_for_nodes
-from server.checkpoint import save_atomically, save_checkpoint
-from server.evaluate import Evaluation, evaluate
-from server.settings import RoundOutcome, RoundRecord, RunResult, ServerSettings, StoppedBy
+from server.settings import RoundOutcome, RoundRecord, RunResult, ServerSettings
+from server.training import PlayedRound, Training
 from shuffler import (
     ControlClient,
     Outcome,
@@ -44,7 +41,7 @@ class RoundFailed(RuntimeError):
 
 
 class RoundLoop:
-    """One run on the server. Holds the model, the optimiser and the budget."""
+    """One run on the server, its rounds played by Flower nodes and the shuffler."""
 
     def __init__(
         self,
@@ -57,20 +54,9 @@ class RoundLoop:
         self._grid = grid
         self._observe = observe
         self._stop = stop
-        self._event = settings.plan.event()
-        self._model = settings.make_model()
-        self._optimiser = settings.optimiser.build(self._model)
-        self._dimension = sum(p.numel() for p in self._model.parameters())
-        self._test = settings.load_test()
+        self._training = Training(settings)
         self._incomplete = 0  # rounds in a row that lacked nodes
         self._control = ControlClient(settings.shuffler_address, settings.shuffler_credentials)
-        plan = settings.plan
-        self._budget = PrivacyBudget(
-            plan.make_accountant(),
-            plan.target_epsilon,
-            plan.delta,
-            Ledger.create(settings.folder / "ledger.jsonl", plan, settings.run_id),
-        )
 
     def run(self) -> RunResult:
         """Runs until the budget, the plan's last round, or an interrupt.
@@ -84,25 +70,14 @@ class RoundLoop:
         self._control.create_run(
             settings.run_id,
             settings.plan.to_json().encode(),
-            sealed_length(report_length(self._dimension), settings.sealing),
+            sealed_length(report_length(self._training.dimension), settings.sealing),
         )
         nodes = self._ready_nodes()
-        round = 0
-        stopped_by: StoppedBy = "rounds"
-        while round < settings.plan.rounds:
-            if self._stop():
-                stopped_by = "interrupt"
-                break
-            if self._budget.would_exceed(self._event):
-                stopped_by = "budget"
-                break
-            round += 1
-            self._observe(self._round(round, nodes))
-        final = self._evaluate()
-        self._save(round)
-        save_atomically(settings.folder / "model.pt", self._model.state_dict())
+        result = self._training.run(
+            lambda round, model: self._round(round, model, nodes), self._observe, self._stop
+        )
         self._control.end_run(settings.run_id)
-        return RunResult(round, stopped_by, self._budget.epsilon, final.accuracy, final.loss)
+        return result
 
     def _ready_nodes(self) -> list[int]:
         """The nodes, once all of them have loaded their data and agreed to the plan."""
@@ -119,14 +94,12 @@ class RoundLoop:
             )
         return nodes
 
-    def _round(self, round: int, nodes: list[int]) -> RoundRecord:
-        started = time.monotonic()
-        model = ArrayRecord(self._model.state_dict())
+    def _round(self, round: int, trained: nn.Module, nodes: list[int]) -> PlayedRound:
+        model = ArrayRecord(trained.state_dict())
         header = RoundHeader(
             self.settings.run_id, round, _version(model), self.settings.plan.digest()
         )
         private_key, public_key = generate_key_pair(self.settings.sealing)
-        self._budget.spend(self._event, round)  # on disk before anything leaves
         self._control.open_round(header.run_id, header.round, header.model_version)
         answers = broadcast(
             self._grid,
@@ -152,23 +125,8 @@ class RoundLoop:
         aggregate = None
         if outcome is Outcome.RELEASABLE:
             aggregate = self._collect(header, private_key)
-            self._step(aggregate)
         del private_key  # overwritten: nobody can open this round's reports again
-        result = self._evaluate() if round % self.settings.evaluate_every == 0 else None
-        if round % self.settings.checkpoint_every == 0:
-            self._save(round)
-        return RoundRecord(
-            round=round,
-            epsilon=self._budget.epsilon,
-            outcome=_OUTCOMES[outcome],
-            reports=aggregate.reports if aggregate else 0,
-            rejected=aggregate.rejected if aggregate else 0,
-            reasons=aggregate.reasons if aggregate else {},
-            silent_nodes=len(nodes) - answers.received,
-            accuracy=result.accuracy if result else None,
-            loss=result.loss if result else None,
-            seconds=time.monotonic() - started,
-        )
+        return PlayedRound(_OUTCOMES[outcome], aggregate, len(nodes) - answers.received)
 
     def _collect(self, header: RoundHeader, private_key: PrivateKey) -> Aggregate:
         """The aggregate of the released batch."""
@@ -177,29 +135,7 @@ class RoundLoop:
             private_key,
             header,
             self.settings.plan,
-            self._dimension,
-        )
-
-    def _step(self, aggregate: Aggregate) -> None:
-        """One optimiser step, with the estimate in the gradients' place."""
-        gradient = torch.from_numpy(aggregate.estimate)
-        offset = 0
-        for parameter in self._model.parameters():
-            part = gradient[offset : offset + parameter.numel()]
-            parameter.grad = part.view_as(parameter).clone()
-            offset += parameter.numel()
-        self._optimiser.step()
-
-    def _evaluate(self) -> Evaluation:
-        return evaluate(self._model, *self._test)
-
-    def _save(self, round: int) -> None:
-        save_checkpoint(
-            self.settings.folder / "checkpoint.pt",
-            self._model,
-            self._optimiser,
-            round,
-            self.settings.run_id,
+            self._training.dimension,
         )
 
 

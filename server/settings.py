@@ -39,23 +39,17 @@ class Optimiser:
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """The server's side of a run.
+class TrainingSettings:
+    """What training needs, whichever engine plays the rounds.
 
     Attributes:
-        run_id: the run's name in every message and sealed report.
+        run_id: the run's name in its ledger and checkpoints.
         plan: the privacy plan.
         make_model: builds the initial model.
         load_test: gives public test data, features (r, ...) and int64 labels of shape (r,).
         optimiser: the server's step.
-        nodes: Flower nodes to wait for before the first round.
-        shuffler_address: host:port of the shuffler.
-        shuffler_credentials: the right to open, close and release; a token only for a shuffler
-            without TLS.
         folder: an existing folder for the ledger, checkpoints and the final model.
-        round_timeout: seconds to wait for acknowledgements before the round is closed.
         evaluate_every, checkpoint_every: in rounds; the end of the run always does both.
-        sealing: the suite that reports are sealed with.
     """
 
     run_id: str
@@ -63,13 +57,28 @@ class ServerSettings:
     make_model: Callable[[], nn.Module]
     load_test: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     optimiser: Optimiser
+    folder: Path
+    evaluate_every: int
+    checkpoint_every: int
+
+
+@dataclass(frozen=True)
+class ServerSettings(TrainingSettings):
+    """The server's side of a run on Flower.
+
+    Attributes:
+        nodes: Flower nodes to wait for before the first round.
+        shuffler_address: host:port of the shuffler.
+        shuffler_credentials: the right to open, close and release; a token only for a shuffler
+            without TLS.
+        round_timeout: seconds to wait for acknowledgements before the round is closed.
+        sealing: the suite that reports are sealed with.
+    """
+
     nodes: int
     shuffler_address: str
     shuffler_credentials: Credentials | str
-    folder: Path
     round_timeout: float
-    evaluate_every: int
-    checkpoint_every: int
     sealing: Sealing = "x25519"
 
 

@@ -37,9 +37,15 @@ def run_command(
         list[str] | None,
         typer.Option("--set", help="Override a setting: section.key=value. Repeatable."),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="flower, or vectorised: no messages. Same as --set simulation.engine=…."),
+    ] = None,
     runs: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
 ) -> None:
-    """Run an experiment until its privacy budget ends, on Flower and Ray with a real shuffler.
+    """Run an experiment until its privacy budget ends.
+
+    By default on Flower and Ray with a real shuffler.
 
     CONFIG is a TOML file, or the name of one that ships with shufl: quickstart, mnist.
     """
@@ -58,7 +64,8 @@ def run_command(
     # The closing table carries these; here they would cut through the progress bar.
     warnings.simplefilter("ignore", OrderRangeWarning)
     try:
-        loaded = load(config, set_)
+        chosen = [f"simulation.engine={engine}"] if engine else []
+        loaded = load(config, [*(set_ or []), *chosen])
         from simulator.run import run
 
         result = run(loaded, runs, Console())

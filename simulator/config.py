@@ -112,14 +112,27 @@ class Training(_Section):
 
 
 class Simulation(_Section):
-    """The Flower simulation."""
+    """The engine; `noise` and `users_per_chunk` are the vectorised one's, the rest Flower's."""
 
+    engine: Literal["flower", "vectorised"] = "flower"
+    noise: Literal["report", "aggregate"] = "report"
+    users_per_chunk: Count = 128
     nodes: Count = 20
     cpus_per_node: Positive = 1.0
     round_timeout: Positive = 600.0
     reply_after: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="seconds, a number of at least 0"
     )
+
+    @model_validator(mode="after")
+    def _noise_fits(self) -> Simulation:
+        """Refuses one noise for the sum where every report carries its own."""
+        if self.noise == "aggregate" and self.engine == "flower":
+            raise ValueError(
+                "simulation.noise must be report for engine flower, whose reports carry it, "
+                "got 'aggregate'"
+            )
+        return self
 
 
 class Shuffler(_Section):

@@ -6,6 +6,7 @@ import functools
 import os
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from accounting import (
@@ -161,7 +162,11 @@ def _local_training(config: Config) -> LocalTraining:
 
 
 def load_user_records(config: Config) -> UserRecords:
-    """Maps a user id to its records (features as model input, labels), from a resolved config."""
+    """Maps a user id to its records (features as model input, labels), from a resolved config.
+
+    Ids of shape (k,) are mapped to the records of all of them, shapes (k, r, ...) and (k, r): every
+    partition gives each user the same number r.
+    """
     dataset = load_dataset(config.data.dataset)
     parts = partition(
         dataset.train_labels.numpy(),
@@ -171,7 +176,7 @@ def load_user_records(config: Config) -> UserRecords:
         config.data.concentration,
     )
 
-    def records(user: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def records(user: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         index = torch.from_numpy(parts[user])
         return dataset.inputs(dataset.train_features[index]), dataset.train_labels[index]
 
@@ -186,12 +191,13 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
         raise ConfigError('privacy.delta must be a number when there is one user, got "1/n"')
     delta = 1 / users if privacy.delta == "1/n" else privacy.delta
     minimum = privacy.minimum_batch or max(1, int(users * privacy.check_in_rate / 2))
-    if config.simulation.nodes > users:
+    on_flower = config.simulation.engine == "flower"
+    if on_flower and config.simulation.nodes > users:
         raise ConfigError(
             f"simulation.nodes must be at most the number of users, {users}, "
             f"got {config.simulation.nodes}"
         )
-    if config.simulation.cpus_per_node > (os.cpu_count() or 1):
+    if on_flower and config.simulation.cpus_per_node > (os.cpu_count() or 1):
         raise ConfigError(
             f"simulation.cpus_per_node must be at most {os.cpu_count()}, the CPUs here, "
             f"got {config.simulation.cpus_per_node:g}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -11,11 +13,12 @@ from server.settings import RoundRecord
 class RoundProgress:
     """Shows round, reports, accuracy and epsilon so far against the budget."""
 
-    def __init__(self, console: Console, rounds: int, target_epsilon: float):
+    def __init__(self, console: Console, rounds: int, target_epsilon: float, starting: str):
         self._console = console
         self._rounds = rounds
         self._target = target_epsilon
         self._accuracy: float | None = None
+        self._started: float | None = None
         self._every = max(1, rounds // 20)
         self._bar = Progress(
             TextColumn("round {task.completed:>4.0f}/{task.total:.0f}"),
@@ -25,7 +28,7 @@ class RoundProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task: TaskID = self._bar.add_task("starting Flower and Ray", total=rounds)
+        self._task: TaskID = self._bar.add_task(starting, total=rounds)
 
     def __enter__(self) -> RoundProgress:
         self._bar.start()
@@ -36,11 +39,14 @@ class RoundProgress:
 
     def __call__(self, record: RoundRecord) -> None:
         """Shows one finished round."""
+        if self._started is None:
+            self._started = time.monotonic() - record.seconds
         if record.accuracy is not None:
             self._accuracy = record.accuracy
         accuracy = "" if self._accuracy is None else f"  accuracy {self._accuracy:.1%}"
         reports = f"{record.reports} reports" if record.outcome == "released" else record.outcome
         status = f"{reports}{accuracy}  ε {record.epsilon:.3f} of {self._target:g}"
+        status += f"  {record.round / (time.monotonic() - self._started):.3g} rounds/s"
         if record.rejected:
             status += f"  {record.rejected} rejected"
         if record.silent_nodes:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from accounting import PrivacyPlan, accountants_for, epsilon_table
 from server.settings import RunResult
+from simulator.config import Simulation
 from simulator.epsilons import epsilon_text, holds_for_text
 
 matplotlib.use("Agg")
@@ -23,9 +24,17 @@ _STOPPED = {
 }
 
 
-def summarise(result: RunResult, plan: PrivacyPlan) -> dict[str, Any]:
+_DRAWN = {
+    "report": "noise drawn for each report",
+    "aggregate": "noise drawn once a round, with the law of the reports' sum",
+}
+
+
+def summarise(result: RunResult, plan: PrivacyPlan, simulation: Simulation) -> dict[str, Any]:
     """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon."""
     return {
+        "engine": simulation.engine,
+        "noise": simulation.noise,
         "rounds": result.rounds,
         "stopped_by": result.stopped_by,
         "accuracy": result.accuracy,
@@ -45,6 +54,7 @@ def summarise(result: RunResult, plan: PrivacyPlan) -> dict[str, Any]:
 def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
     """The closing table."""
     run = Table(title="Run", show_header=False, title_justify="left")
+    run.add_row("engine", f"{summary['engine']}, {_DRAWN[summary['noise']]}")
     run.add_row("rounds", str(summary["rounds"]))
     run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
     run.add_row("test accuracy", f"{summary['accuracy']:.2%}")

@@ -1,4 +1,4 @@
-"""One run from configuration to report: shuffler process, Flower engine, run folder."""
+"""One run from configuration to report: either engine, progress, run folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from rich.console import Console
 
 from accounting import Ledger, LedgerError
 from clients import ClientSettings, make_client_app
-from server import RoundRecord, RunResult, ServerSettings, make_server_app
+from server import (
+    RoundRecord,
+    RunResult,
+    ServerSettings,
+    Training,
+    TrainingSettings,
+    make_server_app,
+)
 from shuffler import ShufflerProcess
 from simulator.config import Config, dumps
 from simulator.engine import interrupts, logs_to, run_on_flower
@@ -23,13 +31,15 @@ from simulator.plain_json import to_json
 from simulator.progress import RoundProgress
 from simulator.records import RunRecorder
 from simulator.report import plot_accuracy_epsilon, print_summary, summarise
+from simulator.vectorised import VectorisedRounds, check_model
 
 
 def run(config: Config, runs: Path, console: Console) -> RunResult:
     """Runs a configuration to its end and reports.
 
     The run folder `<name>-<time>` gets config.toml, plan.json, metrics.jsonl, tensorboard/,
-    ledger.jsonl, checkpoint.pt, model.pt, summary.json, accuracy_epsilon.png, and the logs.
+    ledger.jsonl, checkpoint.pt, model.pt, summary.json, accuracy_epsilon.png, and on Flower the
+    logs.
 
     Args:
         config: validated configuration.
@@ -44,6 +54,8 @@ def run(config: Config, runs: Path, console: Console) -> RunResult:
         ShufflerError, RoundFailed, TimeoutError: the run ended early; its folder stays.
     """
     experiment = prepare(config)
+    if config.simulation.engine == "vectorised":
+        check_model(experiment)
     folder = _make_folder(runs, experiment)
     _describe(console, experiment, folder)
     recorder = RunRecorder(folder, experiment.plan)
@@ -54,7 +66,7 @@ def run(config: Config, runs: Path, console: Console) -> RunResult:
         raise
     finally:
         recorder.close()
-    summary = summarise(result, experiment.plan)
+    summary = summarise(result, experiment.plan, experiment.config.simulation)
     print_summary(console, summary, folder)
     (folder / "summary.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
     plot_accuracy_epsilon(recorder.rows, experiment.plan, folder / "accuracy_epsilon.png")
@@ -81,36 +93,55 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
 def _execute(
     experiment: Experiment, folder: Path, recorder: RunRecorder, console: Console
 ) -> RunResult:
-    """Starts the shuffler, then Flower, and waits for the end."""
+    """Plays the rounds on the engine of the configuration, under interrupts and progress."""
     config, plan = experiment.config, experiment.plan
-    run_id = secrets.token_hex(8)
+    settings = TrainingSettings(
+        run_id=secrets.token_hex(8),
+        plan=plan,
+        make_model=experiment.make_model,
+        load_test=experiment.load_test,
+        optimiser=experiment.optimiser,
+        folder=folder,
+        evaluate_every=config.training.evaluate_every,
+        checkpoint_every=config.training.checkpoint_every,
+    )
+    vectorised = config.simulation.engine == "vectorised"
+    starting = "loading users' records" if vectorised else "starting Flower and Ray"
     stop = threading.Event()
-    results: list[RunResult] = []
     with (
         interrupts(stop),
-        ShufflerProcess(log_file=folder / "shuffler.log") as shuffler,
-        RoundProgress(console, experiment.halting_round, plan.target_epsilon) as progress,
-        logs_to(folder / "server.log", "server"),
+        RoundProgress(console, experiment.halting_round, plan.target_epsilon, starting) as progress,
     ):
 
         def observe(record: RoundRecord) -> None:
             recorder(record)
             progress(record)
 
+        if vectorised:
+            return Training(settings).run(VectorisedRounds(experiment), observe, stop.is_set)
+        return _on_flower(experiment, settings, observe, stop)
+
+
+def _on_flower(
+    experiment: Experiment,
+    settings: TrainingSettings,
+    observe: Callable[[RoundRecord], None],
+    stop: threading.Event,
+) -> RunResult:
+    """Starts the shuffler, then Flower, and waits for the end."""
+    config, folder = experiment.config, settings.folder
+    results: list[RunResult] = []
+    with (
+        ShufflerProcess(log_file=folder / "shuffler.log") as shuffler,
+        logs_to(folder / "server.log", "server"),
+    ):
         server_app = make_server_app(
             ServerSettings(
-                run_id=run_id,
-                plan=plan,
-                make_model=experiment.make_model,
-                load_test=experiment.load_test,
-                optimiser=experiment.optimiser,
+                **vars(settings),
                 nodes=config.simulation.nodes,
                 shuffler_address=shuffler.address,
                 shuffler_credentials=shuffler.control,
-                folder=folder,
                 round_timeout=config.simulation.round_timeout,
-                evaluate_every=config.training.evaluate_every,
-                checkpoint_every=config.training.checkpoint_every,
                 sealing=config.shuffler.sealing,
             ),
             observe,
@@ -119,8 +150,8 @@ def _execute(
         )
         client_app = make_client_app(
             ClientSettings(
-                run_id=run_id,
-                plan=plan,
+                run_id=settings.run_id,
+                plan=experiment.plan,
                 make_model=experiment.make_model,
                 load_users=experiment.load_users,
                 training=experiment.local_training,
@@ -163,8 +194,10 @@ def _describe(console: Console, experiment: Experiment, folder: Path) -> None:
     plan, config = experiment.plan, experiment.config
     blankets = f"β = {plan.blanket_probability:g} blankets, " if plan.blanket_probability else ""
     randomness = "the operating system's entropy" if experiment.seed is None else "the seed"
+    on_flower = config.simulation.engine == "flower"
+    where = f"on {config.simulation.nodes} nodes" if on_flower else "vectorised"
     facts: dict[str, Any] = {
-        "data": f"{config.data.dataset}, {plan.users} users on {config.simulation.nodes} nodes; "
+        "data": f"{config.data.dataset}, {plan.users} users {where}; "
         f"{config.model.name}, {experiment.parameters} parameters",
         "privacy": f"γ = {plan.check_in_rate:g}, C = {plan.clip_norm:g}, "
         f"z = {plan.noise_multiplier:g}, {blankets}{plan.adjacency} (σ = {plan.sigma:g}), "

@@ -109,12 +109,18 @@ def wait_until(condition, seconds, what):
 class LongRun:
     """A run in the background with a budget it will not reach."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *arguments):
         config = tiny_config(folder, 3)
         self.runs = Path(folder) / "runs"
         self.process = subprocess.Popen(
             shufl_command(
-                "run", config, "--runs", self.runs, "--set", "privacy.target_epsilon=1e9"
+                "run",
+                config,
+                "--runs",
+                self.runs,
+                "--set",
+                "privacy.target_epsilon=1e9",
+                *arguments,
             ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -157,5 +163,12 @@ class LongRun:
 @pytest.fixture
 def long_run(tmp_path):
     run = LongRun(tmp_path)
+    yield run
+    run.clean_up()
+
+
+@pytest.fixture
+def long_vectorised_run(tmp_path):
+    run = LongRun(tmp_path, "--engine", "vectorised", "--set", "privacy.rounds=100000")
     yield run
     run.clean_up()

@@ -169,6 +169,58 @@ def test_the_same_seed_gives_the_same_model_to_the_bit(finished, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.fixture(scope="module")
+def vectorised(finished, tmp_path_factory):
+    """The same run on the vectorised engine."""
+    runs = tmp_path_factory.mktemp("vectorised")
+    result = shufl("run", finished[1] / "config.toml", "--runs", runs, "--engine", "vectorised")
+    assert result.returncode == 0, result.stderr
+    return result, only_folder(runs)
+
+
+def test_the_vectorised_engine_trains_the_model_of_the_flower_engine(finished, vectorised):
+    (_, on_flower), (_, folder) = finished, vectorised
+    check_the_model_by_hand(folder, ROUNDS)
+    first, second = (
+        torch.load(path / "model.pt", weights_only=True) for path in (on_flower, folder)
+    )
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_vectorised_engine_spends_and_records_what_the_flower_engine_does(finished, vectorised):
+    (_, on_flower), (result, folder) = finished, vectorised
+    rows = [json_lines(path / "metrics.jsonl") for path in (on_flower, folder)]
+    for ours, theirs in zip(*rows, strict=True):
+        for row in (ours, theirs):
+            del row["seconds"], row["accuracy"]
+        assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), rel=1e-4)
+        assert ours == theirs
+    ledgers = [Ledger.read(path / "ledger.jsonl") for path in (on_flower, folder)]
+    assert ledgers[0].events() == ledgers[1].events() and ledgers[0].plan == ledgers[1].plan
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (on_flower, folder)]
+    assert [summary["engine"] for summary in summaries] == ["flower", "vectorised"]
+    assert summaries[0]["epsilon"] == summaries[1]["epsilon"]
+    assert "vectorised, noise drawn for each report" in result.stdout
+    assert "rounds/s" in result.stdout
+    missing = {path.name for path in on_flower.iterdir()} - {path.name for path in folder.iterdir()}
+    assert missing == {"flower", "flower.log", "server.log", "shuffler.log"}
+
+
+def test_an_interrupt_ends_a_vectorised_run_in_order(long_vectorised_run):
+    run = long_vectorised_run
+    run.wait_for_rounds(2)
+    run.process.send_signal(signal.SIGINT)
+    code, out, err = run.finish()
+    assert (code, err.strip()) == (130, "")
+    assert "interrupted" in out
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["stopped_by"] == "interrupt" and (run.folder / "model.pt").exists()
+    rounds = [row["round"] for row in json_lines(run.folder / "metrics.jsonl")]
+    assert rounds == [entry.round for entry in Ledger.read(run.folder / "ledger.jsonl").entries]
+    assert rounds == list(range(1, summary["rounds"] + 1))
+
+
 def test_the_run_folder_is_complete_and_names_no_user(finished):
     _, folder = finished
     names = {path.name for path in folder.iterdir()}

@@ -1,0 +1,226 @@
+"""The vectorised engine: the same updates, clipping, coins and noise, for many users at once."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from scipy import stats
+from torch import nn
+
+from accounting import Ledger
+from clients import LocalTraining, SeededRandomness, clip, local_update, make_randomness
+from simulator.config import ConfigError, load
+from simulator.experiment import prepare
+from simulator.models import mlp, small_cnn
+from simulator.run import run
+from simulator.vectorised import VectorisedRounds, clipped_sum, user_updates
+
+USERS, RATE, NOISE, CLIP = 60, 0.5, 1.0, 0.3
+SETTINGS = [
+    "simulation.engine=vectorised", f"data.users={USERS}", f"privacy.check_in_rate={RATE}",
+    f"privacy.noise_multiplier={NOISE}", f"privacy.clip_norm={CLIP}", "privacy.rounds=3",
+    "privacy.minimum_batch=1", "privacy.target_epsilon=1e9", "model.name=mlp", "seed=5",
+]  # fmt: skip
+
+
+def experiment(*overrides):
+    return prepare(load("quickstart", [*SETTINGS, *overrides]))
+
+
+def flat(updates):
+    return torch.cat([update.flatten(1) for update in updates.values()], dim=1)
+
+
+def checked_in(round):
+    return np.flatnonzero(SeededRandomness(5).check_ins(round, np.arange(USERS), RATE))
+
+
+def run_folder(tmp_path, *overrides):
+    run(load("quickstart", [*SETTINGS, *overrides]), tmp_path, Console(quiet=True))
+    (folder,) = tmp_path.iterdir()
+    return folder
+
+
+def sum_by_hand(of, users, round):
+    """The clipped updates of `users`, one after the other."""
+    model, records, randomness = of.make_model().train(), of.load_users(), SeededRandomness(5)
+    total = np.zeros(of.parameters)
+    for user in users.tolist():
+        seed = randomness.training_seed(round, user)
+        total += clip(local_update(model, *records(user), of.local_training, seed), CLIP)
+    return total
+
+
+@pytest.mark.parametrize("make", [mlp, small_cnn])
+@pytest.mark.parametrize("epochs", [0, 1, 3])
+def test_user_updates_are_those_of_local_update(make, epochs):
+    """0 epochs: fedsgd. Five records in batches of two: the last batch is short."""
+    torch.manual_seed(1)
+    model = make((1, 28, 28), 10)
+    features, labels = torch.randn(4, 5, 1, 28, 28), torch.randint(0, 10, (4, 5))
+    training = LocalTraining("fedavg" if epochs else "fedsgd", epochs, 0.2, 2)
+    generator, orders = torch.Generator(), torch.empty(epochs, 4, 5, dtype=torch.int64)
+    for user in range(4):
+        generator.manual_seed(user)
+        for epoch in range(epochs):
+            orders[epoch, user] = torch.randperm(5, generator=generator)
+    before = [parameter.clone() for parameter in model.parameters()]
+    together = flat(user_updates(model, features, labels, training, orders))
+    assert all(map(torch.equal, before, model.parameters()))
+    for user in range(4):
+        alone = local_update(model, features[user], labels[user], training, seed=user)
+        torch.testing.assert_close(together[user], torch.from_numpy(alone), rtol=1e-4, atol=1e-6)
+
+
+def test_clipped_sum_is_the_sum_of_clip_for_every_input():
+    updates = torch.randn(8, 6) * 0.01
+    updates[1] *= 1e4
+    updates[2] = 0.0
+    updates[3, 2] = float("nan")
+    updates[4, 5] = float("-inf")
+    updates[5] = 3e38  # finite; its squares overflow float32
+    updates[6] = 1e-42
+    expected = sum(clip(update.numpy(), 0.5) for update in updates)
+    total = clipped_sum({"a": updates[:, :4].reshape(8, 2, 2), "b": updates[:, 4:]}, 0.5)
+    np.testing.assert_allclose(total.numpy(), expected, rtol=1e-5, atol=1e-7)
+
+
+ALGORITHMS = {
+    "fedsgd": [],
+    "fedavg": [
+        "training.algorithm=fedavg", "training.local_epochs=2", "training.local_batch_size=9",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_a_round_is_the_one_computed_by_hand_whatever_the_chunk(overrides):
+    of, users = experiment(*overrides), checked_in(2)
+    total = sum_by_hand(of, users, 2)
+    for user in users.tolist():
+        total += NOISE * CLIP * SeededRandomness(5).standard_normal(2, user, of.parameters)
+    for size in (1, 7, 1000):
+        simulation = of.config.simulation.model_copy(update={"users_per_chunk": size})
+        config = of.config.model_copy(update={"simulation": simulation})
+        rounds = VectorisedRounds(dataclasses.replace(of, config=config))
+        played = rounds(2, of.make_model())
+        assert (played.outcome, played.aggregate.reports) == ("released", len(users))
+        np.testing.assert_allclose(
+            played.aggregate.estimate, total / (USERS * RATE), rtol=1e-4, atol=1e-6
+        )
+
+
+def test_blankets_are_noise_alone_and_the_mean_allows_for_them():
+    beta = 0.4
+    of = experiment(
+        "privacy.mechanism=blanket-gaussian", "privacy.accountant=blanket",
+        f"privacy.blanket_probability={beta}",
+    )  # fmt: skip
+    randomness, users = SeededRandomness(5), checked_in(1)
+    sending = np.array([user for user in users if not randomness.blanket(1, user, beta)])
+    assert 0 < len(sending) < len(users)
+    total = sum_by_hand(of, sending, 1)
+    for user in users.tolist():
+        total += NOISE * CLIP * randomness.standard_normal(1, user, of.parameters)
+    aggregate = VectorisedRounds(of)(1, of.make_model()).aggregate
+    assert aggregate.reports == len(users)
+    expected = total / (USERS * RATE * (1 - beta))
+    np.testing.assert_allclose(aggregate.estimate, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", ["5", "system"])
+@pytest.mark.parametrize("noise", ["report", "aggregate"])
+def test_the_noise_of_the_sum_has_variance_k_times_that_of_a_report(seed, noise):
+    """Everybody checks in, so the updates are known with the system's entropy too."""
+    of = experiment(f"simulation.noise={noise}", f"seed={seed}", "privacy.check_in_rate=1.0")
+    rounds, model = VectorisedRounds(of), of.make_model()
+    updates = sum_by_hand(of, np.arange(USERS), 1)
+    draws = [
+        (rounds(round, model).aggregate.estimate.astype(float) * USERS - updates)
+        / (NOISE * CLIP * math.sqrt(USERS))
+        for round in (1, 2)
+    ]
+    assert stats.kstest(np.concatenate(draws), "norm").pvalue > 1e-7
+    assert abs(np.corrcoef(*draws)[0, 1]) < 6 / math.sqrt(of.parameters)
+
+
+def test_summed_noise_is_a_stream_of_its_own_and_reproducible():
+    first = SeededRandomness(3).summed_noise(1, 9, 1000)
+    assert np.array_equal(first, SeededRandomness(3).summed_noise(1, 9, 1000))
+    own = SeededRandomness(3).standard_normal(1, 0, 1000)
+    assert not np.isin(first / 3, own).any()
+    assert not np.isin(first, SeededRandomness(3).summed_noise(2, 9, 1000)).any()
+    one, four = (make_randomness(None).summed_noise(1, k, 20_000) for k in (1, 4))
+    assert stats.kstest(one, "norm").pvalue > 1e-7
+    assert stats.kstest(four / 2, "norm").pvalue > 1e-7
+
+
+def test_only_users_who_checked_in_are_touched():
+    of = experiment("simulation.users_per_chunk=9")
+    rounds, seen = VectorisedRounds(of), []
+    records = rounds._records
+    rounds._records = lambda users: seen.extend(users.tolist()) or records(users)
+    rounds(3, of.make_model())
+    assert sorted(seen) == checked_in(3).tolist()
+
+
+def test_rounds_without_check_ins_are_spent_and_leave_the_model(tmp_path):
+    folder = run_folder(tmp_path, "privacy.check_in_rate=1e-7")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["outcome"], row["reports"]) for row in rows] == [("below-minimum", 0)] * 3
+    assert len(Ledger.read(folder / "ledger.jsonl").entries) == 3
+    final = torch.load(folder / "model.pt", weights_only=True)
+    start = prepare(load(str(folder / "config.toml"))).make_model().state_dict()
+    assert all(torch.equal(start[name], final[name]) for name in start)
+
+
+def test_summed_noise_is_stated_in_the_runs_record(tmp_path):
+    folder = run_folder(tmp_path, "simulation.noise=aggregate")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["engine"], summary["noise"]) == ("vectorised", "aggregate")
+    assert load(str(folder / "config.toml")).simulation.noise == "aggregate"
+
+
+def test_a_round_is_in_the_ledger_before_it_is_computed(tmp_path, monkeypatch):
+    spent = []
+    play = VectorisedRounds.__call__
+
+    def spy(rounds, round, model):
+        (ledger,) = tmp_path.glob("*/ledger.jsonl")
+        spent.append(Ledger.read(ledger).entries[-1].round)
+        return play(rounds, round, model)
+
+    monkeypatch.setattr(VectorisedRounds, "__call__", spy)
+    run_folder(tmp_path)
+    assert spent == [1, 2, 3]
+
+
+def with_dropout(input_shape, classes):
+    return nn.Sequential(mlp(input_shape, classes), nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [f"model.name={__name__}:with_dropout"],
+            f"model {__name__}:with_dropout cannot be vectorised over users .*random",
+        ),
+        (
+            ["simulation.engine=flower", "simulation.noise=aggregate"],
+            "simulation.noise must be report for engine flower.* got 'aggregate'",
+        ),
+        (["simulation.engine=spark"], "simulation.engine must be one of flower, vectorised, got"),
+        (["simulation.users_per_chunk=0"], "simulation.users_per_chunk must be a whole number"),
+        (["data.users=5000"], r"data.users must lie in \[1, 1437\]"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line_before_any_work(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        run_folder(tmp_path, *overrides)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
