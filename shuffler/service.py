@@ -48,6 +48,7 @@ _WRITE_BYTES = 2**19  # of a report in pieces, at once
 _STOP_SECONDS = 2.0
 _POLL_SECONDS = 0.05  # how soon the end of the last release is seen
 _NOT_PERMITTED = ShufflerRefused(Refusal.NOT_PERMITTED, "not with this certificate")
+_ENDLESS = ShufflerRefused(Refusal.MALFORMED, "a report that does not end")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
 _ANY_USERS = 2**32  # a plan has no more
 _STATUS = {
@@ -211,7 +212,18 @@ class _Gate:
         raise refused  # `_abort` does not return
 
 
-async def _abort(context: grpc.aio.ServicerContext, refused: ShufflerRefused) -> None:
+class _StreamEnded(Exception):
+    """Ends a stream of reports: what was refused, or in words what took too long."""
+
+    def __init__(self, refused: ShufflerRefused | str) -> None:
+        super().__init__(str(refused))
+        self.refused = refused
+
+
+async def _abort(context: grpc.aio.ServicerContext, refused: ShufflerRefused | str) -> None:
+    if isinstance(refused, str):
+        await context.abort(grpc.StatusCode.ABORTED, refused)
+        return
     status = _STATUS.get(refused.reason, grpc.StatusCode.FAILED_PRECONDITION)
     await context.abort(status, str(refused))
 
@@ -272,7 +284,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                     if self._pace is not None:
                         await asyncio.sleep(self._pace.delay(caller.name, time.monotonic()))
                     if message.more and not message.sealed:
-                        await _abort(context, _EMPTY_PIECE)
+                        raise _StreamEnded(_EMPTY_PIECE)
                     report = _report(message, caller)
                     if message.more:
                         answers.append(await self._in_pieces(report, caller, context))
@@ -299,6 +311,10 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                 for _ in verdicts:
                     window.release()
             await reader
+        except _StreamEnded as ended:
+            # Here, when nothing is being written: an abort beside a write can leave the call open.
+            reader.cancel()
+            await _abort(context, ended.refused)
         finally:
             reader.cancel()
 
@@ -308,9 +324,9 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             async with asyncio.timeout(self._limits.idle_seconds):
                 message = await context.read()
         except TimeoutError:
-            await context.abort(grpc.StatusCode.ABORTED, "no report came for too long")
+            raise _StreamEnded("no report came for too long") from None
         if message is not grpc.aio.EOF and caller.expired:
-            await _abort(context, _NOT_PERMITTED)
+            raise _StreamEnded(_NOT_PERMITTED)
         return message
 
     async def _write(self, context: grpc.aio.ServicerContext, reply: Any) -> None:
@@ -319,7 +335,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             async with asyncio.timeout(self._limits.idle_seconds):
                 await context.write(reply)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.ABORTED, "answers are not taken")
+            raise _StreamEnded("answers are not taken") from None
 
     async def _in_pieces(
         self, report: Report, caller: Caller, context: grpc.aio.ServicerContext
@@ -340,11 +356,9 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             while more:
                 message = await self._read(context, caller)
                 if message is grpc.aio.EOF or length > MAX_REPORT_BYTES:
-                    await context.abort(
-                        grpc.StatusCode.INVALID_ARGUMENT, "a report that does not end"
-                    )
+                    raise _StreamEnded(_ENDLESS)
                 if not message.sealed:
-                    await _abort(context, _EMPTY_PIECE)
+                    raise _StreamEnded(_EMPTY_PIECE)
                 more = message.more
                 pieces.append(message.sealed)
                 length += len(message.sealed)
