@@ -83,12 +83,9 @@ def shuffler_that_keeps_order(spool, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
             import itertools
-            import types
-            from shuffler import spool
+            import secrets
             numbers = itertools.count()
-            spool.secrets = types.SimpleNamespace(
-                randbelow=lambda limit: next(numbers) % limit
-            )
+            secrets.randbelow = lambda limit: next(numbers) % limit
         """)
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
