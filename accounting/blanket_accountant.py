@@ -21,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 from dp_accounting import NeighboringRelation
 
-from accounting import clones
 from accounting.events import ShuffledCheckInBlanketGaussianDpEvent
+from accounting.gaussian import gaussian_losses, log_gaussian_delta
 from accounting.graded_law import Summand, law_of_sum
 from accounting.loss_pmf import MAX_LOSS, FloatArray
-from accounting.pld_accountant import unshuffled_losses
 from accounting.profiles import ProfileShuffleAccountant
 
 # Mesh points in the scale of the sum: they cost 0.1 % of ε.
@@ -36,9 +35,13 @@ _EVEN_UNTIL = 6.0
 _GROWTH = 1.15
 _FAR, _FAR_GROWTH = 100.0, 1.25
 _NEGLIGIBLE = 1e-22
-_SPECIAL = 1e-9  # relative error of special functions, as in `local`
 # With less noise the tails reach over too many orders of magnitude; blankets hide little then.
 LEAST_NOISE = 0.2
+
+# Two records at w = 1/z and α: E - αE' as a function of t ~ N(0, 1), increasing; its inverse; and
+# how far apart the records are, in standard deviations of the noise.
+Pair = tuple[Callable[[FloatArray], FloatArray], Callable[[FloatArray], FloatArray], float]
+MakePair = Callable[[float, float], Pair]
 
 
 class BlanketAccountant(ProfileShuffleAccountant):
@@ -80,14 +83,14 @@ def round_profile(event: Any, zero_out: bool) -> tuple[FloatArray, FloatArray]:
     """
     shift = (1.0 if zero_out else 2.0) / event.noise_multiplier
     # Blankets aside: user 1's report alone, seen with probability γ, has its update with 1 - β.
-    chance = event.check_in_rate * (1.0 - event.blanket_probability) * (1.0 + _SPECIAL)
+    chance = event.check_in_rate * (1.0 - event.blanket_probability)
 
     def alone(losses: npt.ArrayLike) -> FloatArray:
-        values: FloatArray = chance * np.exp(clones.log_gaussian_delta(shift, losses))
+        values: FloatArray = chance * np.exp(log_gaussian_delta(shift, losses))
         return values
 
     if event.noise_multiplier < LEAST_NOISE:
-        losses = unshuffled_losses(shift)
+        losses = gaussian_losses(shift)
         return losses, alone(losses)
     pairs = (_against_zero, _zero_against) if zero_out else (_opposite,)
     first = _summand(event, 1.0, pairs[0])
@@ -110,19 +113,13 @@ def round_profile(event: Any, zero_out: bool) -> tuple[FloatArray, FloatArray]:
     return np.array(epsilons), np.minimum(deltas, alone(epsilons))
 
 
-Pair = Callable[
-    [float, float],
-    tuple[Callable[[FloatArray], FloatArray], Callable[[FloatArray], FloatArray], float],
-]
-
-
-def divergence(event: Any, alpha: float, pair: Pair) -> float:
+def divergence(event: Any, alpha: float, pair: MakePair) -> float:
     """Returns an upper bound of H_α, α >= 1, for one direction of one pair."""
     law = law_of_sum(_summand(event, alpha, pair), event.users, _POINTS)
     return float(law.call(np.zeros(1))[0]) / int(event.users)
 
 
-def _summand(event: Any, alpha: float, pair: Pair) -> Summand:
+def _summand(event: Any, alpha: float, pair: MakePair) -> Summand:
     """V."""
     rate, beta = event.check_in_rate, event.blanket_probability
     weight = (1.0 - beta) / beta
@@ -141,10 +138,8 @@ def _summand(event: Any, alpha: float, pair: Pair) -> Summand:
     )
 
 
-def _opposite(
-    width: float, alpha: float
-) -> tuple[Callable[[FloatArray], FloatArray], Callable[[FloatArray], FloatArray], float]:
-    """E - αE' of records x and -x, of τ = wt; its inverse; their distance in noise deviations."""
+def _opposite(width: float, alpha: float) -> Pair:
+    """Records x and -x: e^{τ - w²/2} - αe^{-τ - w²/2}, τ = wt."""
     scale = math.exp(-0.5 * width * width)
 
     def ratio(t: FloatArray) -> FloatArray:
@@ -161,10 +156,8 @@ def _opposite(
     return ratio, inverse, 2.0 * width
 
 
-def _against_zero(
-    width: float, alpha: float
-) -> tuple[Callable[[FloatArray], FloatArray], Callable[[FloatArray], FloatArray], float]:
-    """E - α: record x against zero."""
+def _against_zero(width: float, alpha: float) -> Pair:
+    """Record x against zero: E - α."""
     half = 0.5 * width * width
 
     def inverse(value: FloatArray) -> FloatArray:
@@ -175,10 +168,8 @@ def _against_zero(
     return lambda t: np.expm1(width * t - half) - (alpha - 1.0), inverse, width
 
 
-def _zero_against(
-    width: float, alpha: float
-) -> tuple[Callable[[FloatArray], FloatArray], Callable[[FloatArray], FloatArray], float]:
-    """1 - αE: zero against record x; increasing in t = -τ/w."""
+def _zero_against(width: float, alpha: float) -> Pair:
+    """Zero against record x: 1 - αE, with t = -τ/w."""
     half = 0.5 * width * width
 
     def inverse(value: FloatArray) -> FloatArray:

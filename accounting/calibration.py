@@ -207,18 +207,18 @@ def _close_in(
     """
 
     def excess(place: float) -> float:
-        epsilon = epsilon_at(math.exp(place))
+        epsilon = epsilon_at(place)
         return max(min(math.log(max(epsilon, 1e-300) / target_epsilon), 50.0), -50.0)
 
+    below, above = excess(inside), excess(outside)
     good, bad = math.log(inside), math.log(outside)
-    below, above = excess(good), excess(bad)
     halve = False
     while abs(bad - good) > _PRECISION:
         width = bad - good
         share = 0.5 if halve else below / (below - above)
         share += math.copysign(0.4 * _PRECISION / abs(width), 0.5 - share)
         middle = good + width * min(max(share, 0.0), 1.0)
-        value = excess(middle)
+        value = excess(math.exp(middle))
         if value <= 0.0:
             good, below = middle, value
         else:

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
+from accounting import gaussian
 from accounting.loss_pmf import FloatArray
 
 _Index = npt.NDArray[np.int64]
 # Special functions at up to 10⁹ trials err by less (relative; checked in 60 digits).
 _ROUND_UP = 1e-9
 _NEGLIGIBLE = 1e-32
-_ROOT_TWO = math.sqrt(2.0)
 _MOST_DEVIATIONS = 13.0
 _POINTS_PER_DEVIATION = 40
 # Up to so many signs, and so many counts above half, tails are summed count by count.
@@ -54,30 +54,13 @@ class CloneParameters:
     user_defect: float
 
 
-def log_gaussian_delta(shift: float, epsilons: npt.ArrayLike) -> FloatArray:
-    """Returns log δ(ε) of Gaussians of variance 1 whose means differ by `shift` (Balle, Wang 2018).
-
-    Args:
-        shift: Distance of the means, > 0.
-        epsilons: ε >= 0, any shape.
-    """
-    x = np.asarray(epsilons, dtype=np.float64) / shift - shift / 2.0
-    near = special.log_ndtr(-x)
-    # e^ε Φ(-x-μ)/Φ(-x) is a quotient of two Mills ratios: no cancellation of large exponents.
-    scaled = special.erfcx((x + shift) / _ROOT_TWO) / special.erfcx(
-        np.maximum(x, -35.0) / _ROOT_TWO
-    )
-    result: FloatArray = near + np.log1p(-np.minimum(scaled, 1.0 - 1e-16)) + _ROUND_UP
-    return result
-
-
 @functools.lru_cache(maxsize=4096)
 def _level(shift: float, log_target: float, odds: bool) -> float:
     """The least ε (to 1e-9) with `δ(ε) e^{-ε}`, or `δ(ε)/(1 + e^ε)` if odds, at most the target."""
 
     def defect(epsilon: float) -> float:
         price = float(np.logaddexp(0.0, epsilon)) if odds else epsilon
-        return float(log_gaussian_delta(shift, epsilon)) - price
+        return float(gaussian.log_gaussian_delta(shift, epsilon)) - price
 
     if defect(0.0) <= log_target:
         return 0.0
@@ -109,12 +92,12 @@ def clone_parameters(
     target = math.log(defect / 2.0)
     one = apart / noise_multiplier
     log_odds = _level(one, target, True)
-    user = math.exp(float(log_gaussian_delta(one, log_odds)) - np.logaddexp(0.0, log_odds))
+    user = math.exp(float(gaussian.log_gaussian_delta(one, log_odds)) - np.logaddexp(0.0, log_odds))
     shifts = [distance / noise_multiplier for distance in distances]
     levels = [_level(shift, target - math.log(2.0 * max(others, 1)), False) for shift in shifts]
     # a = 1/(e^{εa} + e^{εb}), and the defect is a (δ(εa) + δ(εb)).
     log_a = -float(np.logaddexp(levels[0], levels[1]))
-    deltas = [float(log_gaussian_delta(s, e)) for s, e in zip(shifts, levels, strict=True)]
+    deltas = [float(gaussian.log_gaussian_delta(s, e)) for s, e in zip(shifts, levels, strict=True)]
     clone = sum(math.exp(log_a + each) for each in deltas)
     return CloneParameters(2.0 * math.exp(log_a), log_odds, clone, user)
 

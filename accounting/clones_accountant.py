@@ -13,6 +13,7 @@ from scipy import stats
 from accounting import clones
 from accounting.composition import Target, count_block
 from accounting.events import FixedSizeShuffledGaussianDpEvent, ShuffledCheckInGaussianDpEvent
+from accounting.gaussian import log_gaussian_delta
 from accounting.loss_pmf import MAX_LOSS, FloatArray, Profile
 from accounting.profiles import Counts, Lru, ProfileShuffleAccountant
 
@@ -281,7 +282,7 @@ class _Part:
         epsilons = self._shift * (levels + self._shift / 2.0)
         epsilons = np.append(0.0, epsilons[(epsilons > 0.0) & (epsilons < MAX_LOSS)])
         self._places = np.expm1(epsilons)
-        self._alone = np.exp(clones.log_gaussian_delta(self._shift, epsilons)) * (1.0 + 1e-12)
+        self._alone = np.exp(log_gaussian_delta(self._shift, epsilons)) * (1.0 + 1e-12)
 
     def grid(self, step: int = 1) -> FloatArray:
         """ε before sampling, from 0, where the profile should be read; every `step`-th of many."""

@@ -17,7 +17,7 @@ from scipy import special, stats
 
 from accounting import clones, conversion, validation
 from accounting.composition import Composition, Target, count_block
-from accounting.local_accountant import gaussian_epsilon
+from accounting.gaussian import gaussian_epsilon
 from accounting.loss_pmf import FloatArray, Profile, dyadic_interval
 from accounting.moments import log_sum_exp
 

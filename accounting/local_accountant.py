@@ -4,45 +4,10 @@ import math
 from typing import Any
 
 from dp_accounting import NeighboringRelation, dp_event
-from scipy import special
 
 from accounting.accountant_base import ShuffleAccountant
 from accounting.events import EVENTS
-
-# Special functions in the Gaussian conversion err by less; ε and δ are raised.
-_GAUSSIAN_ROUND_UP = 1e-9
-_ROOT_TWO = math.sqrt(2.0)
-
-
-def gaussian_epsilon(shift: float, delta: float) -> float:
-    """Returns ε at `delta` of two Gaussians of variance 1, `shift` apart, raised by 1e-9.
-
-    `δ = Φ(-x) - e^ε Φ(-x-μ)`, `ε = μ (x + μ/2)` (Balle and Wang 2018). log δ is a concave function
-    of x (it convolves log-concave ones), so Newton's steps from `Φ(-x) = δ` downwards never pass
-    the root: wherever they end, ε is large enough.
-
-    Args:
-        shift: μ > 0.
-        delta: δ in (0, 1).
-    """
-    if delta >= 1.0:
-        return 0.0
-    # erfcx errs by some 1e-15, which the quotient's distance from 1, about μ, magnifies.
-    wanted = math.log(delta) - 1e-12 - 1e-14 / min(shift, 1.0)
-    x = -float(special.ndtri(delta))
-    for _ in range(100):
-        if x <= -shift / 2.0:
-            return 0.0
-        # e^ε Φ(-x-μ)/Φ(-x), a quotient of two Mills ratios
-        here = float(special.erfcx(max(x, -35.0) / _ROOT_TWO))
-        ratio = min(float(special.erfcx((x + shift) / _ROOT_TWO)) / here, 1.0 - 1e-16)
-        excess = float(special.log_ndtr(-x)) + math.log1p(-ratio) - wanted
-        step = excess * (1.0 - ratio) / (shift * ratio) if ratio > 0.0 else 0.0
-        x += step
-        if step > -1e-13 * max(abs(x), 1.0):
-            break
-    epsilon = shift * (x + shift / 2.0)
-    return max(epsilon * (1.0 + _GAUSSIAN_ROUND_UP), 0.0)
+from accounting.gaussian import gaussian_epsilon, log_gaussian_delta
 
 
 class LocalAccountant(ShuffleAccountant):
@@ -117,10 +82,7 @@ class LocalAccountant(ShuffleAccountant):
             return 1.0
         if shift == 0.0 or target_epsilon == math.inf:
             return 0.0
-        near = float(special.log_ndtr(shift / 2.0 - target_epsilon / shift))
-        far = target_epsilon + float(special.log_ndtr(-shift / 2.0 - target_epsilon / shift))
-        delta = math.exp(near) * -math.expm1(min(far - near, 0.0))
-        return min(1.0, delta * (1.0 + _GAUSSIAN_ROUND_UP))
+        return min(1.0, math.exp(float(log_gaussian_delta(shift, target_epsilon))))
 
     def epsilon_after(self, event: Any, delta: float, count: int = 1) -> float:
         """See `ShuffleAccountant.epsilon_after`."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 import accounting
-from accounting import clones
+from accounting.gaussian import log_gaussian_delta
 from accounting.lower_profile import LowerProfile
 from accounting.pld_accountant import PldAccountant, round_profile
 
@@ -227,7 +227,7 @@ def test_rounds_that_rarely_hold_a_report():
     assert deltas == sorted(deltas, reverse=True)
     assert deltas[0] < 3e-5 and deltas[-1] < 1e-15
     # By hand: one report in all (probability 3 % at most), from user 1 with probability 1/1000.
-    call = math.exp(clones.log_gaussian_delta(1.0, math.log(1 + 1e-3 * 1000)))
+    call = math.exp(log_gaussian_delta(1.0, math.log(1 + 1e-3 * 1000)))
     assert deltas[1] == pytest.approx(3 * 1000 * 1e-5 * call / 1000, rel=0.05)
 
 
@@ -244,7 +244,7 @@ def test_a_profile_never_lies_below_a_sampled_direction():
 def test_a_lower_profile_lies_below_what_it_was_given():
     losses = np.linspace(-3, 3, 4001)
     shift = 0.8
-    truth = np.exp(clones.log_gaussian_delta(shift, np.abs(losses)))
+    truth = np.exp(log_gaussian_delta(shift, np.abs(losses)))
     mirrored = -np.expm1(losses) + np.exp(losses) * truth
     values = np.where(losses < 0, mirrored, truth)
     distribution = LowerProfile(losses, values).distribution(0.02)
@@ -259,7 +259,7 @@ def test_a_lower_profile_lies_below_on_any_mesh(mesh):
     """Also where the whole profile lies within one cell of the grid of losses."""
     shift = 0.01
     losses = np.linspace(-0.12, 0.12, 8001)
-    truth = np.exp(clones.log_gaussian_delta(shift, np.abs(losses)))
+    truth = np.exp(log_gaussian_delta(shift, np.abs(losses)))
     values = np.where(losses < 0, -np.expm1(losses) + np.exp(losses) * truth, truth)
     distribution = LowerProfile(losses, values).distribution(mesh)
     for epsilon in (-0.03, -0.004, 0.0, 0.004, 0.03):
@@ -271,5 +271,5 @@ def test_lower_stays_below_upper_where_a_quiet_round_shares_a_loud_ones_mesh():
     accountant = spent(CHECK_IN(1, 1e-9, 0.5))
     accountant.compose(EVERYONE(1, 5e6))
     for epsilon in (0.0, 1e-7, 3e-7, 6e-7):
-        alone = math.exp(clones.log_gaussian_delta(1 / 5e6, np.array(epsilon)))
+        alone = math.exp(log_gaussian_delta(1 / 5e6, np.array(epsilon)))
         assert accountant.delta_lower_bound(epsilon) <= alone + 1e-9
