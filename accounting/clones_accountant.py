@@ -217,8 +217,8 @@ def round_profile(event: Any, defect: float, zero_out: bool) -> tuple[FloatArray
 def _rare_rates(reports: _Reports, typical: float) -> list[float]:
     """Sampling rates well above the mean one that some number of reports may still bring."""
     rates = reports.last[reports.chance > 10.0 * _NEGLIGIBLE] / reports.users
-    top = float(rates[-1])
-    return [q for q in np.geomspace(typical, top, 9)[1:].tolist() if top > 1.2 * typical]
+    top = float(np.max(rates, initial=0.0))
+    return np.geomspace(typical, top, 9)[1:].tolist() if top > 1.2 * typical else []
 
 
 def _without_far_tail(

@@ -391,3 +391,16 @@ def test_the_guard_halts_where_bisection_does():
     assert fresh.epsilon_after(event, 1e-5, rounds) == previous <= target
     assert fresh.epsilon_after(event, 1e-5, rounds + 1) == here > target
     assert rounds > 100
+
+
+@pytest.mark.parametrize("adjacency", [REPLACE, ZERO_OUT])
+@pytest.mark.parametrize("rate", [1e-320, 1e-300, 1e-17])
+def test_hardly_anybody_ever_checks_in(adjacency, rate):
+    """No number of reports but zero is likely; δ is at least what one report alone gives."""
+    shift = 1.0 if adjacency is ZERO_OUT else 2.0
+    for users in (1, 100, 10**9):
+        accountant = ClonesAccountant(adjacency)
+        accountant.compose(CHECK_IN(users, rate, 1.0), 10)
+        alone = rate * math.erf(shift / math.sqrt(8))
+        assert alone / users <= accountant.get_delta(0.0) <= 11 * users * alone
+        assert accountant.get_epsilon(1e-5) == 0.0
