@@ -19,19 +19,22 @@ import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from shuffler.channel import MAX_REPORT_BYTES
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
 from shuffler.spool import RoundSpool, Slot, slot_bytes
 from shuffler.storage import (
     PAGE_BYTES,
+    DamagedFile,
     claim_directory,
     connect,
+    damage,
     delete_database,
+    exists,
     storage_errors,
     storage_refusal,
     sync_directory,
@@ -39,6 +42,8 @@ from shuffler.storage import (
 )
 
 __all__ = ["Draft", "Report", "RunStore"]
+
+_T = TypeVar("_T")
 
 _MAX_NAME = 256  # characters of a run id or a model version
 _MAX_ROUND = 2**63 - 1
@@ -49,14 +54,16 @@ _KEPT_OVER = 8  # finished rounds of a run that are remembered; the latest alway
 _MAX_PLAN_BYTES = 2**20
 _RESERVE_BYTES = 128 * 2**10
 _OVERHEAD_BYTES = 2 * (PAGE_BYTES + 8)  # of the journal, for the two pages of a report's marks
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS runs(
+_FORMAT = 1  # of all files in the directory; another shuffler's are refused
+_SCHEMA = f"""
+CREATE TABLE runs(
     run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS rounds(
+CREATE TABLE rounds(
     run_id TEXT, round INTEGER, model_version TEXT NOT NULL, state TEXT NOT NULL, outcome INTEGER,
     PRIMARY KEY (run_id, round)
 ) WITHOUT ROWID;
+PRAGMA user_version = {_FORMAT};
 """
 
 
@@ -166,20 +173,32 @@ class RunStore:
                 be closed and released when they have filled the disk.
 
         Raises:
-            ValueError: if others may enter the directory, or another process uses it.
-            OSError: if the directory can not be made or used.
+            ValueError: if others may enter the directory, another process uses it, or `runs.db` is
+                damaged or of another format. Nothing is then changed.
+            OSError: if a file can not be made or used; no open or closed batch is then given up.
             sqlite3.Error: if `runs.db` can not be read or written.
         """
         self._directory = directory
         self._reserve = reserve_bytes
         self._lock = claim_directory(directory)
         self._runs: dict[str, _Run] = {}
+        runs = directory / "runs.db"
         try:
-            self._connection = connect(directory / "runs.db")
-            self._connection.executescript(_SCHEMA)
-            self._recover()
-        except BaseException:
+            with _naming(runs):
+                self._connection = _connect(runs)
+            try:
+                self._recover()
+            except BaseException:
+                self._close_files()
+                raise
+        except BaseException as error:
             os.close(self._lock)
+            if isinstance(error, DamagedFile):
+                found = "".join(c if c.isprintable() else "?" for c in str(error))
+                raise ValueError(
+                    f"{runs} is damaged: {found}. Nothing was changed. To start with an empty"
+                    f" directory move {directory} away: all runs in it are then lost"
+                ) from error
             raise
 
     def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
@@ -199,11 +218,6 @@ class RunStore:
         """
         if not 1 <= len(run_id) <= _MAX_NAME:
             _refuse(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
-        if not 1 <= report_bytes <= MAX_REPORT_BYTES:
-            _refuse(
-                Refusal.MALFORMED,
-                f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}",
-            )
         run = _parse_run(plan, report_bytes)
         known = self._runs.get(run_id)
         if known is None:
@@ -396,12 +410,15 @@ class RunStore:
 
     def close(self) -> None:
         """Closes all files and keeps them for the next start on this directory."""
+        self._close_files()
+        os.close(self._lock)
+
+    def _close_files(self) -> None:
         for run in self._runs.values():
             for entry in run.rounds.values():
                 if entry.spool is not None:
                     entry.spool.close()
         self._connection.close()
-        os.close(self._lock)
 
     def _examine(self, report: Report, whole: bool = True) -> Verdict:
         run = self._runs.get(report.run_id)
@@ -495,24 +512,53 @@ class RunStore:
         # Hashed: a run id is a foreign string and no file name.
         return self._directory / f"batch-{hashlib.sha256(run_id.encode()).hexdigest()}-{number}.db"
 
-    def _recover(self) -> None:
-        """Takes up the runs on disk and deletes what no open or closed round names."""
-        rows = self._connection.execute(
-            "SELECT run_id, plan, report_bytes FROM runs WHERE NOT ended"
-        )
-        for run_id, plan, report_bytes in rows.fetchall():
-            self._runs[run_id] = _parse_run(plan, report_bytes)
-        entries: dict[Path, tuple[str, _Round]] = {}
-        rows = self._connection.execute(
-            "SELECT run_id, round, model_version, state, outcome FROM rounds"
-        )
-        for run_id, number, model_version, state, outcome in rows.fetchall():
-            entry = _Round(
-                number, model_version, _State(state), Outcome(outcome) if outcome else None, None
+    def _read(self) -> None:
+        """Reads all runs and rounds."""
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            raise DamagedFile("it has no format number")
+        if version != _FORMAT:
+            raise ValueError(
+                f"{self._directory / 'runs.db'} has format {version}, this shuffler reads format"
+                f" {_FORMAT}: use the shuffler that made it, or another directory"
             )
-            self._runs[run_id].rounds[number] = entry
-            if entry.state is not _State.DONE:
-                entries[self._path(run_id, number)] = run_id, entry
+        if (found := self._connection.execute("PRAGMA integrity_check(1)").fetchone()) != ("ok",):
+            raise DamagedFile(str(found[0]))
+        runs = self._connection.execute(
+            "SELECT run_id, plan, report_bytes FROM runs WHERE NOT ended"
+        ).fetchall()
+        rounds = self._connection.execute(
+            "SELECT run_id, round, model_version, state, outcome FROM rounds"
+        ).fetchall()
+        try:
+            for run_id, plan, report_bytes in runs:
+                self._runs[_typed(run_id, str)] = _parse_run(
+                    _typed(plan, bytes), _typed(report_bytes, int)
+                )
+            for run_id, number, model_version, state, outcome in rounds:
+                self._runs[run_id].rounds[number] = _Round(
+                    _typed(number, int),
+                    _typed(model_version, str),
+                    _State(state),
+                    None if outcome is None else Outcome(outcome),
+                    None,
+                )
+        except (ShufflerRefused, ValueError, TypeError, KeyError):
+            raise DamagedFile("a row does not parse") from None
+
+    def _recover(self) -> None:
+        """Takes up the runs on disk and deletes what no open or closed round names.
+
+        Only a batch that is certainly missing or damaged is lost; any other error ends the start.
+        """
+        with _naming(self._directory / "runs.db"), damage():
+            self._read()
+        entries = {
+            self._path(run_id, entry.number): (run_id, entry)
+            for run_id, run in self._runs.items()
+            for entry in run.rounds.values()
+            if entry.state is not _State.DONE
+        }
         # The files first: that also works on a full disk, and makes room for the entries.
         kept = [path for path, (_, r) in entries.items() if r.state is not _State.RELEASING]
         names = {path.name for path in kept} | {path.with_suffix(".reports").name for path in kept}
@@ -522,13 +568,14 @@ class RunStore:
         sync_directory(self._directory)
         for path, (run_id, entry) in entries.items():
             if entry.state is not _State.RELEASING:
-                run = self._runs[run_id]
                 try:
-                    if not path.exists():
-                        raise FileNotFoundError(path.name)
-                    entry.spool = RoundSpool(path, run.report_bytes, run.users)
+                    run = self._runs[run_id]
+                    with _naming(path):
+                        if not exists(path):
+                            raise DamagedFile("the batch's file is missing")
+                        entry.spool = RoundSpool(path, run.report_bytes, run.users)
                     continue
-                except (sqlite3.Error, OSError):
+                except DamagedFile:
                     # Lost, and the other rounds go on. The files go before the entry again.
                     entry.outcome = None
                     with suppress(OSError):
@@ -540,6 +587,46 @@ class RunStore:
             entry.state = _State.DONE
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turns an error that may pass into one line about this file."""
+    try:
+        yield
+    except DamagedFile:
+        raise
+    except (sqlite3.Error, OSError, MemoryError) as error:
+        raise OSError(
+            f"{path} can not be opened: {str(error) or 'out of memory'}. No batch is given up:"
+            " start again when the cause is gone"
+        ) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Opens `runs.db`, and makes it in a directory that has none.
+
+    It is made under another name first, so that a crash leaves all of it or nothing: one that is
+    empty, or missing beside batches, is damaged.
+    """
+    with damage():
+        if not exists(path):
+            if any(path.parent.glob("batch-*")):
+                raise DamagedFile("it is missing, and there are batches")
+            new = path.with_suffix(".new")
+            delete_database(new)
+            with closing(connect(new)) as connection, transaction(connection) as rows:
+                for statement in _SCHEMA.split(";"):
+                    rows.execute(statement)
+            new.rename(path)
+            delete_database(new)
+        return connect(path)
+
+
+def _typed(value: Any, kind: type[_T]) -> _T:
+    if type(value) is not kind:
+        raise TypeError
+    return value
+
+
 def _storage_verdict(error: sqlite3.Error | OSError) -> Verdict:
     full = storage_refusal(error) is Refusal.STORAGE_FULL
     return Verdict.STORAGE_FULL if full else Verdict.STORAGE_FAILED
@@ -547,6 +634,11 @@ def _storage_verdict(error: sqlite3.Error | OSError) -> Verdict:
 
 def _parse_run(plan: bytes, report_bytes: int) -> _Run:
     """The run that a plan describes."""
+    if not 1 <= report_bytes <= MAX_REPORT_BYTES:
+        _refuse(
+            Refusal.MALFORMED,
+            f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}",
+        )
     if len(plan) > _MAX_PLAN_BYTES:
         _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_PLAN_BYTES} bytes")
     try:

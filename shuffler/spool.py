@@ -45,8 +45,11 @@ from pathlib import Path
 
 from shuffler.errors import Refusal, ShufflerRefused, Verdict
 from shuffler.storage import (
+    DamagedFile,
     connect,
+    damage,
     delete_database,
+    exists,
     storage_errors,
     sync_directory,
     transaction,
@@ -102,11 +105,11 @@ class RoundSpool:
             capacity: how many reports the batch may hold.
 
         Raises:
-            sqlite3.Error: if the file can not be opened or written, or is damaged.
-            OSError: if a file can not be created, the slots are more than the file system allows
-                in a file, or the reports' file does not have the length that it was made with.
+            DamagedFile: if a file of an existing batch is missing or damaged.
+            sqlite3.Error, OSError: if a file can not be opened or written, or the slots are more
+                than the file system allows in a file.
         """
-        existing = path.exists()
+        existing = exists(path)
         self._path = path
         self._report_bytes = report_bytes
         self._capacity = capacity
@@ -121,6 +124,8 @@ class RoundSpool:
         self._reader: Iterator[int] | None = None
         self._place: tuple[int, int] | None = None  # of a report read in pieces: where, how much
         create = 0 if existing else os.O_CREAT | os.O_TRUNC
+        if existing and not exists(_reports_path(path)):
+            raise DamagedFile("the reports' file is missing")
         self._file: int | None = os.open(
             _reports_path(path), create | os.O_RDWR | os.O_CLOEXEC, 0o600
         )
@@ -128,15 +133,17 @@ class RoundSpool:
             if not existing:
                 os.ftruncate(self._file, self._slots * self._stride)
             elif os.fstat(self._file).st_size != self._slots * self._stride:
-                raise OSError("the reports' file has another length than it was made with")
-            self._connection = connect(path)
+                raise DamagedFile("the reports' file has another length than it was made with")
+            with damage():
+                self._connection = connect(path)
         except BaseException:
             os.close(self._file)
             raise
         try:
             if not existing:
                 self._prepare()
-            self._key, self._count = self._examine()
+            with damage():
+                self._key, self._count = self._examine()
             sync_directory(path.parent)
         except BaseException:
             self.close()
@@ -311,15 +318,19 @@ class RoundSpool:
         """The hashes' key and the number of reports; raises if a row is missing."""
         rows = self._connection
         keys = rows.execute("SELECT key FROM hash_key").fetchall()
-        parts = rows.execute("SELECT count(*) FROM slots WHERE length(bits) = ?", (_BITS // 8,))
-        buckets = rows.execute(
-            "SELECT count(*) FROM reported WHERE length(hashes) = ?", (_BUCKET_BYTES,)
+        parts = rows.execute(
+            "SELECT count(*) FROM slots WHERE typeof(bits) = 'blob' AND length(bits) = ?",
+            (_BITS // 8,),
         )
-        found = len(keys), *parts.fetchone(), *buckets.fetchone()
-        if found != (1, self._parts, self._buckets):
-            raise sqlite3.DatabaseError("rows of the batch's file are missing")
+        buckets = rows.execute(
+            "SELECT count(*) FROM reported WHERE typeof(hashes) = 'blob' AND length(hashes) = ?",
+            (_BUCKET_BYTES,),
+        )
+        found = [type(key) for (key,) in keys], *parts.fetchone(), *buckets.fetchone()
+        if found != ([bytes], self._parts, self._buckets):
+            raise DamagedFile("rows of the batch's file are missing")
         bits = rows.execute("SELECT bits FROM slots")
-        return bytes(keys[0][0]), sum(int.from_bytes(b, "little").bit_count() for (b,) in bits)
+        return keys[0][0], sum(int.from_bytes(b, "little").bit_count() for (b,) in bits)
 
     def _sync(self, file: int) -> None:
         try:

@@ -14,9 +14,12 @@ from shuffler.errors import Refusal, ShufflerRefused
 
 __all__ = [
     "PAGE_BYTES",
+    "DamagedFile",
     "claim_directory",
     "connect",
+    "damage",
     "delete_database",
+    "exists",
     "storage_errors",
     "storage_refusal",
     "sync_directory",
@@ -25,6 +28,44 @@ __all__ = [
 
 PAGE_BYTES = 4096
 """Length in bytes of a database page."""
+
+_DAMAGE = {  # `ERROR`: a table or a column is not there
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_FORMAT,
+}
+
+
+class DamagedFile(OSError):
+    """A file is missing or is not what was written: unlike other errors, this one will not pass."""
+
+
+@contextmanager
+def damage() -> Iterator[None]:
+    """Turns the errors in the block that show a damaged SQLite file into `DamagedFile`."""
+    try:
+        yield
+    except UnicodeDecodeError:  # in what SQLite says of the file
+        raise DamagedFile("it holds a text that is no UTF-8") from None
+    except sqlite3.Error as error:
+        # Without a code it is about a text that is no UTF-8. Extended codes differ above a byte.
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _DAMAGE:
+            raise DamagedFile(str(error)) from error
+        raise
+
+
+def exists(path: Path) -> bool:
+    """Whether there is such a file; an error that leaves it open is raised.
+
+    Raises:
+        OSError: if it can not be found out.
+    """
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def claim_directory(directory: Path) -> int:
