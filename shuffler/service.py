@@ -14,7 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health, health_pb2
 
 from shuffler import shuffler_pb2, shuffler_pb2_grpc
 from shuffler.channel import (
@@ -40,8 +43,6 @@ MIN_TOKEN_CHARACTERS = 32
 # Log lines name runs and rounds: no senders, no counts, no contents, nothing for each report.
 _log = logging.getLogger("shuffler")
 
-_stubs: Any = shuffler_pb2_grpc  # generated without types
-
 _STREAM_REPORTS = 512  # of one stream, read and not yet answered
 _CHUNK_BYTES = 2**19
 _WRITE_BYTES = 2**19  # of a report in pieces, at once
@@ -49,6 +50,7 @@ _STOP_SECONDS = 2.0
 _POLL_SECONDS = 0.05  # how soon the end of the last release is seen
 _NOT_PERMITTED = ShufflerRefused(Refusal.NOT_PERMITTED, "not with this certificate")
 _ENDLESS = ShufflerRefused(Refusal.MALFORMED, "a report that does not end")
+_UNREADABLE = ShufflerRefused(Refusal.MALFORMED, "not a message of this protocol")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
 _ANY_USERS = 2**32  # a plan has no more
 _STATUS = {
@@ -98,9 +100,13 @@ class ShufflerServer:
         control = _ControlService(gate, self._intake, store, self._readers, metrics)
         self._releases = control.releases
         self._stop_seconds = limits.stop_seconds
-        _stubs.add_IntakeServicer_to_server(intake, self._server)
-        _stubs.add_ControlServicer_to_server(control, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        ours, theirs = shuffler_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR
+        for service, servicer in (
+            (ours.services_by_name["Intake"], intake),
+            (ours.services_by_name["Control"], control),
+            (theirs.services_by_name["Health"], self._health),
+        ):
+            _add_service(self._server, service, servicer, limits.idle_seconds, metrics)
 
     async def start(self, listen: str) -> str:
         """Listens and serves.
@@ -185,6 +191,52 @@ def _probe(host: str, port: int, listen: str) -> None:
         raise ValueError(f"can not listen on {listen}: {error.strerror}") from None
 
 
+def _add_service(
+    server: grpc.aio.Server,
+    service: ServiceDescriptor,
+    servicer: object,
+    idle_seconds: float,
+    metrics: Metrics,
+) -> None:
+    """Adds a service, as the generated code would, but for bytes that are no message, or none.
+
+    gRPC would answer the first with a text of Python's, and the second never. To it all methods are
+    streams here, which makes no difference on the wire: the one request of most is read and checked
+    here, and `Submit` gets None for what is no message.
+    """
+
+    def handler(method: MethodDescriptor) -> Any:
+        kind, reply = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        behaviour = getattr(servicer, method.name)
+
+        def parse(message: bytes) -> Any:
+            try:
+                return kind.FromString(message)
+            except DecodeError:
+                return None
+
+        async def call(_: Any, context: grpc.aio.ServicerContext) -> None:
+            try:
+                async with asyncio.timeout(idle_seconds):
+                    request = await context.read()
+            except TimeoutError:
+                await _abort(context, "no request came for too long", metrics)
+            if request is None or request is grpc.aio.EOF:
+                await _abort(context, _UNREADABLE, metrics)
+            answer = await behaviour(request, context)
+            if answer is not None:
+                await context.write(answer)
+
+        return grpc.stream_stream_rpc_method_handler(
+            behaviour if method.client_streaming else call, parse, reply.SerializeToString
+        )
+
+    handlers = {method.name: handler(method) for method in service.methods}
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service.full_name, handlers),)
+    )
+
+
 class _Gate:
     """Lets a call through only with the credential of its role."""
 
@@ -207,8 +259,7 @@ class _Gate:
                 return Caller(role, "", _ANY_USERS)
             refused = ShufflerRefused(Refusal.UNAUTHENTICATED, "wrong or missing token")
         _log.warning("call without the right credential refused")
-        self._metrics.refusals.labels(refused.reason).inc()
-        await _abort(context, refused)
+        await _abort(context, refused, self._metrics)
         raise refused  # `_abort` does not return
 
 
@@ -220,10 +271,14 @@ class _StreamEnded(Exception):
         self.refused = refused
 
 
-async def _abort(context: grpc.aio.ServicerContext, refused: ShufflerRefused | str) -> None:
+async def _abort(
+    context: grpc.aio.ServicerContext, refused: ShufflerRefused | str, metrics: Metrics
+) -> None:
+    """Ends the call; a refusal is counted."""
     if isinstance(refused, str):
         await context.abort(grpc.StatusCode.ABORTED, refused)
         return
+    metrics.refusals.labels(refused.reason).inc()
     status = _STATUS.get(refused.reason, grpc.StatusCode.FAILED_PRECONDITION)
     await context.abort(status, str(refused))
 
@@ -257,8 +312,8 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             self._streams.total() >= self._limits.streams
             or self._streams[caller.name] >= self._limits.streams_per_sender
         ):
-            self._metrics.refusals.labels(Refusal.BUSY).inc()
-            await _abort(context, ShufflerRefused(Refusal.BUSY, "too many streams at once"))
+            busy = ShufflerRefused(Refusal.BUSY, "too many streams at once")
+            await _abort(context, busy, self._metrics)
         self._streams[caller.name] += 1
         self._metrics.streams.inc()
         try:
@@ -314,7 +369,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         except _StreamEnded as ended:
             # Here, when nothing is being written: an abort beside a write can leave the call open.
             reader.cancel()
-            await _abort(context, ended.refused)
+            await _abort(context, ended.refused, self._metrics)
         finally:
             reader.cancel()
 
@@ -325,6 +380,8 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                 message = await context.read()
         except TimeoutError:
             raise _StreamEnded("no report came for too long") from None
+        if message is None:
+            raise _StreamEnded(_UNREADABLE)
         if message is not grpc.aio.EOF and caller.expired:
             raise _StreamEnded(_NOT_PERMITTED)
         return message
@@ -462,7 +519,7 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
                     break
                 await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed, more=more))
         except ShufflerRefused as refused:  # the run was ended meanwhile, or the disk fails
-            await _abort(context, refused)
+            await _abort(context, refused, self._metrics)
         finally:
             # Whatever has become of this call: what it began is over, and the batch gone.
             await asyncio.shield(asyncio.ensure_future(self._intake.call(finish)))
@@ -479,8 +536,7 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         try:
             return await self._intake.call(function, *arguments)
         except ShufflerRefused as refused:
-            self._metrics.refusals.labels(refused.reason).inc()
-            await _abort(context, refused)
+            await _abort(context, refused, self._metrics)
 
 
 def _about(request: Any) -> dict[str, Any]:

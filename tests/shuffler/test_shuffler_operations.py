@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -321,11 +323,12 @@ def test_a_limited_rate_delays_and_loses_nothing(start: Callable[..., World]):
 
 @pytest.fixture(scope="module")
 def fuzzed():
-    with ShufflerProcess() as process:
+    address = f"127.0.0.1:{free_port()}"
+    with ShufflerProcess(metrics=address) as process:
         world = World(process)
-        digest = world.control.create_run("run", plan(50, 1), 64)
+        world.control.create_run("run", plan(50, 1), 64)
         world.control.open_round("run", 1, "m")
-        yield world, digest
+        yield world, address
         assert process.alive
         world.close()
 
@@ -347,7 +350,8 @@ REQUESTS = st.builds(
 )
 @given(st.lists(REQUESTS, max_size=8), st.booleans())
 def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, requests, right):
-    world, digest = fuzzed
+    world, _ = fuzzed
+    digest = hashlib.sha256(plan(50, 1)).hexdigest()
     for request in requests:
         if right:
             request.plan_digest, request.round, request.run_id = digest, 1, "run"
@@ -377,25 +381,93 @@ def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, 
     assert all(Verdict(verdict) for verdict in verdicts)
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    st.binary(max_size=200),
-    st.sampled_from(
-        ["Intake/Submit", *(f"Control/{name}" for name in ("CreateRun", "OpenRound", "EndRun"))]
+METHODS = {
+    "/shufl.v1.Intake/Submit": shuffler_pb2.SubmitRequest(
+        run_id="run", round=1, model_version="m", sealed=b"x" * 64, user=3, more=True
     ),
+    "/shufl.v1.Control/CreateRun": shuffler_pb2.CreateRunRequest(
+        run_id="run", plan=plan(50, 1), report_bytes=64
+    ),
+    "/shufl.v1.Control/OpenRound": shuffler_pb2.OpenRoundRequest(run_id="run", round=1),
+    "/shufl.v1.Control/CloseRound": shuffler_pb2.CloseRoundRequest(run_id="no", discard=True),
+    "/shufl.v1.Control/Release": shuffler_pb2.ReleaseRequest(run_id="no", round=1),
+    "/shufl.v1.Control/EndRun": shuffler_pb2.EndRunRequest(run_id="no"),
+    "/grpc.health.v1.Health/Check": health_pb2.HealthCheckRequest(service="a"),
+}
+
+
+@st.composite
+def damaged(draw, whole: bytes) -> bytes:
+    """Any bytes, or those of a message cut or with a bit flipped."""
+    kind = draw(st.sampled_from(["any", "cut", "flip"]))
+    if kind == "any":
+        return draw(st.binary(max_size=200))
+    place = draw(st.integers(0, len(whole) - 1))
+    if kind == "cut":
+        return whole[:place]
+    flipped = bytearray(whole)
+    flipped[place] ^= 1 << draw(st.integers(0, 7))
+    return bytes(flipped)
+
+
+def credentials_for(world: World, method: str):
+    return world.process.submit if "Intake" in method else world.process.control
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_any_bytes_are_an_error_or_a_refusal_and_the_shuffler_goes_on(fuzzed, data, method):
-    world, _ = fuzzed
-    node = world.process.submit if method.startswith("Intake") else world.process.control
-    with raw_channel(world, node) as channel:
-        call = channel.stream_stream(f"/shufl.v1.{method}")
+@given(st.data(), st.sampled_from(sorted(METHODS)))
+def test_any_bytes_are_answered_in_our_words_and_the_shuffler_goes_on(fuzzed, data, method):
+    world, metrics = fuzzed
+    request = METHODS[method]
+    messages = data.draw(st.lists(damaged(request.SerializeToString()), max_size=3))
+    readable = [parses(type(request), message) for message in messages]
+    before = scrape(metrics).get(MALFORMED, 0)
+    with raw_channel(world, credentials_for(world, method)) as channel:
         try:
-            replies = list(call(iter([data]), timeout=60))
+            list(channel.stream_stream(method)(iter(messages), timeout=60))
         except grpc.RpcError as error:
-            assert error.code() is not grpc.StatusCode.UNAVAILABLE
-            assert error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+            reason = error.details().partition(":")[0]
+            assert reason in Refusal.__members__ or error.code() is grpc.StatusCode.NOT_FOUND
+            code, malformed = error.code(), reason == Refusal.MALFORMED
         else:
-            assert len(replies) <= 1
-    assert world.process.alive
+            code, malformed = grpc.StatusCode.OK, False
+    assert malformed is (code is grpc.StatusCode.INVALID_ARGUMENT)
+    if method.endswith("Submit"):
+        assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+        assert all(readable) or malformed
+    else:
+        assert (messages and readable[0]) or malformed
+    while scrape(metrics)["shufl_streams"]:  # its end is not yet noticed
+        pass
+    assert scrape(metrics).get(MALFORMED, 0) == before + malformed
+
+
+MALFORMED = 'shufl_refusals_total{reason="MALFORMED"}'
+
+
+def parses(kind: type, message: bytes) -> bool:
+    try:
+        kind.FromString(message)
+    except DecodeError:
+        return False
+    return True
+
+
+def test_a_call_that_is_silent_or_says_nothing_is_ended(start: Callable[..., World]):
+    world = start(limits={"idle_seconds": 0.3})
+    for method in [*METHODS, "/grpc.health.v1.Health/Watch"]:
+        with raw_channel(world, credentials_for(world, method)) as channel:
+            call = channel.stream_stream(method)
+            silent = Silence()
+            with pytest.raises(grpc.RpcError) as ended:
+                list(call(iter(silent), timeout=60))
+            assert ended.value.code() is grpc.StatusCode.ABORTED
+            silent.let_go.set()
+            if method.endswith("Submit"):
+                assert list(call(iter([]), timeout=60)) == []
+                continue
+            with pytest.raises(grpc.RpcError) as ended:
+                list(call(iter([]), timeout=60))
+            assert ended.value.details() == "MALFORMED: not a message of this protocol"
