@@ -112,9 +112,10 @@ class _Client:
                 raise ShufflerRefused(Refusal(reason), sentence) from error
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or (stall and stall.expired):
                 details = f"nothing within {self.timeout:g} s"
-            raise ShufflerUnavailable(
-                f"shuffler at {self.address} does not answer: {details}"
-            ) from error
+            raise self._unavailable(details) from error
+
+    def _unavailable(self, details: str) -> ShufflerUnavailable:
+        return ShufflerUnavailable(f"shuffler at {self.address} does not answer: {details}")
 
 
 class IntakeClient(_Client):
@@ -145,7 +146,8 @@ class IntakeClient(_Client):
 
         Nothing is sent before the result is iterated over. `reports` is then read in the caller's
         thread, as far ahead of the verdicts as the window of unanswered reports allows (256, and
-        32 MiB or one report), so it can be a generator of any length.
+        32 MiB or one report), so it can be a generator of any length. It may also be slow: where
+        the shuffler has ended a silent stream, the next report begins another.
 
         Args:
             header: the round; the same that the reports were sealed with.
@@ -155,53 +157,131 @@ class IntakeClient(_Client):
             One verdict for each report, in order. Only `ACCEPTED` reports are in the batch.
 
         Raises:
-            ShufflerRefused: `NOT_PERMITTED`, or `BUSY` when too many streams are open; no report
-                was taken.
+            ShufflerRefused: `NOT_PERMITTED`, or `BUSY` when too many streams are open. Reports
+                without a verdict were not taken.
             ShufflerUnavailable: if the shuffler is not there or stops answering. The reports
                 without a verdict may or may not be in the batch; submitting them again is harmless.
             ValueError: if a report is longer than any shuffler takes.
         """
-        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        stub = _stubs.IntakeStub(self._connected())
-        waiting: deque[int] = deque()  # lengths of the reports without a verdict
-        verdicts: deque[int] = deque()  # received and not yet passed on
-        unanswered = 0  # their sum
-        with self._errors():
-            call = stub.Submit(iter(requests.get, None))
-        stall = _Stall(call, self.timeout)
+        stream = _Reports(self, header)
         try:
             for user, sealed in reports:
                 if len(sealed) > MAX_REPORT_BYTES:
                     raise ValueError(
                         f"a sealed report has at most {MAX_REPORT_BYTES} bytes, got {len(sealed)}"
                     )
-                while waiting and (
-                    len(waiting) >= _WINDOW_REPORTS or unanswered + len(sealed) > _WINDOW_BYTES
-                ):
-                    yield self._verdict(stall, verdicts)
-                    unanswered -= waiting.popleft()
-                for request in _requests(header, user, sealed):
-                    requests.put(request)
-                waiting.append(len(sealed))
-                unanswered += len(sealed)
-            requests.put(None)
-            for _ in waiting:
-                yield self._verdict(stall, verdicts)
+                while stream.must_wait(len(sealed)):
+                    yield stream.verdict()
+                stream.send(user, sealed)
+            stream.end()
+            while stream.waiting:
+                yield stream.verdict()
         finally:
-            requests.put(None)
-            stall.stop()
-            call.cancel()
+            stream.close()
 
-    def _verdict(self, stall: _Stall, verdicts: deque[int]) -> Verdict:
-        while not verdicts:
-            with self._errors(stall):
-                reply = stall.next()
-            if reply is None:
-                raise ShufflerUnavailable(
-                    f"shuffler at {self.address} does not answer: it ended the stream early"
-                )
-            verdicts.extend(reply.verdicts)
-        return Verdict(verdicts.popleft())
+
+class _Reports:
+    """The reports of one `submit`, over one call, or several where the shuffler ends a silent one.
+
+    Before the shuffler ends a call with `IDLE` it answers every report that it has read. So those
+    without a verdict are not in the batch, and are sent again over the next call.
+
+    Attributes:
+        waiting: user and report, of those without a verdict.
+    """
+
+    def __init__(self, client: IntakeClient, header: RoundHeader) -> None:
+        self.waiting: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0  # of them
+        self._client = client
+        self._header = header
+        self._call: Any = None
+        self._verdicts: deque[int] = deque()  # received and not yet passed on
+        self._progress = False  # whether this call has brought a verdict
+        self._all_sent = False
+
+    def must_wait(self, length: int) -> bool:
+        """Whether the next verdict comes before a report of this length may be sent."""
+        full = len(self.waiting) >= _WINDOW_REPORTS or self._bytes + length > _WINDOW_BYTES
+        return bool(self.waiting) and (full or self._call.done())
+
+    def send(self, user: int, sealed: bytes) -> None:
+        if self._call is None:
+            self._open()
+        elif self._call.done():
+            self._replace(self._replies.get())  # none waits for a verdict, so this is the end
+        self.waiting.append((user, sealed))
+        self._bytes += len(sealed)
+        self._put(user, sealed)
+
+    def end(self) -> None:
+        """There are no more reports."""
+        self._all_sent = True
+        if self._call is not None:
+            self._requests.put(None)
+
+    def verdict(self) -> Verdict:
+        """The next; waits for it."""
+        while not self._verdicts:
+            try:
+                reply = self._replies.get(timeout=self._client.timeout)
+            except queue.Empty:
+                raise self._client._unavailable(
+                    f"nothing within {self._client.timeout:g} s"
+                ) from None
+            if isinstance(reply, shuffler_pb2.SubmitReply):
+                self._verdicts.extend(reply.verdicts)
+                self._progress = True
+            else:
+                self._replace(reply)
+        self._bytes -= len(self.waiting.popleft()[1])
+        return Verdict(self._verdicts.popleft())
+
+    def close(self) -> None:
+        if self._call is not None:
+            self._requests.put(None)
+            self._call.cancel()
+
+    def _open(self) -> None:
+        """Begins a call, with the reports that wait."""
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._progress = False
+        stub = _stubs.IntakeStub(self._client._connected())
+        with self._client._errors():
+            self._call = stub.Submit(iter(self._requests.get, None))
+        threading.Thread(target=_read, args=(self._call, self._replies), daemon=True).start()
+        for user, sealed in self.waiting:
+            self._put(user, sealed)
+        if self._all_sent:
+            self._requests.put(None)
+
+    def _replace(self, end: grpc.RpcError | None) -> None:
+        """Begins another call if this one was ended for silence; raises for any other end."""
+        try:
+            with self._client._errors():
+                if end is None:
+                    raise self._client._unavailable("it ended the stream early")
+                raise end
+        except ShufflerRefused as refused:
+            if refused.reason is not Refusal.IDLE or not self._progress:
+                raise
+        self._requests.put(None)
+        self._open()
+
+    def _put(self, user: int, sealed: bytes) -> None:
+        for request in _requests(self._header, user, sealed):
+            self._requests.put(request)
+
+
+def _read(call: Any, replies: queue.SimpleQueue[Any]) -> None:
+    """Takes replies as they come, and the end, so that the call is known to be over when it is."""
+    try:
+        for reply in call:
+            replies.put(reply)
+        replies.put(None)
+    except grpc.RpcError as error:
+        replies.put(error)
 
 
 class ControlClient(_Client):

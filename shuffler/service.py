@@ -49,6 +49,7 @@ _WRITE_BYTES = 2**19  # of a report in pieces, at once
 _STOP_SECONDS = 2.0
 _POLL_SECONDS = 0.05  # how soon the end of the last release is seen
 _NOT_PERMITTED = ShufflerRefused(Refusal.NOT_PERMITTED, "not with this certificate")
+_IDLE = ShufflerRefused(Refusal.IDLE, "nothing came for too long")
 _ENDLESS = ShufflerRefused(Refusal.MALFORMED, "a report that does not end")
 _UNREADABLE = ShufflerRefused(Refusal.MALFORMED, "not a message of this protocol")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
@@ -57,6 +58,7 @@ _STATUS = {
     Refusal.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     Refusal.NOT_PERMITTED: grpc.StatusCode.PERMISSION_DENIED,
     Refusal.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.IDLE: grpc.StatusCode.ABORTED,
     Refusal.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
     Refusal.UNKNOWN_RUN: grpc.StatusCode.NOT_FOUND,
     Refusal.UNKNOWN_ROUND: grpc.StatusCode.NOT_FOUND,
@@ -220,7 +222,7 @@ def _add_service(
                 async with asyncio.timeout(idle_seconds):
                     request = await context.read()
             except TimeoutError:
-                await _abort(context, "no request came for too long", metrics)
+                await _abort(context, _IDLE, metrics)
             if request is None or request is grpc.aio.EOF:
                 await _abort(context, _UNREADABLE, metrics)
             answer = await behaviour(request, context)
@@ -379,7 +381,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             async with asyncio.timeout(self._limits.idle_seconds):
                 message = await context.read()
         except TimeoutError:
-            raise _StreamEnded("no report came for too long") from None
+            raise _StreamEnded(_IDLE) from None
         if message is None:
             raise _StreamEnded(_UNREADABLE)
         if message is not grpc.aio.EOF and caller.expired:
