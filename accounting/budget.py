@@ -66,12 +66,15 @@ class PrivacyBudget:
         """Tells whether one more `event` would take ε above the budget; composes nothing."""
         return not self.epsilon_after(event) <= self.target_epsilon
 
-    def spend(self, event: Any, round: int | None = None) -> None:
+    def spend(
+        self, event: Any, round: int | None = None, note: dict[str, Any] | None = None
+    ) -> None:
         """Records one round on disk, then composes it.
 
         Args:
             event: What the round will release.
             round: Its number; the one after the ledger's last if None.
+            note: Plain JSON values kept beside it in the ledger; no accountant uses them.
 
         Raises:
             BudgetExceeded: It would exceed the budget. Nothing was recorded.
@@ -84,7 +87,8 @@ class PrivacyBudget:
                 f"the budget is {self.target_epsilon:g}"
             )
         if self.ledger is not None:
-            self.ledger.append_round(self.ledger.last_round + 1 if round is None else round, event)
+            number = self.ledger.last_round + 1 if round is None else round
+            self.ledger.append_round(number, event, note)
         self.accountant.compose(event)
 
 

@@ -5,7 +5,7 @@
 
 from server.aggregate import Aggregate, aggregate_reports, expected_updates
 from server.app import make_server_app
-from server.checkpoint import load_checkpoint, save_checkpoint
+from server.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from server.evaluate import Evaluation, evaluate
 from server.rounds import RoundFailed, RoundLoop
 from server.settings import Optimiser, RoundRecord, RunResult, ServerSettings, TrainingSettings
@@ -13,6 +13,8 @@ from server.training import PlayedRound, Training
 
 __all__ = [
     "Aggregate",
+    "Checkpoint",
+    "CheckpointError",
     "Evaluation",
     "Optimiser",
     "PlayedRound",
@@ -28,5 +30,4 @@ __all__ = [
     "expected_updates",
     "load_checkpoint",
     "make_server_app",
-    "save_checkpoint",
 ]

@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 
-def save_checkpoint(
-    path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, round: int, run_id: str
-) -> None:
-    """Saves what training needs to go on after `round`."""
-    content = {
-        "run_id": run_id,
-        "round": round,
-        "model": model.state_dict(),
-        "optimiser": optimiser.state_dict(),
-    }
-    save_atomically(path, content)
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing or damaged, or does not belong to this run."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What training needs to go on after `round`.
+
+    Attributes:
+        run_id: the run it belongs to, as in that run's ledger.
+        origin: what else decides a run's numbers, as text by name: configuration, versions.
+        round: the last round that the model knows of, 0 before the first.
+        model, optimiser: their state dicts.
+    """
+
+    run_id: str
+    origin: dict[str, str]
+    round: int
+    model: dict[str, Any]
+    optimiser: dict[str, Any]
+
+    def save(self, path: Path) -> None:
+        """Writes it to `path`, atomically.
+
+        Raises:
+            OSError: for example a full disk; what was at `path` is still there.
+        """
+        save_atomically(path, vars(self))
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Reads a checkpoint; takes tensors and plain values only.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    if not path.exists():
+        raise CheckpointError(f"checkpoint {path} is missing")
+    try:
+        checkpoint = Checkpoint(**torch.load(path, weights_only=True))
+    except Exception as error:  # whatever unpickling makes of damaged bytes
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read: {type(error).__name__}"
+        ) from error
+    return checkpoint
 
 
 def save_atomically(path: Path, content: Any) -> None:
@@ -35,8 +69,3 @@ def save_atomically(path: Path, content: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """`run_id`, `round`, `model` and `optimiser` state; loads tensors and plain values only."""
-    return torch.load(path, weights_only=True)

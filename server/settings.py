@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from accounting import PrivacyPlan
+from accounting import Ledger, PrivacyPlan
+from server.checkpoint import Checkpoint
 from shuffler import Credentials, Sealing
 
 RoundOutcome = Literal["released", "below-minimum", "discarded"]
@@ -43,23 +44,35 @@ class TrainingSettings:
     """What training needs, whichever engine plays the rounds.
 
     Attributes:
-        run_id: the run's name in its ledger and checkpoints.
         plan: the privacy plan.
+        ledger: open, of this plan; its run id is that of the run.
         make_model: builds the initial model.
         load_test: gives public test data, features (r, ...) and int64 labels of shape (r,).
         optimiser: the server's step.
-        folder: an existing folder for the ledger, checkpoints and the final model.
+        folder: an existing folder for checkpoints and the final model.
         evaluate_every, checkpoint_every: in rounds; the end of the run always does both.
+        origin: as in `Checkpoint`.
+        reproducible: whether a round played again from the same model makes the same release:
+            coins and noise are functions of a seed, and sums of their terms.
+        checkpoint: where an interrupted run goes on, None for a new one.
     """
 
-    run_id: str
     plan: PrivacyPlan
+    ledger: Ledger
     make_model: Callable[[], nn.Module]
     load_test: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     optimiser: Optimiser
     folder: Path
     evaluate_every: int
     checkpoint_every: int
+    origin: dict[str, str]
+    reproducible: bool
+    checkpoint: Checkpoint | None
+
+    @property
+    def run_id(self) -> str:
+        """The run's name in its ledger, checkpoints and messages."""
+        return self.ledger.run_id
 
 
 @dataclass(frozen=True)

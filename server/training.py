@@ -1,4 +1,11 @@
-"""Training under a budget: guard, ledger, a round by some engine, step, evaluate, checkpoint."""
+"""Training under a budget: guard, ledger, a round by some engine, step, evaluate, checkpoint.
+
+An interrupted run goes on from its checkpoint. Rounds in the ledger after it are spent, and their
+outputs may be known. Such a round is played again, at no further cost, only where that makes the
+release it made before: coins and noise are functions of the seed, and the model is the one it was
+played with, by the digest in its ledger line. Whoever has the first release learns nothing from
+the second. Any other such round is lost: spent, without a result.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from accounting import Ledger, PrivacyBudget
+from accounting import PrivacyBudget
 from server.aggregate import Aggregate
-from server.checkpoint import save_atomically, save_checkpoint
+from server.checkpoint import Checkpoint, save_atomically
 from server.evaluate import Evaluation, evaluate
 from server.settings import RoundOutcome, RoundRecord, RunResult, StoppedBy, TrainingSettings
+from shuffler import model_version
+
+_MODEL = "model_version"  # of the model a round was played with, in its ledger line
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,16 @@ class Training:
         self._test = settings.load_test()
         plan = settings.plan
         self._budget = PrivacyBudget(
-            plan.make_accountant(),
-            plan.target_epsilon,
-            plan.delta,
-            Ledger.create(settings.folder / "ledger.jsonl", plan, settings.run_id),
+            plan.make_accountant(), plan.target_epsilon, plan.delta, settings.ledger
         )
+        self._spent_before = {entry.round: entry.note for entry in settings.ledger.entries}
+        self._first = 1
+        if settings.checkpoint is None:
+            self._save(0)
+        else:
+            self.model.load_state_dict(settings.checkpoint.model)
+            self._optimiser.load_state_dict(settings.checkpoint.optimiser)
+            self._first = settings.checkpoint.round + 1
 
     def run(
         self,
@@ -63,25 +78,39 @@ class Training:
             observe: called after every round.
             stop: asked before every round.
         """
-        round = 0
         stopped_by: StoppedBy = "rounds"
-        while round < self.settings.plan.rounds:
+        done = self._first - 1
+        while done < self.settings.plan.rounds:
             if stop():
                 stopped_by = "interrupt"
                 break
-            if self._budget.would_exceed(self._event):
+            spent = done < self.settings.ledger.last_round
+            if not spent and self._budget.would_exceed(self._event):
                 stopped_by = "budget"
                 break
-            round += 1
-            observe(self._round(round, play))
+            done += 1
+            if not spent or self._would_release_the_same(done):
+                observe(self._round(done, play, spent))
         final = self._evaluate()
-        self._save(round)
+        self._save(done)
         save_atomically(self.settings.folder / "model.pt", self.model.state_dict())
-        return RunResult(round, stopped_by, self._budget.epsilon, final.accuracy, final.loss)
+        rounds = self.settings.ledger.last_round
+        return RunResult(rounds, stopped_by, self._budget.epsilon, final.accuracy, final.loss)
 
-    def _round(self, round: int, play: Callable[[int, nn.Module], PlayedRound]) -> RoundRecord:
+    def _would_release_the_same(self, round: int) -> bool:
+        """Whether a spent round, played again now, gives what it gave."""
+        before = self._spent_before.get(round, {}).get(_MODEL)
+        return self.settings.reproducible and before == self._model_version()
+
+    def _model_version(self) -> str:
+        return model_version(value.numpy().tobytes() for value in self.model.state_dict().values())
+
+    def _round(
+        self, round: int, play: Callable[[int, nn.Module], PlayedRound], spent: bool
+    ) -> RoundRecord:
         started = time.monotonic()
-        self._budget.spend(self._event, round)  # on disk before anybody works on it
+        if not spent:  # on disk before anybody works on it
+            self._budget.spend(self._event, round, {_MODEL: self._model_version()})
         played = play(round, self.model)
         aggregate = played.aggregate
         if aggregate is not None:
@@ -116,10 +145,11 @@ class Training:
         return evaluate(self.model, *self._test)
 
     def _save(self, round: int) -> None:
-        save_checkpoint(
-            self.settings.folder / "checkpoint.pt",
-            self.model,
-            self._optimiser,
+        settings = self.settings
+        Checkpoint(
+            settings.run_id,
+            settings.origin,
             round,
-            self.settings.run_id,
-        )
+            self.model.state_dict(),
+            self._optimiser.state_dict(),
+        ).save(settings.folder / "checkpoint.pt")

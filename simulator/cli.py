@@ -31,8 +31,9 @@ def _root() -> None:
 @app.command("run")
 def run_command(
     config: Annotated[
-        str, typer.Argument(help="A TOML file, or the name of one that ships (quickstart, mnist).")
-    ],
+        str | None,
+        typer.Argument(help="A TOML file, or the name of one that ships (quickstart, mnist)."),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="Override a setting: section.key=value. Repeatable."),
@@ -41,7 +42,16 @@ def run_command(
         str | None,
         typer.Option(help="flower, or vectorised: no messages. Same as --set simulation.engine=…."),
     ] = None,
-    runs: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
+    runs: Annotated[
+        Path | None, typer.Option(help="Where the run folder is made; runs if left out.")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_FOLDER",
+            help="Continue the interrupted run in this folder, with its own configuration. Alone.",
+        ),
+    ] = None,
 ) -> None:
     """Run an experiment until its privacy budget ends.
 
@@ -49,13 +59,17 @@ def run_command(
 
     CONFIG is a TOML file, or the name of one that ships with shufl: quickstart, mnist.
     """
+    if (config is None) == (resume is None):
+        _fail(ValueError("give either a CONFIG to run or --resume RUN_FOLDER"), 2)
+    if resume is not None and (set_ or engine or runs):
+        _fail(ValueError("--resume goes alone: no --set, --engine or --runs"), 2)
     # For models named module:callable. Our own folder first: in an editable install it is not on
     # the path, and a folder of the user's named `server` would hide ours.
     sys.path += [str(Path(__file__).resolve().parents[1]), str(Path.cwd())]
     from rich.console import Console
 
     from accounting import LedgerError, OrderRangeWarning
-    from server import RoundFailed
+    from server import CheckpointError, RoundFailed
     from shuffler import ShufflerError
     from simulator.config import ConfigError, load
     from simulator.datasets import DatasetError
@@ -64,14 +78,25 @@ def run_command(
     # The closing table carries these; here they would cut through the progress bar.
     warnings.simplefilter("ignore", OrderRangeWarning)
     try:
-        chosen = [f"simulation.engine={engine}"] if engine else []
-        loaded = load(config, [*(set_ or []), *chosen])
-        from simulator.run import run
+        if config is not None:
+            chosen = [f"simulation.engine={engine}"] if engine else []
+            loaded = load(config, [*(set_ or []), *chosen])
+        from simulator.run import resume_run, run
 
-        result = run(loaded, runs, Console())
+        if resume is None:
+            result = run(loaded, runs or Path("runs"), Console())
+        else:
+            result = resume_run(resume, Console())
     except (ConfigError, DatasetError) as error:
         _fail(error, 2)
-    except (RoundFailed, ShufflerError, LedgerError, EngineFailed, OSError) as error:
+    except (
+        CheckpointError,
+        EngineFailed,
+        LedgerError,
+        OSError,
+        RoundFailed,
+        ShufflerError,
+    ) as error:
         _fail(error, 1)
     if result.stopped_by == "interrupt":
         raise typer.Exit(_INTERRUPTED)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from server.settings import RoundRecord
 
 
 class RoundProgress:
-    """Shows round, reports, accuracy and epsilon so far against the budget."""
+    """Shows round, reports, accuracy, epsilon so far against the budget, speed and time left."""
 
     def __init__(self, console: Console, rounds: int, target_epsilon: float, starting: str):
         self._console = console
         self._rounds = rounds
+        self._played = 0
         self._target = target_epsilon
         self._accuracy: float | None = None
         self._started: float | None = None
@@ -24,7 +26,6 @@ class RoundProgress:
             TextColumn("round {task.completed:>4.0f}/{task.total:.0f}"),
             BarColumn(bar_width=24),
             TextColumn("{task.description}"),
-            TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
         )
@@ -46,12 +47,15 @@ class RoundProgress:
         accuracy = "" if self._accuracy is None else f"  accuracy {self._accuracy:.1%}"
         reports = f"{record.reports} reports" if record.outcome == "released" else record.outcome
         status = f"{reports}{accuracy}  ε {record.epsilon:.3f} of {self._target:g}"
-        status += f"  {record.round / (time.monotonic() - self._started):.3g} rounds/s"
+        self._played += 1
+        speed = self._played / (time.monotonic() - self._started)
+        left = datetime.timedelta(seconds=round((self._rounds - record.round) / speed))
+        status += f"  {speed:.3g} rounds/s, {left} left"
         if record.rejected:
             status += f"  {record.rejected} rejected"
         if record.silent_nodes:
             status += f"  {record.silent_nodes} nodes missing, see server.log"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=record.round, description=status)
-        elif record.round % self._every == 0 or record.round in (1, self._rounds):
+        elif self._played == 1 or record.round % self._every == 0 or record.round == self._rounds:
             self._console.print(f"round {record.round}/{self._rounds}  {status}", soft_wrap=True)

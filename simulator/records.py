@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,44 +23,59 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 class RunRecorder:
     """Writes each round as it ends, with epsilon under every accountant; keeps the rows.
 
-    An accountant that does not price the plan's mechanism has null.
+    An accountant that does not price the plan's mechanism has null. In the folder of an interrupted
+    run the rows go on where they ended: a row cut short is dropped, a round that has its row is not
+    written again, and TensorBoard's events, which may lag behind, are made anew from the rows.
     """
 
     def __init__(self, folder: Path, plan: PrivacyPlan):
         self.rows: list[dict[str, Any]] = []
         self._plan = plan
+        self._composed = 0
         self._accountants = {
             name: plan.make_accountant(name) for name in accountants_for(plan.mechanism)
         }
-        self._file = (folder / "metrics.jsonl").open("x", encoding="utf-8")
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            written = path.read_bytes()
+            with path.open("r+b") as file:
+                file.truncate(written.rfind(b"\n") + 1)
+            self.rows = read_rows(path)
+        self._file = path.open("a", encoding="utf-8")
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        for row in self.rows:
+            self._to_tensorboard(row)
 
     def __call__(self, record: RoundRecord) -> None:
-        """Records one round."""
+        """Records one round, unless it has its row already."""
+        if self.rows and record.round <= self.rows[-1]["round"]:
+            return
         epsilons: dict[str, float | None] = dict.fromkeys(ACCOUNTANTS)
         for name, accountant in self._accountants.items():
-            accountant.compose(self._plan.event())
+            accountant.compose(self._plan.event(), record.round - self._composed)
             epsilons[name] = accountant.get_epsilon(self._plan.delta)
+        self._composed = record.round
         row = {**asdict(record), "epsilons": epsilons}
         self.rows.append(row)
         self._file.write(to_json(row) + "\n")
         self._file.flush()
-        self._to_tensorboard(record, epsilons)
+        self._to_tensorboard(row)
 
     def close(self) -> None:
         """Closes both outputs."""
         self._file.close()
         self._tensorboard.close()
 
-    def _to_tensorboard(self, record: RoundRecord, epsilons: dict[str, float | None]) -> None:
+    def _to_tensorboard(self, row: dict[str, Any]) -> None:
         scalars: dict[str, float | None] = {
-            "reports": record.reports,
-            "rejected": record.rejected,
-            "silent_nodes": record.silent_nodes,
-            "test/accuracy": record.accuracy,
-            "test/loss": record.loss,
-            **{f"epsilon/{name}": value for name, value in epsilons.items()},
+            "reports": row["reports"],
+            "rejected": row["rejected"],
+            "silent_nodes": row["silent_nodes"],
+            "test/accuracy": row["accuracy"],
+            "test/loss": row["loss"],
+            **{f"epsilon/{name}": value for name, value in row["epsilons"].items()},
         }
         for name, value in scalars.items():
             if value is not None:
-                self._tensorboard.add_scalar(name, value, record.round)
+                self._tensorboard.add_scalar(name, value, row["round"])

@@ -1,7 +1,9 @@
-"""One run from configuration to report: either engine, progress, run folder."""
+"""One run from configuration to report, new or resumed: either engine, progress, run folder."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import itertools
 import os
 import secrets
@@ -16,15 +18,18 @@ from rich.console import Console
 from accounting import Ledger, LedgerError
 from clients import ClientSettings, make_client_app
 from server import (
+    Checkpoint,
+    CheckpointError,
     RoundRecord,
     RunResult,
     ServerSettings,
     Training,
     TrainingSettings,
+    load_checkpoint,
     make_server_app,
 )
 from shuffler import ShufflerProcess
-from simulator.config import Config, dumps
+from simulator.config import Config, ConfigError, dumps, load
 from simulator.engine import interrupts, logs_to, run_on_flower
 from simulator.experiment import Experiment, prepare
 from simulator.plain_json import to_json
@@ -53,14 +58,123 @@ def run(config: Config, runs: Path, console: Console) -> RunResult:
         ConfigError, DatasetError: before any work.
         ShufflerError, RoundFailed, TimeoutError: the run ended early; its folder stays.
     """
+    experiment = _prepare(config)
+    folder = _make_folder(runs, experiment)
+    _describe(console, experiment, folder)
+    run_id = secrets.token_hex(8)
+    with Ledger.create(folder / "ledger.jsonl", experiment.plan, run_id) as ledger:
+        return _run_in(folder, experiment, ledger, None, console)
+
+
+def resume_run(folder: Path, console: Console) -> RunResult:
+    """Continues an interrupted run in its folder, with its configuration, to its end.
+
+    It goes on from the checkpoint. `server.training` says what becomes of the rounds that were
+    spent after it; the ledger keeps them all.
+
+    Args:
+        folder: the run folder.
+        console: where progress and tables go.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        ConfigError, DatasetError: the folder's config.toml cannot be run.
+        LedgerError: no ledger, a damaged one, that of another plan, or one in use.
+        CheckpointError: no checkpoint although rounds are spent, or one that is damaged, of another
+            run, or made by another configuration or other versions.
+        ShufflerError, RoundFailed, TimeoutError: as for `run`.
+    """
+    folder = folder.absolute()
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"a run folder has a config.toml, {folder} has none")
+    experiment = _prepare(load(str(folder / "config.toml")))
+    with Ledger.open(folder / "ledger.jsonl", experiment.plan) as ledger:
+        checkpoint = _checkpoint_of(folder, experiment, ledger)
+        _describe(console, experiment, folder)
+        done, spent = checkpoint.round if checkpoint else 0, ledger.last_round
+        what = f"resumed after round {done}"
+        if spent > done:
+            fate = "lost" if experiment.seed is None else "played again at no further cost"
+            what += f"; rounds {done + 1} to {spent} are spent and {fate}"
+        console.print(f"[bold]{'resume':8}[/bold] {what}", highlight=False, soft_wrap=True)
+        return _run_in(folder, experiment, ledger, checkpoint, console)
+
+
+def _checkpoint_of(folder: Path, experiment: Experiment, ledger: Ledger) -> Checkpoint | None:
+    """Where the run in `folder` goes on; None if it was interrupted before its first round.
+
+    Raises:
+        CheckpointError: see `resume_run`.
+    """
+    path = folder / "checkpoint.pt"
+    if not ledger.entries and not path.exists():
+        return None
+    checkpoint = load_checkpoint(path)
+    if checkpoint.run_id != ledger.run_id:
+        raise CheckpointError(
+            f"checkpoint {path} is of run {checkpoint.run_id}, the ledger of run {ledger.run_id}"
+        )
+    if checkpoint.round > ledger.last_round:
+        raise CheckpointError(
+            f"checkpoint {path} is of round {checkpoint.round}, but the ledger ends at round "
+            f"{ledger.last_round}: it lacks rounds that were spent"
+        )
+    for name, here in _origin(experiment).items():
+        if (before := checkpoint.origin.get(name)) != here:
+            raise CheckpointError(
+                f"checkpoint {path} was made with {name} {before}, it cannot go on with {here}"
+            )
+    try:
+        experiment.make_model().load_state_dict(checkpoint.model)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"checkpoint {path} does not fit model {experiment.config.model.name}: its code has "
+            "changed since the run began"
+        ) from error
+    return checkpoint
+
+
+def _origin(experiment: Experiment) -> dict[str, str]:
+    """What decides a run's numbers beside its plan and data."""
+    configuration = hashlib.sha256(dumps(experiment.config).encode()).hexdigest()[:12]
+    versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
+    return {"config.toml": configuration, **versions}
+
+
+def _prepare(config: Config) -> Experiment:
     experiment = prepare(config)
     if config.simulation.engine == "vectorised":
         check_model(experiment)
-    folder = _make_folder(runs, experiment)
-    _describe(console, experiment, folder)
+    return experiment
+
+
+def _run_in(
+    folder: Path,
+    experiment: Experiment,
+    ledger: Ledger,
+    checkpoint: Checkpoint | None,
+    console: Console,
+) -> RunResult:
+    """Trains and reports, in a folder whose ledger is held."""
+    config = experiment.config
+    settings = TrainingSettings(
+        plan=experiment.plan,
+        ledger=ledger,
+        make_model=experiment.make_model,
+        load_test=experiment.load_test,
+        optimiser=experiment.optimiser,
+        folder=folder,
+        evaluate_every=config.training.evaluate_every,
+        checkpoint_every=config.training.checkpoint_every,
+        origin=_origin(experiment),
+        reproducible=experiment.seed is not None,
+        checkpoint=checkpoint,
+    )
     recorder = RunRecorder(folder, experiment.plan)
     try:
-        result = _execute(experiment, folder, recorder, console)
+        result = _execute(experiment, settings, recorder, console)
     except BaseException:
         _tell_what_was_spent(console, folder)
         raise
@@ -91,26 +205,16 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
 
 
 def _execute(
-    experiment: Experiment, folder: Path, recorder: RunRecorder, console: Console
+    experiment: Experiment, settings: TrainingSettings, recorder: RunRecorder, console: Console
 ) -> RunResult:
     """Plays the rounds on the engine of the configuration, under interrupts and progress."""
-    config, plan = experiment.config, experiment.plan
-    settings = TrainingSettings(
-        run_id=secrets.token_hex(8),
-        plan=plan,
-        make_model=experiment.make_model,
-        load_test=experiment.load_test,
-        optimiser=experiment.optimiser,
-        folder=folder,
-        evaluate_every=config.training.evaluate_every,
-        checkpoint_every=config.training.checkpoint_every,
-    )
-    vectorised = config.simulation.engine == "vectorised"
+    vectorised = experiment.config.simulation.engine == "vectorised"
     starting = "loading users' records" if vectorised else "starting Flower and Ray"
+    target = experiment.plan.target_epsilon
     stop = threading.Event()
     with (
         interrupts(stop),
-        RoundProgress(console, experiment.halting_round, plan.target_epsilon, starting) as progress,
+        RoundProgress(console, experiment.halting_round, target, starting) as progress,
     ):
 
         def observe(record: RoundRecord) -> None:

@@ -49,11 +49,15 @@ def epsilon_after(rounds):
     return accountant.get_epsilon(1 / USERS)
 
 
+def budget_of(rounds):
+    """A target epsilon that admits exactly `rounds` rounds."""
+    return (epsilon_after(rounds) + epsilon_after(rounds + 1)) / 2
+
+
 def tiny_config(folder, rounds):
     """The tiny configuration with a budget that admits exactly `rounds` rounds."""
-    target = (epsilon_after(rounds) + epsilon_after(rounds + 1)) / 2
     path = Path(folder) / "tiny.toml"
-    path.write_text(CONFIG.replace("TARGET", repr(target)))
+    path.write_text(CONFIG.replace("TARGET", repr(budget_of(rounds))))
     return path
 
 

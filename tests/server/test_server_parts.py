@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from server import Optimiser, evaluate, load_checkpoint, save_checkpoint
+from server import Checkpoint, Optimiser, evaluate, load_checkpoint
 
 
 def test_evaluation_counts_every_record_across_batches():
@@ -31,14 +31,15 @@ def test_a_checkpoint_brings_model_and_optimiser_back(tmp_path, optimiser):
     model = nn.Linear(3, 2)
     stepper = optimiser.build(model)
     steps(model, stepper, 2)
-    save_checkpoint(tmp_path / "checkpoint.pt", model, stepper, 2, "run")
+    path = tmp_path / "checkpoint.pt"
+    Checkpoint("run", {"torch": "2"}, 2, model.state_dict(), stepper.state_dict()).save(path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
-    state = load_checkpoint(tmp_path / "checkpoint.pt")
-    assert (state["round"], state["run_id"]) == (2, "run")
+    state = load_checkpoint(path)
+    assert (state.round, state.run_id, state.origin) == (2, "run", {"torch": "2"})
     again = nn.Linear(3, 2)
-    again.load_state_dict(state["model"])
+    again.load_state_dict(state.model)
     stepper_again = optimiser.build(again)
-    stepper_again.load_state_dict(state["optimiser"])
+    stepper_again.load_state_dict(state.optimiser)
     steps(model, stepper, 3)
     steps(again, stepper_again, 3)
     assert torch.equal(model.weight, again.weight)

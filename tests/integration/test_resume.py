@@ -1,0 +1,215 @@
+"""`shufl run --resume`: real runs, really killed, end as if nothing had happened."""
+
+import random
+import shutil
+import subprocess
+
+import pytest
+import torch
+from conftest import json_lines, only_folder, shufl, shufl_command, tiny_config, wait_until
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from accounting import Ledger, LedgerError
+from server import CheckpointError
+from simulator.config import ConfigError, load
+from simulator.run import resume_run, run
+
+ROUNDS = 90
+SETTINGS = [
+    "simulation.engine=vectorised", "privacy.target_epsilon=1e9", f"privacy.rounds={ROUNDS}",
+    "training.checkpoint_every=7", "training.evaluate_every=3",
+    "training.optimiser=adam", "training.learning_rate=0.01", "training.momentum=0.0",
+    "training.algorithm=fedavg", "training.local_epochs=2",
+]  # fmt: skip
+
+
+def in_process(tmp_path, *overrides):
+    """A whole run in this process; its folder."""
+    runs = tmp_path / "whole"
+    runs.mkdir()
+    config = load(str(tiny_config(tmp_path, 3)), [*SETTINGS, *overrides])
+    run(config, runs, Console(quiet=True))
+    return only_folder(runs)
+
+
+def rows(folder):
+    return json_lines(folder / "metrics.jsonl")
+
+
+def killed_at_random(tmp_path, *overrides):
+    """The folder of a run in a process of its own, killed with SIGKILL amid its rounds."""
+    rounds, runs = random.randint(1, 60), tmp_path / "killed"
+    sets = [part for setting in [*SETTINGS, *overrides] for part in ("--set", setting)]
+    process = subprocess.Popen(
+        shufl_command("run", tiny_config(tmp_path, 3), "--runs", runs, *sets),
+        stdout=subprocess.DEVNULL,
+    )
+
+    def enough():
+        assert process.poll() is None, "the run ended before it was killed"
+        metrics = list(runs.glob("*/metrics.jsonl"))
+        return metrics and metrics[0].read_bytes().count(b"\n") >= rounds
+
+    try:
+        wait_until(enough, 120, f"{rounds} rounds")
+    finally:
+        process.kill()
+        process.wait()
+    return only_folder(runs)
+
+
+def tensorboard_steps(folder):
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    return [event.step for event in events.Reload().Scalars("reports")]
+
+
+def test_a_killed_run_ends_with_the_model_of_one_never_killed(tmp_path):
+    whole, folder = in_process(tmp_path), killed_at_random(tmp_path)
+    resume_run(folder, Console(quiet=True))
+    models = [torch.load(path / "model.pt", weights_only=True) for path in (whole, folder)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    ledgers = [Ledger.read(path / "ledger.jsonl") for path in (whole, folder)]
+    assert [e.round for e in ledgers[1].entries] == [e.round for e in ledgers[0].entries]
+    assert ledgers[1].events() == ledgers[0].events()
+    for ours, theirs in zip(rows(folder), rows(whole), strict=True):
+        for row in (ours, theirs):
+            del row["seconds"]
+        assert ours.pop("epsilon") == pytest.approx(theirs.pop("epsilon"), rel=1e-12)
+        assert ours.pop("epsilons").keys() == theirs.pop("epsilons").keys()
+        assert ours == theirs
+    assert tensorboard_steps(folder) == list(range(1, ROUNDS + 1))
+
+
+def test_with_the_systems_entropy_every_draw_is_spent_once(tmp_path):
+    folder = killed_at_random(tmp_path, "seed=system")
+    before = rows(folder)
+    spent = Ledger.read(folder / "ledger.jsonl").entries[-1].round
+    result = shufl("run", "--resume", folder)
+    assert result.returncode == 0, result.stderr
+    assert "resumed after round" in result.stdout
+    assert rows(folder)[: len(before)] == before
+    assert rows(folder)[len(before)]["round"] == spent + 1
+    entries = Ledger.read(folder / "ledger.jsonl").entries
+    assert [entry.round for entry in entries] == list(range(1, ROUNDS + 1))
+
+
+def test_a_finished_run_resumed_stays_as_it_is(tmp_path):
+    folder = in_process(tmp_path, "privacy.rounds=5")
+    kept = ("ledger.jsonl", "metrics.jsonl", "summary.json")
+    before = {name: (folder / name).read_bytes() for name in kept}
+    assert resume_run(folder, Console(quiet=True)).rounds == 5
+    assert {name: (folder / name).read_bytes() for name in kept} == before
+
+
+def other_plan(folder, tmp_path):
+    change(folder, "check_in_rate = 0.5", "check_in_rate = 0.25")
+
+
+def other_seed(folder, tmp_path):
+    change(folder, "seed = 5", "seed = 6")
+
+
+def change(folder, old, new):
+    text = (folder / "config.toml").read_text()
+    assert old in text
+    (folder / "config.toml").write_text(text.replace(old, new))
+
+
+def no_configuration(folder, tmp_path):
+    (folder / "config.toml").unlink()
+
+
+def no_ledger(folder, tmp_path):
+    (folder / "ledger.jsonl").unlink()
+
+
+def damaged_ledger(folder, tmp_path):
+    ledger = folder / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes().replace(b'"round":2', b'"round":3'))
+
+
+def shorter_ledger(folder, tmp_path):
+    ledger = folder / "ledger.jsonl"
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:3]))
+
+
+def no_checkpoint(folder, tmp_path):
+    (folder / "checkpoint.pt").unlink()
+
+
+def damaged_checkpoint(folder, tmp_path):
+    (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
+
+
+def models_file(folder, tmp_path):
+    shutil.copy(folder / "model.pt", folder / "checkpoint.pt")
+
+
+def other_runs_checkpoint(folder, tmp_path):
+    (tmp_path / "other").mkdir()
+    shutil.copy(in_process(tmp_path / "other") / "checkpoint.pt", folder / "checkpoint.pt")
+
+
+def other_torch(folder, tmp_path):
+    content = torch.load(folder / "checkpoint.pt", weights_only=True)
+    content["origin"]["torch"] = "1.0"
+    torch.save(content, folder / "checkpoint.pt")
+
+
+def other_layers(folder, tmp_path):
+    content = torch.load(folder / "checkpoint.pt", weights_only=True)
+    content["model"].popitem()
+    torch.save(content, folder / "checkpoint.pt")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (other_plan, LedgerError, "ledger .* belongs to plan .*, not"),
+        (other_seed, CheckpointError, "made with config.toml .*, it cannot go on with"),
+        (no_configuration, ConfigError, "a run folder has a config.toml, .* has none"),
+        (no_ledger, LedgerError, "cannot open ledger .*: No such file"),
+        (damaged_ledger, LedgerError, "ledger .* is damaged at line 3"),
+        (shorter_ledger, CheckpointError, "is of round 5, but the ledger ends at round 2"),
+        (no_checkpoint, CheckpointError, "checkpoint .* is missing"),
+        (damaged_checkpoint, CheckpointError, "checkpoint .* cannot be read"),
+        (models_file, CheckpointError, "checkpoint .* cannot be read"),
+        (other_runs_checkpoint, CheckpointError, "is of run .*, the ledger of run"),
+        (other_torch, CheckpointError, "made with torch 1.0, it cannot go on with"),
+        (other_layers, CheckpointError, "does not fit model mlp: its code has changed"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_not_this_run_is_refused_and_left_alone(tmp_path, spoil, error, message):
+    folder = in_process(tmp_path, "privacy.rounds=5")
+    spoil(folder, tmp_path)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(error, match=message) as raised:
+        resume_run(folder, Console(quiet=True))
+    assert "\n" not in str(raised.value)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_at_work_cannot_be_resumed_a_second_time(long_vectorised_run):
+    run = long_vectorised_run
+    run.wait_for_rounds(1)
+    with pytest.raises(LedgerError, match=r"ledger .* is in use by another process"):
+        resume_run(run.folder, Console(quiet=True))
+    assert run.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either a CONFIG to run or --resume RUN_FOLDER"),
+        (["quickstart", "--resume", "folder"], "give either a CONFIG to run or --resume"),
+        (["--resume", "folder", "--set", "seed=1"], "--resume goes alone"),
+        (["--resume", "folder"], "a run folder has a config.toml"),
+    ],
+)
+def test_what_resume_does_not_take_is_one_line(tmp_path, arguments, message):
+    result = shufl("run", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and message in line

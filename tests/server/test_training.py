@@ -1,0 +1,138 @@
+"""Training goes on after a crash: what is played again, what is lost, and that all is paid for."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from accounting import Ledger, PrivacyPlan
+from server import (
+    Aggregate,
+    Optimiser,
+    PlayedRound,
+    Training,
+    TrainingSettings,
+    load_checkpoint,
+)
+
+PLAN = PrivacyPlan(
+    users=50, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=2.0, rounds=20, delta=0.02,
+    target_epsilon=1e6, minimum_batch=1,
+)  # fmt: skip
+
+
+class Crash(Exception):
+    pass
+
+
+class Engine:
+    """Releases what depends on round and model; crashes once in the rounds told."""
+
+    def __init__(self, crash_in=(), discard=()):
+        self.played = []
+        self._crash_in, self._discard = set(crash_in), set(discard)
+
+    def __call__(self, round, model):
+        self.played.append(round)
+        if round in self._crash_in:
+            self._crash_in.remove(round)
+            raise Crash
+        if round in self._discard:
+            self._discard.remove(round)
+            return PlayedRound("discarded")
+        draw = np.random.default_rng(round).normal(size=2)
+        estimate = draw + model.weight.detach().numpy().ravel()
+        return PlayedRound("released", Aggregate(estimate.astype(np.float32), 25, 0, {}))
+
+
+def train(folder, engine, reproducible, stop=lambda rounds: False):
+    """Trains from the folder's checkpoint, if there is one; returns the result and the records."""
+    path, checkpoint = folder / "ledger.jsonl", folder / "checkpoint.pt"
+    with Ledger.open(path, PLAN) if path.exists() else Ledger.create(path, PLAN, "run") as ledger:
+        settings = TrainingSettings(
+            plan=PLAN, ledger=ledger, make_model=make_model,
+            load_test=lambda: (torch.ones(1, 2), torch.zeros(1, dtype=torch.int64)),
+            optimiser=Optimiser("adam"), folder=folder, evaluate_every=1, checkpoint_every=5,
+            origin={}, reproducible=reproducible,
+            checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
+        )  # fmt: skip
+        records = []
+        result = Training(settings).run(engine, records.append, lambda: stop(len(records)))
+        return result, [record.round for record in records]
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Linear(2, 1, bias=False)
+
+
+def crashed(folder, engine, reproducible):
+    with pytest.raises(Crash):
+        train(folder, engine, reproducible)
+
+
+def spent(folder):
+    return [entry.round for entry in Ledger.read(folder / "ledger.jsonl").entries]
+
+
+def model(folder):
+    return torch.load(folder / "model.pt", weights_only=True)["weight"]
+
+
+@pytest.fixture
+def uninterrupted(tmp_path):
+    folder = tmp_path / "uninterrupted"
+    folder.mkdir()
+    result, _ = train(folder, Engine(), True)
+    return result, model(folder)
+
+
+@pytest.mark.parametrize("crashes", [(1,), (8,), (5, 8), (20, 8)])
+def test_a_reproducible_run_ends_as_if_it_had_not_crashed(tmp_path, uninterrupted, crashes):
+    engine = Engine(crashes)
+    for _ in crashes:
+        crashed(tmp_path, engine, True)
+    result, _ = train(tmp_path, engine, True)
+    assert result == uninterrupted[0]
+    assert torch.equal(model(tmp_path), uninterrupted[1])
+    assert spent(tmp_path) == list(range(1, 21))
+
+
+def test_without_a_seed_no_spent_round_is_played_again(tmp_path, uninterrupted):
+    engine = Engine((8, 13))
+    crashed(tmp_path, engine, False)
+    crashed(tmp_path, engine, False)
+    result, records = train(tmp_path, engine, False)
+    assert engine.played == list(range(1, 21))
+    assert records == list(range(14, 21))
+    assert (result.rounds, result.epsilon) == (20, uninterrupted[0].epsilon)
+    assert spent(tmp_path) == list(range(1, 21))
+
+
+def test_a_round_is_not_played_again_from_another_model(tmp_path):
+    """Round 7 gave no result the first time: its replay does, so 8 and 9 had another model."""
+    engine = Engine({9}, {7})
+    crashed(tmp_path, engine, True)
+    _, records = train(tmp_path, engine, True)
+    assert records == [6, 7, *range(10, 21)]
+    assert spent(tmp_path) == list(range(1, 21))
+
+
+def test_a_ledger_line_cut_short_is_a_lost_round(tmp_path):
+    engine = Engine({8})
+    crashed(tmp_path, engine, True)
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes()[:-100])
+    _, records = train(tmp_path, engine, True)
+    assert records == [6, 7, *range(9, 21)]
+    assert spent(tmp_path) == list(range(1, 21))
+
+
+def test_an_interrupt_amid_replayed_rounds_loses_nothing(tmp_path, uninterrupted):
+    engine = Engine({9})
+    crashed(tmp_path, engine, True)
+    result, records = train(tmp_path, engine, True, stop=lambda rounds: rounds == 2)
+    assert (records, result.stopped_by, result.rounds) == ([6, 7], "interrupt", 9)
+    result, records = train(tmp_path, engine, True)
+    assert records == list(range(8, 21)) and result == uninterrupted[0]
+    assert torch.equal(model(tmp_path), uninterrupted[1])
