@@ -30,11 +30,14 @@ _DRAWN = {
 }
 
 
-def summarise(result: RunResult, plan: PrivacyPlan, simulation: Simulation) -> dict[str, Any]:
+def summarise(
+    result: RunResult, plan: PrivacyPlan, simulation: Simulation, gradients: str
+) -> dict[str, Any]:
     """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon."""
     return {
         "engine": simulation.engine,
         "noise": simulation.noise,
+        "gradients": gradients,
         "rounds": result.rounds,
         "stopped_by": result.stopped_by,
         "accuracy": result.accuracy,
@@ -55,6 +58,7 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     """The closing table."""
     run = Table(title="Run", show_header=False, title_justify="left")
     run.add_row("engine", f"{summary['engine']}, {_DRAWN[summary['noise']]}")
+    run.add_row("gradients", summary["gradients"])
     run.add_row("rounds", str(summary["rounds"]))
     run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
     run.add_row("test accuracy", f"{summary['accuracy']:.2%}")

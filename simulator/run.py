@@ -54,8 +54,8 @@ def run(config: Config, runs: Path, console: Console) -> RunResult:
         ShufflerError, RoundFailed, TimeoutError: the run ended early; its folder stays.
     """
     experiment = prepare(config)
-    if config.simulation.engine == "vectorised":
-        check_model(experiment)
+    vectorised = config.simulation.engine == "vectorised"
+    gradients = check_model(experiment) if vectorised else "user by user"
     folder = _make_folder(runs, experiment)
     _describe(console, experiment, folder)
     recorder = RunRecorder(folder, experiment.plan)
@@ -66,7 +66,7 @@ def run(config: Config, runs: Path, console: Console) -> RunResult:
         raise
     finally:
         recorder.close()
-    summary = summarise(result, experiment.plan, experiment.config.simulation)
+    summary = summarise(result, experiment.plan, experiment.config.simulation, gradients)
     print_summary(console, summary, folder)
     (folder / "summary.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
     plot_accuracy_epsilon(recorder.rows, experiment.plan, folder / "accuracy_epsilon.png")
