@@ -24,6 +24,7 @@ from simulator.config import Config, ConfigError
 from simulator.datasets import Dataset, load_dataset
 from simulator.models import ModelError, build_model
 from simulator.partition import partition, records_per_user
+from simulator.user_gradients import Method, fastest_method
 
 _LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
 
@@ -37,12 +38,14 @@ class Experiment:
         plan: the privacy plan.
         halting_round: rounds the budget allows under the plan's accountant, at least 1.
         parameters: number of model parameters d.
+        gradients: how users' gradients are computed.
     """
 
     config: Config
     plan: PrivacyPlan
     halting_round: int
     parameters: int
+    gradients: Method
 
     @property
     def seed(self) -> int | None:
@@ -91,7 +94,7 @@ def prepare(config: Config) -> Experiment:
         model = _make_model(config)
     except (ValueError, ModelError) as error:
         raise ConfigError(str(error)) from error
-    _try_update(model, dataset, config)
+    gradients = _try_gradients(model, dataset, config)
     parameters = sum(p.numel() for p in model.parameters())
     if not largest_honest_norm(plan, parameters) < _LARGEST_FLOAT32:
         raise ConfigError(
@@ -105,7 +108,7 @@ def prepare(config: Config) -> Experiment:
             f"privacy.target_epsilon must be at least {one * 1.001:.4g}, the {plan.accountant} "
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
-    return Experiment(config, plan, halting_round, parameters)
+    return Experiment(config, plan, halting_round, parameters, gradients)
 
 
 def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
@@ -134,20 +137,30 @@ def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
     return config.model_copy(update={"privacy": privacy}), plan
 
 
-def _try_update(model: torch.nn.Module, dataset: Dataset, config: Config) -> None:
-    """One update from one blank record, so that a model that cannot be trained is found now.
+def _try_gradients(model: torch.nn.Module, dataset: Dataset, config: Config) -> Method:
+    """How users' gradients are computed; a model that cannot be trained is found now.
 
     Raises:
-        ConfigError: it fails.
+        ConfigError: one update from one blank record fails, or the engine cannot do the model.
     """
+    training = _local_training(config)
     blank = dataset.inputs(torch.zeros_like(dataset.train_features[:1]))
     label = torch.zeros(1, dtype=torch.int64)
     try:
-        local_update(model.train(), blank, label, _local_training(config), seed=0)
+        local_update(model.train(), blank, label, training, seed=0)
     except Exception as error:
         raise ConfigError(
             f"model {config.model.name} could not be trained on one record: "
             f"{' '.join(str(error).split())}"
+        ) from error
+    if config.simulation.engine == "flower":
+        return "user by user"
+    try:
+        return fastest_method(model, dataset.input_shape, dataset.classes, training)
+    except Exception as error:
+        raise ConfigError(
+            f"model {config.model.name} cannot be vectorised over users "
+            f'({" ".join(str(error).split())}); simulation.engine = "flower" can run it'
         ) from error
 
 

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from accounting import PrivacyPlan, accountants_for, epsilon_table
 from server.settings import RunResult
-from simulator.config import Simulation
 from simulator.epsilons import epsilon_text, holds_for_text
+from simulator.experiment import Experiment
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -30,11 +30,13 @@ _DRAWN = {
 }
 
 
-def summarise(result: RunResult, plan: PrivacyPlan, simulation: Simulation) -> dict[str, Any]:
+def summarise(result: RunResult, experiment: Experiment) -> dict[str, Any]:
     """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon."""
+    plan, simulation = experiment.plan, experiment.config.simulation
     return {
         "engine": simulation.engine,
         "noise": simulation.noise,
+        "gradients": experiment.gradients,
         "rounds": result.rounds,
         "stopped_by": result.stopped_by,
         "accuracy": result.accuracy,
@@ -55,6 +57,7 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     """The closing table."""
     run = Table(title="Run", show_header=False, title_justify="left")
     run.add_row("engine", f"{summary['engine']}, {_DRAWN[summary['noise']]}")
+    run.add_row("gradients", summary["gradients"])
     run.add_row("rounds", str(summary["rounds"]))
     run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
     run.add_row("test accuracy", f"{summary['accuracy']:.2%}")

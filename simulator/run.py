@@ -36,7 +36,7 @@ from simulator.plain_json import to_json
 from simulator.progress import RoundProgress
 from simulator.records import RunRecorder
 from simulator.report import plot_accuracy_epsilon, print_summary, summarise
-from simulator.vectorised import VectorisedRounds, check_model
+from simulator.vectorised import VectorisedRounds
 
 
 def run(config: Config, runs: Path, console: Console) -> RunResult:
@@ -58,7 +58,7 @@ def run(config: Config, runs: Path, console: Console) -> RunResult:
         ConfigError, DatasetError: before any work.
         ShufflerError, RoundFailed, TimeoutError: the run ended early; its folder stays.
     """
-    experiment = _prepare(config)
+    experiment = prepare(config)
     folder = _make_folder(runs, experiment)
     _describe(console, experiment, folder)
     run_id = secrets.token_hex(8)
@@ -89,7 +89,7 @@ def resume_run(folder: Path, console: Console) -> RunResult:
     folder = folder.absolute()
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"a run folder has a config.toml, {folder} has none")
-    experiment = _prepare(load(str(folder / "config.toml")))
+    experiment = prepare(load(str(folder / "config.toml")))
     with Ledger.open(folder / "ledger.jsonl", experiment.plan) as ledger:
         checkpoint = _checkpoint_of(folder, experiment, ledger)
         _describe(console, experiment, folder)
@@ -143,13 +143,6 @@ def _origin(experiment: Experiment) -> dict[str, str]:
     return {"config.toml": configuration, **versions}
 
 
-def _prepare(config: Config) -> Experiment:
-    experiment = prepare(config)
-    if config.simulation.engine == "vectorised":
-        check_model(experiment)
-    return experiment
-
-
 def _run_in(
     folder: Path,
     experiment: Experiment,
@@ -180,7 +173,7 @@ def _run_in(
         raise
     finally:
         recorder.close()
-    summary = summarise(result, experiment.plan, experiment.config.simulation)
+    summary = summarise(result, experiment)
     print_summary(console, summary, folder)
     (folder / "summary.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
     plot_accuracy_epsilon(recorder.rows, experiment.plan, folder / "accuracy_epsilon.png")

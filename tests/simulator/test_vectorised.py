@@ -12,12 +12,12 @@ from scipy import stats
 from torch import nn
 
 from accounting import Ledger
-from clients import LocalTraining, SeededRandomness, clip, local_update, make_randomness
+from clients import SeededRandomness, clip, local_update, make_randomness
 from simulator.config import ConfigError, load
 from simulator.experiment import prepare
-from simulator.models import mlp, small_cnn
+from simulator.models import mlp
 from simulator.run import run
-from simulator.vectorised import VectorisedRounds, clipped_sum, user_updates
+from simulator.vectorised import VectorisedRounds
 
 USERS, RATE, NOISE, CLIP = 60, 0.5, 1.0, 0.3
 SETTINGS = [
@@ -29,10 +29,6 @@ SETTINGS = [
 
 def experiment(*overrides):
     return prepare(load("quickstart", [*SETTINGS, *overrides]))
-
-
-def flat(updates):
-    return torch.cat([update.flatten(1) for update in updates.values()], dim=1)
 
 
 def checked_in(round):
@@ -53,40 +49,6 @@ def sum_by_hand(of, users, round):
         seed = randomness.training_seed(round, user)
         total += clip(local_update(model, *records(user), of.local_training, seed), CLIP)
     return total
-
-
-@pytest.mark.parametrize("make", [mlp, small_cnn])
-@pytest.mark.parametrize("epochs", [0, 1, 3])
-def test_user_updates_are_those_of_local_update(make, epochs):
-    """0 epochs: fedsgd. Five records in batches of two: the last batch is short."""
-    torch.manual_seed(1)
-    model = make((1, 28, 28), 10)
-    features, labels = torch.randn(4, 5, 1, 28, 28), torch.randint(0, 10, (4, 5))
-    training = LocalTraining("fedavg" if epochs else "fedsgd", epochs, 0.2, 2)
-    generator, orders = torch.Generator(), torch.empty(epochs, 4, 5, dtype=torch.int64)
-    for user in range(4):
-        generator.manual_seed(user)
-        for epoch in range(epochs):
-            orders[epoch, user] = torch.randperm(5, generator=generator)
-    before = [parameter.clone() for parameter in model.parameters()]
-    together = flat(user_updates(model, features, labels, training, orders))
-    assert all(map(torch.equal, before, model.parameters()))
-    for user in range(4):
-        alone = local_update(model, features[user], labels[user], training, seed=user)
-        torch.testing.assert_close(together[user], torch.from_numpy(alone), rtol=1e-4, atol=1e-6)
-
-
-def test_clipped_sum_is_the_sum_of_clip_for_every_input():
-    updates = torch.randn(8, 6) * 0.01
-    updates[1] *= 1e4
-    updates[2] = 0.0
-    updates[3, 2] = float("nan")
-    updates[4, 5] = float("-inf")
-    updates[5] = 3e38  # finite; its squares overflow float32
-    updates[6] = 1e-42
-    expected = sum(clip(update.numpy(), 0.5) for update in updates)
-    total = clipped_sum({"a": updates[:, :4].reshape(8, 2, 2), "b": updates[:, 4:]}, 0.5)
-    np.testing.assert_allclose(total.numpy(), expected, rtol=1e-5, atol=1e-7)
 
 
 ALGORITHMS = {
@@ -178,10 +140,11 @@ def test_rounds_without_check_ins_are_spent_and_leave_the_model(tmp_path):
     assert all(torch.equal(start[name], final[name]) for name in start)
 
 
-def test_summed_noise_is_stated_in_the_runs_record(tmp_path):
+def test_how_a_run_was_computed_is_in_its_record(tmp_path):
     folder = run_folder(tmp_path, "simulation.noise=aggregate")
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["engine"], summary["noise"]) == ("vectorised", "aggregate")
+    assert summary["gradients"] == "book-keeping"
     assert load(str(folder / "config.toml")).simulation.noise == "aggregate"
 
 
@@ -197,6 +160,16 @@ def test_a_round_is_in_the_ledger_before_it_is_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(VectorisedRounds, "__call__", spy)
     run_folder(tmp_path)
     assert spent == [1, 2, 3]
+
+
+def with_layer_twice(input_shape, classes):
+    square = nn.Linear(64, 64)
+    return nn.Sequential(nn.Flatten(), square, nn.ReLU(), square, nn.Linear(64, classes))
+
+
+def test_a_model_that_book_keeping_cannot_do_is_run_by_vmap(tmp_path):
+    folder = run_folder(tmp_path, f"model.name={__name__}:with_layer_twice")
+    assert json.loads((folder / "summary.json").read_text())["gradients"] == "vmap"
 
 
 def with_dropout(input_shape, classes):

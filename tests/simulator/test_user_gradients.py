@@ -1,0 +1,253 @@
+"""The clipped sum of many users' updates, by book-keeping or by vmap: that of one after another."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from clients import LocalTraining, clip, local_update
+from simulator.models import logistic_regression, mlp, small_cnn
+from simulator.user_gradients import (
+    clipped_sum,
+    clipped_sum_of_updates,
+    fastest_method,
+    user_updates,
+)
+
+GRADIENT = LocalTraining()
+
+
+def flat(updates):
+    return torch.cat([update.flatten(1) for update in updates.values()], dim=1)
+
+
+def one_by_one(model, features, labels, clip_norm):
+    """The same sum as the clients of the Flower engine would make it."""
+    updates = [
+        local_update(model, *records, GRADIENT, seed=0)
+        for records in zip(features, labels, strict=True)
+    ]
+    return sum(clip(update, clip_norm) for update in updates)
+
+
+def together(model, features, labels, clip_norm, method="book-keeping"):
+    arguments = model, features, labels, GRADIENT, None, clip_norm
+    return clipped_sum_of_updates(method, *arguments).numpy()
+
+
+def assert_same_sum(model, features, labels, clip_norm):
+    expected = one_by_one(model, features, labels, clip_norm)
+    before = copy.deepcopy(model.state_dict())
+    for method in ("book-keeping", "vmap"):
+        total = together(model, features, labels, clip_norm, method)
+        np.testing.assert_allclose(total, expected, rtol=2e-4, atol=2e-6 * clip_norm)
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [mlp, small_cnn])
+@pytest.mark.parametrize("epochs", [0, 1, 3])
+def test_user_updates_are_those_of_local_update(make, epochs):
+    """0 epochs: fedsgd. Five records in batches of two: the last batch is short."""
+    torch.manual_seed(1)
+    model = make((1, 28, 28), 10)
+    features, labels = torch.randn(4, 5, 1, 28, 28), torch.randint(0, 10, (4, 5))
+    training = LocalTraining("fedavg" if epochs else "fedsgd", epochs, 0.2, 2)
+    generator, orders = torch.Generator(), torch.empty(epochs, 4, 5, dtype=torch.int64)
+    for user in range(4):
+        generator.manual_seed(user)
+        for epoch in range(epochs):
+            orders[epoch, user] = torch.randperm(5, generator=generator)
+    before = [parameter.clone() for parameter in model.parameters()]
+    updates = flat(user_updates(model, features, labels, training, orders))
+    assert all(map(torch.equal, before, model.parameters()))
+    for user in range(4):
+        alone = local_update(model, features[user], labels[user], training, seed=user)
+        torch.testing.assert_close(updates[user], torch.from_numpy(alone), rtol=1e-4, atol=1e-6)
+
+
+def test_clipped_sum_is_the_sum_of_clip_for_every_input():
+    updates = torch.randn(8, 6) * 0.01
+    updates[1] *= 1e4
+    updates[2] = 0.0
+    updates[3, 2] = float("nan")
+    updates[4, 5] = float("-inf")
+    updates[5] = 3e38  # finite; its squares overflow float32
+    updates[6] = 1e-42
+    expected = sum(clip(update.numpy(), 0.5) for update in updates)
+    total = clipped_sum({"a": updates[:, :4].reshape(8, 2, 2), "b": updates[:, 4:]}, 0.5)
+    np.testing.assert_allclose(total.numpy(), expected, rtol=1e-5, atol=1e-7)
+
+
+class Functional(nn.Module):
+    """Its own forward: a residual, a layer without a module, a sequence of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(14, 14)
+        self.last = nn.Parameter(torch.randn(10, 14 * 14) / 14)
+
+    def forward(self, records):
+        rows = records.flatten(1, 2)
+        return functional.linear((rows + torch.tanh(self.first(rows))).flatten(1), self.last)
+
+
+ARCHITECTURES = {
+    "logistic-regression": lambda: logistic_regression((1, 14, 14), 10),
+    "mlp": lambda: mlp((1, 14, 14), 10),
+    "own forward": Functional,
+    "normalised": lambda: nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding="same", bias=False), nn.GroupNorm(3, 6), nn.ReLU(inplace=True),
+        nn.Conv2d(6, 4, 3, stride=2, padding=1, padding_mode="circular"), nn.ReLU(),
+        nn.Flatten(), nn.LayerNorm(196), nn.Linear(196, 10, bias=False), nn.GroupNorm(2, 10),
+    ),
+    "wide": lambda: nn.Sequential(  # the second convolution's gradients are not materialised
+        nn.Conv2d(1, 64, 5, stride=3), nn.GELU(), nn.Conv2d(64, 96, 3, stride=2), nn.Flatten(),
+        nn.Linear(96, 10),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("records", [1, 3])
+@pytest.mark.parametrize("make", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_the_sum_is_that_of_one_user_after_another(make, records):
+    torch.manual_seed(records)
+    model = make().train()
+    assert fastest_method(model, (1, 14, 14), 10, GRADIENT) == "book-keeping"
+    features, labels = torch.randn(7, records, 1, 14, 14), torch.randint(0, 10, (7, records))
+    features *= torch.logspace(-6, 6, 7).reshape(7, 1, 1, 1, 1)
+    for clip_norm in (1e-3, 1.0, 1e4):
+        assert_same_sum(model, features, labels, clip_norm)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_convolutions_of_every_kind(data):
+    draw = data.draw
+    groups, seed = draw(st.sampled_from([1, 2, 3])), draw(st.integers(0, 2**31))
+    layer = {
+        "in_channels": groups * draw(st.integers(1, 3)),
+        "out_channels": groups * draw(st.integers(1, 24)),
+        "kernel_size": (draw(st.integers(1, 3)), draw(st.integers(1, 3))),
+        "stride": (draw(st.integers(1, 3)), draw(st.integers(1, 3))),
+        "padding": (draw(st.integers(0, 2)), draw(st.integers(0, 2))),
+        "dilation": (draw(st.integers(1, 2)), draw(st.integers(1, 2))),
+        "groups": groups,
+        "bias": draw(st.booleans()),
+    }
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(**layer), nn.Flatten(), nn.LazyLinear(3)).train()
+    users, records, height = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(5, 8)),
+    )
+    features = torch.randn(users, records, layer["in_channels"], height, 5)
+    model(features[0])
+    labels = torch.randint(0, 3, (users, records))
+    assert fastest_method(model, features.shape[2:], 3, GRADIENT) == "book-keeping"
+    assert_same_sum(model, features, labels, 0.5)
+
+
+class Odd(nn.Module):
+    """Models that book-keeping must not be used for."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.layer, self.last = nn.Linear(16, 16), nn.Linear(16, 3)
+        self.scale = nn.Parameter(torch.ones(16)) if kind == "parameter of no layer" else 1.0
+        if kind == "tied":
+            self.other = nn.Linear(16, 16, bias=False)
+            self.other.weight = self.layer.weight
+        if kind == "starts without gradients":
+            nn.init.zeros_(self.last.weight)
+
+    def forward(self, records):
+        x = records.flatten(1)
+        if self.kind in ("mixes users", "starts without gradients"):
+            x = x - x.mean(0)
+        if self.kind == "keeps state":
+            self.seen = x
+        if self.kind == "reorders":
+            x = x.flip(0)
+        x = torch.relu(self.layer(x) * self.scale)
+        if self.kind == "used twice":
+            x = self.layer(x)
+        if self.kind == "used elsewhere":
+            x = x @ self.layer.weight
+        if self.kind == "tied":
+            x = self.other(x)
+        x = self.last(x)
+        return x.flip(0) if self.kind == "reorders" else x
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "used twice", "used elsewhere", "tied", "parameter of no layer", "mixes users",
+        "starts without gradients", "keeps state", "reorders",
+    ],
+)  # fmt: skip
+def test_other_models_are_left_to_vmap(kind):
+    torch.manual_seed(0)
+    assert fastest_method(Odd("plain").train(), (1, 4, 4), 3, GRADIENT) == "book-keeping"
+    assert fastest_method(Odd(kind).train(), (1, 4, 4), 3, GRADIENT) == "vmap"
+
+
+def test_local_epochs_are_left_to_vmap():
+    model = mlp((1, 4, 4), 3).train()
+    assert fastest_method(model, (1, 4, 4), 3, LocalTraining("fedavg")) == "vmap"
+
+
+@pytest.mark.parametrize("records", [1, 2])
+@pytest.mark.parametrize("make", [mlp, small_cnn])
+def test_an_update_that_is_not_finite_counts_as_zero_and_harms_no_other(make, records):
+    torch.manual_seed(0)
+    model = make((1, 28, 28), 10).train()
+    features, labels = torch.randn(9, records, 1, 28, 28), torch.randint(0, 10, (9, records))
+    features[1, 0, 0, 3, 4] = float("nan")
+    features[2] = float("inf")
+    features[3] *= 1e37  # scores, or a product, beyond float32
+    features[4] *= 1e20  # squares beyond float32
+    features[5] *= 1e-30
+    features[6] = 0.0
+    assert_same_sum(model, features, labels, 0.5)
+    only = [1, 2]
+    assert not together(model, features[only], labels[only], 0.5).any()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    size=st.integers(-25, 25),
+    difference=st.integers(-9, 0),
+    clip_exponent=st.integers(-4, 4),
+    pairs=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
+    size, difference, clip_exponent, pairs, seed
+):
+    """Each pair's output gradients are opposite, its inputs differ by 10^difference of their size.
+
+    A norm from sums of products that cancel is noise, or negative: small where the sum is large.
+    """
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(100, 64), nn.Linear(64, 2)).train()
+    with torch.no_grad():
+        for parameter in (*model[1].parameters(), model[2].bias):
+            parameter.zero_()
+    base, clip_norm = torch.randn(1, 2 * pairs, 100) * 10.0**size, 10.0**clip_exponent
+    base[:, 1::2] = base[:, ::2]
+    features = base * (1 + 10.0**difference * torch.randn(base.shape))
+    labels = torch.tensor([[0, 1] * pairs])
+    share = together(model, features, labels, clip_norm)
+    assert np.linalg.norm(share) <= clip_norm * (1 + 2e-5)
+    expected = one_by_one(model, features, labels, clip_norm)
+    if np.linalg.norm(expected) < clip_norm / 2:  # not clipped: the same gradient, if not rounding
+        scale = 1e-5 * float(features.abs().max())
+        np.testing.assert_allclose(share, expected, rtol=1e-3, atol=scale)
