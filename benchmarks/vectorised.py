@@ -31,7 +31,7 @@ from simulator.config import Config, load
 from simulator.experiment import Experiment, prepare
 from simulator.records import read_rows
 from simulator.run import run
-from simulator.vectorised import VectorisedRounds
+from simulator.vectorised import ReportSum, VectorisedRounds
 
 _PLAIN_BATCH = 256
 
@@ -41,7 +41,8 @@ def vectorised(config: Config, noise: str) -> Callable[[int], int]:
     changed = {"engine": "vectorised", "noise": noise}
     simulation = config.simulation.model_copy(update=changed)
     experiment = prepare(config.model_copy(update={"simulation": simulation}))
-    rounds, model = VectorisedRounds(experiment), experiment.make_model()
+    reports, model = ReportSum(experiment, experiment.load_users()), experiment.make_model()
+    rounds = VectorisedRounds(experiment, reports.sum)
     return lambda round: rounds(round, model).aggregate.reports
 
 

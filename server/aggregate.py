@@ -61,7 +61,7 @@ def aggregate_reports(
         dimension: d, the number of model parameters.
     """
     limit = largest_honest_norm(plan, dimension)
-    unit = 2.0 ** math.ceil(math.log2(limit * plan.users) - 62)
+    unit = unit_of_sums(plan, dimension)
     total = np.zeros(dimension, dtype=np.int64)
     opener = ReportOpener(private_key, header)
     reports = 0
@@ -82,6 +82,14 @@ def aggregate_reports(
         reports += 1
     scale = unit / expected_updates(plan)
     return Aggregate((total * scale).astype(np.float32), reports, reasons.total(), dict(reasons))
+
+
+def unit_of_sums(plan: PrivacyPlan, dimension: int) -> float:
+    """A power of two, in which a sum of all users' honest reports fits 64-bit integers.
+
+    Sums of integers do not depend on the order of their terms, nor on who added which.
+    """
+    return 2.0 ** math.ceil(math.log2(largest_honest_norm(plan, dimension) * plan.users) - 62)
 
 
 def expected_updates(plan: PrivacyPlan) -> float:

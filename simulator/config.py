@@ -112,11 +112,12 @@ class Training(_Section):
 
 
 class Simulation(_Section):
-    """The engine; `noise` and `users_per_chunk` are the vectorised one's, the rest Flower's."""
+    """The engine; `noise`, `users_per_chunk`, `workers` are the vectorised one's, else Flower's."""
 
     engine: Literal["flower", "vectorised"] = "flower"
     noise: Literal["report", "aggregate"] = "report"
     users_per_chunk: Count = 128
+    workers: Count = 1
     nodes: Count = 20
     cpus_per_node: Positive = 1.0
     round_timeout: Positive = 600.0

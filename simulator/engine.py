@@ -56,7 +56,7 @@ def run_on_flower(
     home = Path.cwd()
     with logs_to(log_file, "flwr"), tempfile.TemporaryDirectory(prefix="shufl-") as lease:
         try:
-            with _path_for_workers():
+            with path_for_workers():
                 ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             with interrupts(stop):  # again: Ray has put its own handler in place
                 threading.Thread(target=main.end_lease_late, args=(lease,), daemon=True).start()
@@ -141,7 +141,7 @@ def _leased(client_app: ClientApp, lease: Path, home: Path) -> ClientApp:
 
 
 @contextmanager
-def _path_for_workers() -> Iterator[None]:
+def path_for_workers() -> Iterator[None]:
     """Lets Ray's workers find our packages first, then whatever the driver finds.
 
     Ray puts the working directory of `ray.init` at the head of its workers' path: there a user's

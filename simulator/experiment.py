@@ -16,7 +16,7 @@ from accounting import (
     least_noise,
     rounds_within_budget,
 )
-from clients.settings import LocalTraining, UserRecords
+from clients.settings import LocalTraining
 from clients.update import local_update
 from server.aggregate import largest_honest_norm
 from server.settings import Optimiser
@@ -174,12 +174,40 @@ def _local_training(config: Config) -> LocalTraining:
     )
 
 
-def load_user_records(config: Config) -> UserRecords:
-    """Maps a user id to its records (features as model input, labels), from a resolved config.
+class PartitionedRecords:
+    """Maps a user id to its records: features as model input, labels.
 
     Ids of shape (k,) are mapped to the records of all of them, shapes (k, r, ...) and (k, r): every
     partition gives each user the same number r.
     """
+
+    def __init__(self, dataset: Dataset, parts: np.ndarray, first: int = 0):
+        self._dataset = dataset
+        self._parts = parts  # of the users from `first` on
+        self._first = first
+
+    def __call__(self, users: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their records."""
+        index = torch.from_numpy(self._parts[users - self._first])
+        dataset = self._dataset
+        return dataset.inputs(dataset.train_features[index]), dataset.train_labels[index]
+
+    def of(self, first: int, last: int) -> PartitionedRecords:
+        """The same for the users from `first` to before `last`, holding nobody else's records."""
+        parts = self._parts[first - self._first : last - self._first]
+        held, index = np.unique(parts, return_inverse=True)
+        dataset = replace(
+            self._dataset,
+            train_features=self._dataset.train_features[held],
+            train_labels=self._dataset.train_labels[held],
+            test_features=self._dataset.test_features[:0],
+            test_labels=self._dataset.test_labels[:0],
+        )
+        return PartitionedRecords(dataset, index.reshape(parts.shape), first)
+
+
+def load_user_records(config: Config) -> PartitionedRecords:
+    """The records of all users, from a resolved config."""
     dataset = load_dataset(config.data.dataset)
     parts = partition(
         dataset.train_labels.numpy(),
@@ -188,12 +216,7 @@ def load_user_records(config: Config) -> UserRecords:
         _data_seed(config),
         config.data.concentration,
     )
-
-    def records(user: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        index = torch.from_numpy(parts[user])
-        return dataset.inputs(dataset.train_features[index]), dataset.train_labels[index]
-
-    return records
+    return PartitionedRecords(dataset, parts)
 
 
 def _resolve(config: Config, dataset: Dataset) -> Config:
@@ -214,6 +237,12 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
         raise ConfigError(
             f"simulation.cpus_per_node must be at most {os.cpu_count()}, the CPUs here, "
             f"got {config.simulation.cpus_per_node:g}"
+        )
+    here = not on_flower and not os.environ.get("RAY_ADDRESS")
+    if here and config.simulation.workers > (os.cpu_count() or 1):
+        raise ConfigError(
+            f"simulation.workers must be at most {os.cpu_count()}, the CPUs here, without a Ray "
+            f"cluster at RAY_ADDRESS, got {config.simulation.workers}"
         )
     return config.model_copy(
         update={

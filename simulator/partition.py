@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-SCHEMES = ("iid", "by-label", "dirichlet")
+SCHEMES = ("iid", "by-label", "dirichlet", "repeated")
 
 
 def partition(
@@ -15,17 +15,18 @@ def partition(
     `iid`: a random permutation cut into equal parts. `by-label`: records sorted by label and cut
     into two shards a user, dealt at random (McMahan et al. 2017). `dirichlet`: each user draws its
     own label proportions from Dirichlet(concentration) and fills its quota by them (Hsu et al.
-    2019).
+    2019). `repeated`: one record each; the records are dealt again and again in the same random
+    order, so that there may be more users than records.
 
     Args:
         labels: int of shape (r,).
-        users: number of users, 1 to r.
+        users: number of users, at least 1; at most r, but for `repeated`.
         scheme: one of SCHEMES.
         seed: the deal.
         concentration: for `dirichlet`; small is skewed.
 
     Returns:
-        int of shape (users, q): each user's record indices, disjoint.
+        int of shape (users, q): each user's record indices, disjoint but for `repeated`.
 
     Raises:
         ValueError: there are too few records.
@@ -33,6 +34,8 @@ def partition(
     quota = records_per_user(len(labels), users, scheme)
     rng = np.random.Generator(np.random.Philox(key=seed))
     order = rng.permutation(len(labels))
+    if scheme == "repeated":
+        return np.resize(order, (users, 1))
     if scheme == "by-label":
         ordered = order[np.argsort(labels[order], kind="stable")]
         shards = ordered[: users * 2 * (quota // 2)].reshape(2 * users, quota // 2)
@@ -48,6 +51,8 @@ def records_per_user(records: int, users: int, scheme: str) -> int:
     Raises:
         ValueError: there are too few.
     """
+    if scheme == "repeated":
+        return 1
     least = 2 if scheme == "by-label" else 1
     if records // users < least:
         raise ValueError(

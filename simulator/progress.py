@@ -40,15 +40,17 @@ class RoundProgress:
 
     def __call__(self, record: RoundRecord) -> None:
         """Shows one finished round."""
-        if self._started is None:
-            self._started = time.monotonic() - record.seconds
+        first = self._started is None
         if record.accuracy is not None:
             self._accuracy = record.accuracy
         accuracy = "" if self._accuracy is None else f"  accuracy {self._accuracy:.1%}"
         reports = f"{record.reports} reports" if record.outcome == "released" else record.outcome
         status = f"{reports}{accuracy}  ε {record.epsilon:.3f} of {self._target:g}"
-        self._played += 1
-        speed = self._played / (time.monotonic() - self._started)
+        if self._started is None:  # after the first round, which warms up
+            self._started, speed = time.monotonic(), 1 / record.seconds
+        else:
+            self._played += 1
+            speed = self._played / (time.monotonic() - self._started)
         left = datetime.timedelta(seconds=round((self._rounds - record.round) / speed))
         status += f"  {speed:.3g} rounds/s, {left} left"
         if record.rejected:
@@ -57,5 +59,5 @@ class RoundProgress:
             status += f"  {record.silent_nodes} nodes missing, see server.log"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=record.round, description=status)
-        elif self._played == 1 or record.round % self._every == 0 or record.round == self._rounds:
+        elif first or record.round % self._every == 0 or record.round == self._rounds:
             self._console.print(f"round {record.round}/{self._rounds}  {status}", soft_wrap=True)

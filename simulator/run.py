@@ -9,7 +9,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from simulator.plain_json import to_json
 from simulator.progress import RoundProgress
 from simulator.records import RunRecorder
 from simulator.report import plot_accuracy_epsilon, print_summary, summarise
-from simulator.vectorised import VectorisedRounds
+from simulator.vectorised import ReportSum, SumReports, VectorisedRounds
 
 
 def run(config: Config, runs: Path, console: Console) -> RunResult:
@@ -215,8 +216,22 @@ def _execute(
             progress(record)
 
         if vectorised:
-            return Training(settings).run(VectorisedRounds(experiment), observe, stop.is_set)
+            with _report_sum(experiment) as sum_reports, interrupts(stop):  # Ray has put its own
+                rounds = VectorisedRounds(experiment, sum_reports)
+                return Training(settings).run(rounds, observe, stop.is_set)
         return _on_flower(experiment, settings, observe, stop)
+
+
+@contextmanager
+def _report_sum(experiment: Experiment) -> Iterator[SumReports]:
+    """Where the vectorised engine's reports are summed: in this process, or by Ray workers."""
+    if experiment.config.simulation.workers == 1:
+        yield ReportSum(experiment, experiment.load_users()).sum
+    else:
+        from simulator.workers import ray_workers  # Ray takes its time
+
+        with ray_workers(experiment) as sum_reports:
+            yield sum_reports
 
 
 def _on_flower(
@@ -292,7 +307,9 @@ def _describe(console: Console, experiment: Experiment, folder: Path) -> None:
     blankets = f"β = {plan.blanket_probability:g} blankets, " if plan.blanket_probability else ""
     randomness = "the operating system's entropy" if experiment.seed is None else "the seed"
     on_flower = config.simulation.engine == "flower"
-    where = f"on {config.simulation.nodes} nodes" if on_flower else "vectorised"
+    workers = config.simulation.workers
+    vectorised = "vectorised" if workers == 1 else f"vectorised on {workers} Ray workers"
+    where = f"on {config.simulation.nodes} nodes" if on_flower else vectorised
     facts: dict[str, Any] = {
         "data": f"{config.data.dataset}, {plan.users} users {where}; "
         f"{config.model.name}, {experiment.parameters} parameters",

@@ -6,7 +6,8 @@ sealing and no node: what those are for cannot be studied here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,25 +15,23 @@ import torch
 from torch import nn
 
 from clients import make_randomness
-from server import Aggregate, PlayedRound, expected_updates
-from simulator.experiment import Experiment
+from server import Aggregate, PlayedRound, expected_updates, unit_of_sums
+from simulator.experiment import Experiment, PartitionedRecords
 from simulator.user_gradients import clipped_sum_of_updates
 
-_NOISE_PARTS = 16  # summed apart; fixed, so that the sum does not depend on the number of threads
+SumReports = Callable[[int, nn.Module, np.ndarray], np.ndarray]
+"""What `ReportSum.sum` does."""
 
 
 class VectorisedRounds:
-    """Plays the rounds of an experiment."""
+    """Plays the rounds of an experiment: coins, the sum of reports, the mean update."""
 
-    def __init__(self, experiment: Experiment):
+    def __init__(self, experiment: Experiment, sum_reports: SumReports):
         self._plan = experiment.plan
-        self._training = experiment.local_training
-        self._method = experiment.gradients
         self._dimension = experiment.parameters
-        self._records = experiment.load_users()
         self._randomness = make_randomness(experiment.seed)
-        self._noise = experiment.config.simulation.noise
-        self._users_per_chunk = experiment.config.simulation.users_per_chunk
+        self._noise_at_once = experiment.config.simulation.noise == "aggregate"
+        self._sum_reports = sum_reports
 
     def __call__(self, round: int, model: nn.Module) -> PlayedRound:
         """One round: coins, and unless too few checked in, the mean update with its noise."""
@@ -41,26 +40,71 @@ class VectorisedRounds:
         users = np.flatnonzero(coins)
         if len(users) < plan.minimum_batch:
             return PlayedRound("below-minimum")
-        total = self._sum_of_updates(round, model, users)
-        total += plan.noise_multiplier * plan.clip_norm * self._sum_of_noise(round, users)
+        total = self._sum_reports(round, model, users) * unit_of_sums(plan, self._dimension)
+        if self._noise_at_once:
+            noise = self._randomness.summed_noise(round, len(users), self._dimension)
+            total += plan.noise_multiplier * plan.clip_norm * noise
         estimate = (total / expected_updates(plan)).astype(np.float32)
         return PlayedRound("released", Aggregate(estimate, len(users), 0, {}))
 
-    def _sum_of_updates(self, round: int, model: nn.Module, users: np.ndarray) -> np.ndarray:
-        """Clipped updates of those of `users` who send no blanket, float64 of shape (d,)."""
-        users = self._without_blankets(round, users)
-        model.train()
 
-        def part(chunk: np.ndarray) -> np.ndarray:
-            features, labels = self._records(chunk)
-            orders = self._orders(round, chunk, labels.shape[1])
-            return clipped_sum_of_updates(
+class ReportSum:
+    """Sums reports of users whose records it has; with `noise = "aggregate"`, without the noise.
+
+    Users are taken in blocks of neighbouring ids, each of about `users_per_chunk` who checked in,
+    and the blocks' sums are added as integers: whoever sums which blocks, in whatever order, the
+    sum of all is the same to the bit.
+    """
+
+    def __init__(self, experiment: Experiment, records: PartitionedRecords):
+        self._plan = experiment.plan
+        self._training = experiment.local_training
+        self._method = experiment.gradients
+        self._dimension = experiment.parameters
+        self._records = records
+        self._randomness = make_randomness(experiment.seed)
+        self._noise_in_reports = experiment.config.simulation.noise == "report"
+        self._block = users_per_block(experiment)
+
+    def sum(self, round: int, model: nn.Module, users: np.ndarray) -> np.ndarray:
+        """The sum of the reports of `users`.
+
+        Threads of one core each are faster than torch's own, which wait for each other after
+        every operation.
+
+        Args:
+            round: from 1.
+            model: the round's, which stays as it is.
+            users: ids of users who checked in, increasing, shape (k,).
+
+        Returns:
+            int64 of shape (d,), in `unit_of_sums`.
+        """
+        total = np.zeros(self._dimension, dtype=np.int64)
+        model.train()
+        blocks = np.split(users, np.flatnonzero(np.diff(users // self._block)) + 1)
+        with ThreadPoolExecutor(
+            torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
+        ) as threads:
+            for part in threads.map(functools.partial(self._sum_block, round, model), blocks):
+                total += part
+        return total
+
+    def _sum_block(self, round: int, model: nn.Module, users: np.ndarray) -> np.ndarray:
+        """Of one block, int64 of shape (d,)."""
+        total = np.zeros(self._dimension)
+        sending = self._without_blankets(round, users)
+        if len(sending):
+            features, labels = self._records(sending)
+            orders = self._orders(round, sending, labels.shape[1])
+            total += clipped_sum_of_updates(
                 self._method, model, features, labels, self._training, orders, self._plan.clip_norm
             ).numpy()
-
-        starts = range(0, len(users), self._users_per_chunk)
-        chunks = [users[start : start + self._users_per_chunk] for start in starts]
-        return self._sum(part, chunks)
+        if self._noise_in_reports:
+            scale = self._plan.noise_multiplier * self._plan.clip_norm
+            for user in users.tolist():
+                total += scale * self._randomness.standard_normal(round, user, self._dimension)
+        return np.rint(total / unit_of_sums(self._plan, self._dimension)).astype(np.int64)
 
     def _without_blankets(self, round: int, users: np.ndarray) -> np.ndarray:
         probability = self._plan.blanket_probability
@@ -80,31 +124,7 @@ class VectorisedRounds:
                 torch.randperm(records, generator=generator, out=orders[epoch, place])
         return orders
 
-    def _sum_of_noise(self, round: int, users: np.ndarray) -> np.ndarray:
-        """The sum of one N(0, I) for each of `users`, float64 of shape (d,)."""
-        if self._noise == "aggregate":
-            return self._randomness.summed_noise(round, len(users), self._dimension)
 
-        def part(users: np.ndarray) -> np.ndarray:
-            total = np.zeros(self._dimension)
-            for user in users.tolist():
-                total += self._randomness.standard_normal(round, user, self._dimension)
-            return total
-
-        return self._sum(part, np.array_split(users, _NOISE_PARTS))
-
-    def _sum(
-        self, part: Callable[[np.ndarray], np.ndarray], users: Iterable[np.ndarray]
-    ) -> np.ndarray:
-        """The sum of the parts, float64 of shape (d,); one thread of one core each at a time.
-
-        Faster than torch's own threads, which wait for each other after every operation. The order
-        of the sum is that of the parts, whatever the number of threads.
-        """
-        total = np.zeros(self._dimension)
-        with ThreadPoolExecutor(
-            torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
-        ) as threads:
-            for one in threads.map(part, users):
-                total += one
-        return total
+def users_per_block(experiment: Experiment) -> int:
+    """Neighbouring ids of which about `users_per_chunk` check in."""
+    return int(experiment.config.simulation.users_per_chunk / experiment.plan.check_in_rate)

@@ -1,6 +1,7 @@
 """Models with side effects, for runs that must show or survive them."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -39,6 +40,17 @@ class first_call_hangs(_Linear):
         except FileExistsError:
             return
         time.sleep(HANG_SECONDS)
+
+
+class kills_its_worker(_Linear):
+    """Kills the process it trains in, TEST_KILLS times in all."""
+
+    def in_training(self, folder):
+        kills = folder / "kills"
+        done = kills.read_text() if kills.exists() else ""
+        if len(done) < int(os.environ["TEST_KILLS"]):
+            kills.write_text(done + "x")
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class always_hangs(_Linear):

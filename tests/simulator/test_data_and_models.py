@@ -74,7 +74,7 @@ def test_archives_are_copied_not_unpacked_in_place(tmp_path, monkeypatch):
     assert [p.read_bytes() for p in copied] == [gzip.compress(b"x")]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "repeated"])
 def test_partitions_are_disjoint_equal_and_reproducible(scheme):
     labels = np.arange(1003) % 10
     parts = partition(labels, 50, scheme, seed=1)
@@ -172,3 +172,10 @@ def test_models_that_cannot_be_used_say_why(name, message):
     with pytest.raises(ModelError, match=message) as error:
         build_model(name, (1, 8, 8), 10, 0)
     assert "\n" not in str(error.value)
+
+
+def test_repeated_records_are_held_by_equally_many_users():
+    parts = partition(np.arange(100) % 10, 1_050, "repeated", seed=1)
+    assert parts.shape == (1_050, 1)
+    held = np.bincount(parts.ravel(), minlength=100)
+    assert sorted(np.unique(held)) == [10, 11] and held.sum() == 1_050

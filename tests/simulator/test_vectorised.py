@@ -17,7 +17,7 @@ from simulator.config import ConfigError, load
 from simulator.experiment import prepare
 from simulator.models import mlp
 from simulator.run import run
-from simulator.vectorised import VectorisedRounds
+from simulator.vectorised import ReportSum, VectorisedRounds
 
 USERS, RATE, NOISE, CLIP = 60, 0.5, 1.0, 0.3
 SETTINGS = [
@@ -29,6 +29,10 @@ SETTINGS = [
 
 def experiment(*overrides):
     return prepare(load("quickstart", [*SETTINGS, *overrides]))
+
+
+def rounds_of(of):
+    return VectorisedRounds(of, ReportSum(of, of.load_users()).sum)
 
 
 def checked_in(round):
@@ -68,7 +72,7 @@ def test_a_round_is_the_one_computed_by_hand_whatever_the_chunk(overrides):
     for size in (1, 7, 1000):
         simulation = of.config.simulation.model_copy(update={"users_per_chunk": size})
         config = of.config.model_copy(update={"simulation": simulation})
-        rounds = VectorisedRounds(dataclasses.replace(of, config=config))
+        rounds = rounds_of(dataclasses.replace(of, config=config))
         played = rounds(2, of.make_model())
         assert (played.outcome, played.aggregate.reports) == ("released", len(users))
         np.testing.assert_allclose(
@@ -88,7 +92,7 @@ def test_blankets_are_noise_alone_and_the_mean_allows_for_them():
     total = sum_by_hand(of, sending, 1)
     for user in users.tolist():
         total += NOISE * CLIP * randomness.standard_normal(1, user, of.parameters)
-    aggregate = VectorisedRounds(of)(1, of.make_model()).aggregate
+    aggregate = rounds_of(of)(1, of.make_model()).aggregate
     assert aggregate.reports == len(users)
     expected = total / (USERS * RATE * (1 - beta))
     np.testing.assert_allclose(aggregate.estimate, expected, rtol=1e-4, atol=1e-6)
@@ -99,7 +103,7 @@ def test_blankets_are_noise_alone_and_the_mean_allows_for_them():
 def test_the_noise_of_the_sum_has_variance_k_times_that_of_a_report(seed, noise):
     """Everybody checks in, so the updates are known with the system's entropy too."""
     of = experiment(f"simulation.noise={noise}", f"seed={seed}", "privacy.check_in_rate=1.0")
-    rounds, model = VectorisedRounds(of), of.make_model()
+    rounds, model = rounds_of(of), of.make_model()
     updates = sum_by_hand(of, np.arange(USERS), 1)
     draws = [
         (rounds(round, model).aggregate.estimate.astype(float) * USERS - updates)
@@ -123,10 +127,9 @@ def test_summed_noise_is_a_stream_of_its_own_and_reproducible():
 
 def test_only_users_who_checked_in_are_touched():
     of = experiment("simulation.users_per_chunk=9")
-    rounds, seen = VectorisedRounds(of), []
-    records = rounds._records
-    rounds._records = lambda users: seen.extend(users.tolist()) or records(users)
-    rounds(3, of.make_model())
+    records, seen = of.load_users(), []
+    reports = ReportSum(of, lambda users: seen.extend(users.tolist()) or records(users))
+    VectorisedRounds(of, reports.sum)(3, of.make_model())
     assert sorted(seen) == checked_in(3).tolist()
 
 

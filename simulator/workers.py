@@ -1,0 +1,111 @@
+"""Ray workers of the vectorised engine: each holds the records of a shard of the users."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from torch import nn
+
+from simulator.engine import EngineFailed, path_for_workers
+from simulator.experiment import Experiment
+from simulator.vectorised import ReportSum, SumReports, users_per_block
+
+_START_SECONDS = 120.0
+_TRIES = 3  # of a shard's part of a round
+
+
+@contextmanager
+def ray_workers(experiment: Experiment) -> Iterator[SumReports]:
+    """Starts `simulation.workers` Ray actors and gives `ReportSum.sum` by all of them.
+
+    On the cluster at RAY_ADDRESS if that is set, else in a Ray of its own that ends with the run.
+    A worker is sent its users' records when it starts and the model once a round. One that dies is
+    replaced, and its part of the round computed anew: nobody has read what it drew, so that the
+    round has one release, as its ledger line says.
+
+    Raises:
+        EngineFailed: Ray or the workers do not start or fail, or one dies in every try of a round.
+    """
+    try:
+        workers = _start(experiment, experiment.config.simulation.workers)
+        yield lambda round, model, users: _sum(workers, round, model, users)
+    finally:
+        ray.shutdown()
+
+
+def _start(experiment: Experiment, number: int) -> list[_Worker]:
+    try:
+        with path_for_workers():
+            options = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        workers = [_Worker(experiment, start, end) for start, end in _shards(experiment, number)]
+        ray.get([worker.actor.__ray_ready__.remote() for worker in workers], timeout=_START_SECONDS)
+        return workers
+    except GetTimeoutError as error:
+        free = ray.available_resources().get("CPU", 0)
+        raise EngineFailed(
+            f"Ray did not start {number} workers of one CPU each within {_START_SECONDS:g} s; "
+            f"{free:g} CPUs are free"
+        ) from error
+    except Exception as error:
+        raise EngineFailed(f"Ray did not start: {_cause(error)}") from error
+
+
+class _Worker:
+    """An actor that sums the reports of the users from `start` to before `end`."""
+
+    def __init__(self, experiment: Experiment, start: int, end: int):
+        self.start, self.end = start, end
+        records = ray.put(experiment.load_users().of(start, end))
+        self._make_actor = lambda: ray.remote(num_cpus=1)(ReportSum).remote(experiment, records)
+        self.actor = self._make_actor()
+
+    def replace(self) -> None:
+        """Puts a new actor in the place of a dead one."""
+        self.actor = self._make_actor()
+
+
+def _shards(experiment: Experiment, number: int) -> list[tuple[int, int]]:
+    """The ids at which the shards start and end: whole blocks, as many to each."""
+    users, block = experiment.plan.users, users_per_block(experiment)
+    blocks = -(-users // block)
+    bounds = [min(users, block * (blocks * shard // number)) for shard in range(number + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def _sum(workers: list[_Worker], round: int, model: nn.Module, users: np.ndarray) -> np.ndarray:
+    """`ReportSum.sum`, each worker for its own users."""
+    shared = ray.put(model)
+    left = {
+        worker: users[np.searchsorted(users, worker.start) : np.searchsorted(users, worker.end)]
+        for worker in workers
+    }
+    total = 0
+    for _ in range(_TRIES):
+        parts = {worker: worker.actor.sum.remote(round, shared, left[worker]) for worker in left}
+        for worker, part in parts.items():
+            try:
+                total = total + ray.get(part)
+                del left[worker]
+            except RayActorError:
+                worker.replace()
+            except RayError as error:
+                raise EngineFailed(
+                    f"round {round}: a Ray worker failed: {_cause(error)}"
+                ) from error
+        if not left:
+            return total
+    raise EngineFailed(f"round {round}: a Ray worker died {_TRIES} times")
+
+
+def _cause(error: Exception) -> str:
+    """One line; of an exception in a worker that exception, not Ray's account of it."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"

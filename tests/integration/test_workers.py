@@ -1,0 +1,115 @@
+"""Ray workers of the vectorised engine: real Ray, real kills."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from conftest import only_folder, running, shufl, tiny_config, wait_until
+from rich.console import Console
+
+from accounting import Ledger
+from clients import SeededRandomness
+from simulator.config import ConfigError, load
+from simulator.experiment import prepare
+from simulator.run import run
+from simulator.vectorised import ReportSum
+
+HERE = Path(__file__).parent
+SETTINGS = [
+    "simulation.engine=vectorised", "model.name=odd_models:kills_its_worker", "model.options={}",
+    "simulation.users_per_chunk=4", "simulation.workers=2",
+]  # fmt: skip
+
+
+def with_workers(tmp_path, kills, **environment):
+    """`shufl run` whose workers are killed so often; what it starts inherits TEST_FOLDER."""
+    sets = [part for setting in SETTINGS for part in ("--set", setting)]
+    return shufl(
+        "run", tiny_config(tmp_path, 4), "--runs", tmp_path / "runs", *sets, cwd=HERE,
+        env={**os.environ, "TEST_FOLDER": str(tmp_path), "TEST_KILLS": str(kills), **environment},
+    )  # fmt: skip
+
+
+def left_behind(tmp_path):
+    """Processes that have inherited TEST_FOLDER."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"TEST_FOLDER={tmp_path}".encode() in environment and running(int(process.name)):
+            found.append(int(process.name))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+@pytest.mark.slow
+def test_killed_workers_change_nothing(tmp_path, monkeypatch):
+    result = with_workers(tmp_path, 2)
+    assert (result.returncode, result.stderr) == (0, "")
+    wait_until(lambda: not left_behind(tmp_path), 30, "Ray's processes to end")
+    assert "vectorised on 2 Ray workers" in result.stdout
+    assert (tmp_path / "kills").read_text() == "xx"
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    monkeypatch.setenv("TEST_KILLS", "2")  # of which both have taken place
+    folder = only_folder(tmp_path / "runs")
+    config = load(str(folder / "config.toml"), ["simulation.workers=1"])
+    (tmp_path / "alone").mkdir()
+    run(config, tmp_path / "alone", Console(quiet=True))
+    alone = only_folder(tmp_path / "alone")
+    models = [torch.load(path / "model.pt", weights_only=True) for path in (folder, alone)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    ledgers = [Ledger.read(path / "ledger.jsonl").entries for path in (folder, alone)]
+    assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 4
+
+
+@pytest.mark.slow
+def test_workers_that_always_die_end_the_run_in_one_line_and_the_cluster_stays(
+    tmp_path, monkeypatch
+):
+    """On a cluster that is there before the run: this process's."""
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    monkeypatch.setenv("TEST_KILLS", "1000")
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    cluster = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        result = with_workers(tmp_path, 1000, RAY_ADDRESS=cluster.address_info["gcs_address"])
+        assert ray.cluster_resources()["CPU"] == 2
+    finally:
+        ray.shutdown()
+    assert result.returncode == 1
+    assert result.stderr == "error: round 1: a Ray worker died 3 times\n"
+    assert "ended early: 1 rounds spent" in result.stdout
+
+
+@pytest.mark.parametrize("noise", ["report", "aggregate"])
+@pytest.mark.parametrize("ends", [[32, 60], [16, 48, 60], [0, 60, 60]])
+def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
+    """Shards of whole blocks: four of sixteen ids here."""
+    of = prepare(
+        load(str(tiny_config(tmp_path, 4)), [
+            "simulation.engine=vectorised", f"simulation.noise={noise}",
+            "simulation.users_per_chunk=8", "training.algorithm=fedavg",
+        ])
+    )  # fmt: skip
+    model, records = of.make_model(), of.load_users()
+    users = np.flatnonzero(SeededRandomness(5).check_ins(1, np.arange(60), 0.5))
+    whole = ReportSum(of, records).sum(1, model, users)
+    total = np.zeros_like(whole)
+    for start, end in zip([0, *ends], ends, strict=False):
+        shard = users[(start <= users) & (users < end)]
+        total += ReportSum(of, records.of(start, end)).sum(1, model, shard)
+    assert np.array_equal(total, whole) and np.abs(whole).max() > 2**40
+
+
+def test_more_workers_than_cpus_need_a_cluster(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    many = (os.cpu_count() or 1) + 1
+    settings = ["simulation.engine=vectorised", f"simulation.workers={many}"]
+    with pytest.raises(ConfigError, match=f"simulation.workers must be at most .*, got {many}"):
+        prepare(load(str(tiny_config(tmp_path, 4)), settings))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert prepare(load(str(tiny_config(tmp_path, 4)), settings)).config.simulation.workers == many
