@@ -1,20 +1,22 @@
-"""`python -m shuffler`."""
+"""`python -m shuffler`, and `python -m shuffler front`."""
 
 import sys
 
 import click
 import typer
 
-from shuffler.cli import shuffler_command
+from shuffler.cli import front_command, shuffler_command
 
 
 def main() -> int:
     """Runs the command; a usage error is one line on standard error and exit code 2."""
     app = typer.Typer(add_completion=False)
-    app.command()(shuffler_command)
+    arguments = sys.argv[1:]
+    front = arguments[:1] == ["front"]
+    app.command()(front_command if front else shuffler_command)
     command = typer.main.get_command(app)
     try:
-        return command.main(prog_name="python -m shuffler", standalone_mode=False) or 0
+        return command.main(arguments[front:], "python -m shuffler", standalone_mode=False) or 0
     except click.ClickException as error:
         click.echo(f"shuffler: {error.format_message()}", err=True)
         return 2

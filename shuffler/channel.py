@@ -12,6 +12,7 @@ __all__ = [
     "SERVER_OPTIONS",
     "TOKEN_KEY",
     "TOKEN_VARIABLE",
+    "WORKER_KEY",
     "join_address",
     "parse_address",
 ]
@@ -31,9 +32,12 @@ TOKEN_VARIABLE = "SHUFL_CONTROL_TOKEN"
 TOKEN_KEY = "authorization"
 """Metadata key of the control token; its value is `Bearer <token>`."""
 
+WORKER_KEY = "worker"
+"""Metadata key of the worker that a front's call is for; its value is the worker's name."""
+
 _LENGTHS = [
     ("grpc.max_send_message_length", -1),
-    # The longest: a plan and its run's name.
+    # The longest: a plan, its run's name and a front's workers.
     ("grpc.max_receive_message_length", 2**20 + 2**16),
 ]
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shuffler.channel import parse_address
+from shuffler.keys import NAME
 
-__all__ = ["ConfigError", "Limits", "ShufflerConfig", "Tls", "load_config"]
+__all__ = [
+    "ConfigError",
+    "FrontConfig",
+    "FrontLimits",
+    "FrontWorker",
+    "Limits",
+    "ShufflerConfig",
+    "Tls",
+    "load_config",
+]
 
+_Config = TypeVar("_Config", bound="_Process")
+
+Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -57,25 +70,44 @@ class Limits(_Section):
     stop_seconds: Seconds = 300.0
 
 
-class ShufflerConfig(_Section):
-    """A whole shuffler.
+class _Process(_Section):
+    """What a shuffler and a front have in common.
 
     Attributes:
         listen: HOST:PORT; port 0 picks a free one.
-        spool: directory for accepted reports. May be left out with `--exit-with-parent` only: then
-            a temporary one, removed at exit.
         log_file: where the log is appended; left out: standard error.
         metrics: HOST:PORT on loopback for Prometheus; left out: none.
-        plaintext: no TLS, and a token instead of certificates; on loopback only.
-        tls: needed unless `plaintext` is set.
+        tls: files for both sides of TLS.
     """
 
     listen: str = "127.0.0.1:0"
-    spool: Path | None = None
     log_file: Path | None = None
     metrics: str | None = None
-    plaintext: bool = False
     tls: Tls | None = None
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> Self:
+        parse_address(self.listen)
+        if self.metrics is not None and not parse_address(self.metrics)[2]:
+            raise ValueError(f"metrics only on a loopback address, got {self.metrics!r}")
+        return self
+
+
+class ShufflerConfig(_Process):
+    """A whole shuffler.
+
+    Attributes:
+        spool: directory for accepted reports. May be left out with `--exit-with-parent` only: then
+            a temporary one, removed at exit.
+        plaintext: no TLS, and a token instead of certificates; on loopback only. Otherwise `tls` is
+            needed.
+        worker: its name as a worker of a front; left out: it serves a server alone.
+        limits: how much at once.
+    """
+
+    spool: Path | None = None
+    plaintext: bool = False
+    worker: Name | None = None
     limits: Limits = Limits()
 
     @model_validator(mode="after")
@@ -84,14 +116,72 @@ class ShufflerConfig(_Section):
             raise ValueError(f"plaintext only on a loopback address, got listen = {self.listen!r}")
         if self.plaintext == (self.tls is not None):
             raise ValueError("either a section [tls] or plaintext = true, and not both")
-        parse_address(self.listen)
-        if self.metrics is not None and not parse_address(self.metrics)[2]:
-            raise ValueError(f"metrics only on a loopback address, got {self.metrics!r}")
+        if self.plaintext and self.worker:
+            raise ValueError("a worker of a front needs a section [tls], got plaintext = true")
         return self
 
 
-def load_config(path: Path) -> ShufflerConfig:
+class FrontWorker(_Section):
+    """One worker of a front.
+
+    Attributes:
+        name: what `worker` is in its configuration.
+        address: its HOST:PORT.
+        users: the most users enrolled there: for so many reports it makes room in a round.
+    """
+
+    name: Name
+    address: str
+    users: Annotated[int, Field(ge=1, le=2**24)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if parse_address(self.address)[1] == 0:
+            raise ValueError(f"a worker's port lies in [1, 65535], got {self.address!r}")
+        return self
+
+
+class FrontLimits(_Section):
+    """How long things may take at a front.
+
+    Attributes:
+        worker_seconds: longest wait for one answer of a worker, or one part of its release.
+        idle_seconds: how long a call may leave its request before it is ended.
+        stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
+    """
+
+    worker_seconds: Seconds = 15.0
+    idle_seconds: Seconds = 60.0
+    stop_seconds: Seconds = 300.0
+
+
+class FrontConfig(_Process):
+    """A whole front.
+
+    Attributes:
+        workers: all of its workers.
+        limits: how long things may take.
+    """
+
+    tls: Tls
+    workers: Annotated[list[FrontWorker], Field(min_length=1, max_length=64)]
+    limits: FrontLimits = FrontLimits()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in ("name", "address"):
+            given = [getattr(worker, key) for worker in self.workers]
+            if len(set(given)) < len(given):
+                raise ValueError(f"no two workers have one {key}, got {', '.join(given)}")
+        return self
+
+
+def load_config(path: Path, kind: type[_Config]) -> _Config:
     """Reads a configuration; paths in it are relative to its directory.
+
+    Args:
+        path: the TOML file.
+        kind: `ShufflerConfig` or `FrontConfig`.
 
     Raises:
         ConfigError: one line.
@@ -103,22 +193,14 @@ def load_config(path: Path) -> ShufflerConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     try:
-        config = ShufflerConfig.model_validate(content)
+        config = kind.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{path}: {key + ': ' if key else ''}{message}") from None
     base = path.absolute().parent
-    tls = config.tls and Tls(
-        certificate=base / config.tls.certificate,
-        key=base / config.tls.key,
-        authority=base / config.tls.authority,
-    )
-    return config.model_copy(
-        update={
-            "tls": tls,
-            "spool": config.spool and base / config.spool,
-            "log_file": config.log_file and base / config.log_file,
-        }
-    )
+    found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
+    if config.tls is not None:
+        found["tls"] = Tls(**{name: base / path for name, path in config.tls})
+    return config.model_copy(update=found)

@@ -1,11 +1,14 @@
 """Runs, rounds and their batches: what the shuffler remembers, and the rules it holds.
 
-A round goes open → closed → releasing → done, or open → done when its batch is below the plan's
-minimum or not wanted; each step is on disk before it is answered. After a crash at any point the
-same directory can be opened again: runs, open and closed rounds, and every acknowledged report are
-there. A crash *while releasing* loses that batch. It is never released twice: two releases would be
-two random orders of the same reports, and a server that saw half of one could match it with the
-other.
+A round goes open → closed → releasing → done, or is done before it is released when its batch is
+below the plan's minimum or not wanted; each step is on disk before it is answered. After a crash at
+any point the same directory can be opened again: runs, open and closed rounds, and every
+acknowledged report are there. A crash *while releasing* loses that batch. It is never released
+twice: two releases would be two random orders of the same reports, and a server that saw half of
+one could match it with the other.
+
+At a worker of a front a batch is a *part* of one: sized for the users enrolled at this worker, and
+compared with the plan's minimum not here but, together with the other parts, by the front.
 
 Nothing here knows gRPC. Everything is blocking and for one thread, except the reading of a batch
 that `begin_release` handed out.
@@ -41,7 +44,10 @@ from shuffler.storage import (
     transaction,
 )
 
-__all__ = ["Draft", "Report", "RunStore"]
+__all__ = ["Draft", "Report", "RunStore", "Workers"]
+
+Workers = Sequence[tuple[str, int]]
+"""All workers of a front: each one's name, and the most users enrolled there."""
 
 _T = TypeVar("_T")
 
@@ -53,11 +59,13 @@ _MAX_WAITING = 4  # closed batches of a run that were not fetched
 _KEPT_OVER = 8  # finished rounds of a run that are remembered; the latest always is
 _MAX_PLAN_BYTES = 2**20
 _RESERVE_BYTES = 128 * 2**10
+_OTHER_WORKERS = "this run was created with other workers"
 _OVERHEAD_BYTES = 2 * (PAGE_BYTES + 8)  # of the journal, for the two pages of a report's marks
-_FORMAT = 1  # of all files in the directory; another shuffler's are refused
+_FORMAT = 2  # of all files in the directory; another shuffler's are refused
 _SCHEMA = f"""
 CREATE TABLE runs(
-    run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL
+    run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL,
+    worker TEXT NOT NULL, workers TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE rounds(
     run_id TEXT, round INTEGER, model_version TEXT NOT NULL, state TEXT NOT NULL, outcome INTEGER,
@@ -155,7 +163,9 @@ class _Run:
     users: int
     minimum_batch: int
     report_bytes: int
-    rounds: dict[int, _Round]
+    workers: Workers
+    room: int  # most reports of a round here
+    rounds: dict[int, _Round] = dataclasses.field(default_factory=dict)
 
     def open_round(self) -> _Round | None:
         return next((r for r in self.rounds.values() if r.state is _State.OPEN), None)
@@ -164,22 +174,26 @@ class _Run:
 class RunStore:
     """All runs of one shuffler process, in one directory that only it uses."""
 
-    def __init__(self, directory: Path, reserve_bytes: int = _RESERVE_BYTES) -> None:
+    def __init__(
+        self, directory: Path, reserve_bytes: int = _RESERVE_BYTES, worker: str = ""
+    ) -> None:
         """Opens the directory (made with mode 0700 if missing) and takes up what is in it.
 
         Args:
             directory: where `runs.db` and one file for each batch are kept.
             reserve_bytes: free space in bytes that reports may not use, so that rounds can still
                 be closed and released when they have filled the disk.
+            worker: which worker of a front this is; empty: a shuffler alone.
 
         Raises:
             ValueError: if others may enter the directory, another process uses it, or `runs.db` is
-                damaged or of another format. Nothing is then changed.
+                damaged, of another format or of another worker. Nothing is then changed.
             OSError: if a file can not be made or used; no open or closed batch is then given up.
             sqlite3.Error: if `runs.db` can not be read or written.
         """
         self._directory = directory
         self._reserve = reserve_bytes
+        self._worker = worker
         self._lock = claim_directory(directory)
         self._runs: dict[str, _Run] = {}
         runs = directory / "runs.db"
@@ -201,13 +215,14 @@ class RunStore:
                 ) from error
             raise
 
-    def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
+    def create_run(self, run_id: str, plan: bytes, report_bytes: int, workers: Workers = ()) -> str:
         """Registers a run; the same call again changes nothing.
 
         Args:
             run_id: the run's name, not used before.
             plan: the privacy plan, a JSON object with integers `users` ≥ `minimum_batch` ≥ 1.
             report_bytes: the length of every *sealed* report in bytes.
+            workers: all workers of the front, this one among them; none: a shuffler alone.
 
         Returns:
             The plan's digest: SHA-256 of its bytes, lower-case hexadecimal.
@@ -218,7 +233,9 @@ class RunStore:
         """
         if not 1 <= len(run_id) <= _MAX_NAME:
             _refuse(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
-        run = _parse_run(plan, report_bytes)
+        if bool(workers) != bool(self._worker):
+            _refuse(Refusal.MALFORMED, "a front names its workers, and a server none")
+        run = _parse_run(plan, report_bytes, workers, self._worker)
         known = self._runs.get(run_id)
         if known is None:
             if self._has_ended(run_id):
@@ -226,10 +243,15 @@ class RunStore:
             if len(self._runs) == _MAX_RUNS:
                 _refuse(Refusal.TOO_MANY_RUNS, f"{_MAX_RUNS} runs have not ended")
             with self._durably() as rows:
-                rows.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run_id, plan, report_bytes))
+                rows.execute(
+                    "INSERT INTO runs VALUES (?, ?, ?, 0, ?, ?)",
+                    (run_id, plan, report_bytes, self._worker, json.dumps(workers)),
+                )
             self._runs[run_id] = run
         elif (known.digest, known.report_bytes) != (run.digest, report_bytes):
             _refuse(Refusal.RUN_EXISTS, "this run has another plan or report length")
+        elif known.workers != run.workers:
+            _refuse(Refusal.RUN_EXISTS, _OTHER_WORKERS)
         return run.digest
 
     def open_round(self, run_id: str, number: int, model_version: str) -> None:
@@ -260,7 +282,7 @@ class RunStore:
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
             with self._durably() as rows:
-                spool = RoundSpool(path, run.report_bytes, run.users)
+                spool = RoundSpool(path, run.report_bytes, run.room)
                 rows.execute(
                     "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL)",
                     (run_id, number, model_version, _State.OPEN),
@@ -319,25 +341,36 @@ class RunStore:
         except (sqlite3.Error, OSError) as error:
             return _storage_verdict(error)
 
-    def close_round(self, run_id: str, number: int, discard: bool = False) -> Outcome:
+    def close_round(
+        self, run_id: str, number: int, discard: bool = False, below_minimum: bool = False
+    ) -> Outcome:
         """Ends a round's intake; a batch below the plan's minimum or not wanted is destroyed.
 
-        Closing a closed round again answers the same.
+        Closing a closed round again answers the same, but destroys a batch that is not wanted and
+        was not released.
+
+        Args:
+            run_id: the run.
+            number: the round.
+            discard: whether to destroy the batch unseen, whatever its size.
+            below_minimum: the same, because all parts together are below the minimum.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`, or storage.
         """
         run, entry = self._entry(run_id, number)
-        if entry.state is not _State.OPEN:
-            if entry.outcome is None:
+        unwanted = discard or below_minimum
+        before = entry.outcome
+        if entry.state is not _State.OPEN and not (unwanted and entry.state is _State.CLOSED):
+            if before is None:
                 _refuse(
                     Refusal.BATCH_LOST, "the batch's file was missing or damaged after a restart"
                 )
-            return entry.outcome
+            return before
         assert entry.spool is not None
         if discard:
             entry.outcome = Outcome.DISCARDED
-        elif entry.spool.count >= run.minimum_batch:
+        elif not below_minimum and (run.workers or entry.spool.count >= run.minimum_batch):
             entry.outcome = Outcome.RELEASABLE
         else:
             entry.outcome = Outcome.BELOW_MINIMUM
@@ -345,11 +378,35 @@ class RunStore:
         try:
             self._move(run_id, entry, _State.CLOSED if kept else _State.DONE)
         except ShufflerRefused:
-            entry.outcome = None
+            entry.outcome = before
             raise
         if not kept:
             self._destroy(entry)
         return entry.outcome
+
+    def count(self, run_id: str, number: int, workers: Workers) -> tuple[int, int, str]:
+        """What a front must know before a release. Never for a server.
+
+        Args:
+            run_id: the run.
+            number: the closed round.
+            workers: all workers of the front: those that the run was created with.
+
+        Returns:
+            Number of reports in this worker's part, the plan's minimum batch, the plan's digest.
+
+        Raises:
+            ShufflerRefused: `NOT_PERMITTED` at a shuffler alone, `RUN_EXISTS` with other workers,
+                or what `begin_release` would refuse with.
+        """
+        if not self._worker:
+            _refuse(Refusal.NOT_PERMITTED, "this shuffler is no worker of a front")
+        run = self._run(run_id)
+        if run.workers != tuple(workers):
+            _refuse(Refusal.RUN_EXISTS, _OTHER_WORKERS)
+        spool = self._releasable(run_id, number).spool
+        assert spool is not None
+        return spool.count, run.minimum_batch, run.digest
 
     def begin_release(self, run_id: str, number: int) -> RoundSpool:
         """Marks the batch as being released, which can happen once, and hands it out.
@@ -361,6 +418,13 @@ class RunStore:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `ROUND_NOT_CLOSED`,
                 `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`, `BATCH_LOST`, or storage.
         """
+        entry = self._releasable(run_id, number)
+        assert entry.spool is not None
+        self._move(run_id, entry, _State.RELEASING)
+        return entry.spool
+
+    def _releasable(self, run_id: str, number: int) -> _Round:
+        """The round, if its batch can be released."""
         _, entry = self._entry(run_id, number)
         if entry.state is _State.OPEN:
             _refuse(Refusal.ROUND_NOT_CLOSED, "close the round first")
@@ -374,9 +438,7 @@ class RunStore:
             _refuse(Refusal.DISCARDED, "the batch was destroyed when the round was closed")
         if entry.state is not _State.CLOSED:
             _refuse(Refusal.ALREADY_RELEASED, "a batch is released once")
-        assert entry.spool is not None
-        self._move(run_id, entry, _State.RELEASING)
-        return entry.spool
+        return entry
 
     def finish_release(self, run_id: str, number: int) -> None:
         """Destroys a batch that was being released, whether or not all of it was read."""
@@ -405,7 +467,9 @@ class RunStore:
             self._destroy(entry)
         with self._durably() as rows:
             rows.execute("DELETE FROM rounds WHERE run_id = ?", (run_id,))
-            rows.execute("UPDATE runs SET plan = NULL, ended = 1 WHERE run_id = ?", (run_id,))
+            rows.execute(
+                "UPDATE runs SET plan = NULL, ended = 1, workers = '' WHERE run_id = ?", (run_id,)
+            )
         del self._runs[run_id]
 
     def close(self) -> None:
@@ -525,15 +589,26 @@ class RunStore:
         if (found := self._connection.execute("PRAGMA integrity_check(1)").fetchone()) != ("ok",):
             raise DamagedFile(str(found[0]))
         runs = self._connection.execute(
-            "SELECT run_id, plan, report_bytes FROM runs WHERE NOT ended"
+            "SELECT run_id, plan, report_bytes, worker, workers FROM runs WHERE NOT ended"
         ).fetchall()
+        for worker in {worker for *_, worker, _ in runs} - {self._worker}:
+            raise ValueError(
+                f"spool directory {self._directory} holds a run of {_whose(worker)}, "
+                f"this is {_whose(self._worker)}"
+            )
         rounds = self._connection.execute(
             "SELECT run_id, round, model_version, state, outcome FROM rounds"
         ).fetchall()
         try:
-            for run_id, plan, report_bytes in runs:
+            for run_id, plan, report_bytes, worker, workers in runs:
                 self._runs[_typed(run_id, str)] = _parse_run(
-                    _typed(plan, bytes), _typed(report_bytes, int)
+                    _typed(plan, bytes),
+                    _typed(report_bytes, int),
+                    [
+                        (_typed(name, str), _typed(users, int))
+                        for name, users in json.loads(workers)
+                    ],
+                    worker,
                 )
             for run_id, number, model_version, state, outcome in rounds:
                 self._runs[run_id].rounds[number] = _Round(
@@ -573,7 +648,7 @@ class RunStore:
                     with _naming(path):
                         if not exists(path):
                             raise DamagedFile("the batch's file is missing")
-                        entry.spool = RoundSpool(path, run.report_bytes, run.users)
+                        entry.spool = RoundSpool(path, run.report_bytes, run.room)
                     continue
                 except DamagedFile:
                     # Lost, and the other rounds go on. The files go before the entry again.
@@ -632,8 +707,8 @@ def _storage_verdict(error: sqlite3.Error | OSError) -> Verdict:
     return Verdict.STORAGE_FULL if full else Verdict.STORAGE_FAILED
 
 
-def _parse_run(plan: bytes, report_bytes: int) -> _Run:
-    """The run that a plan describes."""
+def _parse_run(plan: bytes, report_bytes: int, workers: Workers, worker: str) -> _Run:
+    """The run that a plan describes, at this worker if there are any."""
     if not 1 <= report_bytes <= MAX_REPORT_BYTES:
         _refuse(
             Refusal.MALFORMED,
@@ -648,14 +723,30 @@ def _parse_run(plan: bytes, report_bytes: int) -> _Run:
     if not isinstance(fields, dict):
         _refuse(Refusal.MALFORMED, "the plan is not a JSON object")
     users, minimum = fields.get("users"), fields.get("minimum_batch")
-    if type(users) is int and users > _MAX_USERS:
-        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_USERS} users here, got {users}")
     if type(users) is not int or type(minimum) is not int or not 1 <= minimum <= users:
         _refuse(
             Refusal.MALFORMED,
             f"the plan needs integers users >= minimum_batch >= 1, got {users!r} and {minimum!r}",
         )
-    return _Run(hashlib.sha256(plan).hexdigest(), users, minimum, report_bytes, {})
+    room = users
+    if workers:
+        shares = dict(workers)
+        if worker not in shares:
+            _refuse(Refusal.MALFORMED, f"worker {worker} is not among {', '.join(shares)}")
+        if (enrolled := sum(shares.values())) < users:
+            _refuse(
+                Refusal.MALFORMED,
+                f"the workers have room for {enrolled} users, the plan needs {users}",
+            )
+        room = min(users, shares[worker])
+    if room > _MAX_USERS:
+        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_USERS} users here, got {room}")
+    digest = hashlib.sha256(plan).hexdigest()
+    return _Run(digest, users, minimum, report_bytes, tuple(workers), room)
+
+
+def _whose(worker: str) -> str:
+    return f"worker {worker}" if worker else "a shuffler without a front"
 
 
 def _refuse(reason: Refusal, detail: str) -> NoReturn:

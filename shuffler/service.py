@@ -9,9 +9,9 @@ import logging
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -24,18 +24,18 @@ from shuffler.channel import (
     MAX_REPORT_BYTES,
     SERVER_OPTIONS,
     TOKEN_KEY,
+    WORKER_KEY,
     join_address,
     parse_address,
 )
-from shuffler.config import Limits
-from shuffler.errors import Refusal, ShufflerRefused, Verdict
+from shuffler.config import FrontLimits, Limits
+from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
 from shuffler.intake import Intake
 from shuffler.keys import Caller, Credentials, Role, caller_of
 from shuffler.operations import Metrics, Pace
-from shuffler.runs import Draft, Report, RunStore
-from shuffler.spool import RoundSpool
+from shuffler.runs import Draft, Report, RunStore, Workers
 
-__all__ = ["MIN_TOKEN_CHARACTERS", "ShufflerServer"]
+__all__ = ["MIN_TOKEN_CHARACTERS", "ControlServer", "Gate", "ShufflerServer"]
 
 MIN_TOKEN_CHARACTERS = 32
 """Shortest control token that a server accepts."""
@@ -66,45 +66,70 @@ _STATUS = {
     Refusal.BATCH_LOST: grpc.StatusCode.DATA_LOSS,
     Refusal.STORAGE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Refusal.STORAGE_FAILED: grpc.StatusCode.INTERNAL,
+    Refusal.WORKER_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
 
 
-class ShufflerServer:
-    """The shuffler's gRPC server on top of a store. Use inside one running event loop."""
+class _Batch(Protocol):
+    def next_chunk(self, limit: int) -> tuple[list[bytes], bool]: ...
+
+
+class _Rounds(Protocol):
+    """Runs and rounds: a shuffler's own (`RunStore`), or those of a front's workers (`Front`)."""
+
+    def create_run(self, run_id: str, plan: bytes, length: int, workers: Workers, /) -> str: ...
+    def open_round(self, run_id: str, number: int, model_version: str, /) -> None: ...
+    def close_round(
+        self, run_id: str, number: int, discard: bool, below_minimum: bool, /
+    ) -> Outcome: ...
+    def count(self, run_id: str, number: int, workers: Workers, /) -> tuple[int, int, str]: ...
+    def begin_release(self, run_id: str, number: int, /) -> _Batch: ...
+    def finish_release(self, run_id: str, number: int, /) -> None: ...
+    def end_run(self, run_id: str, /) -> None: ...
+
+
+class _Calls(Protocol):
+    """Calls functions in a thread, in order: each after all that were given before."""
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any: ...
+    async def close(self) -> None: ...
+
+
+class ControlServer:
+    """A gRPC server of the `Control` service and of health. Use inside one running event loop."""
 
     def __init__(
-        self, store: RunStore, security: Credentials | str, limits: Limits, metrics: Metrics
+        self,
+        rounds: _Rounds,
+        calls: _Calls,
+        gate: Gate,
+        credentials: Credentials | None,
+        limits: Limits | FrontLimits,
+        metrics: Metrics,
+        intakes: Sequence[_IntakeService] = (),
     ) -> None:
         """Prepares the server; nothing listens yet.
 
         Args:
-            store: runs and rounds.
-            security: the shuffler's side of TLS; or, in plaintext, the server's control token.
-            limits: how much at once.
+            rounds: what the service is about.
+            calls: what calls `rounds`.
+            gate: who may call the service.
+            credentials: the server's side of TLS; None: plaintext.
+            limits: how long things may take.
             metrics: what is counted.
-
-        Raises:
-            ValueError: if a token is shorter than `MIN_TOKEN_CHARACTERS` or not printable ASCII.
+            intakes: the service for user devices, if it has one.
         """
-        self._credentials = security if isinstance(security, Credentials) else None
-        token = security if isinstance(security, str) else None
-        if token is not None and len(token) < MIN_TOKEN_CHARACTERS:
-            raise ValueError(f"the control token needs at least {MIN_TOKEN_CHARACTERS} characters")
-        if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("the control token must be printable ASCII")
-        self._intake = Intake(store)
+        self._credentials = credentials
+        self._calls = calls
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
-        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
-        gate = _Gate(token, metrics)
-        intake = _IntakeService(gate, self._intake, store, self._writers, limits, metrics)
-        control = _ControlService(gate, self._intake, store, self._readers, metrics)
+        control = _ControlService(gate, calls, rounds, self._readers, metrics)
         self._releases = control.releases
         self._stop_seconds = limits.stop_seconds
         ours, theirs = shuffler_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR
         for service, servicer in (
-            (ours.services_by_name["Intake"], intake),
+            *((ours.services_by_name["Intake"], each) for each in intakes),
             (ours.services_by_name["Control"], control),
             (theirs.services_by_name["Health"], self._health),
         ):
@@ -177,8 +202,48 @@ class ShufflerServer:
             hurry.cancel()
         await self._server.stop(None)
         await stopping
-        await self._intake.close()
+        await self._calls.close()
         self._readers.shutdown()
+
+
+class ShufflerServer(ControlServer):
+    """The shuffler's gRPC server on top of a store. Use inside one running event loop."""
+
+    def __init__(
+        self,
+        store: RunStore,
+        security: Credentials | str,
+        limits: Limits,
+        metrics: Metrics,
+        worker: str = "",
+    ) -> None:
+        """Prepares the server; nothing listens yet.
+
+        Args:
+            store: runs and rounds.
+            security: the shuffler's side of TLS; or, in plaintext, the server's control token.
+            limits: how much at once.
+            metrics: what is counted.
+            worker: which worker of a front this is; empty: a shuffler alone.
+
+        Raises:
+            ValueError: if a token is shorter than `MIN_TOKEN_CHARACTERS` or not printable ASCII.
+        """
+        token = security if isinstance(security, str) else None
+        if token is not None and len(token) < MIN_TOKEN_CHARACTERS:
+            raise ValueError(f"the control token needs at least {MIN_TOKEN_CHARACTERS} characters")
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ValueError("the control token must be printable ASCII")
+        gate = Gate(token, metrics, worker)
+        queue = Intake(store)
+        credentials = security if isinstance(security, Credentials) else None
+        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
+        intake = _IntakeService(gate, queue, store, self._writers, limits, metrics)
+        super().__init__(store, queue, gate, credentials, limits, metrics, [intake])
+
+    async def stop(self, at_once: asyncio.Event | None = None) -> None:
+        """Stops as `ControlServer` does, and writes what is being written."""
+        await super().stop(at_once)
         self._writers.shutdown()
 
 
@@ -239,30 +304,50 @@ def _add_service(
     )
 
 
-class _Gate:
-    """Lets a call through only with the credential of its role."""
+class Gate:
+    """Lets a call through only with the credential of its role.
 
-    def __init__(self, token: str | None, metrics: Metrics) -> None:
+    A worker of a front serves its front in the place of the server, which must not see a part
+    alone, and nodes that are enrolled there and nowhere else: else a user could report twice.
+    """
+
+    def __init__(self, token: str | None, metrics: Metrics, worker: str = "") -> None:
+        """Remembers who may call: with this token, or for this worker; empty: with no front."""
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._metrics = metrics
+        self._worker = worker
 
     async def admit(self, context: grpc.aio.ServicerContext, role: Role) -> Caller:
         """Who calls; ends the call if it may not make it."""
         if self._expected is None:
             (certificate,) = context.auth_context().get("x509_pem_cert", [b""])
             caller = caller_of(certificate)
-            if caller is not None and caller.role is role:
-                return caller
+            if role is Role.SERVER and self._worker:
+                role = Role.FRONT
             refused = _NOT_PERMITTED
+            if caller is not None and caller.role is role:
+                meant = caller.worker
+                if role is not Role.NODE:
+                    meant = _metadata(context, WORKER_KEY).decode(errors="replace")
+                if meant == self._worker:
+                    return caller
+                refused = ShufflerRefused(
+                    Refusal.NOT_PERMITTED,
+                    f"for worker {meant or 'none'}, this is worker {self._worker or 'none'}",
+                )
         else:
-            given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
-            given = given if isinstance(given, bytes) else given.encode()
+            given = _metadata(context, TOKEN_KEY)
             if role is Role.NODE or hmac.compare_digest(given, self._expected):
                 return Caller(role, "", _ANY_USERS)
             refused = ShufflerRefused(Refusal.UNAUTHENTICATED, "wrong or missing token")
         _log.warning("call without the right credential refused")
         await _abort(context, refused, self._metrics)
         raise refused  # `_abort` does not return
+
+
+def _metadata(context: grpc.aio.ServicerContext, key: str) -> bytes:
+    given = dict(context.invocation_metadata() or ()).get(key, "")
+    return given if isinstance(given, bytes) else given.encode()
 
 
 class _StreamEnded(Exception):
@@ -290,7 +375,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
 
     def __init__(
         self,
-        gate: _Gate,
+        gate: Gate,
         intake: Intake,
         store: RunStore,
         writers: ThreadPoolExecutor,
@@ -446,19 +531,19 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
 
 
 class _ControlService(shuffler_pb2_grpc.ControlServicer):
-    """What the server may call."""
+    """What the server may call; at a worker, the front."""
 
     def __init__(
         self,
-        gate: _Gate,
-        intake: Intake,
-        store: RunStore,
+        gate: Gate,
+        calls: _Calls,
+        rounds: _Rounds,
         readers: ThreadPoolExecutor,
         metrics: Metrics,
     ) -> None:
         self._gate = gate
-        self._intake = intake
-        self._store = store
+        self._calls = calls
+        self._rounds = rounds
         self._readers = readers
         self._metrics = metrics
         self.releases: set[object] = set()  # those in progress
@@ -466,7 +551,12 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
     async def CreateRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         await self._gate.admit(context, Role.SERVER)
         digest = await self._call(
-            context, self._store.create_run, request.run_id, request.plan, request.report_bytes
+            context,
+            self._rounds.create_run,
+            request.run_id,
+            request.plan,
+            request.report_bytes,
+            _workers(request),
         )
         _log.info("run created", extra={"run": request.run_id})
         return shuffler_pb2.CreateRunReply(plan_digest=digest)
@@ -474,7 +564,7 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
     async def OpenRound(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         await self._gate.admit(context, Role.SERVER)
         await self._call(
-            context, self._store.open_round, request.run_id, request.round, request.model_version
+            context, self._rounds.open_round, request.run_id, request.round, request.model_version
         )
         _log.info("round opened", extra=_about(request))
         return shuffler_pb2.OpenRoundReply()
@@ -482,7 +572,12 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
     async def CloseRound(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         await self._gate.admit(context, Role.SERVER)
         outcome = await self._call(
-            context, self._store.close_round, request.run_id, request.round, request.discard
+            context,
+            self._rounds.close_round,
+            request.run_id,
+            request.round,
+            request.discard,
+            request.below_minimum,
         )
         name = shuffler_pb2.Outcome.Name(outcome)
         self._metrics.rounds.labels(name).inc()
@@ -501,14 +596,14 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         _log.info("batch released", extra=_about(request))
 
     async def _release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
-        begun: list[RoundSpool] = []
+        begun: list[_Batch] = []
 
         def begin() -> None:
-            begun.append(self._store.begin_release(request.run_id, request.round))
+            begun.append(self._rounds.begin_release(request.run_id, request.round))
 
         def finish() -> None:
             if begun:
-                self._store.finish_release(request.run_id, request.round)
+                self._rounds.finish_release(request.run_id, request.round)
 
         loop = asyncio.get_running_loop()
         try:
@@ -524,25 +619,38 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
             await _abort(context, refused, self._metrics)
         finally:
             # Whatever has become of this call: what it began is over, and the batch gone.
-            await asyncio.shield(asyncio.ensure_future(self._intake.call(finish)))
+            await asyncio.shield(asyncio.ensure_future(self._calls.call(finish)))
 
     async def EndRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         await self._gate.admit(context, Role.SERVER)
-        await self._call(context, self._store.end_run, request.run_id)
+        await self._call(context, self._rounds.end_run, request.run_id)
         _log.info("run ended", extra={"run": request.run_id})
         return shuffler_pb2.EndRunReply()
+
+    async def Count(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        await self._gate.admit(context, Role.FRONT)
+        reports, minimum_batch, digest = await self._call(
+            context, self._rounds.count, request.run_id, request.round, _workers(request)
+        )
+        return shuffler_pb2.CountReply(
+            reports=reports, minimum_batch=minimum_batch, plan_digest=digest
+        )
 
     async def _call(
         self, context: grpc.aio.ServicerContext, function: Callable[..., Any], *arguments: Any
     ) -> Any:
         try:
-            return await self._intake.call(function, *arguments)
+            return await self._calls.call(function, *arguments)
         except ShufflerRefused as refused:
             await _abort(context, refused, self._metrics)
 
 
 def _about(request: Any) -> dict[str, Any]:
     return {"run": request.run_id, "round": request.round}
+
+
+def _workers(request: Any) -> Workers:
+    return [(worker.name, worker.users) for worker in request.workers]
 
 
 def _report(request: Any, caller: Caller) -> Report:

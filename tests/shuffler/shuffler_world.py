@@ -30,8 +30,12 @@ def raw_channel(world: World, credentials: Credentials | None = None) -> grpc.Ch
     """A channel without our client; with a node's credentials, or those given."""
     given = credentials or world.process.submit
     assert given is not None
+    return channel_to(world.process.address, given)
+
+
+def channel_to(address: str, given: Credentials) -> grpc.Channel:
     tls = grpc.ssl_channel_credentials(given.authority, given.private_key, given.certificate)
-    return grpc.secure_channel(world.process.address, tls, CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, tls, CHANNEL_OPTIONS)
 
 
 class World:

@@ -120,6 +120,9 @@ class Rounds(RuleBasedStateMachine):
             kept = "closed" if len(held) >= MINIMUM else "below"
             state = "discarded" if discard else kept
             self.rounds[number] = (state, held)
+        if state == "closed" and discard:
+            state = "discarded"
+            self.rounds[number] = (state, held)
         outcome = self.store.close_round("run", number, discard)
         expected = {"below": Outcome.BELOW_MINIMUM, "discarded": Outcome.DISCARDED}
         assert outcome is expected.get(state, Outcome.RELEASABLE)
