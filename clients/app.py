@@ -56,7 +56,11 @@ def _take_part(worker: Worker, message: Message, context: Context) -> None:
     model = message.content["model"]
     worker.check(header, model, public_key, answered=_last_answered(context))
     context.state[_STATE] = ConfigRecord({"last_round": header.round})
-    worker.take_part(_node_users(context, worker.settings.plan.users), header, model, public_key)
+    partition = int(context.node_config["partition-id"])
+    partitions = int(context.node_config["num-partitions"])
+    # The partition id, and every N-th after it.
+    users = np.arange(partition, worker.settings.plan.users, partitions)
+    worker.take_part(users, header, model, public_key, node=partition)
 
 
 def _acknowledgement() -> RecordDict:
@@ -65,12 +69,6 @@ def _acknowledgement() -> RecordDict:
 
 def _last_answered(context: Context) -> int:
     return int(context.state[_STATE]["last_round"]) if _STATE in context.state else 0
-
-
-def _node_users(context: Context, users: int) -> np.ndarray:
-    """Ids of the users on this node, shape (u,): the partition id, and every N-th after it."""
-    partition = int(context.node_config["partition-id"])
-    return np.arange(partition, users, int(context.node_config["num-partitions"]))
 
 
 def _worker(settings: ClientSettings) -> Worker:

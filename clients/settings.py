@@ -41,8 +41,8 @@ class ClientSettings:
         make_model: builds the model whose parameters the server broadcasts.
         load_users: gives access to the records of the users on this node.
         training: local computation.
-        shuffler_address: host:port of the shuffler.
-        shuffler_credentials: this node's at the shuffler; None only for one without TLS.
+        shufflers: host:port of the shuffler, and this node's credentials there; None only for one
+            without TLS. Of several workers of a front: node i submits to the (i mod k)-th of k.
         seed: simulation's seed; None takes coins and noise from the operating system.
         reply_after: seconds from a message to its acknowledgement. Work takes longer for those who
             checked in, so outside simulation set it above the longest local work, or the moment of
@@ -54,7 +54,6 @@ class ClientSettings:
     make_model: Callable[[], nn.Module]
     load_users: Callable[[], UserRecords]
     training: LocalTraining
-    shuffler_address: str
-    shuffler_credentials: Credentials | None
+    shufflers: tuple[tuple[str, Credentials | None], ...]
     seed: int | None
     reply_after: float = 0.0

@@ -36,7 +36,7 @@ class ReportFailed(RuntimeError):
 
 
 class Worker:
-    """Holds what a process needs over many rounds: model, users' records, one shuffler channel."""
+    """Holds what a process needs over many rounds: model, users' records, channels."""
 
     def __init__(self, settings: ClientSettings):
         self.settings = settings
@@ -44,7 +44,7 @@ class Worker:
         self._randomness = make_randomness(settings.seed)
         self._model = settings.make_model()
         self._records = settings.load_users()
-        self._intake = IntakeClient(settings.shuffler_address, settings.shuffler_credentials)
+        self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
     @functools.cached_property
     def _last_round(self) -> int:
@@ -102,6 +102,7 @@ class Worker:
         header: RoundHeader,
         model: ArrayRecord,
         public_key: bytes,
+        node: int = 0,
     ) -> None:
         """Each user flips its coin; those who check in submit a sealed private report.
 
@@ -114,6 +115,7 @@ class Worker:
             header: the checked round.
             model: the broadcast model.
             public_key: the server's key for this round.
+            node: this node's number, which decides where it submits.
 
         Raises:
             ReportFailed: in simulation, when computing a report failed.
@@ -124,7 +126,8 @@ class Worker:
             self._model.load_state_dict(model.to_torch_state_dict())
             self._model.train()
             reports = self._sealed_reports(users[coins], header, public_key)
-            for verdict in self._intake.submit(header, reports):
+            intake = self._intakes[node % len(self._intakes)]
+            for verdict in intake.submit(header, reports):
                 if verdict is not Verdict.ACCEPTED:
                     log.warning("round %d: a report was rejected: %s", header.round, verdict.name)
         except ShufflerError as error:

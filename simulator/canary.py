@@ -116,8 +116,7 @@ def canary_rounds(
         make_model=_make_model,
         load_users=functools.partial(_load_users, canary, others, plan.clip_norm),
         training=LocalTraining(),
-        shuffler_address=shuffler.address,
-        shuffler_credentials=shuffler.submit,
+        shufflers=((shuffler.address, shuffler.submit),),
         seed=seed,
     )
     worker = make_worker(settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import itertools
+import math
 import os
 import secrets
 import threading
@@ -29,7 +30,7 @@ from server import (
     load_checkpoint,
     make_server_app,
 )
-from shuffler import ShufflerProcess
+from shuffler import start_shufflers
 from simulator.config import Config, ConfigError, dumps, load
 from simulator.engine import interrupts, logs_to, run_on_flower
 from simulator.experiment import Experiment, prepare
@@ -240,19 +241,21 @@ def _on_flower(
     observe: Callable[[RoundRecord], None],
     stop: threading.Event,
 ) -> RunResult:
-    """Starts the shuffler, then Flower, and waits for the end."""
+    """Starts the shuffler, or several behind a front, then Flower, and waits for the end."""
     config, folder = experiment.config, settings.folder
+    nodes, workers = config.simulation.nodes, config.shuffler.workers
+    most_users = math.ceil(experiment.plan.users / nodes) * math.ceil(nodes / workers)
     results: list[RunResult] = []
     with (
-        ShufflerProcess(log_file=folder / "shuffler.log") as shuffler,
+        start_shufflers(workers, most_users, folder) as shufflers,
         logs_to(folder / "server.log", "server"),
     ):
         server_app = make_server_app(
             ServerSettings(
                 **vars(settings),
-                nodes=config.simulation.nodes,
-                shuffler_address=shuffler.address,
-                shuffler_credentials=shuffler.control,
+                nodes=nodes,
+                shuffler_address=shufflers.address,
+                shuffler_credentials=shufflers.control,
                 round_timeout=config.simulation.round_timeout,
                 sealing=config.shuffler.sealing,
             ),
@@ -267,8 +270,7 @@ def _on_flower(
                 make_model=experiment.make_model,
                 load_users=experiment.load_users,
                 training=experiment.local_training,
-                shuffler_address=shuffler.address,
-                shuffler_credentials=shuffler.submit,
+                shufflers=shufflers.intakes,
                 seed=experiment.seed,
                 reply_after=config.simulation.reply_after,
             )
@@ -277,7 +279,7 @@ def _on_flower(
         run_on_flower(
             server_app,
             client_app,
-            config.simulation.nodes,
+            nodes,
             config.simulation.cpus_per_node,
             stop,
             folder / "flower.log",

@@ -88,8 +88,7 @@ class Round:
             make_model=make_model,
             load_users=load_users,
             training=LocalTraining(),
-            shuffler_address=address,
-            shuffler_credentials=credentials,
+            shufflers=((address, credentials),),
             seed=3,
         )
         self.settings = dataclasses.replace(self.settings, **changes)
@@ -231,8 +230,7 @@ def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
     assert len(everyone.released()) == 4
     nobody = make_round(rate=1e-9)
     nobody = Round(
-        nobody.settings.shuffler_address,
-        nobody.settings.shuffler_credentials,
+        *nobody.settings.shufflers[0],
         nobody.control,
         nobody.settings.run_id + "-nobody",
         1e-9,
@@ -244,8 +242,8 @@ def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
 
 def test_the_reply_is_the_same_when_the_shuffler_is_gone(make_round):
     with ShufflerProcess() as gone:
-        address = gone.address
-    round = make_round(rate=1.0, shuffler_address=address)
+        shufflers = ((gone.address, gone.submit),)
+    round = make_round(rate=1.0, shufflers=shufflers)
     assert reply_content(round.announce()) == {"acknowledgement": {"received": True}}
 
 

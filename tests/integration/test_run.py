@@ -112,6 +112,21 @@ def test_the_final_model_is_the_one_computed_by_hand(finished):
     check_the_model_by_hand(folder, ROUNDS)
 
 
+def test_several_shufflers_behind_a_front_give_the_same_model_to_the_bit(finished, tmp_path):
+    _, one = finished
+    config = tiny_config(tmp_path, ROUNDS)
+    result = shufl("run", config, "--runs", tmp_path / "runs", "--set", "shuffler.workers=3")
+    assert result.returncode == 0, result.stderr
+    folder = only_folder(tmp_path / "runs")
+    models = [torch.load(place / "model.pt", weights_only=True) for place in (one, folder)]
+    assert all(torch.equal(models[0][name], value) for name, value in models[1].items())
+    for log in ("front", "shuffler-1", "shuffler-2", "shuffler-3"):
+        events = [(line["event"], line.get("round")) for line in json_lines(folder / f"{log}.log")]
+        assert events.count(("batch released", ROUNDS)) == 1
+    reports = [[row["reports"] for row in json_lines(f / "metrics.jsonl")] for f in (one, folder)]
+    assert reports[0] == reports[1]
+
+
 BETA = 0.3
 
 

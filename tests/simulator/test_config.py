@@ -77,6 +77,11 @@ BLANKETS = ["privacy.mechanism=blanket-gaussian", "privacy.blanket_probability=0
         (BLANKETS, r"accountant must be one of blanket, local for .*, got 'theorem3'"),
         (BLANKETS[:1], r"privacy.blanket_probability is missing: a number in \(0, 1\)"),
         ([*BLANKETS, "privacy.blanket_probability=nan"], "a number in .* got nan"),
+        (["shuffler.workers=0"], "shuffler.workers must be a whole number from 1 to 64, got 0"),
+        (
+            ["shuffler.workers=4", "simulation.nodes=3"],
+            "shuffler.workers must be at most simulation.nodes, 3, got 4",
+        ),
     ],
 )
 def test_values_that_do_not_fit_together_are_one_line(overrides, message):
