@@ -1,22 +1,30 @@
 """One round over many shufflers: the merge at full size, and what a round of 10^8 users takes.
 
     python benchmarks/shuffler_scale.py --reports 100000000 --workers 64
+    python benchmarks/shuffler_scale.py --front --reports 4000 --workers 4
 
 Runs `shuffler.merge` over that many reports (numbers stand for them) from so many parts, and checks
 what a uniform interleaving must show: how many of each part are in each tenth of the release is
 hypergeometric. Then, from a rate of reports per second and worker (benchmarks/
 shuffler_throughput.py), how long the parts of the round take.
+
+With `--front` instead: real workers and a front, and how fast a release comes out of it, beside the
+same release of one shuffler alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import resource
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 
+from shuffler import ControlClient, IntakeClient, RoundHeader, Verdict, start_shufflers
 from shuffler.merge import merge
 
 
@@ -26,7 +34,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2000, help="reports/s of one worker")
     parser.add_argument("--report-bytes", type=int, default=100_000)
+    parser.add_argument("--front", action="store_true", help="time a real front instead")
     options = parser.parse_args()
+    if options.front:
+        for workers in (1, options.workers):
+            time_release(workers, options.reports, options.report_bytes)
+        return
     reports, workers = options.reports, options.workers
     lengths = [reports // workers + (i < reports % workers) for i in range(workers)]
     tenths = np.zeros((10, workers), dtype=np.int64)
@@ -60,6 +73,31 @@ def main() -> None:
         f"at {options.rate:g} reports/s each: intake {intake / 60:.1f} min on {workers} workers; "
         f"{gigabytes:.3g} GB in all, {gigabytes / workers:.3g} GB on a worker's disk"
     )
+
+
+def time_release(workers: int, reports: int, report_bytes: int) -> None:
+    """How fast a release comes out of so many shufflers; more than one behind a front."""
+    plan = json.dumps({"users": reports, "minimum_batch": 1}).encode()
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        start_shufflers(workers, -(-reports // workers), Path(logs)) as shufflers,
+        ControlClient(shufflers.address, shufflers.control) as control,
+    ):
+        digest = control.create_run("run", plan, report_bytes)
+        control.open_round("run", 1, "model")
+        header = RoundHeader("run", 1, "model", digest)
+        for number, shuffler in enumerate(shufflers.intakes):
+            users = range(number, reports, workers)
+            with IntakeClient(*shuffler) as intake:
+                sealed = ((user, bytes(report_bytes)) for user in users)
+                assert all(v is Verdict.ACCEPTED for v in intake.submit(header, sealed))
+        control.close_round("run", 1)
+        begun = time.perf_counter()
+        assert sum(1 for _ in control.release("run", 1)) == reports
+        seconds = time.perf_counter() - begun
+    name = "one shuffler" if workers == 1 else f"a front of {workers}"
+    megabytes = reports * report_bytes / 1e6
+    print(f"{name}: {megabytes:.0f} MB in {seconds:.2f} s, {megabytes / seconds:.0f} MB/s")
 
 
 def _repeat(value: int, count: int):
