@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -16,12 +17,18 @@ from scipy import special
 # separate Philox keys, so the streams never overlap
 _COIN, _NOISE, _TRAINING, _BLANKET, _SUMMED_NOISE = 1, 2, 3, 4, 5
 
+_BLOCK = 2**18  # coins drawn at once: they stay in a core's cache
+
 
 class Randomness(Protocol):
     """The draws a client makes."""
 
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
         """Whether each of `users` (int, shape (u,)) checks in, bool of shape (u,)."""
+        ...
+
+    def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
+        """Which of the ids 0 to `users` - 1 check in, by the same coins: int64, increasing."""
         ...
 
     def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
@@ -62,6 +69,10 @@ class SeededRandomness:
         uniforms = self._stream(_COIN, round).random(int(np.max(users)) + 1)
         return uniforms[users] < rate
 
+    def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
+        """By the coins of `check_ins`."""
+        return _below(self._stream(_COIN, round).random, users, rate)
+
     def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
         """N(0, 1) draws of the stream (seed, round, user)."""
         return self._stream(_NOISE, round, user).standard_normal(size)
@@ -91,6 +102,10 @@ class SystemRandomness:
         """Independent coins with probability `rate` (to 2^-52)."""
         return _system_uniform(len(users)) < rate
 
+    def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
+        """By coins like those of `check_ins`."""
+        return _below(_system_uniform, users, rate)
+
     def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
         """N(0, 1) draws, each the sum of four halved normals.
 
@@ -116,6 +131,15 @@ class SystemRandomness:
 def make_randomness(seed: int | None) -> Randomness:
     """Seeded draws for a seed, the operating system's entropy for None."""
     return SystemRandomness() if seed is None else SeededRandomness(seed)
+
+
+def _below(uniforms: Callable[[int], np.ndarray], size: int, bound: float) -> np.ndarray:
+    """Places among `size` uniforms of those below `bound`; memory grows only with their number."""
+    starts = range(0, size, _BLOCK)
+    blocks = [
+        start + np.flatnonzero(uniforms(min(_BLOCK, size - start)) < bound) for start in starts
+    ]
+    return np.concatenate(blocks)
 
 
 def _system_uniform(size: int) -> np.ndarray:

@@ -60,7 +60,7 @@ def run(config: Config, runs: Path, console: Console) -> RunResult:
         ConfigError, DatasetError: before any work.
         ShufflerError, RoundFailed, TimeoutError: the run ended early; its folder stays.
     """
-    experiment = prepare(config)
+    experiment = _prepare(config)
     folder = _make_folder(runs, experiment)
     _describe(console, experiment, folder)
     run_id = secrets.token_hex(8)
@@ -91,7 +91,7 @@ def resume_run(folder: Path, console: Console) -> RunResult:
     folder = folder.absolute()
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"a run folder has a config.toml, {folder} has none")
-    experiment = prepare(load(str(folder / "config.toml")))
+    experiment = _prepare(load(str(folder / "config.toml")))
     with Ledger.open(folder / "ledger.jsonl", experiment.plan) as ledger:
         checkpoint = _checkpoint_of(folder, experiment, ledger)
         _describe(console, experiment, folder)
@@ -143,6 +143,16 @@ def _origin(experiment: Experiment) -> dict[str, str]:
     configuration = hashlib.sha256(dumps(experiment.config).encode()).hexdigest()[:12]
     versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
     return {"config.toml": configuration, **versions}
+
+
+def _prepare(config: Config) -> Experiment:
+    """The experiment, its model tried and its Ray cluster, if it names one, found."""
+    experiment = prepare(config)
+    if config.simulation.engine == "vectorised" and config.simulation.workers > 1:
+        from simulator.workers import check_cluster  # Ray takes its time
+
+        check_cluster()
+    return experiment
 
 
 def _run_in(
@@ -229,7 +239,7 @@ def _report_sum(experiment: Experiment) -> Iterator[SumReports]:
     if experiment.config.simulation.workers == 1:
         yield ReportSum(experiment, experiment.load_users()).sum
     else:
-        from simulator.workers import ray_workers  # Ray takes its time
+        from simulator.workers import ray_workers
 
         with ray_workers(experiment) as sum_reports:
             yield sum_reports

@@ -36,8 +36,7 @@ class VectorisedRounds:
     def __call__(self, round: int, model: nn.Module) -> PlayedRound:
         """One round: coins, and unless too few checked in, the mean update with its noise."""
         plan = self._plan
-        coins = self._randomness.check_ins(round, np.arange(plan.users), plan.check_in_rate)
-        users = np.flatnonzero(coins)
+        users = self._randomness.checked_in(round, plan.users, plan.check_in_rate)
         if len(users) < plan.minimum_batch:
             return PlayedRound("below-minimum")
         total = self._sum_reports(round, model, users) * unit_of_sums(plan, self._dimension)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,10 +14,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import nn
 
+from simulator.config import ConfigError
 from simulator.engine import EngineFailed, path_for_workers
 from simulator.experiment import Experiment
 from simulator.vectorised import ReportSum, SumReports, users_per_block
 
+_CONNECT_SECONDS = 5.0
 _START_SECONDS = 120.0
 _TRIES = 3  # of a shard's part of a round
 
@@ -38,6 +41,24 @@ def ray_workers(experiment: Experiment) -> Iterator[SumReports]:
         yield lambda round, model, users: _sum(workers, round, model, users)
     finally:
         ray.shutdown()
+
+
+def check_cluster() -> None:
+    """Refuses a RAY_ADDRESS where nothing listens; Ray itself would try for minutes.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():  # none given, or a name that Ray resolves
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"RAY_ADDRESS must name a running cluster, got {address}: {error}"
+        ) from error
 
 
 def _start(experiment: Experiment, number: int) -> list[_Worker]:

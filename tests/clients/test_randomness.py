@@ -94,3 +94,13 @@ def test_system_draws_never_repeat():
 def test_a_seed_out_of_range_is_refused():
     with pytest.raises(ValueError, match=r"seed must lie in \[0, 2\^63\), got -1"):
         make_randomness(-1)
+
+
+def test_who_is_checked_in_is_who_the_coins_say():
+    """Over several blocks, the last one short."""
+    users, rate = 600_001, 0.01
+    coins = SeededRandomness(3).check_ins(7, np.arange(users), rate)
+    assert np.array_equal(SeededRandomness(3).checked_in(7, users, rate), np.flatnonzero(coins))
+    by_system = SystemRandomness().checked_in(7, users, rate)
+    assert (np.diff(by_system) > 0).all() and by_system[-1] < users
+    assert abs(len(by_system) - users * rate) < 7 * (users * rate) ** 0.5

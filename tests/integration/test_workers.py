@@ -111,5 +111,9 @@ def test_more_workers_than_cpus_need_a_cluster(tmp_path, monkeypatch):
     settings = ["simulation.engine=vectorised", f"simulation.workers={many}"]
     with pytest.raises(ConfigError, match=f"simulation.workers must be at most .*, got {many}"):
         prepare(load(str(tiny_config(tmp_path, 4)), settings))
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    assert prepare(load(str(tiny_config(tmp_path, 4)), settings)).config.simulation.workers == many
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nothing listens
+    config = load(str(tiny_config(tmp_path, 4)), settings)
+    assert prepare(config).config.simulation.workers == many
+    with pytest.raises(ConfigError, match="RAY_ADDRESS must name a running cluster, got 127"):
+        run(config, tmp_path / "none", Console(quiet=True))
+    assert not (tmp_path / "none").exists()
