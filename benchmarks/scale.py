@@ -34,8 +34,9 @@ def measure(
     """Plays rounds of about `reports` reports of `users` users.
 
     Returns:
-        Seconds until the first round, seconds of a round and of its coins (medians, the first
-        round left out), reports of a round, and the process's peak memory in MB.
+        Reports of a round, seconds until the first, seconds of a round by the clock and of all
+        cores together, seconds of a core for its coins (medians, the first round left out), and
+        the process's peak memory in MB.
     """
     warnings.simplefilter("ignore", OrderRangeWarning)  # of epsilon after a few rounds; not shown
     started = time.perf_counter()
@@ -49,21 +50,23 @@ def measure(
     plan, model = experiment.plan, experiment.make_model()
     play = VectorisedRounds(experiment, ReportSum(experiment, experiment.load_users()).sum)
     set_up = time.perf_counter() - started
-    seconds, coins, counts = [], [], []
+    seconds, cores, coins, counts = [], [], [], []
     for round in range(1, rounds + 2):
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         aggregate = play(round, model).aggregate
         seconds.append(time.perf_counter() - started)
+        cores.append(time.process_time() - worked)
         counts.append(aggregate.reports if aggregate else 0)
-        started = time.perf_counter()
+        worked = time.process_time()
         make_randomness(experiment.seed).checked_in(round, plan.users, plan.check_in_rate)
-        coins.append(time.perf_counter() - started)
+        coins.append(time.process_time() - worked)
     return {
         "users": users,
         "reports": float(np.mean(counts[1:])),
         "set-up s": set_up,
         "round s": float(np.median(seconds[1:])),
-        "coins s": float(np.median(coins[1:])),
+        "core s": float(np.median(cores[1:])),
+        "coins, core s": float(np.median(coins[1:])),
         "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
