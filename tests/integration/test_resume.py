@@ -98,6 +98,8 @@ def test_a_finished_run_resumed_stays_as_it_is(tmp_path):
     folder = in_process(tmp_path, "privacy.rounds=5")
     kept = ("ledger.jsonl", "metrics.jsonl", "summary.json")
     before = {name: (folder / name).read_bytes() for name in kept}
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"round": 6, "eps')  # cut short by a crash
     assert resume_run(folder, Console(quiet=True)).rounds == 5
     assert {name: (folder / name).read_bytes() for name in kept} == before
 
