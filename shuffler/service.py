@@ -124,7 +124,7 @@ class ControlServer:
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
-        control = _ControlService(gate, calls, rounds, self._readers, metrics)
+        control = _ControlService(gate, calls, rounds, self._readers, limits, metrics)
         self._releases = control.releases
         self._stop_seconds = limits.stop_seconds
         ours, theirs = shuffler_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR
@@ -361,7 +361,11 @@ class _StreamEnded(Exception):
 async def _abort(
     context: grpc.aio.ServicerContext, refused: ShufflerRefused | str, metrics: Metrics
 ) -> None:
-    """Ends the call; a refusal is counted."""
+    """Ends the call; a refusal is counted.
+
+    Where the caller does not read, this waits until it does, or is gone: gRPC sends the end after
+    what was written before. So everything else of the call is given back first.
+    """
     if isinstance(refused, str):
         await context.abort(grpc.StatusCode.ABORTED, refused)
         return
@@ -388,28 +392,45 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         self._writers = writers
         self._limits = limits
         self._metrics = metrics
-        self._streams: Counter[str] = Counter()
+        self._streams = 0
+        self._streams_of: Counter[str] = Counter()
         rate = limits.reports_per_second
         self._pace = None if rate is None else Pace(rate, limits.burst)
 
     async def Submit(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:
-        """Hands the reports of one stream to the intake."""
+        """Hands the reports of one stream to the intake.
+
+        A stream that has been ended is nobody's; one whose caller does not even take the end of it
+        still counts as that caller's.
+        """
         caller = await self._gate.admit(context, Role.NODE)
         if (
-            self._streams.total() >= self._limits.streams
-            or self._streams[caller.name] >= self._limits.streams_per_sender
+            self._streams >= self._limits.streams
+            or self._streams_of[caller.name] >= self._limits.streams_per_sender
         ):
             busy = ShufflerRefused(Refusal.BUSY, "too many streams at once")
             await _abort(context, busy, self._metrics)
-        self._streams[caller.name] += 1
+        self._streams_of[caller.name] += 1
+        try:
+            # gRPC can not end a call whose first write it is held up with.
+            await context.send_initial_metadata(())
+            await self._counted(caller, context)
+        except _StreamEnded as ended:
+            # Here, where no more will be written: an abort beside a write can leave the call open.
+            await _abort(context, ended.refused, self._metrics)
+        finally:
+            self._streams_of[caller.name] -= 1
+            if not self._streams_of[caller.name]:
+                del self._streams_of[caller.name]
+
+    async def _counted(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
+        self._streams += 1
         self._metrics.streams.inc()
         try:
             await self._serve(caller, context)
         finally:
             self._metrics.streams.dec()
-            self._streams[caller.name] -= 1
-            if not self._streams[caller.name]:
-                del self._streams[caller.name]
+            self._streams -= 1
 
     async def _serve(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
         """Reads ahead of the answers, so that many reports share one commit."""
@@ -453,10 +474,6 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                 for _ in verdicts:
                     window.release()
             await reader
-        except _StreamEnded as ended:
-            # Here, when nothing is being written: an abort beside a write can leave the call open.
-            reader.cancel()
-            await _abort(context, ended.refused, self._metrics)
         finally:
             reader.cancel()
 
@@ -539,12 +556,14 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         calls: _Calls,
         rounds: _Rounds,
         readers: ThreadPoolExecutor,
+        limits: Limits | FrontLimits,
         metrics: Metrics,
     ) -> None:
         self._gate = gate
         self._calls = calls
         self._rounds = rounds
         self._readers = readers
+        self._limits = limits
         self._metrics = metrics
         self.releases: set[object] = set()  # those in progress
 
@@ -588,14 +607,24 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         await self._gate.admit(context, Role.SERVER)
         release = object()
         self.releases.add(release)
+        ended: ShufflerRefused | str | None = None
         try:
+            await context.send_initial_metadata(())
             await self._release(request, context)
+        except ShufflerRefused as refused:
+            ended = refused
+        except TimeoutError:
+            _log.warning("batch lost: its release is not read", extra=_about(request))
+            ended = "the release is not read"
         finally:
             self.releases.discard(release)
+        if ended is not None:
+            await _abort(context, ended, self._metrics)
         self._metrics.releases.inc()
         _log.info("batch released", extra=_about(request))
 
     async def _release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+        """Sends a batch; raises `TimeoutError` when its caller does not read."""
         begun: list[_Batch] = []
 
         def begin() -> None:
@@ -607,16 +636,15 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
 
         loop = asyncio.get_running_loop()
         try:
-            await self._call(context, begin)
+            await self._calls.call(begin)
             while True:
                 sealed, more = await loop.run_in_executor(
                     self._readers, begun[0].next_chunk, _CHUNK_BYTES
                 )
                 if not sealed:
                     break
-                await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed, more=more))
-        except ShufflerRefused as refused:  # the run was ended meanwhile, or the disk fails
-            await _abort(context, refused, self._metrics)
+                async with asyncio.timeout(self._limits.release_idle_seconds):
+                    await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed, more=more))
         finally:
             # Whatever has become of this call: what it began is over, and the batch gone.
             await asyncio.shield(asyncio.ensure_future(self._calls.call(finish)))
