@@ -43,11 +43,14 @@ class Tls(_Section):
     Attributes:
         certificate, key: the shuffler's own.
         authority: the certificate that clients' certificates must be issued by.
+        revoked: names and fingerprints of credentials withdrawn before they expire, one a line;
+            read again on SIGHUP. Left out: none.
     """
 
     certificate: Path
     key: Path
     authority: Path
+    revoked: Path | None = None
 
 
 class Limits(_Section):
@@ -206,5 +209,5 @@ def load_config(path: Path, kind: type[_Config]) -> _Config:
     base = path.absolute().parent
     found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
     if config.tls is not None:
-        found["tls"] = Tls(**{name: base / path for name, path in config.tls})
+        found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})
     return config.model_copy(update=found)

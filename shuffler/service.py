@@ -31,7 +31,7 @@ from shuffler.channel import (
 from shuffler.config import FrontLimits, Limits
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
 from shuffler.intake import Intake
-from shuffler.keys import Caller, Credentials, Role, caller_of
+from shuffler.keys import Caller, Credentials, Revoked, Role, caller_of
 from shuffler.operations import Metrics, Pace
 from shuffler.runs import Draft, Report, RunStore, Workers
 
@@ -213,6 +213,7 @@ class ShufflerServer(ControlServer):
         self,
         store: RunStore,
         security: Credentials | str,
+        revoked: Revoked,
         limits: Limits,
         metrics: Metrics,
         worker: str = "",
@@ -222,6 +223,7 @@ class ShufflerServer(ControlServer):
         Args:
             store: runs and rounds.
             security: the shuffler's side of TLS; or, in plaintext, the server's control token.
+            revoked: whose calls and reports are refused, also on connections that are open.
             limits: how much at once.
             metrics: what is counted.
             worker: which worker of a front this is; empty: a shuffler alone.
@@ -234,7 +236,7 @@ class ShufflerServer(ControlServer):
             raise ValueError(f"the control token needs at least {MIN_TOKEN_CHARACTERS} characters")
         if token is not None and not (token.isascii() and token.isprintable()):
             raise ValueError("the control token must be printable ASCII")
-        gate = Gate(token, metrics, worker)
+        gate = Gate(token, revoked, metrics, worker)
         queue = Intake(store)
         credentials = security if isinstance(security, Credentials) else None
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
@@ -311,9 +313,12 @@ class Gate:
     alone, and nodes that are enrolled there and nowhere else: else a user could report twice.
     """
 
-    def __init__(self, token: str | None, metrics: Metrics, worker: str = "") -> None:
+    def __init__(
+        self, token: str | None, revoked: Revoked, metrics: Metrics, worker: str = ""
+    ) -> None:
         """Remembers who may call: with this token, or for this worker; empty: with no front."""
         self._expected = None if token is None else f"Bearer {token}".encode()
+        self._revoked = revoked
         self._metrics = metrics
         self._worker = worker
 
@@ -325,7 +330,7 @@ class Gate:
             if role is Role.SERVER and self._worker:
                 role = Role.FRONT
             refused = _NOT_PERMITTED
-            if caller is not None and caller.role is role:
+            if caller is not None and caller.role is role and self.still_admits(caller):
                 meant = caller.worker
                 if role is not Role.NODE:
                     meant = _metadata(context, WORKER_KEY).decode(errors="replace")
@@ -343,6 +348,10 @@ class Gate:
         _log.warning("call without the right credential refused")
         await _abort(context, refused, self._metrics)
         raise refused  # `_abort` does not return
+
+    def still_admits(self, caller: Caller) -> bool:
+        """Whether a caller's certificate has neither expired nor been withdrawn by now."""
+        return not caller.expired and caller not in self._revoked
 
 
 def _metadata(context: grpc.aio.ServicerContext, key: str) -> bytes:
@@ -478,7 +487,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             reader.cancel()
 
     async def _read(self, context: grpc.aio.ServicerContext, caller: Caller) -> Any:
-        """The next message; ends a stream that is silent for too long or whose caller expired."""
+        """The next message; ends a stream that is silent for too long or not admitted any more."""
         try:
             async with asyncio.timeout(self._limits.idle_seconds):
                 message = await context.read()
@@ -486,7 +495,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             raise _StreamEnded(_IDLE) from None
         if message is None:
             raise _StreamEnded(_UNREADABLE)
-        if message is not grpc.aio.EOF and caller.expired:
+        if message is not grpc.aio.EOF and not self._gate.still_admits(caller):
             raise _StreamEnded(_NOT_PERMITTED)
         return message
 
