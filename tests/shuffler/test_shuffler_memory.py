@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
-from shuffler_world import World, raw_channel
+from shuffler_world import World, plan, raw_channel
 
 from shuffler import IntakeClient, Outcome, Verdict, shuffler_pb2, shuffler_pb2_grpc
 from shuffler.channel import PIECE_BYTES
@@ -163,3 +165,47 @@ def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., 
     assert done == [[Verdict.ACCEPTED, Verdict.DUPLICATE]] * 24
     for client in clients:
         client.close()
+
+
+def held(pid: int, spool: Path) -> tuple[int, dict[str, int]]:
+    """How many files a process has open, and the lengths of those in its directory."""
+    count = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return count, {path.name: path.stat().st_size for path in spool.iterdir()}
+
+
+def own_memory(pid: int) -> int:
+    """Bytes that the process has made, without what is mapped from files."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def test_rounds_through_the_service_leave_nothing_that_grows(start, tmp_path: Path):
+    """Of each four one is released, one broken off, one discarded, one below the minimum.
+
+    `test_a_day_of_rounds_leaves_nothing_that_grows` runs 24 hours of rounds without the service.
+    """
+    place = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+    with tempfile.TemporaryDirectory(dir=place) as directory:
+        spool = Path(directory) / "spool"
+        world = start(spool)
+        pid, observed = world.process.pid, []
+        for number in range(480):
+            header = world.begin(round=number, minimum_batch=3, users=10, report_bytes=64)
+            users = range(2 if number % 4 == 3 else 6)
+            world.submit(header, [(user, bytes(64)) for user in users])
+            world.control.close_round("run", number, discard=number % 4 == 2)
+            if number % 4 < 2:
+                release = world.control.release("run", number)
+                next(release)
+                if number % 4:
+                    release.close()
+                else:
+                    assert len(list(release)) == 5
+            if number in (159, 479):
+                while list(spool.glob("batch-*")):  # that of a release broken off
+                    time.sleep(0.02)
+                world.control.create_run("run", plan(10, 3), 64)  # what was before it is done
+                observed.append((held(pid, spool), own_memory(pid)))
+    (before, memory), (after, memory_after) = observed
+    assert after == before
+    assert memory_after - memory < 2**20  # four kB a round would be seen
