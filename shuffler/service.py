@@ -447,6 +447,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         arrived = asyncio.Event()
         reading = True
         window = asyncio.Semaphore(_STREAM_REPORTS)
+        drafts = _Drafts(self._intake, self._store)
 
         async def read() -> None:
             nonlocal reading
@@ -459,11 +460,12 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                         raise _StreamEnded(_EMPTY_PIECE)
                     report = _report(message, caller)
                     if message.more:
-                        answers.append(await self._in_pieces(report, caller, context))
+                        answers.append(await self._in_pieces(report, drafts, caller, context))
                     else:
                         answers.append(await self._intake.submit(report))
                     arrived.set()
             finally:
+                drafts.close()
                 reading = False
                 arrived.set()
 
@@ -508,15 +510,10 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             raise _StreamEnded("answers are not taken") from None
 
     async def _in_pieces(
-        self, report: Report, caller: Caller, context: grpc.aio.ServicerContext
+        self, report: Report, drafts: _Drafts, caller: Caller, context: grpc.aio.ServicerContext
     ) -> asyncio.Future[Any]:
         """Passes the pieces of one report on to the disk, one while the next is received."""
-        begun = asyncio.ensure_future(self._intake.call(self._store.begin, report))
-        try:
-            draft = await asyncio.shield(begun)
-        except asyncio.CancelledError:  # the stream is gone; what was begun for it goes too
-            begun.add_done_callback(lambda done: self._give_up(done.result()))
-            raise
+        draft = await drafts.take(report)
         loop = asyncio.get_running_loop()
         pieces, more = [report.sealed], True
         length = held = len(report.sealed)
@@ -548,12 +545,56 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             answer.set_result(draft)
             return answer
         except BaseException:
-            written.add_done_callback(lambda _: self._give_up(draft))  # not while it is written
+            written.add_done_callback(lambda _: drafts.give_up(draft))  # not while it is written
             raise
 
-    def _give_up(self, draft: Draft | Verdict) -> None:
+
+class _Drafts:
+    """Where one stream's long reports are written.
+
+    The next one's place is asked for while a report is received, so that no report waits until the
+    one before it is on disk. What the place is good for is checked when its report is complete.
+    """
+
+    def __init__(self, intake: Intake, store: RunStore) -> None:
+        self._intake = intake
+        self._store = store
+        self._next: asyncio.Future[Draft | Verdict] | None = None
+        self._round: tuple[str, ...] = ()  # of the next
+
+    async def take(self, report: Report) -> Draft | Verdict:
+        """A place for a report, or why it would not be accepted."""
+        round = report.run_id, str(report.round), report.model_version, report.plan_digest
+        if round != self._round:
+            self.close()
+        draft = await self._wait() if self._next is not None else None
+        if not isinstance(draft, Draft):
+            self._begin(report)
+            draft = await self._wait()
+        if isinstance(draft, Draft):
+            self._round = round
+            self._begin(report)
+        return draft
+
+    def close(self) -> None:
+        """Gives the next place back."""
+        begun, self._next = self._next, None
+        if begun is not None:
+            begun.add_done_callback(lambda done: self.give_up(done.result()))
+
+    def give_up(self, draft: Draft | Verdict) -> None:
+        """Gives a place back."""
         if isinstance(draft, Draft):
             self._intake.call_soon(draft.give_up)
+
+    def _begin(self, report: Report) -> None:
+        self._next = self._intake.call_soon(self._store.begin, report)
+
+    async def _wait(self) -> Draft | Verdict:
+        assert self._next is not None
+        draft = await asyncio.shield(self._next)  # if the stream ends here, `close` gives it up
+        self._next = None
+        return draft
 
 
 class _ControlService(shuffler_pb2_grpc.ControlServicer):

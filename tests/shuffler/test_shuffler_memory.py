@@ -113,6 +113,26 @@ def test_pieces_given_up_are_written_over(start: Callable[..., World], tmp_path:
     assert batch.stat().st_blocks * 512 <= 2 * 16 * PIECE_BYTES
 
 
+def test_long_reports_of_several_runs_in_one_stream_go_where_they_belong(
+    start: Callable[..., World], tmp_path: Path
+):
+    """The place that is kept for the next report is of the run and round of the one before."""
+    world = start(tmp_path / "spool")
+    a, b = (world.begin(run_id=run, report_bytes=3 * PIECE_BYTES, users=50) for run in "ab")
+    sent = [(a, 0, 3), (a, 0, 3), (b, 0, 3), (b, 1, 3), (a, 1, 2), (a, 1, 3), (a, 50, 3)]
+    requests = (
+        piece for header, user, count in sent for piece in pieces(header, count, False, user)
+    )
+    verdicts = raw_submit(world, requests)
+    names = "ACCEPTED DUPLICATE ACCEPTED ACCEPTED WRONG_LENGTH ACCEPTED BAD_SENDER"
+    assert [verdict.name for verdict in verdicts] == names.split()
+    for batch in (tmp_path / "spool").glob("*.reports"):
+        assert batch.stat().st_blocks * 512 <= 4 * 3 * PIECE_BYTES
+    for run in "ab":
+        assert world.control.close_round(run, 1) is Outcome.RELEASABLE
+        assert list(world.control.release(run, 1)) == [bytes(3 * PIECE_BYTES)] * 2
+
+
 def test_a_full_disk_refuses_a_long_report_and_keeps_the_others(
     start: Callable[..., World], tiny_disk: Path
 ):
