@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import signal
 import sqlite3
@@ -23,12 +24,22 @@ from shuffler.channel import READY, TOKEN_VARIABLE
 from shuffler.config import FrontConfig, ShufflerConfig, Tls, load_config
 from shuffler.errors import ShufflerError
 from shuffler.front import FrontServer
-from shuffler.keys import MAX_DAYS, Authority, Credentials, Role, caller_of, check_server_files
+from shuffler.keys import (
+    MAX_DAYS,
+    Authority,
+    Credentials,
+    Revoked,
+    Role,
+    caller_of,
+    check_server_files,
+)
 from shuffler.operations import Metrics, log_to
 from shuffler.runs import RunStore
 from shuffler.service import MIN_TOKEN_CHARACTERS, ControlServer, ShufflerServer
 
 __all__ = ["front_command", "keys_command", "shuffler_command"]
+
+_log = logging.getLogger("shuffler")
 
 _PARENT_SECONDS = 0.5
 # The threads that write to disk come back for a moment after each write; by default they wait 5 ms
@@ -66,6 +77,7 @@ def shuffler_command(
                 # A temporary one would be left behind, with reports in it, by kill -9.
                 raise ValueError(f"{config}: spool is missing: the directory for accepted reports")
             security = _read_tls(settings.tls) if settings.tls else _read_token()
+            revoked = Revoked(settings.tls.revoked if settings.tls else None)
             os.umask(0o077)
             log_to(settings.log_file)
             spool = settings.spool
@@ -75,9 +87,9 @@ def shuffler_command(
             store = RunStore(spool, worker=worker)
             stack.callback(store.close)
             make_server = functools.partial(
-                ShufflerServer, store, security, settings.limits, worker=worker
+                ShufflerServer, store, security, revoked, settings.limits, worker=worker
             )
-            _run(stack, settings, make_server, parent if exit_with_parent else None)
+            _run(stack, settings, revoked, make_server, parent if exit_with_parent else None)
         except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
             typer.echo(f"shuffler: {error}", err=True)
             raise typer.Exit(2) from None
@@ -98,12 +110,13 @@ def front_command(
             caller = caller_of(security.certificate)
             if caller is None or caller.role is not Role.FRONT:
                 raise ValueError(f"{settings.tls.certificate}: not a front's certificate")
+            revoked = Revoked(settings.tls.revoked)
             os.umask(0o077)
             log_to(settings.log_file)
             make_server = functools.partial(
-                FrontServer, settings.workers, security, settings.limits
+                FrontServer, settings.workers, security, revoked, settings.limits
             )
-            _run(stack, settings, make_server, parent if exit_with_parent else None)
+            _run(stack, settings, revoked, make_server, parent if exit_with_parent else None)
         except (ShufflerError, ValueError, OSError) as error:
             typer.echo(f"front: {error}", err=True)
             raise typer.Exit(2) from None
@@ -156,6 +169,7 @@ def keys_command(
         )
         issued.write(directory, name)
         typer.echo(str(directory / f"{name}.pem"))
+        typer.echo(f"name {name}, fingerprint {issued.fingerprint}: either withdraws it")
     except FileExistsError as error:
         typer.echo(f"keys: {error.filename} exists already", err=True)
         raise typer.Exit(2) from None
@@ -170,6 +184,7 @@ def keys_command(
 def _run(
     stack: ExitStack,
     settings: ShufflerConfig | FrontConfig,
+    revoked: Revoked,
     make_server: Callable[..., ControlServer],
     parent: int | None,
 ) -> None:
@@ -178,17 +193,19 @@ def _run(
     if settings.metrics is not None:
         stack.callback(metrics.serve(settings.metrics).shutdown)
     watch = None if parent is None else functools.partial(_watch_parent, parent)
-    asyncio.run(_serve(lambda: make_server(metrics=metrics), settings.listen, watch))
+    asyncio.run(_serve(lambda: make_server(metrics=metrics), settings.listen, revoked, watch))
 
 
 async def _serve(
     make_server: Callable[[], ControlServer],
     listen: str,
+    revoked: Revoked,
     watch: Callable[[Callable[[], None]], None] | None,
 ) -> None:
     """Serves until SIGTERM, SIGINT, or the end of the parent.
 
     A signal lets releases finish; a second one, or the end of the parent, ends them at once.
+    SIGHUP reads the withdrawn credentials again.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
     loop = asyncio.get_running_loop()
@@ -205,6 +222,8 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    if revoked.path is not None:
+        loop.add_signal_handler(signal.SIGHUP, _read_again, revoked)
     server = make_server()
     try:
         address = await server.start(listen)
@@ -215,6 +234,14 @@ async def _serve(
         await stopped.wait()
     finally:
         await server.stop(at_once)
+
+
+def _read_again(revoked: Revoked) -> None:
+    try:
+        revoked.read()
+        _log.info("withdrawn credentials read: %d", len(revoked))
+    except (OSError, ValueError) as error:
+        _log.error("withdrawn credentials not read, those before stay: %s", error)
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

@@ -43,11 +43,14 @@ class Tls(_Section):
     Attributes:
         certificate, key: the shuffler's own.
         authority: the certificate that clients' certificates must be issued by.
+        revoked: names and fingerprints of credentials withdrawn before they expire, one a line;
+            read again on SIGHUP. Left out: none.
     """
 
     certificate: Path
     key: Path
     authority: Path
+    revoked: Path | None = None
 
 
 class Limits(_Section):
@@ -59,6 +62,7 @@ class Limits(_Section):
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
         burst: how many may come at once before they are slowed down.
         idle_seconds: how long a stream may be silent, or leave its answers, before it is ended.
+        release_idle_seconds: how long a release may be left unread before its batch is destroyed.
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
@@ -67,6 +71,7 @@ class Limits(_Section):
     reports_per_second: Annotated[float, Field(gt=0)] | None = None
     burst: Count = 1000
     idle_seconds: Seconds = 60.0
+    release_idle_seconds: Seconds = 300.0
     stop_seconds: Seconds = 300.0
 
 
@@ -147,11 +152,13 @@ class FrontLimits(_Section):
     Attributes:
         worker_seconds: longest wait for one answer of a worker, or one part of its release.
         idle_seconds: how long a call may leave its request before it is ended.
+        release_idle_seconds: how long a release may be left unread before its batch is destroyed.
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
     worker_seconds: Seconds = 15.0
     idle_seconds: Seconds = 60.0
+    release_idle_seconds: Seconds = 300.0
     stop_seconds: Seconds = 300.0
 
 
@@ -202,5 +209,5 @@ def load_config(path: Path, kind: type[_Config]) -> _Config:
     base = path.absolute().parent
     found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
     if config.tls is not None:
-        found["tls"] = Tls(**{name: base / path for name, path in config.tls})
+        found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})
     return config.model_copy(update=found)

@@ -31,7 +31,7 @@ from shuffler.channel import CHANNEL_OPTIONS, WORKER_KEY
 from shuffler.client import ControlClient
 from shuffler.config import FrontLimits, FrontWorker
 from shuffler.errors import Outcome, Refusal, ShufflerError, ShufflerRefused
-from shuffler.keys import Credentials
+from shuffler.keys import Credentials, Revoked
 from shuffler.merge import merge
 from shuffler.operations import Metrics
 from shuffler.runs import Workers
@@ -353,6 +353,7 @@ class FrontServer(ControlServer):
         self,
         workers: Sequence[FrontWorker],
         credentials: Credentials,
+        revoked: Revoked,
         limits: FrontLimits,
         metrics: Metrics,
     ) -> None:
@@ -361,8 +362,10 @@ class FrontServer(ControlServer):
         Args:
             workers: all of the front's workers.
             credentials: the front's, for both its sides: it serves the server and calls workers.
+            revoked: whose calls are refused, also on connections that are open.
             limits: how long things may take.
             metrics: what is counted.
         """
         front = Front(workers, credentials, limits.worker_seconds)
-        super().__init__(front, _Thread(front), Gate(None, metrics), credentials, limits, metrics)
+        gate = Gate(None, revoked, metrics)
+        super().__init__(front, _Thread(front), gate, credentials, limits, metrics)

@@ -31,7 +31,16 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-__all__ = ["MAX_DAYS", "NAME", "Authority", "Caller", "Credentials", "Role", "caller_of"]
+__all__ = [
+    "MAX_DAYS",
+    "NAME",
+    "Authority",
+    "Caller",
+    "Credentials",
+    "Revoked",
+    "Role",
+    "caller_of",
+]
 
 _PREFIX = "urn:shufl:"
 MAX_DAYS = 36_500
@@ -64,6 +73,7 @@ class Caller:
         users: of a node: how many users report through it. Otherwise 0.
         worker: of a node: the worker of a front where it reports. Empty: at a shuffler alone.
         until: when its certificate expires; None: it has none.
+        fingerprint: SHA-256 of its certificate, hexadecimal; empty: it has none.
     """
 
     role: Role
@@ -71,11 +81,65 @@ class Caller:
     users: int
     worker: str = ""
     until: datetime.datetime | None = field(default=None, compare=False)
+    fingerprint: str = field(default="", compare=False)
 
     @property
     def expired(self) -> bool:
         """Whether its certificate has expired by now."""
         return self.until is not None and self.until < datetime.datetime.now(datetime.UTC)
+
+
+class Revoked:
+    """Credentials that are withdrawn before they expire: `caller in revoked`.
+
+    A list of the operator's own and not one signed by the authority, whose key should be on no
+    machine of the running system.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Reads the file; None: nothing is withdrawn.
+
+        Args:
+            path: a file with the name of a credential, which withdraws all of that name, or the
+                SHA-256 fingerprint of one certificate on each line; `#` begins a comment line.
+
+        Raises:
+            OSError: if the file can not be read.
+            ValueError: if a line is neither; one line naming the file.
+        """
+        self.path = path
+        self._entries: frozenset[str] = frozenset()
+        self.read()
+
+    def __contains__(self, caller: Caller) -> bool:
+        return caller.name in self._entries or caller.fingerprint in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def read(self) -> None:
+        """Reads the file again; where that fails what was read before stays.
+
+        Raises:
+            OSError, ValueError: as at first.
+        """
+        if self.path is None:
+            return
+        entries = set()
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        for number, line in enumerate(lines, 1):
+            entry = line.strip()
+            if not entry or entry.startswith("#"):
+                continue
+            if ":" in entry:  # as openssl prints fingerprints
+                entry = entry.replace(":", "").lower()
+            if not NAME.fullmatch(entry):
+                raise ValueError(
+                    f"{self.path}, line {number}: not a credential's name or SHA-256 fingerprint:"
+                    f" {line!r}"
+                )
+            entries.add(entry)
+        self._entries = frozenset(entries)
 
 
 @dataclass(frozen=True)
@@ -104,6 +168,11 @@ class Credentials:
             (directory / f"{name}.pem").read_bytes(),
             (directory / f"{name}.key").read_bytes(),
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate, hexadecimal: what withdraws it alone (`Revoked`)."""
+        return _fingerprint(x509.load_pem_x509_certificate(self.certificate))
 
     def write(self, directory: Path, name: str) -> None:
         """Writes NAME.pem and NAME.key (mode 0600), and the authority's certificate beside them.
@@ -238,12 +307,13 @@ def caller_of(certificate: bytes) -> Caller | None:
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         (uri,) = (uri for uri in uris if uri.startswith(_PREFIX))
         role, *rest = uri.removeprefix(_PREFIX).split(":")
+        until, fingerprint = loaded.not_valid_after_utc, _fingerprint(loaded)
         if role == Role.NODE:
             users, name, worker = rest if len(rest) == 3 else (*rest, "")
-            caller = Caller(Role.NODE, name, int(users), worker, loaded.not_valid_after_utc)
+            caller = Caller(Role.NODE, name, int(users), worker, until, fingerprint)
         else:
             (name,) = rest
-            caller = Caller(Role(role), name, 0, until=loaded.not_valid_after_utc)
+            caller = Caller(Role(role), name, 0, until=until, fingerprint=fingerprint)
         return None if caller.expired else caller
     except (ValueError, x509.ExtensionNotFound):
         return None
@@ -276,6 +346,10 @@ def check_server_files(certificate: Path, key: Path, authority: Path) -> None:
         own.verify_directly_issued_by(issuer)
     except (ValueError, TypeError, InvalidSignature):
         raise ValueError(f"{certificate}: not issued by {authority}") from None
+
+
+def _fingerprint(certificate: x509.Certificate) -> str:
+    return certificate.fingerprint(hashes.SHA256()).hex()
 
 
 def _load(path: Path) -> x509.Certificate:

@@ -17,6 +17,7 @@ that `begin_release` handed out.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ from typing import Any, NoReturn, TypeVar
 
 from shuffler.channel import MAX_REPORT_BYTES
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.spool import RoundSpool, Slot, slot_bytes
+from shuffler.spool import RoundSpool, Slot, file_bytes, slot_bytes
 from shuffler.storage import (
     PAGE_BYTES,
     DamagedFile,
@@ -242,6 +243,7 @@ class RunStore:
                 _refuse(Refusal.RUN_ENDED, "this run has ended and its id can not be used again")
             if len(self._runs) == _MAX_RUNS:
                 _refuse(Refusal.TOO_MANY_RUNS, f"{_MAX_RUNS} runs have not ended")
+            self._try_length(file_bytes(report_bytes, run.users))
             with self._durably() as rows:
                 rows.execute(
                     "INSERT INTO runs VALUES (?, ?, ?, 0, ?, ?)",
@@ -522,6 +524,23 @@ class RunStore:
             if report.draft is not None:
                 report.draft.give_up()
         return verdicts + [Verdict.STORAGE_FULL] * (len(reports) - len(rows))
+
+    def _try_length(self, length: int) -> None:
+        """Refuses a round's file of so many bytes if the file system does not allow it."""
+        probe = self._directory / "batch-probe"  # left by a crash, it goes with the next start
+        with storage_errors(), probe.open("wb") as file:
+            try:
+                file.truncate(length)
+            except OSError as error:
+                if error.errno not in (errno.EFBIG, errno.EINVAL):
+                    raise
+                _refuse(
+                    Refusal.MALFORMED,
+                    f"a round's file would have {length} bytes (2 x users x report), more than the"
+                    " spool's file system allows",
+                )
+            finally:
+                probe.unlink()
 
     def _room(self) -> int:
         """Bytes that reports may still take of the disk."""

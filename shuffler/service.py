@@ -31,7 +31,7 @@ from shuffler.channel import (
 from shuffler.config import FrontLimits, Limits
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
 from shuffler.intake import Intake
-from shuffler.keys import Caller, Credentials, Role, caller_of
+from shuffler.keys import Caller, Credentials, Revoked, Role, caller_of
 from shuffler.operations import Metrics, Pace
 from shuffler.runs import Draft, Report, RunStore, Workers
 
@@ -124,7 +124,7 @@ class ControlServer:
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
-        control = _ControlService(gate, calls, rounds, self._readers, metrics)
+        control = _ControlService(gate, calls, rounds, self._readers, limits, metrics)
         self._releases = control.releases
         self._stop_seconds = limits.stop_seconds
         ours, theirs = shuffler_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR
@@ -213,6 +213,7 @@ class ShufflerServer(ControlServer):
         self,
         store: RunStore,
         security: Credentials | str,
+        revoked: Revoked,
         limits: Limits,
         metrics: Metrics,
         worker: str = "",
@@ -222,6 +223,7 @@ class ShufflerServer(ControlServer):
         Args:
             store: runs and rounds.
             security: the shuffler's side of TLS; or, in plaintext, the server's control token.
+            revoked: whose calls and reports are refused, also on connections that are open.
             limits: how much at once.
             metrics: what is counted.
             worker: which worker of a front this is; empty: a shuffler alone.
@@ -234,7 +236,7 @@ class ShufflerServer(ControlServer):
             raise ValueError(f"the control token needs at least {MIN_TOKEN_CHARACTERS} characters")
         if token is not None and not (token.isascii() and token.isprintable()):
             raise ValueError("the control token must be printable ASCII")
-        gate = Gate(token, metrics, worker)
+        gate = Gate(token, revoked, metrics, worker)
         queue = Intake(store)
         credentials = security if isinstance(security, Credentials) else None
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
@@ -311,9 +313,12 @@ class Gate:
     alone, and nodes that are enrolled there and nowhere else: else a user could report twice.
     """
 
-    def __init__(self, token: str | None, metrics: Metrics, worker: str = "") -> None:
+    def __init__(
+        self, token: str | None, revoked: Revoked, metrics: Metrics, worker: str = ""
+    ) -> None:
         """Remembers who may call: with this token, or for this worker; empty: with no front."""
         self._expected = None if token is None else f"Bearer {token}".encode()
+        self._revoked = revoked
         self._metrics = metrics
         self._worker = worker
 
@@ -325,7 +330,7 @@ class Gate:
             if role is Role.SERVER and self._worker:
                 role = Role.FRONT
             refused = _NOT_PERMITTED
-            if caller is not None and caller.role is role:
+            if caller is not None and caller.role is role and self.still_admits(caller):
                 meant = caller.worker
                 if role is not Role.NODE:
                     meant = _metadata(context, WORKER_KEY).decode(errors="replace")
@@ -344,6 +349,10 @@ class Gate:
         await _abort(context, refused, self._metrics)
         raise refused  # `_abort` does not return
 
+    def still_admits(self, caller: Caller) -> bool:
+        """Whether a caller's certificate has neither expired nor been withdrawn by now."""
+        return not caller.expired and caller not in self._revoked
+
 
 def _metadata(context: grpc.aio.ServicerContext, key: str) -> bytes:
     given = dict(context.invocation_metadata() or ()).get(key, "")
@@ -361,7 +370,11 @@ class _StreamEnded(Exception):
 async def _abort(
     context: grpc.aio.ServicerContext, refused: ShufflerRefused | str, metrics: Metrics
 ) -> None:
-    """Ends the call; a refusal is counted."""
+    """Ends the call; a refusal is counted.
+
+    Where the caller does not read, this waits until it does, or is gone: gRPC sends the end after
+    what was written before. So everything else of the call is given back first.
+    """
     if isinstance(refused, str):
         await context.abort(grpc.StatusCode.ABORTED, refused)
         return
@@ -388,28 +401,45 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         self._writers = writers
         self._limits = limits
         self._metrics = metrics
-        self._streams: Counter[str] = Counter()
+        self._streams = 0
+        self._streams_of: Counter[str] = Counter()
         rate = limits.reports_per_second
         self._pace = None if rate is None else Pace(rate, limits.burst)
 
     async def Submit(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:
-        """Hands the reports of one stream to the intake."""
+        """Hands the reports of one stream to the intake.
+
+        A stream that has been ended is nobody's; one whose caller does not even take the end of it
+        still counts as that caller's.
+        """
         caller = await self._gate.admit(context, Role.NODE)
         if (
-            self._streams.total() >= self._limits.streams
-            or self._streams[caller.name] >= self._limits.streams_per_sender
+            self._streams >= self._limits.streams
+            or self._streams_of[caller.name] >= self._limits.streams_per_sender
         ):
             busy = ShufflerRefused(Refusal.BUSY, "too many streams at once")
             await _abort(context, busy, self._metrics)
-        self._streams[caller.name] += 1
+        self._streams_of[caller.name] += 1
+        try:
+            # gRPC can not end a call whose first write it is held up with.
+            await context.send_initial_metadata(())
+            await self._counted(caller, context)
+        except _StreamEnded as ended:
+            # Here, where no more will be written: an abort beside a write can leave the call open.
+            await _abort(context, ended.refused, self._metrics)
+        finally:
+            self._streams_of[caller.name] -= 1
+            if not self._streams_of[caller.name]:
+                del self._streams_of[caller.name]
+
+    async def _counted(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
+        self._streams += 1
         self._metrics.streams.inc()
         try:
             await self._serve(caller, context)
         finally:
             self._metrics.streams.dec()
-            self._streams[caller.name] -= 1
-            if not self._streams[caller.name]:
-                del self._streams[caller.name]
+            self._streams -= 1
 
     async def _serve(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
         """Reads ahead of the answers, so that many reports share one commit."""
@@ -417,6 +447,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
         arrived = asyncio.Event()
         reading = True
         window = asyncio.Semaphore(_STREAM_REPORTS)
+        drafts = _Drafts(self._intake, self._store)
 
         async def read() -> None:
             nonlocal reading
@@ -429,11 +460,12 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                         raise _StreamEnded(_EMPTY_PIECE)
                     report = _report(message, caller)
                     if message.more:
-                        answers.append(await self._in_pieces(report, caller, context))
+                        answers.append(await self._in_pieces(report, drafts, caller, context))
                     else:
                         answers.append(await self._intake.submit(report))
                     arrived.set()
             finally:
+                drafts.close()
                 reading = False
                 arrived.set()
 
@@ -453,15 +485,11 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
                 for _ in verdicts:
                     window.release()
             await reader
-        except _StreamEnded as ended:
-            # Here, when nothing is being written: an abort beside a write can leave the call open.
-            reader.cancel()
-            await _abort(context, ended.refused, self._metrics)
         finally:
             reader.cancel()
 
     async def _read(self, context: grpc.aio.ServicerContext, caller: Caller) -> Any:
-        """The next message; ends a stream that is silent for too long or whose caller expired."""
+        """The next message; ends a stream that is silent for too long or not admitted any more."""
         try:
             async with asyncio.timeout(self._limits.idle_seconds):
                 message = await context.read()
@@ -469,7 +497,7 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             raise _StreamEnded(_IDLE) from None
         if message is None:
             raise _StreamEnded(_UNREADABLE)
-        if message is not grpc.aio.EOF and caller.expired:
+        if message is not grpc.aio.EOF and not self._gate.still_admits(caller):
             raise _StreamEnded(_NOT_PERMITTED)
         return message
 
@@ -482,15 +510,10 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             raise _StreamEnded("answers are not taken") from None
 
     async def _in_pieces(
-        self, report: Report, caller: Caller, context: grpc.aio.ServicerContext
+        self, report: Report, drafts: _Drafts, caller: Caller, context: grpc.aio.ServicerContext
     ) -> asyncio.Future[Any]:
         """Passes the pieces of one report on to the disk, one while the next is received."""
-        begun = asyncio.ensure_future(self._intake.call(self._store.begin, report))
-        try:
-            draft = await asyncio.shield(begun)
-        except asyncio.CancelledError:  # the stream is gone; what was begun for it goes too
-            begun.add_done_callback(lambda done: self._give_up(done.result()))
-            raise
+        draft = await drafts.take(report)
         loop = asyncio.get_running_loop()
         pieces, more = [report.sealed], True
         length = held = len(report.sealed)
@@ -522,12 +545,56 @@ class _IntakeService(shuffler_pb2_grpc.IntakeServicer):
             answer.set_result(draft)
             return answer
         except BaseException:
-            written.add_done_callback(lambda _: self._give_up(draft))  # not while it is written
+            written.add_done_callback(lambda _: drafts.give_up(draft))  # not while it is written
             raise
 
-    def _give_up(self, draft: Draft | Verdict) -> None:
+
+class _Drafts:
+    """Where one stream's long reports are written.
+
+    The next one's place is asked for while a report is received, so that no report waits until the
+    one before it is on disk. What the place is good for is checked when its report is complete.
+    """
+
+    def __init__(self, intake: Intake, store: RunStore) -> None:
+        self._intake = intake
+        self._store = store
+        self._next: asyncio.Future[Draft | Verdict] | None = None
+        self._round: tuple[str, ...] = ()  # of the next
+
+    async def take(self, report: Report) -> Draft | Verdict:
+        """A place for a report, or why it would not be accepted."""
+        round = report.run_id, str(report.round), report.model_version, report.plan_digest
+        if round != self._round:
+            self.close()
+        draft = await self._wait() if self._next is not None else None
+        if not isinstance(draft, Draft):
+            self._begin(report)
+            draft = await self._wait()
+        if isinstance(draft, Draft):
+            self._round = round
+            self._begin(report)
+        return draft
+
+    def close(self) -> None:
+        """Gives the next place back."""
+        begun, self._next = self._next, None
+        if begun is not None:
+            begun.add_done_callback(lambda done: self.give_up(done.result()))
+
+    def give_up(self, draft: Draft | Verdict) -> None:
+        """Gives a place back."""
         if isinstance(draft, Draft):
             self._intake.call_soon(draft.give_up)
+
+    def _begin(self, report: Report) -> None:
+        self._next = self._intake.call_soon(self._store.begin, report)
+
+    async def _wait(self) -> Draft | Verdict:
+        assert self._next is not None
+        draft = await asyncio.shield(self._next)  # if the stream ends here, `close` gives it up
+        self._next = None
+        return draft
 
 
 class _ControlService(shuffler_pb2_grpc.ControlServicer):
@@ -539,12 +606,14 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         calls: _Calls,
         rounds: _Rounds,
         readers: ThreadPoolExecutor,
+        limits: Limits | FrontLimits,
         metrics: Metrics,
     ) -> None:
         self._gate = gate
         self._calls = calls
         self._rounds = rounds
         self._readers = readers
+        self._limits = limits
         self._metrics = metrics
         self.releases: set[object] = set()  # those in progress
 
@@ -588,14 +657,24 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
         await self._gate.admit(context, Role.SERVER)
         release = object()
         self.releases.add(release)
+        ended: ShufflerRefused | str | None = None
         try:
+            await context.send_initial_metadata(())
             await self._release(request, context)
+        except ShufflerRefused as refused:
+            ended = refused
+        except TimeoutError:
+            _log.warning("batch lost: its release is not read", extra=_about(request))
+            ended = "the release is not read"
         finally:
             self.releases.discard(release)
+        if ended is not None:
+            await _abort(context, ended, self._metrics)
         self._metrics.releases.inc()
         _log.info("batch released", extra=_about(request))
 
     async def _release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+        """Sends a batch; raises `TimeoutError` when its caller does not read."""
         begun: list[_Batch] = []
 
         def begin() -> None:
@@ -607,16 +686,15 @@ class _ControlService(shuffler_pb2_grpc.ControlServicer):
 
         loop = asyncio.get_running_loop()
         try:
-            await self._call(context, begin)
+            await self._calls.call(begin)
             while True:
                 sealed, more = await loop.run_in_executor(
                     self._readers, begun[0].next_chunk, _CHUNK_BYTES
                 )
                 if not sealed:
                     break
-                await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed, more=more))
-        except ShufflerRefused as refused:  # the run was ended meanwhile, or the disk fails
-            await _abort(context, refused, self._metrics)
+                async with asyncio.timeout(self._limits.release_idle_seconds):
+                    await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed, more=more))
         finally:
             # Whatever has become of this call: what it began is over, and the batch gone.
             await asyncio.shield(asyncio.ensure_future(self._calls.call(finish)))

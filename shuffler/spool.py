@@ -55,7 +55,7 @@ from shuffler.storage import (
     transaction,
 )
 
-__all__ = ["RoundSpool", "Slot", "slot_bytes"]
+__all__ = ["RoundSpool", "Slot", "file_bytes", "slot_bytes"]
 
 _BLOCK_BYTES = 4096  # of a file system; no two slots share one, unless several fit into it
 _BITS = 4096  # of one row
@@ -83,6 +83,11 @@ def slot_bytes(report_bytes: int) -> int:
     if report_bytes > _BLOCK_BYTES // 2:
         return -(-report_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
     return int(1 << (report_bytes - 1).bit_length())
+
+
+def file_bytes(report_bytes: int, capacity: int) -> int:
+    """Length in bytes of the reports' file of such a batch; nearly all of it is holes."""
+    return _SLOTS_PER_USER * capacity * slot_bytes(report_bytes)
 
 
 _SLOTS_ROW = "SELECT bits FROM slots WHERE part = ?"
@@ -131,8 +136,8 @@ class RoundSpool:
         )
         try:
             if not existing:
-                os.ftruncate(self._file, self._slots * self._stride)
-            elif os.fstat(self._file).st_size != self._slots * self._stride:
+                os.ftruncate(self._file, file_bytes(report_bytes, capacity))
+            elif os.fstat(self._file).st_size != file_bytes(report_bytes, capacity):
                 raise DamagedFile("the reports' file has another length than it was made with")
             with damage():
                 self._connection = connect(path)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import urllib.request
+from collections.abc import Sequence
 
 import grpc
 
@@ -16,6 +20,7 @@ from shuffler import (
     generate_key_pair,
     seal,
     sealed_length,
+    shuffler_pb2,
 )
 from shuffler.channel import CHANNEL_OPTIONS
 
@@ -26,16 +31,22 @@ def plan(users: int = 100_000, minimum_batch: int = 1) -> bytes:
     return json.dumps({"users": users, "minimum_batch": minimum_batch}).encode()
 
 
-def raw_channel(world: World, credentials: Credentials | None = None) -> grpc.Channel:
+def raw_channel(
+    world: World,
+    credentials: Credentials | None = None,
+    options: Sequence[tuple[str, int]] = CHANNEL_OPTIONS,
+) -> grpc.Channel:
     """A channel without our client; with a node's credentials, or those given."""
     given = credentials or world.process.submit
     assert given is not None
-    return channel_to(world.process.address, given)
+    return channel_to(world.process.address, given, options)
 
 
-def channel_to(address: str, given: Credentials) -> grpc.Channel:
+def channel_to(
+    address: str, given: Credentials, options: Sequence[tuple[str, int]] = CHANNEL_OPTIONS
+) -> grpc.Channel:
     tls = grpc.ssl_channel_credentials(given.authority, given.private_key, given.certificate)
-    return grpc.secure_channel(address, tls, CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, tls, options)
 
 
 class World:
@@ -75,3 +86,41 @@ class World:
 
 def payload(user: int) -> bytes:
     return f"payload of {user}".encode().ljust(PAYLOAD_BYTES, b".")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def scrape(address: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
+        lines = reply.read().decode().splitlines()
+    return {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in lines
+        if not line.startswith("#")
+    }
+
+
+def in_release(world: World, reports: int = 40):
+    """A release that has begun and waits for its reader."""
+    header = world.begin(report_bytes=2**20)
+    world.submit(header, [(user, bytes(2**20)) for user in range(reports)])
+    world.control.close_round("run", 1)
+    release = world.control.release("run", 1)
+    next(release)
+    return release
+
+
+class Silence:
+    """Requests of a stream: those given, then nothing until it is let go."""
+
+    def __init__(self, *requests: shuffler_pb2.SubmitRequest) -> None:
+        self.requests = [*requests]
+        self.let_go = threading.Event()
+
+    def __iter__(self):
+        yield from self.requests
+        self.let_go.wait(120)

@@ -5,16 +5,30 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
-from shuffler_world import World
+from shuffler_world import World, free_port, in_release, raw_channel, scrape
 
-from shuffler import IntakeClient, Outcome, ShufflerUnavailable, Verdict
+from shuffler import (
+    IntakeClient,
+    Outcome,
+    Refusal,
+    ShufflerRefused,
+    ShufflerUnavailable,
+    Verdict,
+    shuffler_pb2,
+    shuffler_pb2_grpc,
+)
 from shuffler.channel import PIECE_BYTES
+from shuffler.keys import Authority, Role
 
 IDLE = 0.3
 
@@ -77,3 +91,159 @@ def test_a_shuffler_that_ends_during_a_pause_is_noticed_with_the_next_report(
     with pytest.raises(ShufflerUnavailable):
         world.submit(header, reports())
     assert len(begun) < 200
+
+
+NO_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1)]
+
+
+def no_streams(address: str) -> None:
+    """Waits until there are none."""
+    while scrape(address)["shufl_streams"]:
+        time.sleep(0.02)
+
+
+def test_a_node_that_does_not_take_its_answers_is_ended_and_keeps_only_itself_out(
+    start: Callable[..., World],
+):
+    address, authority = f"127.0.0.1:{free_port()}", Authority.create()
+    world = start(
+        authority=authority,
+        metrics=address,
+        limits={"streams": 1, "streams_per_sender": 1, "idle_seconds": IDLE},
+    )
+    header = world.begin()
+    reports = world.reports(header, 2)
+    deaf = authority.issue(Role.NODE, "deaf", users=1)
+    stop = threading.Event()
+
+    def requests():
+        while not stop.is_set():
+            yield shuffler_pb2.SubmitRequest(run_id="nobody")
+            time.sleep(0.001)
+
+    with raw_channel(world, deaf, NO_WINDOW) as channel:
+        call = shuffler_pb2_grpc.IntakeStub(channel).Submit(requests(), timeout=60)
+        while not scrape(address)["shufl_streams"]:
+            time.sleep(0.02)
+        no_streams(address)
+        assert world.submit(header, reports[:1]) == [Verdict.ACCEPTED]
+        with (
+            IntakeClient(world.process.address, deaf) as again,
+            pytest.raises(ShufflerRefused) as refused,
+        ):
+            list(again.submit(header, reports))
+        assert refused.value.reason is Refusal.BUSY
+        stop.set()
+        with pytest.raises(grpc.RpcError) as ended:
+            list(call)
+        assert ended.value.details() == "answers are not taken"
+    with IntakeClient(world.process.address, deaf) as again:
+        while True:  # until the end of the first is noticed
+            try:
+                verdicts = list(again.submit(header, reports))
+                break
+            except ShufflerRefused as busy:
+                assert busy.reason is Refusal.BUSY
+    assert verdicts == [Verdict.ACCEPTED, Verdict.BAD_SENDER]
+
+
+RELAY = """
+import socket, sys, threading
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+def copy(source, target):
+    while data := source.recv(65536):
+        target.sendall(data)
+while True:
+    near, _ = listener.accept()
+    far = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    for pair in ((near, far), (far, near)):
+        threading.Thread(target=copy, args=pair, daemon=True).start()
+"""
+
+
+@pytest.fixture
+def relay() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts processes that pass connections on to an address."""
+    relays: list[subprocess.Popen[str]] = []
+
+    def starter(address: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", RELAY, address.rpartition(":")[2]]
+        relays.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return relays[-1]
+
+    yield starter
+    for process in relays:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(start, relay):
+    """Its connection stays open, and nothing passes: a process in between is stopped."""
+    address = f"127.0.0.1:{free_port()}"
+    world = start(
+        metrics=address, limits={"streams": 1, "streams_per_sender": 1, "idle_seconds": IDLE}
+    )
+    header = world.begin(report_bytes=3 * PIECE_BYTES)
+    between = relay(world.process.address)
+    port = int(between.stdout.readline())
+    hold = threading.Event()
+
+    def reports():
+        yield 0, bytes(3 * PIECE_BYTES)
+        while not scrape(address).get('shufl_reports_total{verdict="ACCEPTED"}'):
+            time.sleep(0.02)
+        os.kill(between.pid, signal.SIGSTOP)
+        yield 1, bytes(3 * PIECE_BYTES)
+        hold.wait(60)
+
+    def submit() -> None:
+        with pytest.raises(ShufflerUnavailable):
+            list(intake.submit(header, reports()))
+        lost.set()
+
+    lost = threading.Event()
+    with IntakeClient(f"127.0.0.1:{port}", world.process.submit) as intake:
+        thread = threading.Thread(target=submit)
+        thread.start()
+        while not scrape(address).get('shufl_refusals_total{reason="IDLE"}'):
+            time.sleep(0.02)
+        no_streams(address)
+        later = [(user, bytes(3 * PIECE_BYTES)) for user in (0, 1)]
+        assert world.submit(header, later) == [Verdict.DUPLICATE, Verdict.ACCEPTED]
+        between.kill()
+        hold.set()
+        thread.join(60)
+    assert lost.is_set()
+    assert world.control.close_round("run", 1) is Outcome.RELEASABLE
+    assert len(list(world.control.release("run", 1))) == 2
+
+
+def test_a_batch_whose_release_is_not_read_is_lost(start: Callable[..., World], tmp_path: Path):
+    world = start(tmp_path / "spool", limits={"release_idle_seconds": IDLE})
+    release = in_release(world)
+    while list((tmp_path / "spool").glob("batch-*")):
+        time.sleep(0.02)
+    with pytest.raises(ShufflerRefused) as refused:
+        list(world.control.release("run", 1))
+    assert refused.value.reason is Refusal.ALREADY_RELEASED
+    with pytest.raises(ShufflerUnavailable, match="the release is not read"):
+        list(release)
+    header = world.begin(round=2, report_bytes=2**20)
+    assert world.submit(header, [(0, bytes(2**20))]) == [Verdict.ACCEPTED]
+    world.control.close_round("run", 2)
+    slow = []
+    for sealed in world.control.release("run", 2):
+        time.sleep(2 * IDLE)
+        slow.append(sealed)
+    assert slow == [bytes(2**20)]
+
+
+def test_a_release_that_nobody_reads_does_not_hold_up_the_end(start: Callable[..., World]):
+    world = start(limits={"release_idle_seconds": IDLE, "stop_seconds": 3600})
+    release = in_release(world)
+    os.kill(world.process.pid, signal.SIGTERM)
+    assert world.process._child.wait(60) == 0
+    with pytest.raises(ShufflerUnavailable):
+        list(release)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
-from shuffler_world import World, raw_channel
+from shuffler_world import World, plan, raw_channel
 
 from shuffler import IntakeClient, Outcome, Verdict, shuffler_pb2, shuffler_pb2_grpc
 from shuffler.channel import PIECE_BYTES
@@ -111,6 +113,26 @@ def test_pieces_given_up_are_written_over(start: Callable[..., World], tmp_path:
     assert batch.stat().st_blocks * 512 <= 2 * 16 * PIECE_BYTES
 
 
+def test_long_reports_of_several_runs_in_one_stream_go_where_they_belong(
+    start: Callable[..., World], tmp_path: Path
+):
+    """The place that is kept for the next report is of the run and round of the one before."""
+    world = start(tmp_path / "spool")
+    a, b = (world.begin(run_id=run, report_bytes=3 * PIECE_BYTES, users=50) for run in "ab")
+    sent = [(a, 0, 3), (a, 0, 3), (b, 0, 3), (b, 1, 3), (a, 1, 2), (a, 1, 3), (a, 50, 3)]
+    requests = (
+        piece for header, user, count in sent for piece in pieces(header, count, False, user)
+    )
+    verdicts = raw_submit(world, requests)
+    names = "ACCEPTED DUPLICATE ACCEPTED ACCEPTED WRONG_LENGTH ACCEPTED BAD_SENDER"
+    assert [verdict.name for verdict in verdicts] == names.split()
+    for batch in (tmp_path / "spool").glob("*.reports"):
+        assert batch.stat().st_blocks * 512 <= 4 * 3 * PIECE_BYTES
+    for run in "ab":
+        assert world.control.close_round(run, 1) is Outcome.RELEASABLE
+        assert list(world.control.release(run, 1)) == [bytes(3 * PIECE_BYTES)] * 2
+
+
 def test_a_full_disk_refuses_a_long_report_and_keeps_the_others(
     start: Callable[..., World], tiny_disk: Path
 ):
@@ -163,3 +185,47 @@ def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., 
     assert done == [[Verdict.ACCEPTED, Verdict.DUPLICATE]] * 24
     for client in clients:
         client.close()
+
+
+def held(pid: int, spool: Path) -> tuple[int, dict[str, int]]:
+    """How many files a process has open, and the lengths of those in its directory."""
+    count = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return count, {path.name: path.stat().st_size for path in spool.iterdir()}
+
+
+def own_memory(pid: int) -> int:
+    """Bytes that the process has made, without what is mapped from files."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def test_rounds_through_the_service_leave_nothing_that_grows(start, tmp_path: Path):
+    """Of each four one is released, one broken off, one discarded, one below the minimum.
+
+    `test_a_day_of_rounds_leaves_nothing_that_grows` runs 24 hours of rounds without the service.
+    """
+    place = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+    with tempfile.TemporaryDirectory(dir=place) as directory:
+        spool = Path(directory) / "spool"
+        world = start(spool)
+        pid, observed = world.process.pid, []
+        for number in range(480):
+            header = world.begin(round=number, minimum_batch=3, users=10, report_bytes=64)
+            users = range(2 if number % 4 == 3 else 6)
+            world.submit(header, [(user, bytes(64)) for user in users])
+            world.control.close_round("run", number, discard=number % 4 == 2)
+            if number % 4 < 2:
+                release = world.control.release("run", number)
+                next(release)
+                if number % 4:
+                    release.close()
+                else:
+                    assert len(list(release)) == 5
+            if number in (159, 479):
+                while list(spool.glob("batch-*")):  # that of a release broken off
+                    time.sleep(0.02)
+                world.control.create_run("run", plan(10, 3), 64)  # what was before it is done
+                observed.append((held(pid, spool), own_memory(pid)))
+    (before, memory), (after, memory_after) = observed
+    assert after == before
+    assert memory_after - memory < 2**20  # four kB a round would be seen

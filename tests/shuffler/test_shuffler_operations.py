@@ -7,10 +7,8 @@ import json
 import os
 import re
 import signal
-import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shuffler_world import World, plan, raw_channel
+from shuffler_world import Silence, World, free_port, in_release, plan, raw_channel, scrape
 
 from shuffler import (
     ControlClient,
@@ -36,22 +34,6 @@ from shuffler import (
 from shuffler.config import Limits
 from shuffler.keys import Authority, Role
 from shuffler.operations import Pace
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def scrape(address: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
-        lines = reply.read().decode().splitlines()
-    return {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-        for line in lines
-        if not line.startswith("#")
-    }
 
 
 def test_metrics_count_reasons_and_the_log_names_nobody(
@@ -170,16 +152,6 @@ def test_streams_of_one_sender_are_limited(start: Callable[..., World]):
     assert verdicts == [Verdict.ACCEPTED]
 
 
-def in_release(world: World, reports: int = 40):
-    """A release that has begun and waits for its reader."""
-    header = world.begin(report_bytes=2**20)
-    world.submit(header, [(user, bytes(2**20)) for user in range(reports)])
-    world.control.close_round("run", 1)
-    release = world.control.release("run", 1)
-    next(release)
-    return release
-
-
 def signal_and_wait(world: World) -> None:
     """SIGTERM, and waits until new calls are refused."""
     os.kill(world.process.pid, signal.SIGTERM)
@@ -224,18 +196,6 @@ def test_the_parent_waits_longer_than_its_child():
     for limits, least in (({}, 0), ({"stop_seconds": 77}, 77)):
         process = ShufflerProcess(limits=limits)
         assert process._stop_timeout > process._config["limits"]["stop_seconds"] >= least
-
-
-class Silence:
-    """Requests of a stream: those given, then nothing until it is let go."""
-
-    def __init__(self, *requests: shuffler_pb2.SubmitRequest) -> None:
-        self.requests = [*requests]
-        self.let_go = threading.Event()
-
-    def __iter__(self):
-        yield from self.requests
-        self.let_go.wait(120)
 
 
 def test_silent_streams_of_one_credential_are_ended_and_an_honest_node_gets_through(

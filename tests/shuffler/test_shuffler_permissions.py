@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,15 @@ import grpc
 import pytest
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from shuffler_world import PAYLOAD_BYTES, World, channel_to, plan, raw_channel
+from shuffler_world import (
+    PAYLOAD_BYTES,
+    World,
+    channel_to,
+    free_port,
+    plan,
+    raw_channel,
+    scrape,
+)
 
 from shuffler import (
     ControlClient,
@@ -25,6 +34,7 @@ from shuffler import (
     IntakeClient,
     Outcome,
     Refusal,
+    RoundHeader,
     ShufflerProcess,
     ShufflerRefused,
     ShufflerUnavailable,
@@ -34,7 +44,7 @@ from shuffler import (
     shuffler_pb2_grpc,
 )
 from shuffler.config import Limits
-from shuffler.keys import Authority, Caller, Role, caller_of
+from shuffler.keys import Authority, Caller, Revoked, Role, caller_of
 from shuffler.operations import Metrics
 from shuffler.process import FrontProcess
 from shuffler.runs import RunStore
@@ -199,7 +209,7 @@ def server_with(issued: Credentials, spool: Path) -> Iterator[str]:
 
     async def serve() -> None:
         store = RunStore(spool)
-        server = ShufflerServer(store, issued, Limits(), Metrics())
+        server = ShufflerServer(store, issued, Revoked(None), Limits(), Metrics())
         address.put(await server.start("127.0.0.1:0"))
         await ended.wait()
         await server.stop()
@@ -239,8 +249,6 @@ def test_clients_refuse_a_shuffler_that_is_not_the_one(tmp_path: Path, wrong: st
 
 
 def header_of(run_id: str):
-    from shuffler import RoundHeader
-
     return RoundHeader(run_id, 1, "model 1", "0" * 64)
 
 
@@ -412,12 +420,33 @@ def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
     assert again.returncode == 2
     assert "server.key exists already" in again.stderr
     assert keys("node", str(place), "--name", "x").returncode == 2
+    shown = keys("monitor", str(place)).stdout.splitlines()
+    fingerprint = Credentials.read(place, "monitor").fingerprint
+    assert shown[0] == str(place / "monitor.pem")
+    assert f"name monitor, fingerprint {fingerprint}" in shown[1]
 
     config = tmp_path / "shuffler.toml"
     config.write_text(
         'spool = "spool"\n[tls]\ncertificate = "keys/shuffler.pem"\n'
         'key = "keys/shuffler.key"\nauthority = "keys/authority.pem"\n'
     )
+    with (
+        running(config) as (_, address),
+        ControlClient(address, Credentials.read(place, "server")) as control,
+        IntakeClient(address, Credentials.read(place, "phone-7")) as intake,
+    ):
+        digest = control.create_run("run", plan(), LENGTH)
+        control.open_round("run", 1, "m")
+        header = RoundHeader("run", 1, "m", digest)
+        verdicts = list(intake.submit(header, [(0, bytes(LENGTH)), (1, bytes(LENGTH))]))
+        assert verdicts == [Verdict.ACCEPTED, Verdict.BAD_SENDER]
+        control.close_round("run", 1)
+        assert list(control.release("run", 1)) == [bytes(LENGTH)]
+
+
+@contextmanager
+def running(config: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command with this configuration; the process and its address."""
     child = subprocess.Popen(
         [sys.executable, "-m", "simulator.cli", "shuffler", "--config", str(config)],
         cwd=ROOT,
@@ -427,21 +456,101 @@ def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
     )
     try:
         assert child.stdout is not None
-        address = child.stdout.readline().removeprefix("shuffler listening on ").strip()
-        with (
-            ControlClient(address, Credentials.read(place, "server")) as control,
-            IntakeClient(address, Credentials.read(place, "phone-7")) as intake,
-        ):
-            digest = control.create_run("run", plan(), LENGTH)
-            control.open_round("run", 1, "m")
-            from shuffler import RoundHeader
-
-            header = RoundHeader("run", 1, "m", digest)
-            verdicts = list(intake.submit(header, [(0, bytes(LENGTH)), (1, bytes(LENGTH))]))
-            assert verdicts == [Verdict.ACCEPTED, Verdict.BAD_SENDER]
-            control.close_round("run", 1)
-            assert list(control.release("run", 1)) == [bytes(LENGTH)]
+        yield child, child.stdout.readline().removeprefix("shuffler listening on ").strip()
     finally:
         child.terminate()
         child.wait()
         child.stdout.close()
+
+
+WITH_REVOKED = """spool = "spool"
+log_file = "log"
+[tls]
+certificate = "shuffler.pem"
+key = "shuffler.key"
+authority = "authority.pem"
+revoked = "revoked"
+"""
+
+
+def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: Path):
+    config, revoked, log = tmp_path / "c.toml", tmp_path / "revoked", tmp_path / "log"
+    metrics = f"127.0.0.1:{free_port()}"
+    config.write_text(f'metrics = "{metrics}"\n{WITH_REVOKED}')
+    credentials("shuffler").write(tmp_path, "shuffler")
+    revoked.write_text("# nobody yet\n\n")
+    phone, other, server, second = (
+        credentials("node"),
+        AUTHORITY.issue(Role.NODE, "other", users=10),
+        credentials("server"),
+        AUTHORITY.issue(Role.SERVER, "second"),
+    )
+    with running(config) as (child, address):
+
+        def withdraw(*lines: str, event: str) -> None:
+            revoked.write_text("".join(f"{line}\n" for line in lines))
+            known = log.read_text().count(event)
+            child.send_signal(signal.SIGHUP)
+            while log.read_text().count(event) == known:
+                time.sleep(0.02)
+
+        def refused(call: Callable[[], object]) -> None:
+            with pytest.raises(ShufflerRefused) as error:
+                call()
+            assert error.value.reason is Refusal.NOT_PERMITTED
+
+        with (
+            ControlClient(address, server) as control,
+            ControlClient(address, second) as later,
+            IntakeClient(address, phone) as intake,
+            IntakeClient(address, other) as others,
+            IntakeClient(address, credentials("node")) as again,
+        ):
+            digest = control.create_run("run", plan(), LENGTH)
+            control.open_round("run", 1, "m")
+            header = RoundHeader("run", 1, "m", digest)
+            withdrawn = phone.fingerprint.upper()
+            withdrawn = ":".join(withdrawn[at : at + 2] for at in range(0, 64, 2))
+
+            def reports():
+                yield 0, bytes(LENGTH)
+                while not scrape(metrics).get('shufl_reports_total{verdict="ACCEPTED"}'):
+                    time.sleep(0.02)
+                withdraw(withdrawn, event="credentials read: 1")
+                yield 1, bytes(LENGTH)
+
+            verdicts: list[Verdict] = []
+            refused(lambda: verdicts.extend(intake.submit(header, reports())))
+            assert verdicts == [Verdict.ACCEPTED]
+            refused(lambda: list(intake.submit(header, [(2, bytes(LENGTH))])))
+            accepted = [Verdict.ACCEPTED]
+            assert list(others.submit(header, [(0, bytes(LENGTH))])) == accepted
+            assert list(again.submit(header, [(3, bytes(LENGTH))])) == accepted  # of the same name
+            withdraw("a-node", server.fingerprint, event="credentials read: 2")
+            refused(lambda: list(again.submit(header, [(4, bytes(LENGTH))])))
+            refused(lambda: control.close_round("run", 1))
+            withdraw("other", "a b", event="line 2: not a credential's name")
+            assert list(others.submit(header, [(1, bytes(LENGTH))])) == accepted
+            refused(lambda: control.close_round("run", 1))
+            assert later.close_round("run", 1) is Outcome.RELEASABLE
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "revoked"), (b"a/b", "revoked, line 1: ")])
+def test_a_list_of_withdrawn_credentials_that_can_not_be_read_is_one_line(
+    tmp_path: Path, content: bytes | None, words: str
+):
+    (tmp_path / "c.toml").write_text(WITH_REVOKED)
+    credentials("shuffler").write(tmp_path, "shuffler")
+    if content is not None:
+        (tmp_path / "revoked").write_bytes(content)
+    refused = subprocess.run(
+        [sys.executable, "-m", "shuffler", "--config", str(tmp_path / "c.toml")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert words in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert not (tmp_path / "spool").exists()

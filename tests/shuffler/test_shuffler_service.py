@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import threading
 from collections import Counter
@@ -192,6 +193,23 @@ def test_a_plan_without_a_minimum_batch_is_refused(shared: World, bad: bytes):
 @pytest.mark.parametrize("length", [0, 64 * 2**20 + 1])
 def test_a_report_length_out_of_range_is_refused(shared: World, length: int):
     assert refusal(shared.control.create_run, "bad length", plan(), length) is Refusal.MALFORMED
+
+
+def test_a_round_longer_than_the_file_system_allows_is_refused_with_the_run(
+    start: Callable[..., World], tmp_path: Path
+):
+    world = start(tmp_path / "spool")
+    limit = 2**30
+    resource.prlimit(world.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    users = limit // 2 // 4096
+    with pytest.raises(ShufflerRefused) as refused:
+        world.control.create_run("long", plan(users + 1), 4096)
+    assert refused.value.reason is Refusal.MALFORMED
+    assert f"a round's file would have {limit + 8192} bytes" in refused.value.detail
+    world.control.create_run("long", plan(users), 4096)
+    world.control.open_round("long", 1, "model")
+    names = {path.name for path in (tmp_path / "spool").iterdir()}
+    assert "batch-probe" not in names
 
 
 def test_closing_while_many_streams_submit_splits_accepted_from_late(start):
