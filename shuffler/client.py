@@ -210,8 +210,8 @@ class _Reports:
     def send(self, user: int, sealed: bytes) -> None:
         if self._call is None:
             self._open()
-        elif self._call.done():
-            self._replace(self._replies.get())  # none waits for a verdict, so this is the end
+        elif not self.waiting and self._call.done():
+            self._replace(self._replies.get())  # no verdict is due, so this is the end
         self.waiting.append((user, sealed))
         self._bytes += len(sealed)
         self._put(user, sealed)
