@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test lint proto mnist clean
+.PHONY: run test lint bench proto mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
@@ -18,6 +18,11 @@ lint: .venv/ready
 
 mnist: .venv/ready  ## full MNIST experiment: hours on 2 cores
 	$(BIN)/shufl run configs/mnist.toml
+
+bench: .venv/ready  ## users a second of the vectorised engine and its peers: some ten minutes on 2 cores
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python benchmarks/vectorised.py mnist
+	$(BIN)/python benchmarks/vectorised.py mnist --set model.name=mlp --flower-rounds 0
 
 proto: .venv/ready
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. shuffler/shuffler.proto

@@ -1,8 +1,13 @@
-"""Reports a second of the vectorised engine, beside plain SGD and the Flower engine.
+"""Reports a second of the vectorised engine, beside plain SGD and others that do the same work.
 
 *Plain* is the limit: forward and backward of the same model on the same users' records in batches,
-nobody's gradient apart, no clipping, no noise; the faster of two ways to use the cores. All but the
-Flower engine, which runs last, take turns in one process.
+nobody's gradient apart, no clipping, no noise. All paths have the same users, model, batches and
+number of threads. Each is a process of its own, so that its peak memory can be told (imports and
+dataset included); they take turns, round by round.
+
+- opacus: fetch, forward, backward, norms, clipped sum of each batch; no noise, no optimiser step.
+- pfl: FederatedAveraging with one local step and GaussianMechanism for each user, one process for
+  each thread; its own sampling of users, without the sum over processes.
 
     python benchmarks/vectorised.py mnist --rounds 5 --flower-rounds 2
 """
@@ -10,13 +15,18 @@ Flower engine, which runs last, take turns in one process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-import resource
+import importlib.util
+import multiprocessing
+import os
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -33,47 +43,187 @@ from simulator.records import read_rows
 from simulator.run import run
 from simulator.vectorised import ReportSum, VectorisedRounds
 
-_PLAIN_BATCH = 256
+Play = Callable[[int], int]
+"""Plays a round and returns how many users it was for."""
 
 
-def vectorised(config: Config, noise: str) -> Callable[[int], int]:
-    """Plays a round of the engine and returns its reports."""
+def vectorised(config: Config, noise: str, method: str | None = None) -> Play:
+    """A round of the engine; its gradients by `method` if it is given."""
     changed = {"engine": "vectorised", "noise": noise}
     simulation = config.simulation.model_copy(update=changed)
     experiment = prepare(config.model_copy(update={"simulation": simulation}))
     reports, model = ReportSum(experiment, experiment.load_users()), experiment.make_model()
+    reports._method = method or reports._method
     rounds = VectorisedRounds(experiment, reports.sum)
     return lambda round: rounds(round, model).aggregate.reports
 
 
-def plain(experiment: Experiment, apart: bool) -> Callable[[int], int]:
-    """Forward and backward over the round's users' records, with their fetching.
+def batch_by_batch(experiment: Experiment, batch: Callable[..., None], apart: bool = True) -> Play:
+    """Calls `batch(features, labels)` for the records of the round's users.
 
     Args:
         experiment: the experiment.
+        batch: takes r records, shapes (r, ...) and (r,).
         apart: each batch on one core, as the engine does it; else on torch's threads together.
     """
-    records = experiment.load_users()
+    records, size = experiment.load_users(), experiment.config.simulation.users_per_chunk
 
-    def batch_gradient(model: torch.nn.Module, users: np.ndarray) -> None:
-        features, labels = (part.flatten(0, 1) for part in records(users))
-        loss = functional.cross_entropy(model(features), labels)
-        torch.autograd.grad(loss, list(model.parameters()))
+    def of(users: np.ndarray) -> None:
+        batch(*(part.flatten(0, 1) for part in records(users)))
 
-    model = experiment.make_model().train()
+    pool = ThreadPoolExecutor(torch.get_num_threads(), "", torch.set_num_threads, (1,))
 
     def play(round: int) -> int:
         users = checked_in(experiment, round)
-        batches = np.split(users, range(_PLAIN_BATCH, len(users), _PLAIN_BATCH))
-        if apart:
-            with ThreadPoolExecutor(torch.get_num_threads(), "", torch.set_num_threads, (1,)) as t:
-                list(t.map(functools.partial(batch_gradient, model), batches))
-        else:
-            for batch in batches:
-                batch_gradient(model, batch)
+        list((pool.map if apart else map)(of, np.split(users, range(size, len(users), size))))
         return len(users)
 
     return play
+
+
+def plain(config: Config, apart: bool) -> Play:
+    """Forward and backward."""
+    experiment = prepare(config)
+    model = experiment.make_model().train()
+
+    def batch(features: torch.Tensor, labels: torch.Tensor) -> None:
+        loss = functional.cross_entropy(model(features), labels)
+        torch.autograd.grad(loss, list(model.parameters()))
+
+    return batch_by_batch(experiment, batch, apart)
+
+
+def opacus(config: Config, ghost: bool) -> Play:
+    """Opacus' clipped sum of each batch, by hooks or by ghost clipping; a model a thread."""
+    from opacus.grad_sample import GradSampleModule
+    from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+        GradSampleModuleFastGradientClipping,
+    )
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    experiment, own = prepare(config), threading.local()
+    clip_norm = experiment.plan.clip_norm
+
+    def make() -> None:
+        model = experiment.make_model().train()
+        optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
+        common = {"noise_multiplier": 0.0, "max_grad_norm": clip_norm, "expected_batch_size": 1}
+        if ghost:
+            own.model = GradSampleModuleFastGradientClipping(model, max_grad_norm=clip_norm)
+            own.optimiser = DPOptimizerFastGradientClipping(optimiser, **common)
+            loss = torch.nn.CrossEntropyLoss()
+            own.loss = DPLossFastGradientClipping(own.model, own.optimiser, loss)
+        else:
+            own.model = GradSampleModule(model)
+            own.optimiser = DPOptimizer(optimiser, **common)
+
+    def batch(features: torch.Tensor, labels: torch.Tensor) -> None:
+        if not hasattr(own, "model"):
+            make()
+        if ghost:
+            own.loss(own.model(features), labels).backward()
+        else:
+            functional.cross_entropy(own.model(features), labels).backward()
+            own.optimiser.clip_and_accumulate()
+        own.optimiser.zero_grad()
+
+    return batch_by_batch(experiment, batch)
+
+
+def pfl(config: Config) -> Play:
+    """The users shared among as many processes as there are threads."""
+    threads = torch.get_num_threads()
+    processes = multiprocessing.get_context("spawn").Pool(threads)
+
+    def play(round: int) -> int:
+        users = len(checked_in(prepare(config), round))
+        return sum(processes.starmap(pfl_round, [(config, users // threads)] * threads))
+
+    return play
+
+
+def pfl_round(config: Config, users: int) -> int:
+    """One central iteration of pfl in this process."""
+    backend, model, algorithm, context = pfl_simulator(config.model_dump_json())
+    found = backend.gather_results(model, algorithm, central_context=context(cohort_size=users))
+    statistics, _ = found
+    assert statistics is not None
+    return users
+
+
+@functools.lru_cache(maxsize=1)
+def pfl_simulator(config: str) -> tuple:
+    """Backend, model, algorithm and context of pfl; kept for the process."""
+    multiprocessing.current_process().name = "MainProcess"  # pfl looks at this; else no backend
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.common_types import Population
+    from pfl.context import CentralContext
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.data.sampling import get_user_sampler
+    from pfl.hyperparam.base import NNTrainHyperParams
+    from pfl.model.pytorch import PyTorchModel
+    from pfl.privacy.gaussian_mechanism import GaussianMechanism
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    experiment = prepare(Config.model_validate_json(config))
+    plan, records = experiment.plan, experiment.load_users()
+    network = experiment.make_model().train()
+    network.loss = lambda features, labels: functional.cross_entropy(network(features), labels)
+    network.metrics = lambda features, labels: {}
+    optimiser = torch.optim.SGD(network.parameters(), lr=1.0)
+    model = PyTorchModel(network, torch.optim.SGD, optimiser)
+    sampler = get_user_sampler("random", list(range(plan.users)))
+    data = FederatedDataset(lambda user: Dataset(raw_data=records(user), user_id=user), sampler)
+    mechanism = GaussianMechanism(plan.clip_norm, plan.noise_multiplier)
+    context = functools.partial(
+        CentralContext,
+        current_central_iteration=0,
+        do_evaluation=False,
+        population=Population.TRAIN,
+        algorithm_params=NNAlgorithmParams(1, 0, 1, None),
+        model_train_params=NNTrainHyperParams(
+            local_batch_size=None, local_num_epochs=1, local_learning_rate=1.0
+        ),
+        model_eval_params=None,
+    )
+    return SimulatedBackend(data, data, [mechanism]), model, FederatedAveraging(), context
+
+
+PATHS: dict[str, Callable[[Config], Play]] = {
+    "plain, torch's threads": functools.partial(plain, apart=False),
+    "plain, a batch a core": functools.partial(plain, apart=True),
+    "vectorised, aggregate noise": functools.partial(vectorised, noise="aggregate"),
+    "vectorised, report noise": functools.partial(vectorised, noise="report"),
+    "vmap, aggregate noise": functools.partial(vectorised, noise="aggregate", method="vmap"),
+    "opacus, hooks": functools.partial(opacus, ghost=False),
+    "opacus, ghost clipping": functools.partial(opacus, ghost=True),
+    "pfl, local noise": pfl,
+}
+
+
+def serve(path: str, config: Config, connection: Connection) -> None:
+    """Plays the rounds that it is asked for in this process, until asked for None."""
+    warnings.simplefilter("ignore")
+    play = PATHS[path](config)
+    while (round := connection.recv()) is not None:
+        started = time.perf_counter()
+        users = play(round)
+        seconds = time.perf_counter() - started
+        connection.send((users / seconds, peak_megabytes()))
+
+
+def peak_megabytes() -> float:
+    """Resident, of this process and its children together."""
+    total = 0
+    for process in (multiprocessing.current_process(), *multiprocessing.active_children()):
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+        total += int(status.partition("VmHWM:")[2].split()[0])
+    return total / 1024
 
 
 def checked_in(experiment: Experiment, round: int) -> np.ndarray:
@@ -83,6 +233,32 @@ def checked_in(experiment: Experiment, round: int) -> np.ndarray:
         round, np.arange(plan.users), plan.check_in_rate
     )
     return np.flatnonzero(coins)
+
+
+def measure(config: Config, paths: list[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Speed and peak memory of each path's rounds, but for a first that warms up."""
+    spawn = multiprocessing.get_context("spawn")
+    ends, processes = {}, []
+    for path in paths:
+        ends[path], theirs = spawn.Pipe()
+        processes.append(spawn.Process(target=serve, args=(path, config, theirs)))
+        processes[-1].start()
+        theirs.close()
+    found: dict[str, list[tuple[float, float]]] = {path: [] for path in paths}
+    try:
+        for round in range(1, rounds + 2):
+            for path, end in ends.items():
+                end.send(round)
+                found[path].append(end.recv())
+    except EOFError:
+        raise SystemExit(f"{path} failed; its error is above") from None
+    finally:
+        for end in ends.values():
+            with contextlib.suppress(BrokenPipeError):
+                end.send(None)
+        for process in processes:
+            process.join()
+    return {path: each[1:] for path, each in found.items()}
 
 
 def on_flower(config: Config, rounds: int) -> list[float]:
@@ -103,40 +279,42 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="section.key=value")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--flower-rounds", type=int, default=2, help="0 leaves Flower out")
+    parser.add_argument(
+        "--only", default="", help="beside plain, the paths that start with these, by commas"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", OrderRangeWarning)  # of epsilon after a few rounds; not shown
     config = load(arguments.config, ["training.algorithm=fedsgd", *arguments.set])
-    experiment = prepare(config)
-    paths = {
-        "plain, torch's threads": plain(experiment, apart=False),
-        "plain, a batch a core": plain(experiment, apart=True),
-        "noise = aggregate": vectorised(config, "aggregate"),
-        "noise = report": vectorised(config, "report"),
-    }
-    speeds: dict[str, list[float]] = {name: [] for name in paths}
-    for round in range(arguments.rounds + 1):  # the first warms up
-        for name, play in paths.items():
-            started = time.perf_counter()
-            reports = play(round + 1)
-            if round:
-                speeds[name].append(reports / (time.perf_counter() - started))
-    megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    experiment, console = prepare(config), Console()
+    paths = []
+    for path in PATHS:
+        package = path.partition(",")[0]
+        if not path.startswith(("plain", *arguments.only.split(","))):
+            continue
+        if package in ("opacus", "pfl") and importlib.util.find_spec(package) is None:
+            console.print(f"{package} is not installed: left out")
+        else:
+            paths.append(path)
+    found = measure(config, paths, arguments.rounds)
     if arguments.flower_rounds:
-        speeds["Flower engine"] = on_flower(config, arguments.flower_rounds)
+        speeds = on_flower(config, arguments.flower_rounds)
+        found["Flower engine"] = [(speed, float("nan")) for speed in speeds]
     table = Table(
-        title=f"reports a second, {config.name}: {config.model.name}, {experiment.parameters} "
-        f"parameters\n{torch.get_num_threads()} threads, peak before Flower {megabytes:.0f} MB"
+        title=f"users a second, {config.name}: {config.model.name}, {experiment.parameters} "
+        f"parameters\n{torch.get_num_threads()} threads, "
+        f"{config.simulation.users_per_chunk} users a batch, load {os.getloadavg()[0]:.1f}"
     )
-    for column in ("path", "rounds", "median/s", "lowest", "highest", "of plain"):
+    for column in ("path", "rounds", "median/s", "lowest", "highest", "of plain", "peak MB"):
         table.add_column(column, justify="left" if column == "path" else "right")
-    limit = max(float(np.median(found)) for name, found in speeds.items() if "plain" in name)
-    for name, found in speeds.items():
-        median = float(np.median(found))
+    medians = {path: float(np.median([speed for speed, _ in each])) for path, each in found.items()}
+    limit = max(median for path, median in medians.items() if "plain" in path)
+    for path, each in found.items():
+        speeds = [speed for speed, _ in each]
         table.add_row(
-            name, str(len(found)), f"{median:.0f}", f"{min(found):.0f}", f"{max(found):.0f}",
-            f"{median / limit:.2f}",
+            path, str(len(each)), f"{medians[path]:.0f}", f"{min(speeds):.0f}",
+            f"{max(speeds):.0f}", f"{medians[path] / limit:.2f}", f"{each[-1][1]:.0f}",
         )  # fmt: skip
-    Console().print(table)
+    console.print(table)
 
 
 if __name__ == "__main__":

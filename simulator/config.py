@@ -116,7 +116,7 @@ class Simulation(_Section):
 
     engine: Literal["flower", "vectorised"] = "flower"
     noise: Literal["report", "aggregate"] = "report"
-    users_per_chunk: Count = 128
+    users_per_chunk: Count = 256
     workers: Count = 1
     nodes: Count = 20
     cpus_per_node: Positive = 1.0

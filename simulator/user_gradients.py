@@ -394,7 +394,7 @@ def _weight(inputs: torch.Tensor, output_gradients: torch.Tensor) -> _Dense | _P
 
 def _users_at_a_time(size: int) -> int:
     """Of how many users `size` numbers each stay in a core's cache."""
-    return max(1, 2**17 // size)
+    return max(1, 2**17 // (size + 1))
 
 
 def _two(value: int | tuple[int, ...]) -> tuple[int, ...]:
