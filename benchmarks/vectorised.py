@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--flower-rounds", type=int, default=2, help="0 leaves Flower out")
     parser.add_argument(
-        "--only", default="", help="beside plain, the paths that start with these, by commas"
+        "--only", action="append", help="beside plain, the paths that start so; several times"
     )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", OrderRangeWarning)  # of epsilon after a few rounds; not shown
@@ -289,7 +289,7 @@ def main() -> None:
     paths = []
     for path in PATHS:
         package = path.partition(",")[0]
-        if not path.startswith(("plain", *arguments.only.split(","))):
+        if not path.startswith(("plain", *(arguments.only or [""]))):
             continue
         if package in ("opacus", "pfl") and importlib.util.find_spec(package) is None:
             console.print(f"{package} is not installed: left out")

@@ -222,9 +222,15 @@ def _weighted_sum(parts: Sequence[_Dense | _Products], scales: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class _Dense:
-    """A parameter's gradient of each user, materialised: float32 of shape (k, size)."""
+    """A parameter's gradient of each user, materialised.
+
+    Attributes:
+        gradients: float32 of shape (k, size).
+        kernel: see `_in_order`.
+    """
 
     gradients: torch.Tensor
+    kernel: tuple[int, int] = (1, 1)
 
     def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms, float64 of shape (k,), twice: as measured and as bounded."""
@@ -238,11 +244,11 @@ class _Dense:
 
     def of(self, users: torch.Tensor) -> _Dense:
         """Of these users only."""
-        return _Dense(self.gradients[users])
+        return _Dense(self.gradients[users], self.kernel)
 
     def weighted_sum(self, scales: torch.Tensor) -> torch.Tensor:
         """Of shape (size,), for float32 scales of shape (k,)."""
-        return scales @ self.gradients
+        return _in_order(scales @ self.gradients, self.kernel)
 
 
 @dataclass(frozen=True)
@@ -258,10 +264,12 @@ class _Products:
     Attributes:
         inputs: a, float32 of shape (k, groups, t, p).
         output_gradients: g, float32 of shape (k, groups, t, q).
+        kernel: see `_in_order`.
     """
 
     inputs: torch.Tensor
     output_gradients: torch.Tensor
+    kernel: tuple[int, int] = (1, 1)
 
     def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms and b^2, float64 of shape (k,)."""
@@ -275,13 +283,18 @@ class _Products:
 
     def of(self, users: torch.Tensor) -> _Products:
         """Of these users only."""
-        return _Products(self.inputs[users], self.output_gradients[users])
+        return _Products(self.inputs[users], self.output_gradients[users], self.kernel)
 
     def weighted_sum(self, scales: torch.Tensor) -> torch.Tensor:
         """Of shape (groups * q * p,), for float32 scales of shape (k,)."""
         scaled = self.output_gradients * scales[:, None, None, None]
         g, a = (x.transpose(0, 1).flatten(1, 2) for x in (scaled, self.inputs))
-        return (g.mT @ a).flatten()
+        return _in_order((g.mT @ a).flatten(), self.kernel)
+
+
+def _in_order(total: torch.Tensor, kernel: tuple[int, int]) -> torch.Tensor:
+    """A sum over users from (..., positions, channels), as it was computed, to channels first."""
+    return total.unflatten(0, (-1, *kernel)).mT.flatten()
 
 
 @torch.no_grad()
@@ -335,15 +348,16 @@ def _linear(users, g, x, weight, bias=None):
 
 
 def _conv2d(users, g, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    x = x.contiguous(memory_format=torch.channels_last)  # a patch is then few long pieces
     x = functional.pad(x, _edges(padding, weight.shape[2:], dilation))
     for axis, (size, step, space) in enumerate(
         zip(weight.shape[2:], _two(stride), _two(dilation), strict=True)
     ):
         x = x.unfold(2 + axis, (size - 1) * space + 1, step)[..., ::space]
-    # from (k r, groups c, h, w, height, width) to (k, groups, r, h, w, c, height, width)
-    x = x.unflatten(1, (groups, -1)).unflatten(0, (users, -1)).permute(0, 2, 1, 4, 5, 3, 6, 7)
+    # from (k r, groups c, h, w, height, width) to (k, groups, r, h, w, height, width, c)
+    x = x.unflatten(1, (groups, -1)).unflatten(0, (users, -1)).permute(0, 2, 1, 4, 5, 6, 7, 3)
     g = g.unflatten(1, (groups, -1)).unflatten(0, (users, -1)).permute(0, 2, 1, 4, 5, 3)
-    yield weight, _weight(x, g.flatten(2, 4))
+    yield weight, _weight(x, g.flatten(2, 4), (weight.shape[2:].numel(), weight.shape[1]))
     yield bias, _Dense(g.sum((2, 3, 4)).flatten(1))
 
 
@@ -370,26 +384,29 @@ _LAYERS = {
 """What gives, for k users, a call's output gradient and its arguments, each parameter's part."""
 
 
-def _weight(inputs: torch.Tensor, output_gradients: torch.Tensor) -> _Dense | _Products:
+def _weight(
+    inputs: torch.Tensor, output_gradients: torch.Tensor, kernel: tuple[int, int] = (1, 1)
+) -> _Dense | _Products:
     """The form that takes fewer operations; float64, in which products are measured, counts twice.
 
     So a materialised gradient is never more than twice as large as what it was made from.
 
     Args:
-        inputs: a view of shape (k, groups, r, h, w, c, height, width), or (k, groups, t, p).
+        inputs: a view of shape (k, groups, r, h, w, height, width, c), or (k, groups, t, p).
         output_gradients: shape (k, groups, t, q).
+        kernel: see `_in_order`.
     """
     users, groups, t, q = output_gradients.shape
     p = inputs[0].numel() // (groups * t)
     if t == 1 or 2 * t * (p + q) < p * q:
-        return _Products(inputs.reshape(users, groups, t, p), output_gradients)
+        return _Products(inputs.reshape(users, groups, t, p), output_gradients, kernel)
     gradients = inputs.new_empty(users, groups, q, p)
     size = _users_at_a_time(groups * t * p)
     for a, g, out in zip(
         *(x.split(size) for x in (inputs, output_gradients, gradients)), strict=True
     ):
         torch.matmul(g.mT, a.reshape(len(a), groups, t, p), out=out)
-    return _Dense(gradients.flatten(1))
+    return _Dense(gradients.flatten(1), kernel)
 
 
 def _users_at_a_time(size: int) -> int:

@@ -10,7 +10,11 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vectorised.py"
 
 def test_the_script_prints_a_row_for_each_path():
     command = [sys.executable, str(SCRIPT), "quickstart", "--rounds=1", "--flower-rounds=0"]
-    command += ["--set=data.users=60", "--set=privacy.minimum_batch=1", "--only=vectorised"]
+    command += [
+        "--set=data.users=60",
+        "--set=privacy.minimum_batch=1",
+        "--only=vectorised, aggregate",
+    ]
     wide = os.environ | {"COLUMNS": "200"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=wide)
     for label in ("plain, a batch a core", "vectorised, aggregate noise"):
