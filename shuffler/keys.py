@@ -49,6 +49,7 @@ MAX_DAYS = 36_500
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """What a credential's or a worker's name looks like."""
 
+_FINGERPRINT = re.compile(r"([0-9A-Fa-f]{2}:?){32}")  # SHA-256, as openssl prints it or without `:`
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*\.?")
 _EARLY = datetime.timedelta(minutes=5)  # clocks differ
 
@@ -131,12 +132,12 @@ class Revoked:
             entry = line.strip()
             if not entry or entry.startswith("#"):
                 continue
-            if ":" in entry:  # as openssl prints fingerprints
+            if _FINGERPRINT.fullmatch(entry):
                 entry = entry.replace(":", "").lower()
             if not NAME.fullmatch(entry):
+                # Without the line: this goes into the log, which names nobody.
                 raise ValueError(
-                    f"{self.path}, line {number}: not a credential's name or SHA-256 fingerprint:"
-                    f" {line!r}"
+                    f"{self.path}, line {number}: not a credential's name or SHA-256 fingerprint"
                 )
             entries.add(entry)
         self._entries = frozenset(entries)

@@ -530,12 +530,34 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
             refused(lambda: list(again.submit(header, [(4, bytes(LENGTH))])))
             refused(lambda: control.close_round("run", 1))
             withdraw("other", "a b", event="line 2: not a credential's name")
+            assert "a b" not in log.read_text()
             assert list(others.submit(header, [(1, bytes(LENGTH))])) == accepted
             refused(lambda: control.close_round("run", 1))
             assert later.close_round("run", 1) is Outcome.RELEASABLE
 
 
-@pytest.mark.parametrize(("content", "words"), [(None, "revoked"), (b"a/b", "revoked, line 1: ")])
+def test_a_fingerprint_withdraws_however_it_is_written(tmp_path: Path):
+    caller = caller_of(credentials("node").certificate)
+    assert caller is not None
+    with_colons = ":".join(caller.fingerprint[at : at + 2] for at in range(0, 64, 2))
+    for written in (caller.fingerprint, with_colons):
+        for line in (written, written.upper()):
+            (tmp_path / "revoked").write_text(f" {line}\r\n")
+            assert caller in Revoked(tmp_path / "revoked")
+
+
+SHA_1 = b":".join([b"AB"] * 20)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "revoked"),
+        (b"a/b", "revoked, line 1: "),
+        (b"phone-7\n" + SHA_1, "revoked, line 2: "),
+        (b"a:b", "revoked, line 1: "),
+    ],
+)
 def test_a_list_of_withdrawn_credentials_that_can_not_be_read_is_one_line(
     tmp_path: Path, content: bytes | None, words: str
 ):
@@ -553,4 +575,5 @@ def test_a_list_of_withdrawn_credentials_that_can_not_be_read_is_one_line(
     assert (refused.returncode, refused.stdout) == (2, "")
     assert words in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+    assert "AB" not in refused.stderr
     assert not (tmp_path / "spool").exists()
