@@ -288,10 +288,7 @@ class RoundSpool:
     def close(self) -> None:
         """Closes the files and keeps them."""
         with self._lock:
-            if self._file is not None:
-                self._connection.close()
-                os.close(self._file)
-                self._file = None
+            self._close()
 
     def destroy(self) -> None:
         """Closes and deletes the files; may be repeated.
@@ -302,7 +299,16 @@ class RoundSpool:
         # The names go first: a crash in between leaves nothing to find.
         _reports_path(self._path).unlink(missing_ok=True)
         delete_database(self._path)
-        self.close()
+        with self._lock:
+            if self._file is not None:
+                os.ftruncate(self._file, 0)  # a stream that has a slot keeps the file open
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._connection.close()
+            os.close(self._file)
+            self._file = None
 
     def _prepare(self) -> None:
         """Makes all rows of a new batch, in order."""

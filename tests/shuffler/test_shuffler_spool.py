@@ -256,6 +256,19 @@ def test_a_report_in_very_many_pieces_is_written(tmp_path):
     spool.destroy()
 
 
+def test_what_is_destroyed_is_gone_though_a_stream_has_a_slot(tmp_path):
+    """A stream that is open has the place of its next report."""
+    spool = RoundSpool(tmp_path / "batch.db", 2**20, 5)
+    spool.add([("node", 0, bytes(2**20))])
+    slot = spool.reserve()
+    watch = os.open(tmp_path / "batch.reports", os.O_RDONLY)
+    assert os.fstat(watch).st_blocks > 0
+    spool.destroy()
+    assert os.fstat(watch).st_blocks == 0
+    spool.give_up(slot)
+    os.close(watch)
+
+
 def test_the_directory_is_private(tmp_path):
     place = tmp_path / "spool"
     mask = os.umask(0)
