@@ -26,7 +26,7 @@ _Config = TypeVar("_Config", bound="_Process")
 
 Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class ConfigError(ValueError):

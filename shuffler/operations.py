@@ -58,7 +58,10 @@ class Metrics:
             OSError: if the address can not be had.
         """
         host, port, _ = parse_address(address)
-        server, _ = start_http_server(port, host, registry=self.registry)
+        try:
+            server, _ = start_http_server(port, host, registry=self.registry)
+        except OSError as error:
+            raise OSError(f"metrics: can not listen on {address}: {error.strerror}") from None
         return server
 
 

@@ -473,6 +473,7 @@ TLS = '[tls]\ncertificate = "own.pem"\nkey = "own.key"\nauthority = "authority.p
         (TLS + WORKER.replace('"a"', '"a:b"'), "workers.0.name: String should match pattern"),
         (TLS + WORKER.replace("5", "0"), "workers.0.users: Input should be greater than"),
         (TLS + WORKER + "[limits]\nstreams = 1", "limits.streams: Extra inputs"),
+        (TLS + WORKER + "[limits]\nworker_seconds = 1e10", "limits.worker_seconds: Input"),
     ],
 )
 def test_a_front_s_configuration_that_makes_no_sense_is_one_line(

@@ -102,6 +102,10 @@ def test_a_taken_port_and_a_taken_spool_are_refused(start: Callable[..., World],
     assert taken.returncode == 2
     assert len(taken.stderr.splitlines()) == 1
     assert f"can not listen on {world.process.address}: Address already in use" in taken.stderr
+    metrics = command(PLAIN + SPOOL + f'metrics = "{world.process.address}"')
+    assert metrics.returncode == 2
+    words = f"metrics: can not listen on {world.process.address}: Address already in use"
+    assert metrics.stderr == f"shuffler: {words}\n"
     shared = command(PLAIN + f'spool = "{tmp_path / "spool"}"')
     assert shared.returncode == 2
     assert "in use by another shuffler" in shared.stderr
