@@ -62,7 +62,8 @@ class Limits(_Section):
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
         burst: how many may come at once before they are slowed down.
         idle_seconds: how long a stream may be silent, or leave its answers, before it is ended.
-        release_idle_seconds: how long a release may be left unread before its batch is destroyed.
+        release_idle_seconds: how long a release may be left unread before its batch is destroyed;
+            not at a worker of a front, where the front's counts.
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 

@@ -243,7 +243,7 @@ class RunStore:
                 _refuse(Refusal.RUN_ENDED, "this run has ended and its id can not be used again")
             if len(self._runs) == _MAX_RUNS:
                 _refuse(Refusal.TOO_MANY_RUNS, f"{_MAX_RUNS} runs have not ended")
-            self._try_length(file_bytes(report_bytes, run.users))
+            self._try_length(file_bytes(report_bytes, run.room))
             with self._durably() as rows:
                 rows.execute(
                     "INSERT INTO runs VALUES (?, ?, ?, 0, ?, ?)",

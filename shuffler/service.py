@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hmac
 import logging
+import math
 import socket
 import time
 from collections import Counter, deque
@@ -239,6 +240,9 @@ class ShufflerServer(ControlServer):
         gate = Gate(token, revoked, metrics, worker)
         queue = Intake(store)
         credentials = security if isinstance(security, Credentials) else None
+        if worker:
+            # A front reads this part only as the others' turns allow: how long is its own limit.
+            limits = limits.model_copy(update={"release_idle_seconds": math.inf})
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
         intake = _IntakeService(gate, queue, store, self._writers, limits, metrics)
         super().__init__(store, queue, gate, credentials, limits, metrics, [intake])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -45,10 +46,13 @@ FALSE_ALARM = 1e-6
 class Fronted:
     """Workers `a`, `b`, … and their front; each can be killed and started again in its place."""
 
-    def __init__(self, stack: ExitStack, folder: Path, shares: list[int]) -> None:
+    def __init__(
+        self, stack: ExitStack, folder: Path, shares: list[int], limits: dict | None = None
+    ) -> None:
         self.shares = dict(zip("abcdefgh", shares, strict=False))
         self._stack = stack
         self.folder = folder
+        self._limits = limits  # of workers
         self.workers: dict[str, ShufflerProcess] = {}
         for name in self.shares:
             self.start_worker(name)
@@ -63,6 +67,7 @@ class Fronted:
                 authority=AUTHORITY,
                 worker=name,
                 listen=old.address if old else "127.0.0.1:0",
+                limits=self._limits,
             )
         )
 
@@ -455,6 +460,34 @@ def test_a_spool_stays_with_its_worker(tmp_path: Path):
         with pytest.raises(ValueError, match=f"holds a run of worker a, this is {words}"):
             RunStore(tmp_path / "spool", worker=worker)
     RunStore(tmp_path / "spool", worker="a").close()
+
+
+def test_a_worker_s_file_need_be_no_longer_than_its_own_part(tmp_path: Path):
+    """A limit on the length of files that the whole plan's would pass."""
+    with ExitStack() as stack:
+        fronted = Fronted(stack, tmp_path, [100, 100])
+        limit = 2 * 100 * 4096
+        for worker in fronted.workers.values():
+            resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        fronted.begin(users=200, length=4096)
+        with pytest.raises(ShufflerRefused, match=f"would have {2 * limit} bytes"):
+            fronted.control.create_run("longer", plan(200), 8192)
+
+
+def test_a_part_waits_as_long_as_the_front_does(tmp_path: Path):
+    """What a worker alone would take for a release that is not read."""
+    with ExitStack() as stack:
+        fronted = Fronted(stack, tmp_path, [6, 6], {"release_idle_seconds": 0.2})
+        header = fronted.begin(length=2**22)
+        for name in "ab":
+            fronted.submit(name, header, range(6), 2**22)
+        fronted.control.close_round("run", 1)
+        released = fronted.control.release("run", 1)
+        lengths = [len(next(released))]
+        time.sleep(1)
+        assert fronted.left() == ["a", "b"]
+        lengths += [len(sealed) for sealed in released]
+        assert lengths == [2**22] * 12
 
 
 WORKER = '[[workers]]\nname = "a"\naddress = "127.0.0.1:1"\nusers = 5\n'
