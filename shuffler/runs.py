@@ -339,7 +339,10 @@ class RunStore:
         try:
             if spool.has_reported(report.sender, report.user):
                 return Verdict.DUPLICATE
-            return Draft(spool, spool.reserve(), run.report_bytes, self._has_room)
+            slot = spool.reserve()
+            if slot is None:
+                return Verdict.ROUND_FULL
+            return Draft(spool, slot, run.report_bytes, self._has_room)
         except (sqlite3.Error, OSError) as error:
             return _storage_verdict(error)
 

@@ -159,15 +159,20 @@ class RoundSpool:
         """How many reports are in the batch. Not for the server before a release."""
         return self._count
 
-    def reserve(self) -> Slot:
+    def reserve(self) -> Slot | None:
         """A slot to write a report to, piece by piece; hand it to `add` or to `give_up`.
+
+        None: all are taken or reserved, as unfinished reports alone can bring about.
 
         Raises:
             ShufflerRefused: if the batch has been destroyed.
             sqlite3.Error, OSError: if the disk fails.
         """
         with self._lock:
-            number = self._draw(self._open(), _Bits(self._connection))
+            connection = self._open()
+            if not self._has_slot(self._capacity - self._count):
+                return None
+            number = self._draw(_Bits(connection))
             assert self._file is not None
             slot = Slot(number, os.dup(self._file), number * self._stride, self._generation)
             self._reserved.add(number)
@@ -209,7 +214,11 @@ class RoundSpool:
                     for sender, user, content in reports:
                         if users.holds(sender, user):
                             verdicts.append(Verdict.DUPLICATE)
-                        elif not room or not users.has_room(sender, user):
+                        elif (
+                            not room
+                            or not users.has_room(sender, user)
+                            or not (isinstance(content, Slot) or self._has_slot(room))
+                        ):
                             verdicts.append(Verdict.ROUND_FULL)
                         elif isinstance(content, Slot) and content.generation != self._generation:
                             verdicts.append(Verdict.STORAGE_FAILED)
@@ -217,7 +226,7 @@ class RoundSpool:
                             if isinstance(content, Slot):
                                 slots.put(content.number)
                             else:
-                                drawn.append(self._draw(connection, slots))
+                                drawn.append(self._draw(slots))
                                 slots.put(drawn[-1])
                                 self._pwrite(drawn[-1] * self._stride, content)
                             users.put(sender, user)
@@ -365,7 +374,11 @@ class RoundSpool:
             raise ShufflerRefused(Refusal.RUN_ENDED, "the batch has been destroyed")
         return self._connection
 
-    def _draw(self, connection: sqlite3.Connection, slots: _Bits) -> int:
+    def _has_slot(self, room: int) -> bool:
+        """Whether there is one to draw, with room for so many more reports."""
+        return bool(self._spoilt) or self._capacity - room + len(self._reserved) < self._slots
+
+    def _draw(self, slots: _Bits) -> int:
         """A slot that is uniformly random among those that were never drawn, or a spoilt one."""
         if self._spoilt:
             return self._spoilt.pop()

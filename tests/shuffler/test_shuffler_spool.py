@@ -256,6 +256,21 @@ def test_a_report_in_very_many_pieces_is_written(tmp_path):
     spool.destroy()
 
 
+def test_a_round_whose_slots_are_all_promised_refuses_and_goes_on(tmp_path):
+    spool = RoundSpool(tmp_path / "batch.db", 3, 2)
+    slots = [spool.reserve() for _ in range(4)]
+    assert spool.reserve() is None
+    assert spool.add([("node", 0, b"one")]) == [Verdict.ROUND_FULL]
+    spool.give_up(slots.pop())
+    assert spool.add([("node", 0, b"one"), ("node", 1, b"two")]) == [
+        Verdict.ACCEPTED,
+        Verdict.ROUND_FULL,
+    ]
+    slots[0].append([b"two"])
+    assert spool.add([("node", 1, slots[0])]) == [Verdict.ACCEPTED]
+    assert sorted(read(spool)) == [b"one", b"two"]
+
+
 def test_what_is_destroyed_is_gone_though_a_stream_has_a_slot(tmp_path):
     """A stream that is open has the place of its next report."""
     spool = RoundSpool(tmp_path / "batch.db", 2**20, 5)
