@@ -31,11 +31,12 @@ from shuffler.channel import CHANNEL_OPTIONS, WORKER_KEY
 from shuffler.client import ControlClient
 from shuffler.config import FrontLimits, FrontWorker
 from shuffler.errors import Outcome, Refusal, ShufflerError, ShufflerRefused
+from shuffler.gate import Gate
 from shuffler.keys import Credentials, Revoked
 from shuffler.merge import merge
 from shuffler.operations import Metrics
 from shuffler.runs import Workers
-from shuffler.service import ControlServer, Gate
+from shuffler.service import ControlServer
 
 __all__ = ["Front", "FrontServer"]
 
