@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accounting import Ledger, LedgerError
 from server import CheckpointError
 from simulator.config import ConfigError, load
+from simulator.records import MetricsError
 from simulator.run import resume_run, run
 
 ROUNDS = 90
@@ -144,6 +145,11 @@ def damaged_checkpoint(folder, tmp_path):
     (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
 
 
+def damaged_metrics(folder, tmp_path):
+    with (folder / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(b"\0\0\n")  # as after a power cut
+
+
 def models_file(folder, tmp_path):
     shutil.copy(folder / "model.pt", folder / "checkpoint.pt")
 
@@ -176,6 +182,7 @@ def other_layers(folder, tmp_path):
         (shorter_ledger, CheckpointError, "is of round 5, but the ledger ends at round 2"),
         (no_checkpoint, CheckpointError, "checkpoint .* is missing"),
         (damaged_checkpoint, CheckpointError, "checkpoint .* cannot be read"),
+        (damaged_metrics, MetricsError, "metrics.jsonl is damaged at line 6"),
         (models_file, CheckpointError, "checkpoint .* cannot be read"),
         (other_runs_checkpoint, CheckpointError, "is of run .*, the ledger of run"),
         (other_torch, CheckpointError, "made with torch 1.0, it cannot go on with"),
