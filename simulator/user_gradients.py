@@ -215,7 +215,8 @@ def _scales(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
 
 def _weighted_sum(parts: Sequence[_Dense | _Products], scales: torch.Tensor) -> torch.Tensor:
     """The sum over users, float64 of shape (d,)."""
-    scales = scales.float()
+    rounded = scales.float()  # down: among the smallest float32 the nearest may be far above
+    scales = torch.where(rounded > scales, rounded.nextafter(torch.zeros(())), rounded)
     sums = [part.weighted_sum(scales) for part in parts]
     return torch.cat(sums, out=torch.empty(sum(map(len, sums)), dtype=torch.float64))
 

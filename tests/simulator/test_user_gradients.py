@@ -251,3 +251,14 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
     if np.linalg.norm(expected) < clip_norm / 2:  # not clipped: the same gradient, if not rounding
         scale = 1e-5 * float(features.abs().max())
         np.testing.assert_allclose(share, expected, rtol=1e-3, atol=scale)
+
+
+@pytest.mark.parametrize("method", ["book-keeping", "vmap"])
+@pytest.mark.parametrize("clip_norm", [1e-3, 3e-5, 4e-7, 3e-7, 1e-7])
+def test_a_share_is_at_most_the_clip_norm_where_its_scale_is_hardly_a_float32(method, clip_norm):
+    """The smallest float32 are 1.4e-45 apart: rounded to the nearest, a scale may be doubled."""
+    model = logistic_regression((1, 4, 4), 3).train()
+    for size in torch.linspace(1.0, 2.9, 20):
+        features = (size * 1e38).expand(1, 1, 1, 4, 4)
+        share = together(model, features, torch.zeros(1, 1, dtype=torch.int64), clip_norm, method)
+        assert np.linalg.norm(share) <= clip_norm * (1 + 1e-5)
