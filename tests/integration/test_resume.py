@@ -156,7 +156,8 @@ def models_file(folder, tmp_path):
 
 def other_runs_checkpoint(folder, tmp_path):
     (tmp_path / "other").mkdir()
-    shutil.copy(in_process(tmp_path / "other") / "checkpoint.pt", folder / "checkpoint.pt")
+    other = in_process(tmp_path / "other", "privacy.rounds=5")
+    shutil.copy(other / "checkpoint.pt", folder / "checkpoint.pt")
 
 
 def other_torch(folder, tmp_path):
