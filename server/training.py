@@ -91,6 +91,9 @@ class Training:
             done += 1
             if not spent or self._would_release_the_same(done):
                 observe(self._round(done, play, spent))
+                # Last: a crash before has the round played again, and observed, or lost.
+                if done % self.settings.checkpoint_every == 0:
+                    self._save(done)
         final = self._evaluate()
         self._save(done)
         save_atomically(self.settings.folder / "model.pt", self.model.state_dict())
@@ -116,8 +119,6 @@ class Training:
         if aggregate is not None:
             self._step(aggregate)
         result = self._evaluate() if round % self.settings.evaluate_every == 0 else None
-        if round % self.settings.checkpoint_every == 0:
-            self._save(round)
         return RoundRecord(
             round=round,
             epsilon=self._budget.epsilon,

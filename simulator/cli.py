@@ -74,6 +74,7 @@ def run_command(
     from simulator.config import ConfigError, load
     from simulator.datasets import DatasetError
     from simulator.engine import EngineFailed
+    from simulator.records import MetricsError
 
     # The closing table carries these; here they would cut through the progress bar.
     warnings.simplefilter("ignore", OrderRangeWarning)
@@ -93,6 +94,7 @@ def run_command(
         CheckpointError,
         EngineFailed,
         LedgerError,
+        MetricsError,
         OSError,
         RoundFailed,
         ShufflerError,

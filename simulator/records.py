@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +16,25 @@ from server.settings import RoundRecord
 from simulator.plain_json import to_json
 
 
+class MetricsError(RuntimeError):
+    """A metrics.jsonl file cannot be read."""
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl file, one a round."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The rows of a metrics.jsonl file, one a round; a last one that was cut short is left out.
+
+    Raises:
+        MetricsError: a line is no row.
+    """
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise MetricsError(
+                f"{path} is damaged at line {number}; without it and all after it the run can go on"
+            ) from error
+    return rows
 
 
 class RunRecorder:
@@ -37,10 +54,8 @@ class RunRecorder:
         }
         path = folder / "metrics.jsonl"
         if path.exists():
-            written = path.read_bytes()
-            with path.open("r+b") as file:
-                file.truncate(written.rfind(b"\n") + 1)
             self.rows = read_rows(path)
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"))

@@ -86,6 +86,7 @@ def resume_run(folder: Path, console: Console) -> RunResult:
         LedgerError: no ledger, a damaged one, that of another plan, or one in use.
         CheckpointError: no checkpoint although rounds are spent, or one that is damaged, of another
             run, or made by another configuration or other versions.
+        MetricsError: the rows of the rounds so far cannot be read.
         ShufflerError, RoundFailed, TimeoutError: as for `run`.
     """
     folder = folder.absolute()

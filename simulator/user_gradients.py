@@ -35,6 +35,7 @@ Method = Literal["book-keeping", "vmap", "user by user"]
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _CANCELLATION = 100.0  # see `_Products`
+_LARGEST_INPUT = 1e25  # likewise
 
 
 class Unsupported(Exception):
@@ -215,7 +216,8 @@ def _scales(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
 
 def _weighted_sum(parts: Sequence[_Dense | _Products], scales: torch.Tensor) -> torch.Tensor:
     """The sum over users, float64 of shape (d,)."""
-    scales = scales.float()
+    rounded = scales.float()  # down: among the smallest float32 the nearest may be far above
+    scales = torch.where(rounded > scales, rounded.nextafter(torch.zeros(())), rounded)
     sums = [part.weighted_sum(scales) for part in parts]
     return torch.cat(sums, out=torch.empty(sum(map(len, sums)), dtype=torch.float64))
 
@@ -259,7 +261,8 @@ class _Products:
     that is wrong by about 1e-12 b^2 at most, where b = sum_t |g_t||a_t| bounds the norm; and the
     sum itself, in float32, by about 1e-7 b. While a user's scale times b is at most 100 C, its
     clipped update is therefore no longer than C (1 + 1e-5). Users of whom more cancels are left
-    to vmap, which measures the very numbers that it sums.
+    to vmap, which measures the very numbers that it sums. So are users with inputs above 1e25: a
+    scaled g_t is wrong by 1e-45 an entry where it is hardly a float32, and a_t multiplies that.
 
     Attributes:
         inputs: a, float32 of shape (k, groups, t, p).
@@ -272,12 +275,14 @@ class _Products:
     kernel: tuple[int, int] = (1, 1)
 
     def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Squared norms and b^2, float64 of shape (k,)."""
+        """Squared norms, and b^2 or infinity for a user left to vmap: float64 of shape (k,)."""
         factors = self.inputs, self.output_gradients
         one, other = (torch.linalg.vector_norm(x, dim=3, dtype=torch.float64) for x in factors)
         bounds = (one * other).sum(2).square().sum(1)
+        norms = bounds
+        bounds = bounds.where(one.amax((1, 2)) <= _LARGEST_INPUT, math.inf)
         if self.inputs.shape[2] == 1:
-            return bounds, bounds
+            return norms, bounds
         one, other = (x @ x.mT for x in map(torch.Tensor.double, factors))
         return (one * other).sum((1, 2, 3)).clamp(min=0.0), bounds
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from simulator.config import ConfigError
 from simulator.engine import EngineFailed, path_for_workers
-from simulator.experiment import Experiment
+from simulator.experiment import Experiment, PartitionedRecords
 from simulator.vectorised import ReportSum, SumReports, users_per_block
 
 _CONNECT_SECONDS = 5.0
@@ -66,7 +66,9 @@ def _start(experiment: Experiment, number: int) -> list[_Worker]:
         with path_for_workers():
             options = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-        workers = [_Worker(experiment, start, end) for start, end in _shards(experiment, number)]
+        records = experiment.load_users()
+        shards = _shards(experiment, number)
+        workers = [_Worker(experiment, records, start, end) for start, end in shards]
         ray.get([worker.actor.__ray_ready__.remote() for worker in workers], timeout=_START_SECONDS)
         return workers
     except GetTimeoutError as error:
@@ -82,10 +84,10 @@ def _start(experiment: Experiment, number: int) -> list[_Worker]:
 class _Worker:
     """An actor that sums the reports of the users from `start` to before `end`."""
 
-    def __init__(self, experiment: Experiment, start: int, end: int):
+    def __init__(self, experiment: Experiment, records: PartitionedRecords, start: int, end: int):
         self.start, self.end = start, end
-        records = ray.put(experiment.load_users().of(start, end))
-        self._make_actor = lambda: ray.remote(num_cpus=1)(ReportSum).remote(experiment, records)
+        own = ray.put(records.of(start, end))
+        self._make_actor = lambda: ray.remote(num_cpus=1)(ReportSum).remote(experiment, own)
         self.actor = self._make_actor()
 
     def replace(self) -> None:

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accounting import Ledger, LedgerError
 from server import CheckpointError
 from simulator.config import ConfigError, load
+from simulator.records import MetricsError
 from simulator.run import resume_run, run
 
 ROUNDS = 90
@@ -144,13 +145,19 @@ def damaged_checkpoint(folder, tmp_path):
     (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
 
 
+def damaged_metrics(folder, tmp_path):
+    with (folder / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(b"\0\0\n")  # as after a power cut
+
+
 def models_file(folder, tmp_path):
     shutil.copy(folder / "model.pt", folder / "checkpoint.pt")
 
 
 def other_runs_checkpoint(folder, tmp_path):
     (tmp_path / "other").mkdir()
-    shutil.copy(in_process(tmp_path / "other") / "checkpoint.pt", folder / "checkpoint.pt")
+    other = in_process(tmp_path / "other", "privacy.rounds=5")
+    shutil.copy(other / "checkpoint.pt", folder / "checkpoint.pt")
 
 
 def other_torch(folder, tmp_path):
@@ -176,6 +183,7 @@ def other_layers(folder, tmp_path):
         (shorter_ledger, CheckpointError, "is of round 5, but the ledger ends at round 2"),
         (no_checkpoint, CheckpointError, "checkpoint .* is missing"),
         (damaged_checkpoint, CheckpointError, "checkpoint .* cannot be read"),
+        (damaged_metrics, MetricsError, "metrics.jsonl is damaged at line 6"),
         (models_file, CheckpointError, "checkpoint .* cannot be read"),
         (other_runs_checkpoint, CheckpointError, "is of run .*, the ledger of run"),
         (other_torch, CheckpointError, "made with torch 1.0, it cannot go on with"),

@@ -45,8 +45,8 @@ class Engine:
         return PlayedRound("released", Aggregate(estimate.astype(np.float32), 25, 0, {}))
 
 
-def train(folder, engine, reproducible, stop=lambda rounds: False):
-    """Trains from the folder's checkpoint, if there is one; returns the result and the records."""
+def train(folder, engine, reproducible, stop=lambda rounds: False, observe=lambda round: None):
+    """Trains from the folder's checkpoint, if there is one; returns the result and the rounds."""
     path, checkpoint = folder / "ledger.jsonl", folder / "checkpoint.pt"
     with Ledger.open(path, PLAN) if path.exists() else Ledger.create(path, PLAN, "run") as ledger:
         settings = TrainingSettings(
@@ -56,9 +56,14 @@ def train(folder, engine, reproducible, stop=lambda rounds: False):
             origin={}, reproducible=reproducible,
             checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
         )  # fmt: skip
-        records = []
-        result = Training(settings).run(engine, records.append, lambda: stop(len(records)))
-        return result, [record.round for record in records]
+        rounds = []
+
+        def keep(record):
+            observe(record.round)
+            rounds.append(record.round)
+
+        result = Training(settings).run(engine, keep, lambda: stop(len(rounds)))
+        return result, rounds
 
 
 def make_model():
@@ -96,6 +101,17 @@ def test_a_reproducible_run_ends_as_if_it_had_not_crashed(tmp_path, uninterrupte
     assert result == uninterrupted[0]
     assert torch.equal(model(tmp_path), uninterrupted[1])
     assert spent(tmp_path) == list(range(1, 21))
+
+
+def test_a_round_is_in_the_checkpoint_only_once_it_was_observed(tmp_path, uninterrupted):
+    def crash(round):
+        if round == 5:  # one with a checkpoint
+            raise Crash
+
+    with pytest.raises(Crash):
+        train(tmp_path, Engine(), True, observe=crash)
+    result, records = train(tmp_path, Engine(), True)
+    assert records == list(range(1, 21)) and result == uninterrupted[0]
 
 
 def test_without_a_seed_no_spent_round_is_played_again(tmp_path, uninterrupted):

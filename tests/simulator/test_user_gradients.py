@@ -251,3 +251,38 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
     if np.linalg.norm(expected) < clip_norm / 2:  # not clipped: the same gradient, if not rounding
         scale = 1e-5 * float(features.abs().max())
         np.testing.assert_allclose(share, expected, rtol=1e-3, atol=scale)
+
+
+@pytest.mark.parametrize("method", ["book-keeping", "vmap"])
+@pytest.mark.parametrize("clip_norm", [1e-3, 3e-5, 4e-7, 3e-7, 1e-7])
+def test_a_share_is_at_most_the_clip_norm_where_its_scale_is_hardly_a_float32(method, clip_norm):
+    """The smallest float32 are 1.4e-45 apart: rounded to the nearest, a scale may be doubled."""
+    model = logistic_regression((1, 4, 4), 3).train()
+    for size in torch.linspace(1.0, 2.9, 20):
+        features = (size * 1e38).expand(1, 1, 1, 4, 4)
+        share = together(model, features, torch.zeros(1, 1, dtype=torch.int64), clip_norm, method)
+        assert np.linalg.norm(share) <= clip_norm * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("clip_norm", [1e-2, 1e-5])
+@pytest.mark.parametrize("records", [1, 2])
+def test_a_share_is_at_most_the_clip_norm_where_gradients_are_hardly_float32(clip_norm, records):
+    """Of the layer's output, at records so large that their products are not small."""
+
+    class Faint(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x.flatten(1)) * 1e-20 * 1e-20)
+
+    model = Faint(nn.Linear(784, 64), nn.Linear(64, 3)).train()
+    assert fastest_method(model, (784,), 3, GRADIENT) == "book-keeping"
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for exponent in np.linspace(-4, 2, 7):
+        with torch.no_grad():
+            model[1].weight[0] = 10.0**exponent
+        for size in np.logspace(34, 38, 5):
+            features = torch.full((1, records, 784), size, dtype=torch.float32)
+            labels = torch.zeros(1, records, dtype=torch.int64)
+            share = together(model, features, labels, clip_norm)
+            assert np.linalg.norm(share) <= clip_norm * (1 + 2e-5)
