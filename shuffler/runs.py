@@ -19,61 +19,37 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
-import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from enum import StrEnum
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
-from shuffler.channel import MAX_REPORT_BYTES
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
+from shuffler.runs_file import Round, RoundState, Run, RunsFile, Workers, naming, parse_run
 from shuffler.spool import RoundSpool, Slot, file_bytes, slot_bytes
 from shuffler.storage import (
     PAGE_BYTES,
     DamagedFile,
     claim_directory,
-    connect,
-    damage,
     delete_database,
     exists,
     storage_errors,
     storage_refusal,
     sync_directory,
-    transaction,
 )
 
 __all__ = ["Draft", "Report", "RunStore", "Workers"]
 
-Workers = Sequence[tuple[str, int]]
-"""All workers of a front: each one's name, and the most users enrolled there."""
-
-_T = TypeVar("_T")
-
 _MAX_NAME = 256  # characters of a run id or a model version
 _MAX_ROUND = 2**63 - 1
-_MAX_USERS = 2**24  # a round's file has 32 bytes for each, made when it is opened
 _MAX_RUNS = 64  # at once
 _MAX_WAITING = 4  # closed batches of a run that were not fetched
 _KEPT_OVER = 8  # finished rounds of a run that are remembered; the latest always is
-_MAX_PLAN_BYTES = 2**20
 _RESERVE_BYTES = 128 * 2**10
 _OTHER_WORKERS = "this run was created with other workers"
 _OVERHEAD_BYTES = 2 * (PAGE_BYTES + 8)  # of the journal, for the two pages of a report's marks
-_FORMAT = 2  # of all files in the directory; another shuffler's are refused
-_SCHEMA = f"""
-CREATE TABLE runs(
-    run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL,
-    worker TEXT NOT NULL, workers TEXT NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE rounds(
-    run_id TEXT, round INTEGER, model_version TEXT NOT NULL, state TEXT NOT NULL, outcome INTEGER,
-    PRIMARY KEY (run_id, round)
-) WITHOUT ROWID;
-PRAGMA user_version = {_FORMAT};
-"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,36 +118,6 @@ class Draft:
         self._spool.give_up(self.slot)
 
 
-class _State(StrEnum):
-    OPEN = "open"
-    CLOSED = "closed"
-    RELEASING = "releasing"
-    DONE = "done"
-
-
-@dataclasses.dataclass(slots=True)
-class _Round:
-    number: int
-    model_version: str
-    state: _State
-    outcome: Outcome | None  # of closing; None before, and for a lost batch
-    spool: RoundSpool | None
-
-
-@dataclasses.dataclass(slots=True)
-class _Run:
-    digest: str
-    users: int
-    minimum_batch: int
-    report_bytes: int
-    workers: Workers
-    room: int  # most reports of a round here
-    rounds: dict[int, _Round] = dataclasses.field(default_factory=dict)
-
-    def open_round(self) -> _Round | None:
-        return next((r for r in self.rounds.values() if r.state is _State.OPEN), None)
-
-
 class RunStore:
     """All runs of one shuffler process, in one directory that only it uses."""
 
@@ -196,11 +142,10 @@ class RunStore:
         self._reserve = reserve_bytes
         self._worker = worker
         self._lock = claim_directory(directory)
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Run] = {}
         runs = directory / "runs.db"
         try:
-            with _naming(runs):
-                self._connection = _connect(runs)
+            self._file = RunsFile(runs, worker)
             try:
                 self._recover()
             except BaseException:
@@ -236,19 +181,15 @@ class RunStore:
             _refuse(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
         if bool(workers) != bool(self._worker):
             _refuse(Refusal.MALFORMED, "a front names its workers, and a server none")
-        run = _parse_run(plan, report_bytes, workers, self._worker)
+        run = parse_run(plan, report_bytes, workers, self._worker)
         known = self._runs.get(run_id)
         if known is None:
-            if self._has_ended(run_id):
+            if self._file.has_ended(run_id):
                 _refuse(Refusal.RUN_ENDED, "this run has ended and its id can not be used again")
             if len(self._runs) == _MAX_RUNS:
                 _refuse(Refusal.TOO_MANY_RUNS, f"{_MAX_RUNS} runs have not ended")
             self._try_length(file_bytes(report_bytes, run.room))
-            with self._durably() as rows:
-                rows.execute(
-                    "INSERT INTO runs VALUES (?, ?, ?, 0, ?, ?)",
-                    (run_id, plan, report_bytes, self._worker, json.dumps(workers)),
-                )
+            self._file.add_run(run_id, plan, report_bytes, workers)
             self._runs[run_id] = run
         elif (known.digest, known.report_bytes) != (run.digest, report_bytes):
             _refuse(Refusal.RUN_EXISTS, "this run has another plan or report length")
@@ -273,32 +214,28 @@ class RunStore:
             _refuse(Refusal.ANOTHER_ROUND_OPEN, "close the open round first")
         if run.rounds and number <= max(run.rounds):
             _refuse(Refusal.ROUND_NOT_INCREASING, f"round {number} does not follow the last one")
-        waiting = [r for r in run.rounds.values() if r.state is _State.CLOSED]
+        waiting = [r for r in run.rounds.values() if r.state is RoundState.CLOSED]
         if len(waiting) >= _MAX_WAITING:
             _refuse(
                 Refusal.TOO_MANY_BATCHES, f"fetch one of the {_MAX_WAITING} closed rounds first"
             )
-        over = sorted(r.number for r in run.rounds.values() if r.state is _State.DONE)
+        over = sorted(r.number for r in run.rounds.values() if r.state is RoundState.DONE)
         forgotten = over[:-_KEPT_OVER]
         path = self._path(run_id, number)
+        spool: RoundSpool | None = None
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
-            with self._durably() as rows:
+            with storage_errors():
                 spool = RoundSpool(path, run.report_bytes, run.room)
-                rows.execute(
-                    "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL)",
-                    (run_id, number, model_version, _State.OPEN),
-                )
-                rows.executemany(
-                    "DELETE FROM rounds WHERE run_id = ? AND round = ?",
-                    [(run_id, old) for old in forgotten],
-                )
+            self._file.add_round(run_id, number, model_version, forgotten)
         except ShufflerRefused:
+            if spool is not None:
+                spool.close()
             with suppress(OSError):
                 path.with_suffix(".reports").unlink(missing_ok=True)
                 delete_database(path)
             raise
-        run.rounds[number] = _Round(number, model_version, _State.OPEN, None, spool)
+        run.rounds[number] = Round(number, model_version, RoundState.OPEN, None, spool)
         for old in forgotten:
             del run.rounds[old]
 
@@ -366,7 +303,9 @@ class RunStore:
         run, entry = self._entry(run_id, number)
         unwanted = discard or below_minimum
         before = entry.outcome
-        if entry.state is not _State.OPEN and not (unwanted and entry.state is _State.CLOSED):
+        if entry.state is not RoundState.OPEN and not (
+            unwanted and entry.state is RoundState.CLOSED
+        ):
             if before is None:
                 _refuse(
                     Refusal.BATCH_LOST, "the batch's file was missing or damaged after a restart"
@@ -381,7 +320,7 @@ class RunStore:
             entry.outcome = Outcome.BELOW_MINIMUM
         kept = entry.outcome is Outcome.RELEASABLE
         try:
-            self._move(run_id, entry, _State.CLOSED if kept else _State.DONE)
+            self._file.move(run_id, entry, RoundState.CLOSED if kept else RoundState.DONE)
         except ShufflerRefused:
             entry.outcome = before
             raise
@@ -425,13 +364,13 @@ class RunStore:
         """
         entry = self._releasable(run_id, number)
         assert entry.spool is not None
-        self._move(run_id, entry, _State.RELEASING)
+        self._file.move(run_id, entry, RoundState.RELEASING)
         return entry.spool
 
-    def _releasable(self, run_id: str, number: int) -> _Round:
+    def _releasable(self, run_id: str, number: int) -> Round:
         """The round, if its batch can be released."""
         _, entry = self._entry(run_id, number)
-        if entry.state is _State.OPEN:
+        if entry.state is RoundState.OPEN:
             _refuse(Refusal.ROUND_NOT_CLOSED, "close the round first")
         if entry.outcome is None:
             _refuse(Refusal.BATCH_LOST, "the batch's file was missing or damaged after a restart")
@@ -441,7 +380,7 @@ class RunStore:
             )
         if entry.outcome is Outcome.DISCARDED:
             _refuse(Refusal.DISCARDED, "the batch was destroyed when the round was closed")
-        if entry.state is not _State.CLOSED:
+        if entry.state is not RoundState.CLOSED:
             _refuse(Refusal.ALREADY_RELEASED, "a batch is released once")
         return entry
 
@@ -449,10 +388,10 @@ class RunStore:
         """Destroys a batch that was being released, whether or not all of it was read."""
         run = self._runs.get(run_id)
         entry = run.rounds.get(number) if run is not None else None
-        if entry is None or entry.state is not _State.RELEASING:
+        if entry is None or entry.state is not RoundState.RELEASING:
             return
         self._destroy(entry)
-        self._move(run_id, entry, _State.DONE)
+        self._file.move(run_id, entry, RoundState.DONE)
 
     def end_run(self, run_id: str) -> None:
         """Destroys all batches and the plan of a run; only the used run id is kept.
@@ -464,17 +403,13 @@ class RunStore:
         """
         run = self._runs.get(run_id)
         if run is None:
-            if self._has_ended(run_id):
+            if self._file.has_ended(run_id):
                 return
             _refuse(Refusal.UNKNOWN_RUN, "no such run")
         # The files first: that also works on a full disk, and makes room for the entry.
         for entry in run.rounds.values():
             self._destroy(entry)
-        with self._durably() as rows:
-            rows.execute("DELETE FROM rounds WHERE run_id = ?", (run_id,))
-            rows.execute(
-                "UPDATE runs SET plan = NULL, ended = 1, workers = '' WHERE run_id = ?", (run_id,)
-            )
+        self._file.end_run(run_id)
         del self._runs[run_id]
 
     def close(self) -> None:
@@ -487,7 +422,7 @@ class RunStore:
             for entry in run.rounds.values():
                 if entry.spool is not None:
                     entry.spool.close()
-        self._connection.close()
+        self._file.close()
 
     def _examine(self, report: Report, whole: bool = True) -> Verdict:
         run = self._runs.get(report.run_id)
@@ -496,7 +431,7 @@ class RunStore:
         if report.plan_digest != run.digest:
             return Verdict.WRONG_PLAN
         entry = run.rounds.get(report.round)
-        if entry is None or entry.state is not _State.OPEN:
+        if entry is None or entry.state is not RoundState.OPEN:
             return Verdict.ROUND_NOT_OPEN
         if report.model_version != entry.model_version:
             return Verdict.WRONG_MODEL_VERSION
@@ -510,7 +445,7 @@ class RunStore:
             return Verdict.WRONG_LENGTH
         return Verdict.ACCEPTED
 
-    def _store(self, run: _Run, entry: _Round, reports: list[Report]) -> list[Verdict]:
+    def _store(self, run: Run, entry: Round, reports: list[Report]) -> list[Verdict]:
         """Stores as many of the reports as the disk has room for."""
         assert entry.spool is not None
         cost = max(slot_bytes(run.report_bytes), PAGE_BYTES) + _OVERHEAD_BYTES
@@ -553,19 +488,15 @@ class RunStore:
     def _has_room(self, length: int) -> bool:
         return self._room() >= length + PAGE_BYTES
 
-    def _run(self, run_id: str) -> _Run:
+    def _run(self, run_id: str) -> Run:
         run = self._runs.get(run_id)
         if run is None:
-            if self._has_ended(run_id):
+            if self._file.has_ended(run_id):
                 _refuse(Refusal.RUN_ENDED, "this run has ended")
             _refuse(Refusal.UNKNOWN_RUN, "no such run")
         return run
 
-    def _has_ended(self, run_id: str) -> bool:
-        row = self._connection.execute("SELECT ended FROM runs WHERE run_id = ?", (run_id,))
-        return bool(row.fetchone() == (1,))
-
-    def _entry(self, run_id: str, number: int) -> tuple[_Run, _Round]:
+    def _entry(self, run_id: str, number: int) -> tuple[Run, Round]:
         run = self._run(run_id)
         entry = run.rounds.get(number)
         if entry is None:
@@ -574,100 +505,40 @@ class RunStore:
             )
         return run, entry
 
-    def _move(self, run_id: str, entry: _Round, state: _State) -> None:
-        with self._durably() as rows:
-            rows.execute(
-                "UPDATE rounds SET state = ?, outcome = ? WHERE run_id = ? AND round = ?",
-                (state, entry.outcome, run_id, entry.number),
-            )
-        entry.state = state
-
-    def _destroy(self, entry: _Round) -> None:
+    def _destroy(self, entry: Round) -> None:
         if entry.spool is not None:
             with storage_errors():
                 entry.spool.destroy()
             entry.spool = None
 
-    @contextmanager
-    def _durably(self) -> Iterator[sqlite3.Connection]:
-        """A transaction on runs.db; a full or failing disk becomes a refusal."""
-        with storage_errors(), transaction(self._connection) as rows:
-            yield rows
-
     def _path(self, run_id: str, number: int) -> Path:
         # Hashed: a run id is a foreign string and no file name.
         return self._directory / f"batch-{hashlib.sha256(run_id.encode()).hexdigest()}-{number}.db"
-
-    def _read(self) -> None:
-        """Reads all runs and rounds."""
-        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            raise DamagedFile("it has no format number")
-        if version != _FORMAT:
-            raise ValueError(
-                f"{self._directory / 'runs.db'} has format {version}, this shuffler reads format"
-                f" {_FORMAT}: use the shuffler that made it, or another directory"
-            )
-        if (found := self._connection.execute("PRAGMA integrity_check(1)").fetchone()) != ("ok",):
-            raise DamagedFile(str(found[0]))
-        runs = self._connection.execute(
-            "SELECT run_id, plan, report_bytes, worker, workers FROM runs WHERE NOT ended"
-        ).fetchall()
-        for worker in {worker for *_, worker, _ in runs} - {self._worker}:
-            raise ValueError(
-                f"spool directory {self._directory} holds a run of {_whose(worker)}, "
-                f"this is {_whose(self._worker)}"
-            )
-        rounds = self._connection.execute(
-            "SELECT run_id, round, model_version, state, outcome FROM rounds"
-        ).fetchall()
-        try:
-            for run_id, plan, report_bytes, worker, workers in runs:
-                self._runs[_typed(run_id, str)] = _parse_run(
-                    _typed(plan, bytes),
-                    _typed(report_bytes, int),
-                    [
-                        (_typed(name, str), _typed(users, int))
-                        for name, users in json.loads(workers)
-                    ],
-                    worker,
-                )
-            for run_id, number, model_version, state, outcome in rounds:
-                self._runs[run_id].rounds[number] = _Round(
-                    _typed(number, int),
-                    _typed(model_version, str),
-                    _State(state),
-                    None if outcome is None else Outcome(outcome),
-                    None,
-                )
-        except (ShufflerRefused, ValueError, TypeError, KeyError):
-            raise DamagedFile("a row does not parse") from None
 
     def _recover(self) -> None:
         """Takes up the runs on disk and deletes what no open or closed round names.
 
         Only a batch that is certainly missing or damaged is lost; any other error ends the start.
         """
-        with _naming(self._directory / "runs.db"), damage():
-            self._read()
+        self._runs = self._file.read()
         entries = {
             self._path(run_id, entry.number): (run_id, entry)
             for run_id, run in self._runs.items()
             for entry in run.rounds.values()
-            if entry.state is not _State.DONE
+            if entry.state is not RoundState.DONE
         }
         # The files first: that also works on a full disk, and makes room for the entries.
-        kept = [path for path, (_, r) in entries.items() if r.state is not _State.RELEASING]
+        kept = [path for path, (_, r) in entries.items() if r.state is not RoundState.RELEASING]
         names = {path.name for path in kept} | {path.with_suffix(".reports").name for path in kept}
         for path in self._directory.glob("batch-*"):
             if path.name.removesuffix("-journal") not in names:
                 path.unlink(missing_ok=True)
         sync_directory(self._directory)
         for path, (run_id, entry) in entries.items():
-            if entry.state is not _State.RELEASING:
+            if entry.state is not RoundState.RELEASING:
                 try:
                     run = self._runs[run_id]
-                    with _naming(path):
+                    with naming(path):
                         if not exists(path):
                             raise DamagedFile("the batch's file is missing")
                         entry.spool = RoundSpool(path, run.report_bytes, run.room)
@@ -680,95 +551,13 @@ class RunStore:
                         delete_database(path)
             # What can not be written now, the next start finds again.
             with suppress(ShufflerRefused):
-                self._move(run_id, entry, _State.DONE)
-            entry.state = _State.DONE
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turns an error that may pass into one line about this file."""
-    try:
-        yield
-    except DamagedFile:
-        raise
-    except (sqlite3.Error, OSError, MemoryError) as error:
-        raise OSError(
-            f"{path} can not be opened: {str(error) or 'out of memory'}. No batch is given up:"
-            " start again when the cause is gone"
-        ) from error
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """Opens `runs.db`, and makes it in a directory that has none.
-
-    It is made under another name first, so that a crash leaves all of it or nothing: one that is
-    empty, or missing beside batches, is damaged.
-    """
-    with damage():
-        if not exists(path):
-            if any(path.parent.glob("batch-*")):
-                raise DamagedFile("it is missing, and there are batches")
-            new = path.with_suffix(".new")
-            delete_database(new)
-            with closing(connect(new)) as connection, transaction(connection) as rows:
-                for statement in _SCHEMA.split(";"):
-                    rows.execute(statement)
-            new.rename(path)
-            delete_database(new)
-        return connect(path)
-
-
-def _typed(value: Any, kind: type[_T]) -> _T:
-    if type(value) is not kind:
-        raise TypeError
-    return value
+                self._file.move(run_id, entry, RoundState.DONE)
+            entry.state = RoundState.DONE
 
 
 def _storage_verdict(error: sqlite3.Error | OSError) -> Verdict:
     full = storage_refusal(error) is Refusal.STORAGE_FULL
     return Verdict.STORAGE_FULL if full else Verdict.STORAGE_FAILED
-
-
-def _parse_run(plan: bytes, report_bytes: int, workers: Workers, worker: str) -> _Run:
-    """The run that a plan describes, at this worker if there are any."""
-    if not 1 <= report_bytes <= MAX_REPORT_BYTES:
-        _refuse(
-            Refusal.MALFORMED,
-            f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}",
-        )
-    if len(plan) > _MAX_PLAN_BYTES:
-        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_PLAN_BYTES} bytes")
-    try:
-        fields = json.loads(plan)
-    except (ValueError, RecursionError):
-        _refuse(Refusal.MALFORMED, "the plan is not JSON")
-    if not isinstance(fields, dict):
-        _refuse(Refusal.MALFORMED, "the plan is not a JSON object")
-    users, minimum = fields.get("users"), fields.get("minimum_batch")
-    if type(users) is not int or type(minimum) is not int or not 1 <= minimum <= users:
-        _refuse(
-            Refusal.MALFORMED,
-            f"the plan needs integers users >= minimum_batch >= 1, got {users!r} and {minimum!r}",
-        )
-    room = users
-    if workers:
-        shares = dict(workers)
-        if worker not in shares:
-            _refuse(Refusal.MALFORMED, f"worker {worker} is not among {', '.join(shares)}")
-        if (enrolled := sum(shares.values())) < users:
-            _refuse(
-                Refusal.MALFORMED,
-                f"the workers have room for {enrolled} users, the plan needs {users}",
-            )
-        room = min(users, shares[worker])
-    if room > _MAX_USERS:
-        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_USERS} users here, got {room}")
-    digest = hashlib.sha256(plan).hexdigest()
-    return _Run(digest, users, minimum, report_bytes, tuple(workers), room)
-
-
-def _whose(worker: str) -> str:
-    return f"worker {worker}" if worker else "a shuffler without a front"
 
 
 def _refuse(reason: Refusal, detail: str) -> NoReturn:

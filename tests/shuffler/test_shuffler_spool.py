@@ -23,6 +23,7 @@ from shuffler_world import plan
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shuffler.runs import Report, RunStore
+from shuffler.runs_file import RunsFile
 from shuffler.spool import RoundSpool
 
 # Every chi-square test below fails by chance once in a million runs.
@@ -448,7 +449,7 @@ def test_after_a_crash_while_releasing_it_starts_on_a_disk_that_others_filled(
     with monkeypatch.context() as patch:
         if not written:
             full = ShufflerRefused(Refusal.STORAGE_FULL, "full")
-            patch.setattr(RunStore, "_move", lambda *_: (_ for _ in ()).throw(full))
+            patch.setattr(RunsFile, "move", lambda *_: (_ for _ in ()).throw(full))
         store = RunStore(place)
     assert not list(place.glob("batch-*"))
     filler.unlink()

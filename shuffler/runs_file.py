@@ -1,0 +1,321 @@
+"""`runs.db`: which runs and rounds there are, and how far each round is."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from shuffler.channel import MAX_REPORT_BYTES
+from shuffler.errors import Outcome, Refusal, ShufflerRefused
+from shuffler.spool import RoundSpool
+from shuffler.storage import (
+    DamagedFile,
+    connect,
+    damage,
+    delete_database,
+    exists,
+    storage_errors,
+    transaction,
+)
+
+__all__ = ["Round", "RoundState", "Run", "RunsFile", "Workers", "naming", "parse_run"]
+
+Workers = Sequence[tuple[str, int]]
+"""All workers of a front: each one's name, and the most users enrolled there."""
+
+_T = TypeVar("_T")
+
+_MAX_USERS = 2**24  # a round's file has 32 bytes for each, made when it is opened
+_MAX_PLAN_BYTES = 2**20
+_FORMAT = 2  # of all files in the directory; another shuffler's are refused
+_SCHEMA = f"""
+CREATE TABLE runs(
+    run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL,
+    worker TEXT NOT NULL, workers TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE rounds(
+    run_id TEXT, round INTEGER, model_version TEXT NOT NULL, state TEXT NOT NULL, outcome INTEGER,
+    PRIMARY KEY (run_id, round)
+) WITHOUT ROWID;
+PRAGMA user_version = {_FORMAT};
+"""
+
+
+class RoundState(StrEnum):
+    """How far a round is."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    RELEASING = "releasing"
+    DONE = "done"
+
+
+@dataclasses.dataclass(slots=True)
+class Round:
+    """A round of a run.
+
+    Attributes:
+        number: from 1.
+        model_version: of the model that it is about.
+        state: how far it is.
+        outcome: of closing; None before, and for a lost batch.
+        spool: its batch; None when it is gone, or not opened yet.
+    """
+
+    number: int
+    model_version: str
+    state: RoundState
+    outcome: Outcome | None
+    spool: RoundSpool | None
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """A run that has not ended.
+
+    Attributes:
+        digest: of its plan.
+        users, minimum_batch: as in its plan.
+        report_bytes: length of every sealed report.
+        workers: all workers of the front; none: a shuffler alone.
+        room: most reports of a round here.
+        rounds: by number; old ones are forgotten.
+    """
+
+    digest: str
+    users: int
+    minimum_batch: int
+    report_bytes: int
+    workers: Workers
+    room: int
+    rounds: dict[int, Round] = dataclasses.field(default_factory=dict)
+
+    def open_round(self) -> Round | None:
+        """The one round that takes reports, if any does."""
+        return next((r for r in self.rounds.values() if r.state is RoundState.OPEN), None)
+
+
+class RunsFile:
+    """The file. Every change is on disk when its method returns.
+
+    Methods that change it raise `ShufflerRefused` for a full or failing disk.
+    """
+
+    def __init__(self, path: Path, worker: str) -> None:
+        """Opens the file, or makes it where there are no batches either.
+
+        Args:
+            path: of the file.
+            worker: which worker of a front this is; empty: a shuffler alone.
+
+        Raises:
+            DamagedFile: if it is no database, or missing beside batches.
+            OSError: if it can not be opened or made.
+        """
+        self._path = path
+        self._worker = worker
+        with naming(path):
+            self._connection = _connect(path)
+
+    def close(self) -> None:
+        """Closes it."""
+        self._connection.close()
+
+    def read(self) -> dict[str, Run]:
+        """All runs that have not ended, with their rounds; no batch is opened.
+
+        Raises:
+            ValueError: if the file is of another format, or holds a run of another worker.
+            DamagedFile: if it is damaged.
+        """
+        with naming(self._path), damage():
+            return self._read()
+
+    def _read(self) -> dict[str, Run]:
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            raise DamagedFile("it has no format number")
+        if version != _FORMAT:
+            raise ValueError(
+                f"{self._path} has format {version}, this shuffler reads format"
+                f" {_FORMAT}: use the shuffler that made it, or another directory"
+            )
+        if (found := self._connection.execute("PRAGMA integrity_check(1)").fetchone()) != ("ok",):
+            raise DamagedFile(str(found[0]))
+        runs = self._connection.execute(
+            "SELECT run_id, plan, report_bytes, worker, workers FROM runs WHERE NOT ended"
+        ).fetchall()
+        for worker in {worker for *_, worker, _ in runs} - {self._worker}:
+            raise ValueError(
+                f"spool directory {self._path.parent} holds a run of {_whose(worker)}, "
+                f"this is {_whose(self._worker)}"
+            )
+        rounds = self._connection.execute(
+            "SELECT run_id, round, model_version, state, outcome FROM rounds"
+        ).fetchall()
+        found_runs: dict[str, Run] = {}
+        try:
+            for run_id, plan, report_bytes, worker, workers in runs:
+                found_runs[_typed(run_id, str)] = parse_run(
+                    _typed(plan, bytes),
+                    _typed(report_bytes, int),
+                    [
+                        (_typed(name, str), _typed(users, int))
+                        for name, users in json.loads(workers)
+                    ],
+                    worker,
+                )
+            for run_id, number, model_version, state, outcome in rounds:
+                found_runs[run_id].rounds[number] = Round(
+                    _typed(number, int),
+                    _typed(model_version, str),
+                    RoundState(state),
+                    None if outcome is None else Outcome(outcome),
+                    None,
+                )
+        except (ShufflerRefused, ValueError, TypeError, KeyError):
+            raise DamagedFile("a row does not parse") from None
+        return found_runs
+
+    def has_ended(self, run_id: str) -> bool:
+        """Whether there was such a run, and it has ended."""
+        row = self._connection.execute("SELECT ended FROM runs WHERE run_id = ?", (run_id,))
+        return bool(row.fetchone() == (1,))
+
+    def add_run(self, run_id: str, plan: bytes, report_bytes: int, workers: Workers) -> None:
+        """Enters a new run."""
+        with self._durably() as rows:
+            rows.execute(
+                "INSERT INTO runs VALUES (?, ?, ?, 0, ?, ?)",
+                (run_id, plan, report_bytes, self._worker, json.dumps(workers)),
+            )
+
+    def add_round(
+        self, run_id: str, number: int, model_version: str, forgotten: Sequence[int]
+    ) -> None:
+        """Enters an open round, and drops some old ones."""
+        with self._durably() as rows:
+            rows.execute(
+                "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL)",
+                (run_id, number, model_version, RoundState.OPEN),
+            )
+            rows.executemany(
+                "DELETE FROM rounds WHERE run_id = ? AND round = ?",
+                [(run_id, old) for old in forgotten],
+            )
+
+    def move(self, run_id: str, round: Round, state: RoundState) -> None:
+        """Brings a round to this state, with its outcome; then the entry in memory too."""
+        with self._durably() as rows:
+            rows.execute(
+                "UPDATE rounds SET state = ?, outcome = ? WHERE run_id = ? AND round = ?",
+                (state, round.outcome, run_id, round.number),
+            )
+        round.state = state
+
+    def end_run(self, run_id: str) -> None:
+        """Drops all of a run but its id."""
+        with self._durably() as rows:
+            rows.execute("DELETE FROM rounds WHERE run_id = ?", (run_id,))
+            rows.execute(
+                "UPDATE runs SET plan = NULL, ended = 1, workers = '' WHERE run_id = ?", (run_id,)
+            )
+
+    @contextmanager
+    def _durably(self) -> Iterator[sqlite3.Connection]:
+        """A transaction on runs.db; a full or failing disk becomes a refusal."""
+        with storage_errors(), transaction(self._connection) as rows:
+            yield rows
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turns an error that may pass into one line about this file."""
+    try:
+        yield
+    except DamagedFile:
+        raise
+    except (sqlite3.Error, OSError, MemoryError) as error:
+        raise OSError(
+            f"{path} can not be opened: {str(error) or 'out of memory'}. No batch is given up:"
+            " start again when the cause is gone"
+        ) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Opens `runs.db`, and makes it in a directory that has none.
+
+    It is made under another name first, so that a crash leaves all of it or nothing: one that is
+    empty, or missing beside batches, is damaged.
+    """
+    with damage():
+        if not exists(path):
+            if any(path.parent.glob("batch-*")):
+                raise DamagedFile("it is missing, and there are batches")
+            new = path.with_suffix(".new")
+            delete_database(new)
+            with closing(connect(new)) as connection, transaction(connection) as rows:
+                for statement in _SCHEMA.split(";"):
+                    rows.execute(statement)
+            new.rename(path)
+            delete_database(new)
+        return connect(path)
+
+
+def _typed(value: Any, kind: type[_T]) -> _T:
+    if type(value) is not kind:
+        raise TypeError
+    return value
+
+
+def parse_run(plan: bytes, report_bytes: int, workers: Workers, worker: str) -> Run:
+    """The run that a plan describes, at this worker if there are any."""
+    if not 1 <= report_bytes <= MAX_REPORT_BYTES:
+        _refuse(
+            Refusal.MALFORMED,
+            f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}",
+        )
+    if len(plan) > _MAX_PLAN_BYTES:
+        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_PLAN_BYTES} bytes")
+    try:
+        fields = json.loads(plan)
+    except (ValueError, RecursionError):
+        _refuse(Refusal.MALFORMED, "the plan is not JSON")
+    if not isinstance(fields, dict):
+        _refuse(Refusal.MALFORMED, "the plan is not a JSON object")
+    users, minimum = fields.get("users"), fields.get("minimum_batch")
+    if type(users) is not int or type(minimum) is not int or not 1 <= minimum <= users:
+        _refuse(
+            Refusal.MALFORMED,
+            f"the plan needs integers users >= minimum_batch >= 1, got {users!r} and {minimum!r}",
+        )
+    room = users
+    if workers:
+        shares = dict(workers)
+        if worker not in shares:
+            _refuse(Refusal.MALFORMED, f"worker {worker} is not among {', '.join(shares)}")
+        if (enrolled := sum(shares.values())) < users:
+            _refuse(
+                Refusal.MALFORMED,
+                f"the workers have room for {enrolled} users, the plan needs {users}",
+            )
+        room = min(users, shares[worker])
+    if room > _MAX_USERS:
+        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_USERS} users here, got {room}")
+    digest = hashlib.sha256(plan).hexdigest()
+    return Run(digest, users, minimum, report_bytes, tuple(workers), room)
+
+
+def _whose(worker: str) -> str:
+    return f"worker {worker}" if worker else "a shuffler without a front"
+
+
+def _refuse(reason: Refusal, detail: str) -> NoReturn:
+    raise ShufflerRefused(reason, detail)
