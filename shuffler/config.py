@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -203,12 +203,33 @@ def load_config(path: Path, kind: type[_Config]) -> _Config:
     try:
         config = kind.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{path}: {key + ': ' if key else ''}{message}") from None
+        # A misspelt key first: it is also why another one is missing.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        raise ConfigError(f"{path}: {_one_line(kind, first)}") from None
     base = path.absolute().parent
     found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
     if config.tls is not None:
         found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})
     return config.model_copy(update=found)
+
+
+def _one_line(kind: type[_Section], error: Any) -> str:
+    """One pydantic error: which key, what is wrong, and what is allowed or was given."""
+    sections = error["loc"][:-1]
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        for section in sections:
+            if isinstance(section, str):
+                annotation = kind.model_fields[section].annotation
+                kind = next(
+                    each
+                    for each in (annotation, *get_args(annotation))
+                    if isinstance(each, type) and issubclass(each, _Section)
+                )
+        return f"unknown key {key}; allowed: {', '.join(kind.model_fields)}"
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "value_error":  # of a validator here, which says what was given
+        return f"{key}: {message}" if key else message
+    return f"{key}: {message}, got {error['input']!r}"

@@ -497,15 +497,16 @@ TLS = '[tls]\ncertificate = "own.pem"\nkey = "own.key"\nauthority = "authority.p
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (WORKER, "tls: Field required"),
-        (TLS, "workers: Field required"),
+        (WORKER, "tls is missing"),
+        (TLS, "workers is missing"),
         ("workers = []\n" + TLS, "workers: List should have at least 1 item"),
         (TLS + WORKER + WORKER, "no two workers have one name, got a, a"),
         (TLS + WORKER + WORKER.replace('"a"', '"b"'), "no two workers have one address"),
         (TLS + WORKER.replace(":1", ":0"), "a worker's port lies in"),
         (TLS + WORKER.replace('"a"', '"a:b"'), "workers.0.name: String should match pattern"),
+        (TLS + WORKER.replace("users", "usres"), "unknown key workers.0.usres; allowed: name"),
         (TLS + WORKER.replace("5", "0"), "workers.0.users: Input should be greater than"),
-        (TLS + WORKER + "[limits]\nstreams = 1", "limits.streams: Extra inputs"),
+        (TLS + WORKER + "[limits]\nstreams = 1", "unknown key limits.streams; allowed: worker"),
         (TLS + WORKER + "[limits]\nworker_seconds = 1e10", "limits.worker_seconds: Input"),
     ],
 )
