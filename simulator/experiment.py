@@ -189,8 +189,11 @@ class PartitionedRecords:
     def __call__(self, users: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Their records."""
         index = torch.from_numpy(self._parts[users - self._first])
-        dataset = self._dataset
-        return dataset.inputs(dataset.train_features[index]), dataset.train_labels[index]
+        features, labels = (
+            of.index_select(0, index.flatten()).unflatten(0, index.shape)
+            for of in (self._dataset.train_features, self._dataset.train_labels)
+        )
+        return self._dataset.inputs(features), labels
 
     def of(self, first: int, last: int) -> PartitionedRecords:
         """The same for the users from `first` to before `last`, holding nobody else's records."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -35,7 +35,6 @@ Method = Literal["book-keeping", "vmap", "user by user"]
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _CANCELLATION = 100.0  # see `_Products`
-_LARGEST_INPUT = 1e25  # likewise
 
 
 class Unsupported(Exception):
@@ -66,22 +65,20 @@ def clipped_sum_of_updates(
         clip_norm: C.
 
     Returns:
-        float64 of shape (d,).
+        float32 of shape (d,).
     """
     if method == "vmap":
         own = copy.deepcopy(model)  # functional_call exchanges a model's parameters meanwhile
         return clipped_sum(user_updates(own, features, labels, training, orders), clip_norm)
-    parts = list(_user_gradients(model, features, labels).values())
-    norms, bounds = _lengths(parts)
+    names = _names(model)
+    gradients = _user_gradients(model, names, features, labels)
+    norms, bounds = _lengths(gradients)
     scales = _scales(norms, clip_norm)
     sure = (scales * bounds <= _CANCELLATION * clip_norm) & (bounds <= _LARGEST_FLOAT32)
     if sure.all():
-        return _weighted_sum(parts, scales)
-    total = _weighted_sum([part.of(sure) for part in parts], scales[sure])
-    doubtful = norms.isfinite() & ~sure
-    if not doubtful.any():
-        return total
-    few = features[doubtful], labels[doubtful], training, None, clip_norm
+        return _scaled_sum(gradients, scales, names.values())
+    total = _scaled_sum(_of(gradients, sure), scales[sure], names.values())
+    few = features[~sure], labels[~sure], training, None, clip_norm
     return total + clipped_sum_of_updates("vmap", model, *few)
 
 
@@ -114,31 +111,39 @@ def fastest_method(
     if training.algorithm != "fedsgd":
         return "vmap"
     try:
-        return "book-keeping" if _agrees(model.double(), features.double(), labels) else "vmap"
+        model = ready_for("book-keeping", model.double())
+        return "book-keeping" if _agrees(model, features.double(), labels) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
 
 
+def ready_for(method: Method, model: nn.Module) -> nn.Module:
+    """A copy of the model, in training mode, as this method computes it fastest.
+
+    On CPUs convolution and pooling take half the time when the channels of a pixel are neighbours.
+    """
+    model = copy.deepcopy(model).train()
+    return model.to(memory_format=torch.channels_last) if method == "book-keeping" else model
+
+
+@torch.no_grad()
 def _agrees(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> bool:
     """Whether book-keeping gives each user's gradient at random parameters, and no state is kept.
 
     Threads share a model under book-keeping, so its forward must not write to it.
     """
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     before = [dict(vars(module)) for module in model.modules()]
-    kept = _user_gradients(model, features, labels)
+    kept = _user_gradients(model, _names(model), features, labels)
     if before != [vars(module) for module in model.modules()]:
         return False
     alone = torch.eye(len(labels), dtype=features.dtype)
-    gradients = [torch.stack([part.weighted_sum(one) for one in alone]) for part in kept.values()]
     updates = user_updates(model, features, labels, LocalTraining())
-    return all(
-        torch.allclose(ours, update.flatten(1), rtol=1e-6, atol=1e-9)
-        for ours, update in zip(gradients, updates.values(), strict=True)
-    )
+    ours = torch.stack([_weighted_sum(kept, one, updates) for one in alone])
+    theirs = torch.cat([update.flatten(1) for update in updates.values()], dim=1)
+    return torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
 def user_updates(
@@ -193,19 +198,24 @@ def clipped_sum(updates: Tensors, clip_norm: float) -> torch.Tensor:
         clip_norm: C.
 
     Returns:
-        float64 of shape (d,).
+        float32 of shape (d,).
     """
-    parts = [_Dense(update.flatten(1)) for update in updates.values()]
-    norms, _ = _lengths(parts)
+    gradients: Gradients = {(name,): _Dense(each.flatten(1)) for name, each in updates.items()}
+    norms, _ = _lengths(gradients)
     finite = norms.isfinite()
     if not finite.all():
-        parts, norms = [part.of(finite) for part in parts], norms[finite]
-    return _weighted_sum(parts, _scales(norms, clip_norm))
+        gradients, norms = _of(gradients, finite), norms[finite]
+    return _scaled_sum(gradients, _scales(norms, clip_norm), updates)
 
 
-def _lengths(parts: Sequence[_Dense | _Products]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Users' norms over all parts, and their bounds: float64 of shape (k,) each."""
-    norms, bounds = zip(*(part.squared_lengths() for part in parts), strict=True)
+def _of(gradients: Gradients, users: torch.Tensor) -> Gradients:
+    """Of these users only."""
+    return {names: part.of(users) for names, part in gradients.items()}
+
+
+def _lengths(gradients: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
+    """Users' norms over all parameters, and their bounds: float64 of shape (k,) each."""
+    norms, bounds = zip(*(part.squared_lengths() for part in gradients.values()), strict=True)
     return sum(norms).sqrt(), sum(bounds).sqrt()
 
 
@@ -214,12 +224,21 @@ def _scales(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
     return (clip_norm / norms).clamp(max=1.0)
 
 
-def _weighted_sum(parts: Sequence[_Dense | _Products], scales: torch.Tensor) -> torch.Tensor:
-    """The sum over users, float64 of shape (d,)."""
+def _scaled_sum(gradients: Gradients, scales: torch.Tensor, order: Iterable[str]) -> torch.Tensor:
+    """The sum over users for float64 scales, float32 of shape (d,), the parameters in order."""
     rounded = scales.float()  # down: among the smallest float32 the nearest may be far above
     scales = torch.where(rounded > scales, rounded.nextafter(torch.zeros(())), rounded)
-    sums = [part.weighted_sum(scales) for part in parts]
-    return torch.cat(sums, out=torch.empty(sum(map(len, sums)), dtype=torch.float64))
+    return _weighted_sum(gradients, scales, order)
+
+
+def _weighted_sum(
+    gradients: Gradients, weights: torch.Tensor, order: Iterable[str]
+) -> torch.Tensor:
+    """The same for weights of the gradients' type."""
+    sums: Tensors = {}
+    for names, part in gradients.items():
+        sums.update(zip(names, part.weighted_sums(weights), strict=True))
+    return torch.cat([sums[name] for name in order])
 
 
 @dataclass(frozen=True)
@@ -236,65 +255,87 @@ class _Dense:
 
     def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms, float64 of shape (k,), twice: as measured and as bounded."""
-        # In float64 no square of a finite float32 overflows: a norm is finite if its update is.
-        norms = torch.empty(len(self.gradients), dtype=torch.float64)
-        size = _users_at_a_time(self.gradients.shape[1])
-        for block, out in zip(self.gradients.split(size), norms.split(size), strict=True):
-            torch.linalg.vector_norm(block, dim=1, dtype=torch.float64, out=out)
-        squares = norms.square_()
+        blocks = self.gradients.split(_users_at_a_time(self.gradients.shape[1]))
+        squares = torch.cat([_squared_lengths(block) for block in blocks])
+        large = ~squares.isfinite()
+        if large.any():  # in float64 no square of a finite float32 is
+            squares[large] = self.gradients[large].double().square().sum(1)
         return squares, squares
 
     def of(self, users: torch.Tensor) -> _Dense:
         """Of these users only."""
         return _Dense(self.gradients[users], self.kernel)
 
-    def weighted_sum(self, scales: torch.Tensor) -> torch.Tensor:
-        """Of shape (size,), for float32 scales of shape (k,)."""
-        return _in_order(scales @ self.gradients, self.kernel)
+    def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Of shape (size,), for weights of shape (k,)."""
+        yield _in_order(weights @ self.gradients, self.kernel)
 
 
 @dataclass(frozen=True)
 class _Products:
     """A weight's gradient of each user as a sum of outer products, sum_t g_t a_t^T, not formed.
 
-    Its norm: ||sum_t g_t a_t^T||^2 = sum_st (g_s.g_t)(a_s.a_t). The terms may cancel. In float64
+    A bias is the weight of one more input that is always 1.
+
+    The norm: ||sum_t g_t a_t^T||^2 = sum_st (g_s.g_t)(a_s.a_t). The terms may cancel. In float64
     that is wrong by about 1e-12 b^2 at most, where b = sum_t |g_t||a_t| bounds the norm; and the
     sum itself, in float32, by about 1e-7 b. While a user's scale times b is at most 100 C, its
-    clipped update is therefore no longer than C (1 + 1e-5). Users of whom more cancels are left
-    to vmap, which measures the very numbers that it sums. So are users with inputs above 1e25: a
-    scaled g_t is wrong by 1e-45 an entry where it is hardly a float32, and a_t multiplies that.
+    clipped update is therefore no longer than C (1 + 2e-5). Users of whom more cancels are left
+    to vmap, which measures the very numbers that it sums. So are users with inputs above 1e19,
+    whose squares are too large for float32: a scaled g_t is wrong by 1e-45 an entry where it is
+    hardly a float32, and a_t multiplies that.
 
     Attributes:
         inputs: a, float32 of shape (k, groups, t, p).
         output_gradients: g, float32 of shape (k, groups, t, q).
+        bias: whether there is one.
         kernel: see `_in_order`.
     """
 
     inputs: torch.Tensor
     output_gradients: torch.Tensor
-    kernel: tuple[int, int] = (1, 1)
+    bias: bool
+    kernel: tuple[int, int]
 
     def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms, and b^2 or infinity for a user left to vmap: float64 of shape (k,)."""
-        factors = self.inputs, self.output_gradients
-        one, other = (torch.linalg.vector_norm(x, dim=3, dtype=torch.float64) for x in factors)
-        bounds = (one * other).sum(2).square().sum(1)
-        norms = bounds
-        bounds = bounds.where(one.amax((1, 2)) <= _LARGEST_INPUT, math.inf)
+        one, other = map(_squared_lengths, (self.inputs, self.output_gradients))
+        one += self.bias
         if self.inputs.shape[2] == 1:
-            return norms, bounds
-        one, other = (x @ x.mT for x in map(torch.Tensor.double, factors))
-        return (one * other).sum((1, 2, 3)).clamp(min=0.0), bounds
+            norms = (one * other).sum((1, 2))
+            return norms, norms
+        bounds = (one * other).sqrt_().sum(2).square_().sum(1)
+        a, g = self.inputs.double(), self.output_gradients.double()
+        return ((a @ a.mT + self.bias) * (g @ g.mT)).sum((1, 2, 3)).clamp_(min=0.0), bounds
 
     def of(self, users: torch.Tensor) -> _Products:
         """Of these users only."""
-        return _Products(self.inputs[users], self.output_gradients[users], self.kernel)
+        return replace(
+            self, inputs=self.inputs[users], output_gradients=self.output_gradients[users]
+        )
 
-    def weighted_sum(self, scales: torch.Tensor) -> torch.Tensor:
-        """Of shape (groups * q * p,), for float32 scales of shape (k,)."""
-        scaled = self.output_gradients * scales[:, None, None, None]
+    def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Of shape (groups * q * p,) and, of the bias, (groups * q,), for weights of shape (k,)."""
+        scaled = self.output_gradients * weights[:, None, None, None]
         g, a = (x.transpose(0, 1).flatten(1, 2) for x in (scaled, self.inputs))
-        return _in_order((g.mT @ a).flatten(), self.kernel)
+        total = g.mT @ a if len(g) > 1 else g[0].mT @ a[0]  # of one group faster so
+        yield _in_order(total.flatten(), self.kernel)
+        if self.bias:
+            yield scaled.sum((0, 2)).flatten()
+
+
+Gradients = dict[tuple[str, ...], _Dense | _Products]
+"""Users' gradients by the names of a layer's parameters."""
+
+
+def _squared_lengths(vectors: torch.Tensor) -> torch.Tensor:
+    """Of the last axis, float64; of float32 too short by 4e-6 of it at most.
+
+    torch sums float32 in cascades (64 terms at most one after the other), and much faster than in
+    float64. Squares too small for float32 are made up for; one too large makes the sum infinite.
+    """
+    sums = vectors.square().sum(-1).double()
+    return sums.add_(vectors.shape[-1] * torch.finfo(vectors.dtype).tiny)
 
 
 def _in_order(total: torch.Tensor, kernel: tuple[int, int]) -> torch.Tensor:
@@ -302,30 +343,40 @@ def _in_order(total: torch.Tensor, kernel: tuple[int, int]) -> torch.Tensor:
     return total.unflatten(0, (-1, *kernel)).mT.flatten()
 
 
+def _names(model: nn.Module) -> dict[int, str]:
+    """Of the parameters, by `id`, in the model's order."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
 @torch.no_grad()
 def _user_gradients(
-    model: nn.Module, features: torch.Tensor, labels: torch.Tensor
-) -> dict[str, _Dense | _Products]:
-    """Each user's gradient of its mean cross-entropy, by parameter, from one forward and backward.
+    model: nn.Module, known: dict[int, str], features: torch.Tensor, labels: torch.Tensor
+) -> Gradients:
+    """Each user's gradient of its mean cross-entropy, from one forward and backward.
+
+    Args:
+        model, features, labels: see `clipped_sum_of_updates`.
+        known: `_names` of the model.
 
     Raises:
-        Unsupported: a parameter is not used exactly once, in a layer of `_LAYERS`.
+        Unsupported: a parameter is used twice, or with a tensor that is none.
     """
     users, records = labels.shape
     with torch.enable_grad(), _Tape() as tape:
         scores = model(features.flatten(0, 1))
         loss = functional.cross_entropy(scores, labels.flatten(), reduction="sum") / records
     output_gradients = torch.autograd.grad(loss, [output for *_, output in tape.calls])
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    gradients: dict[str, _Dense | _Products] = {}
+    gradients: Gradients = {}
+    used: set[str | None] = {None}
     for (layer, arguments, _), output_gradient in zip(tape.calls, output_gradients, strict=True):
-        for parameter, part in layer(users, output_gradient, *arguments):
-            name = names.get(id(parameter))
-            if name in gradients:
-                raise Unsupported(f"{name} is used twice")
-            if name:
-                gradients[name] = part
-    return {name: gradients[name] for name in names.values()}
+        for tensors, part in layer(users, output_gradient, *arguments):
+            names = tuple(known.get(id(tensor)) for tensor in tensors if tensor is not None)
+            if any(names):
+                if used.intersection(names):
+                    raise Unsupported(f"{names}: used twice, or beside a computed one")
+                used.update(names)
+                gradients[names] = part
+    return gradients
 
 
 class _Tape(TorchFunctionMode):
@@ -348,36 +399,37 @@ class _Tape(TorchFunctionMode):
 
 def _linear(users, g, x, weight, bias=None):
     g = g.reshape(users, 1, -1, g.shape[-1])
-    yield weight, _weight(x.reshape(users, 1, -1, x.shape[-1]), g)
-    yield bias, _Dense(g.sum((1, 2)))
+    yield from _weight(weight, bias, x.reshape(users, 1, -1, x.shape[-1]), g)
 
 
 def _conv2d(users, g, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    x = x.contiguous(memory_format=torch.channels_last)  # a patch is then few long pieces
-    x = functional.pad(x, _edges(padding, weight.shape[2:], dilation))
-    for axis, (size, step, space) in enumerate(
-        zip(weight.shape[2:], _two(stride), _two(dilation), strict=True)
-    ):
-        x = x.unfold(2 + axis, (size - 1) * space + 1, step)[..., ::space]
-    # from (k r, groups c, h, w, height, width) to (k, groups, r, h, w, height, width, c)
-    x = x.unflatten(1, (groups, -1)).unflatten(0, (users, -1)).permute(0, 2, 1, 4, 5, 6, 7, 3)
-    g = g.unflatten(1, (groups, -1)).unflatten(0, (users, -1)).permute(0, 2, 1, 4, 5, 3)
-    yield weight, _weight(x, g.flatten(2, 4), (weight.shape[2:].numel(), weight.shape[1]))
-    yield bias, _Dense(g.sum((2, 3, 4)).flatten(1))
+    height, width = weight.shape[2:]
+    (step_h, step_w), (space_h, space_w) = _two(stride), _two(dilation)
+    edges = _edges(padding, weight.shape[2:], dilation)
+    x = functional.pad(x, edges) if any(edges) else x
+    # Patches in two steps, columns first, so that what is copied lies in long pieces.
+    x = x.unflatten(1, (groups, -1)).unflatten(0, (users, -1))  # k, r, groups, c, rows, columns
+    x = x.unfold(5, (width - 1) * space_w + 1, step_w)[..., ::space_w]
+    x = x.permute(0, 2, 1, 5, 4, 6, 3).contiguous()  # k, groups, r, w, rows, width, c
+    x = x.unfold(4, (height - 1) * space_h + 1, step_h)[..., ::space_h]
+    x = x.permute(0, 1, 2, 3, 4, 7, 5, 6)  # k, groups, r, w, h, height, width, c
+    g = g.unflatten(1, (groups, -1)).unflatten(0, (users, -1)).permute(0, 2, 1, 5, 4, 3)
+    kernel = height * width, weight.shape[1]
+    yield from _weight(weight, bias, x, g.flatten(2, 4), kernel)
 
 
 def _group_norm(users, g, x, num_groups, weight=None, bias=None, eps=1e-5):
     normal = functional.group_norm(x, num_groups, eps=eps)
     shape = (users, len(x) // users, x.shape[1], -1)
-    yield weight, _Dense((g * normal).reshape(shape).sum((1, 3)))
-    yield bias, _Dense(g.reshape(shape).sum((1, 3)))
+    yield (weight,), _Dense((g * normal).reshape(shape).sum((1, 3)))
+    yield (bias,), _Dense(g.reshape(shape).sum((1, 3)))
 
 
 def _layer_norm(users, g, x, normalized_shape, weight=None, bias=None, eps=1e-5):
     normal = functional.layer_norm(x, normalized_shape, eps=eps)
     shape = (users, -1, math.prod(normalized_shape))
-    yield weight, _Dense((g * normal).reshape(shape).sum(1))
-    yield bias, _Dense(g.reshape(shape).sum(1))
+    yield (weight,), _Dense((g * normal).reshape(shape).sum(1))
+    yield (bias,), _Dense(g.reshape(shape).sum(1))
 
 
 _LAYERS = {
@@ -386,37 +438,39 @@ _LAYERS = {
     functional.group_norm: _group_norm,
     functional.layer_norm: _layer_norm,
 }
-"""What gives, for k users, a call's output gradient and its arguments, each parameter's part."""
+"""What gives, for k users, a call's output gradient and its arguments, its parameters' parts."""
 
 
-def _weight(
-    inputs: torch.Tensor, output_gradients: torch.Tensor, kernel: tuple[int, int] = (1, 1)
-) -> _Dense | _Products:
+def _weight(weight, bias, inputs, output_gradients, kernel=(1, 1)):
     """The form that takes fewer operations; float64, in which products are measured, counts twice.
 
     So a materialised gradient is never more than twice as large as what it was made from.
 
     Args:
-        inputs: a view of shape (k, groups, r, h, w, height, width, c), or (k, groups, t, p).
+        weight, bias: the parameters.
+        inputs: a view of shape (k, groups, r, w, h, height, width, c), or (k, groups, t, p).
         output_gradients: shape (k, groups, t, q).
         kernel: see `_in_order`.
     """
     users, groups, t, q = output_gradients.shape
     p = inputs[0].numel() // (groups * t)
     if t == 1 or 2 * t * (p + q) < p * q:
-        return _Products(inputs.reshape(users, groups, t, p), output_gradients, kernel)
+        inputs = inputs.reshape(users, groups, t, p)
+        yield (weight, bias), _Products(inputs, output_gradients, bias is not None, kernel)
+        return
     gradients = inputs.new_empty(users, groups, q, p)
     size = _users_at_a_time(groups * t * p)
     for a, g, out in zip(
         *(x.split(size) for x in (inputs, output_gradients, gradients)), strict=True
     ):
         torch.matmul(g.mT, a.reshape(len(a), groups, t, p), out=out)
-    return _Dense(gradients.flatten(1), kernel)
+    yield (weight,), _Dense(gradients.flatten(1), kernel)
+    yield (bias,), _Dense(output_gradients.sum(2).flatten(1))
 
 
 def _users_at_a_time(size: int) -> int:
     """Of how many users `size` numbers each stay in a core's cache."""
-    return max(1, 2**17 // (size + 1))
+    return max(1, 2**18 // (size + 1))
 
 
 def _two(value: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import nn
 from clients import make_randomness
 from server import Aggregate, PlayedRound, expected_updates, unit_of_sums
 from simulator.experiment import Experiment, PartitionedRecords
-from simulator.user_gradients import clipped_sum_of_updates
+from simulator.user_gradients import clipped_sum_of_updates, ready_for
 
 SumReports = Callable[[int, nn.Module, np.ndarray], np.ndarray]
 """What `ReportSum.sum` does."""
@@ -64,6 +64,9 @@ class ReportSum:
         self._randomness = make_randomness(experiment.seed)
         self._noise_in_reports = experiment.config.simulation.noise == "report"
         self._block = users_per_block(experiment)
+        self._threads = ThreadPoolExecutor(
+            torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
+        )
 
     def sum(self, round: int, model: nn.Module, users: np.ndarray) -> np.ndarray:
         """The sum of the reports of `users`.
@@ -80,30 +83,30 @@ class ReportSum:
             int64 of shape (d,), in `unit_of_sums`.
         """
         total = np.zeros(self._dimension, dtype=np.int64)
-        model.train()
+        model = ready_for(self._method, model)
         blocks = np.split(users, np.flatnonzero(np.diff(users // self._block)) + 1)
-        with ThreadPoolExecutor(
-            torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
-        ) as threads:
-            for part in threads.map(functools.partial(self._sum_block, round, model), blocks):
-                total += part
+        for part in self._threads.map(functools.partial(self._sum_block, round, model), blocks):
+            total += part
         return total
 
     def _sum_block(self, round: int, model: nn.Module, users: np.ndarray) -> np.ndarray:
         """Of one block, int64 of shape (d,)."""
-        total = np.zeros(self._dimension)
+        total = torch.zeros(self._dimension)
         sending = self._without_blankets(round, users)
         if len(sending):
             features, labels = self._records(sending)
             orders = self._orders(round, sending, labels.shape[1])
-            total += clipped_sum_of_updates(
+            total = clipped_sum_of_updates(
                 self._method, model, features, labels, self._training, orders, self._plan.clip_norm
-            ).numpy()
+            )
         if self._noise_in_reports:
+            noise = np.zeros(self._dimension)
             scale = self._plan.noise_multiplier * self._plan.clip_norm
             for user in users.tolist():
-                total += scale * self._randomness.standard_normal(round, user, self._dimension)
-        return np.rint(total / unit_of_sums(self._plan, self._dimension)).astype(np.int64)
+                noise += scale * self._randomness.standard_normal(round, user, self._dimension)
+            total = total + torch.from_numpy(noise)
+        units = total / unit_of_sums(self._plan, self._dimension)
+        return units.round_().long().numpy()
 
     def _without_blankets(self, round: int, users: np.ndarray) -> np.ndarray:
         probability = self._plan.blanket_probability
