@@ -117,7 +117,7 @@ def _fail(error: BaseException, code: int) -> NoReturn:
     """One line on standard error, then exit."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename or 'a file'}: {error.strerror}"
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     typer.echo(f"error: {' '.join(text.split())}", err=True)
     raise typer.Exit(code)
 

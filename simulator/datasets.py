@@ -55,7 +55,7 @@ class Dataset:
         shape = (-1, *([1] * (len(self.input_shape) - 1)))
         mean = torch.tensor(self.mean).reshape(shape)
         std = torch.tensor(self.std).reshape(shape)
-        return raw.float().div_(self.scale).sub_(mean).div_(std)
+        return (raw / self.scale).sub_(mean).div_(std)
 
 
 def _digits() -> Dataset:

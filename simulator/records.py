@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 from accounting import ACCOUNTANTS, PrivacyPlan, accountants_for
 from server.settings import RoundRecord
 from simulator.plain_json import to_json
+
+_COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"}
 
 
 class MetricsError(RuntimeError):
@@ -29,11 +31,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = json.loads(line)
+            if set(row) != _COLUMNS:
+                raise ValueError(f"a row has {', '.join(sorted(_COLUMNS))}")
+        except (TypeError, ValueError) as error:
             raise MetricsError(
                 f"{path} is damaged at line {number}; without it and all after it the run can go on"
             ) from error
+        rows.append(row)
     return rows
 
 

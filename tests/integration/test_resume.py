@@ -150,6 +150,11 @@ def damaged_metrics(folder, tmp_path):
         metrics.write(b"\0\0\n")  # as after a power cut
 
 
+def foreign_metrics(folder, tmp_path):
+    with (folder / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(b'{"round": 6}\n')
+
+
 def models_file(folder, tmp_path):
     shutil.copy(folder / "model.pt", folder / "checkpoint.pt")
 
@@ -184,6 +189,7 @@ def other_layers(folder, tmp_path):
         (no_checkpoint, CheckpointError, "checkpoint .* is missing"),
         (damaged_checkpoint, CheckpointError, "checkpoint .* cannot be read"),
         (damaged_metrics, MetricsError, "metrics.jsonl is damaged at line 6"),
+        (foreign_metrics, MetricsError, "metrics.jsonl is damaged at line 6"),
         (models_file, CheckpointError, "checkpoint .* cannot be read"),
         (other_runs_checkpoint, CheckpointError, "is of run .*, the ledger of run"),
         (other_torch, CheckpointError, "made with torch 1.0, it cannot go on with"),

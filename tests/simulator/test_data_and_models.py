@@ -18,7 +18,9 @@ def test_digits_are_scikit_learns_split_in_fifths():
     assert len(digits.train_labels) + len(digits.test_labels) == 1797
     assert len(digits.test_labels) == 360
     assert digits.input_shape == (1, 8, 8)
+    raw = digits.train_features.clone()
     inputs = digits.inputs(digits.train_features)
+    assert (digits.train_features == raw).all()
     assert (inputs.min(), inputs.max()) == (-1.0, 1.0)
 
 
