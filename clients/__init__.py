@@ -7,7 +7,7 @@ from clients.app import make_client_app
 from clients.mechanism import clip, privatise
 from clients.randomness import Randomness, SeededRandomness, SystemRandomness, make_randomness
 from clients.settings import ClientSettings, LocalTraining
-from clients.update import local_update
+from clients.update import local_update, record_orders
 
 __all__ = [
     "ClientSettings",
@@ -20,4 +20,5 @@ __all__ = [
     "make_client_app",
     "make_randomness",
     "privatise",
+    "record_orders",
 ]

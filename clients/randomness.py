@@ -31,8 +31,11 @@ class Randomness(Protocol):
         """Which of the ids 0 to `users` - 1 check in, by the same coins: int64, increasing."""
         ...
 
-    def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
-        """`size` independent N(0, 1) draws for one user's report, float64 of shape (size,)."""
+    def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
+        """Independent N(0, 1) draws for the reports of `users` (int, shape (k,)).
+
+        Shape (k, size): float64 of the system's entropy, float32 of a seed.
+        """
         ...
 
     def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
@@ -42,17 +45,23 @@ class Randomness(Protocol):
         """
         ...
 
-    def blanket(self, round: int, user: int, probability: float) -> bool:
-        """Whether a user who checked in sends a blanket: the noise without its update."""
+    def blankets(self, round: int, users: np.ndarray, probability: float) -> np.ndarray:
+        """Whether each of `users`, who checked in, sends a blanket: the noise without its update.
+
+        For `users` int of shape (k,), bool of shape (k,).
+        """
         ...
 
-    def training_seed(self, round: int, user: int) -> int:
-        """A 63-bit seed for the order of records in local training (protects nothing)."""
+    def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
+        """A seed for the local training of each of `users`: uint64 of shape (k,).
+
+        Of the order of records, and of a model's own draws such as dropout; protects nothing.
+        """
         ...
 
 
 class SeededRandomness:
-    """Reproducible draws for simulation: Philox keyed by (seed, purpose, round), counter = user.
+    """Reproducible draws for simulation: Philox keyed by (seed, purpose, round).
 
     Not for deployment: whoever knows the seed can subtract the noise.
     """
@@ -64,35 +73,46 @@ class SeededRandomness:
 
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
         """User u's coin is the u-th uniform of the round's stream, whoever else is asked."""
-        if len(users) == 0:
-            return np.zeros(0, dtype=bool)
-        uniforms = self._stream(_COIN, round).random(int(np.max(users)) + 1)
-        return uniforms[users] < rate
+        return self._uniforms(_COIN, round, users) < rate
 
     def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
         """By the coins of `check_ins`."""
         return _below(self._stream(_COIN, round).random, users, rate)
 
-    def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
-        """N(0, 1) draws of the stream (seed, round, user)."""
-        return self._stream(_NOISE, round, user).standard_normal(size)
+    def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
+        """From the stream of each of (seed, round, user), whoever else is asked; see `_normals`."""
+        words = np.empty((len(users), -(-size // 2)), dtype=np.uint64)
+        stream = self._stream(_NOISE, round).bit_generator
+        start = stream.state  # setting it takes a fifth of the time of making another stream
+        for row, user in zip(words, users.tolist(), strict=True):
+            start["state"]["counter"][3] = user
+            stream.state = start
+            row[:] = stream.random_raw(len(row))
+        return _normals(words)[:, :size]
 
     def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
         """From the stream (seed, round) of its own; not the sum of the users' streams."""
         return math.sqrt(reports) * self._stream(_SUMMED_NOISE, round).standard_normal(size)
 
-    def blanket(self, round: int, user: int, probability: float) -> bool:
-        """A coin of the stream (seed, round, user)."""
-        return bool(self._stream(_BLANKET, round, user).random() < probability)
+    def blankets(self, round: int, users: np.ndarray, probability: float) -> np.ndarray:
+        """As in `check_ins`, from a stream of their own."""
+        return self._uniforms(_BLANKET, round, users) < probability
 
-    def training_seed(self, round: int, user: int) -> int:
-        """A seed from the stream (seed, round, user)."""
-        return int(self._stream(_TRAINING, round, user).integers(2**63))
+    def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
+        """User u's is the u-th draw of a SplitMix64 that the round's stream seeds."""
+        return split_mix(self._stream(_TRAINING, round).integers(2**64, dtype=np.uint64), users)
 
-    def _stream(self, purpose: int, round: int, user: int = 0) -> np.random.Generator:
+    def _uniforms(self, purpose: int, round: int, users: np.ndarray) -> np.ndarray:
+        """User u's uniform is the u-th of the stream; only those between users are drawn too."""
+        if len(users) == 0:
+            return np.zeros(0)
+        block = int(users.min()) // 4  # Philox makes four at a time
+        stream = self._stream(purpose, round, block)
+        return stream.random(int(users.max()) + 1 - 4 * block)[users - 4 * block]
+
+    def _stream(self, purpose: int, round: int, block: int = 0) -> np.random.Generator:
         key = np.array([self._seed, (purpose << 32) | round], dtype=np.uint64)
-        counter = np.array([0, 0, 0, user], dtype=np.uint64)
-        return np.random.Generator(np.random.Philox(key=key, counter=counter))
+        return np.random.Generator(np.random.Philox(key=key, counter=block))
 
 
 class SystemRandomness:
@@ -106,31 +126,64 @@ class SystemRandomness:
         """By coins like those of `check_ins`."""
         return _below(_system_uniform, users, rate)
 
-    def standard_normal(self, round: int, user: int, size: int) -> np.ndarray:
+    def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
         """N(0, 1) draws, each the sum of four halved normals.
 
         The holes of one double-precision normal can identify the value it was added to; against a
         sum of several that attack is infeasible (Holohan and Braghin, "Secure random sampling in
         differential privacy", 2021). Opacus' secure mode does the same.
         """
-        return special.ndtri(_system_uniform(4 * size)).reshape(4, size).sum(axis=0) / 2
+        normals = special.ndtri(_system_uniform(4 * len(users) * size))
+        return normals.reshape(4, len(users), size).sum(axis=0) / 2
 
     def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
         """From one draw of `standard_normal`, scaled."""
-        return math.sqrt(reports) * self.standard_normal(round, 0, size)
+        return math.sqrt(reports) * self.standard_normal(round, np.arange(1), size)[0]
 
-    def blanket(self, round: int, user: int, probability: float) -> bool:
-        """An independent coin with `probability` (to 2^-52)."""
-        return bool(_system_uniform(1)[0] < probability)
+    def blankets(self, round: int, users: np.ndarray, probability: float) -> np.ndarray:
+        """Independent coins with `probability` (to 2^-52)."""
+        return _system_uniform(len(users)) < probability
 
-    def training_seed(self, round: int, user: int) -> int:
-        """63 bits of system entropy."""
-        return int.from_bytes(os.urandom(8), "little") >> 1
+    def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
+        """64 bits of system entropy each."""
+        return np.frombuffer(os.urandom(8 * len(users)), dtype=np.uint64)
 
 
 def make_randomness(seed: int | None) -> Randomness:
     """Seeded draws for a seed, the operating system's entropy for None."""
     return SystemRandomness() if seed is None else SeededRandomness(seed)
+
+
+def split_mix(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The draws at `places` of the SplitMix64 generators with `seeds`, all different for one seed.
+
+    Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". Nothing secret
+    may depend on it.
+
+    Args:
+        seeds: uint64, of any shape that broadcasts with that of places.
+        places: int, from 0.
+
+    Returns:
+        uint64 of the broadcast shape.
+    """
+    mixed = seeds + (places.astype(np.uint64) + 1) * 0x9E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    return mixed ^ (mixed >> 31)
+
+
+def _normals(words: np.ndarray) -> np.ndarray:
+    """Two N(0, 1) draws of each random 64-bit word of (k, w): float32 of shape (k, 2w).
+
+    By Box and Muller 1958, a third of the time of numpy's ziggurat. 32 bits decide the radius: no
+    draw lies beyond 6.8, where 1e-11 of the law is.
+    """
+    uniforms = words.view(np.uint32).reshape(len(words), 2, -1).astype(np.float32) * 2.0**-32
+    radius = np.sqrt(-2 * np.log(uniforms[:, 0] + 2.0**-33))
+    angle = 2 * np.pi * uniforms[:, 1]
+    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+    return pairs.reshape(len(words), -1)
 
 
 def _below(uniforms: Callable[[int], np.ndarray], size: int, bound: float) -> np.ndarray:

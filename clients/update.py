@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from clients.randomness import split_mix
 from clients.settings import LocalTraining
 
 
@@ -30,7 +31,7 @@ def local_update(
         features: shape (r, ...), the user's r records.
         labels: int64 of shape (r,).
         training: which of the two, and its steps.
-        seed: everything random in local training (order of records, dropout).
+        seed: in [0, 2^64), of everything random in local training: `record_orders`, dropout.
 
     Returns:
         float32 of shape (d,), d the number of parameters.
@@ -42,11 +43,29 @@ def local_update(
         return _gradient(model, features, labels)
     start = parameters_to_vector(model.parameters()).detach().clone()
     try:
-        _local_epochs(model, features, labels, training)
+        (orders,) = record_orders(
+            np.array([seed], dtype=np.uint64), training.local_epochs, len(labels)
+        ).unbind(1)
+        _local_epochs(model, features, labels, training, orders)
         end = parameters_to_vector(model.parameters()).detach()
         return (start - end).numpy()
     finally:
         vector_to_parameters(start, model.parameters())
+
+
+def record_orders(seeds: np.ndarray, epochs: int, records: int) -> torch.Tensor:
+    """The order of each user's records in each of its local epochs.
+
+    Args:
+        seeds: of each of k users' local training, uint64 of shape (k,).
+        epochs: number of epochs.
+        records: of each user.
+
+    Returns:
+        Permutations of 0 to records - 1, int64 of shape (epochs, k, records).
+    """
+    places = np.arange(epochs * records).reshape(epochs, 1, records)
+    return torch.from_numpy(split_mix(seeds[:, None], places).argsort(axis=2))
 
 
 def _gradient(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
@@ -60,10 +79,11 @@ def _local_epochs(
     features: torch.Tensor,
     labels: torch.Tensor,
     training: LocalTraining,
+    orders: torch.Tensor,
 ) -> None:
     optimiser = torch.optim.SGD(model.parameters(), lr=training.local_learning_rate)
-    for _ in range(training.local_epochs):
-        for batch in torch.randperm(len(labels)).split(training.local_batch_size):
+    for order in orders:
+        for batch in order.split(training.local_batch_size):
             optimiser.zero_grad()
             functional.cross_entropy(model(features[batch]), labels[batch]).backward()
             optimiser.step()

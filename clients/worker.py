@@ -158,12 +158,9 @@ class Worker:
         """
         plan = self.settings.plan
         features, labels = self._records(user)
-        training_seed = self._randomness.training_seed(round, user)
-        update = local_update(self._model, features, labels, self.settings.training, training_seed)
-        return privatise(
-            update,
-            plan.clip_norm,
-            plan.noise_multiplier,
-            self._randomness.standard_normal(round, user, update.size),
-            self._randomness.blanket(round, user, plan.blanket_probability),
-        )
+        alone = np.array([user])
+        (seed,) = self._randomness.training_seeds(round, alone).tolist()
+        update = local_update(self._model, features, labels, self.settings.training, seed)
+        (noise,) = self._randomness.standard_normal(round, alone, update.size)
+        (blanket,) = self._randomness.blankets(round, alone, plan.blanket_probability)
+        return privatise(update, plan.clip_norm, plan.noise_multiplier, noise, blanket)

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from clients import make_randomness
+from clients import make_randomness, record_orders
 from server import Aggregate, PlayedRound, expected_updates, unit_of_sums
 from simulator.experiment import Experiment, PartitionedRecords
 from simulator.user_gradients import clipped_sum_of_updates, ready_for
+
+_NUMBERS_AT_ONCE = 2**18  # of noise: they stay in a core's cache
 
 SumReports = Callable[[int, nn.Module, np.ndarray], np.ndarray]
 """What `ReportSum.sum` does."""
@@ -102,9 +104,10 @@ class ReportSum:
         if self._noise_in_reports:
             noise = np.zeros(self._dimension)
             scale = self._plan.noise_multiplier * self._plan.clip_norm
-            for user in users.tolist():
-                noise += scale * self._randomness.standard_normal(round, user, self._dimension)
-            total = total + torch.from_numpy(noise)
+            size = max(1, _NUMBERS_AT_ONCE // self._dimension)
+            for part in np.split(users, range(size, len(users), size)):
+                noise += self._randomness.standard_normal(round, part, self._dimension).sum(0)
+            total = total + torch.from_numpy(scale * noise)
         units = total / unit_of_sums(self._plan, self._dimension)
         return units.round_().long().numpy()
 
@@ -112,19 +115,14 @@ class ReportSum:
         probability = self._plan.blanket_probability
         if probability == 0:
             return users
-        return users[[not self._randomness.blanket(round, user, probability) for user in users]]
+        return users[~self._randomness.blankets(round, users, probability)]
 
     def _orders(self, round: int, users: np.ndarray, records: int) -> torch.Tensor | None:
-        """Each user's orders of its records in its local epochs, as `local_update` draws them."""
+        """Each user's orders of its records in its local epochs, those of `local_update`."""
         if self._training.algorithm == "fedsgd":
             return None
-        orders = torch.empty(self._training.local_epochs, len(users), records, dtype=torch.int64)
-        generator = torch.Generator()
-        for place, user in enumerate(users.tolist()):
-            generator.manual_seed(self._randomness.training_seed(round, user))
-            for epoch in range(self._training.local_epochs):
-                torch.randperm(records, generator=generator, out=orders[epoch, place])
-        return orders
+        seeds = self._randomness.training_seeds(round, users)
+        return record_orders(seeds, self._training.local_epochs, records)
 
 
 def users_per_block(experiment: Experiment) -> int:

@@ -172,7 +172,7 @@ def test_each_user_who_checked_in_sent_its_own_clipped_noisy_gradient(make_round
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         gradient = torch.cat([g.flatten() for g in gradients])
         gradient = gradient / max(1.0, float(gradient.norm()))
-        noise = SeededRandomness(3).standard_normal(1, user, DIMENSION)
+        (noise,) = SeededRandomness(3).standard_normal(1, np.array([user]), DIMENSION)
         expected.append(gradient.numpy() + 2.0 * noise)
     key = functools.partial(sorted, key=lambda report: float(report[0]))
     np.testing.assert_allclose(key(round.released()), key(expected), atol=1e-5)
@@ -183,17 +183,19 @@ def test_a_blanket_is_noise_alone_and_all_other_reports_are_unchanged(make_round
     round = make_round(agreed=blankets(1.0, 0.5)).open()
     round.announce()
     randomness = SeededRandomness(3)
-    coins = {user: randomness.blanket(1, user, 0.5) for user in (1, 4, 7, 10)}
-    assert set(coins.values()) == {False, True}
+    users = np.array([1, 4, 7, 10])
+    coins = randomness.blankets(1, users, 0.5)
+    assert set(coins) == {False, True}
+    noises = randomness.standard_normal(1, users, DIMENSION)
     expected = []
-    for user, blanket in coins.items():
+    for user, blanket, noise in zip(users.tolist(), coins, noises, strict=True):
         features, labels = records(user)
         model = make_model()
         loss = nn.functional.cross_entropy(model(features), labels)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         gradient = torch.cat([g.flatten() for g in gradients]).numpy()
         update = 0 * gradient if blanket else gradient / max(1.0, np.linalg.norm(gradient))
-        expected.append(update + 2.0 * randomness.standard_normal(1, user, DIMENSION))
+        expected.append(update + 2.0 * noise)
     key = functools.partial(sorted, key=lambda report: float(report[0]))
     np.testing.assert_allclose(key(round.released()), key(expected), atol=1e-5)
 
@@ -253,8 +255,7 @@ def test_system_entropy_gives_reports_no_seed_predicts(make_round):
     reports = round.released()
     assert len(reports) == 4
     for report in reports:
-        for user in range(USERS):
-            noise = SeededRandomness(3).standard_normal(1, user, DIMENSION)
+        for noise in SeededRandomness(3).standard_normal(1, np.arange(USERS), DIMENSION):
             # With this user's seeded noise taken off, only the clipped update would be left.
             assert np.linalg.norm(report - 2.0 * noise) > 1.001
 

@@ -43,7 +43,7 @@ def test_an_update_that_is_not_finite_becomes_zero(bad):
 
 @pytest.mark.parametrize("update", [np.ones(40), np.full(40, np.nan), np.full(40, 1e300)])
 def test_a_blanket_is_the_noise_alone_and_any_other_report_holds_the_clipped_update(update):
-    noise = SystemRandomness().standard_normal(1, 0, update.size)
+    (noise,) = SystemRandomness().standard_normal(1, np.array([0]), update.size)
     blanket = privatise(update, 0.5, 3.0, noise, blanket=True)
     assert (blanket == (1.5 * noise).astype(np.float32)).all()
     report = privatise(update, 0.5, 3.0, noise, blanket=False)
@@ -53,7 +53,7 @@ def test_a_blanket_is_the_noise_alone_and_any_other_report_holds_the_clipped_upd
 def test_noise_has_standard_deviation_z_times_c():
     update = np.zeros(50_000)
     update[0] = 1e9
-    noise = SystemRandomness().standard_normal(1, 0, update.size)
+    (noise,) = SystemRandomness().standard_normal(1, np.array([0]), update.size)
     report = privatise(update, clip_norm=0.5, noise_multiplier=3.0, standard_normal=noise)
     assert report.dtype == np.float32
     report = report.astype(float)

@@ -1,10 +1,13 @@
 """Coins and noise: reproducible in simulation, from the system outside it, with the stated laws."""
 
+import itertools
+
 import numpy as np
 import pytest
 from scipy import stats
 
-from clients import SeededRandomness, SystemRandomness, make_randomness
+from clients import SeededRandomness, SystemRandomness, make_randomness, record_orders
+from clients.randomness import _normals, split_mix
 
 USERS = np.arange(20_000)
 
@@ -25,12 +28,47 @@ def test_rate_one_checks_everybody_in(randomness):
 
 def test_nobody_asked_nobody_in(randomness):
     assert randomness.check_ins(1, np.arange(0), 0.5).shape == (0,)
+    assert randomness.blankets(1, np.arange(0), 0.5).shape == (0,)
 
 
 def test_noise_is_standard_normal(randomness):
-    draws = np.concatenate([randomness.standard_normal(1, user, 1000) for user in range(200)])
+    draws = randomness.standard_normal(1, USERS[:200], 1000).ravel()
     assert stats.kstest(draws, "norm").pvalue > 1e-7
     assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 6 / np.sqrt(len(draws))
+
+
+def test_seeded_noise_has_the_tails_of_the_law_and_independent_pairs():
+    draws = SeededRandomness(11).standard_normal(1, USERS[:100], 26_010)
+    assert draws.dtype == np.float32
+    for bound in (1, 2, 3, 4, 5):
+        for beyond in (draws > bound, draws < -bound):
+            count = int(beyond.sum())
+            assert stats.binomtest(count, draws.size, stats.norm.sf(bound)).pvalue > 1e-7
+    one, other = np.split(draws.astype(float), 2, axis=1)  # made from the same words
+    powers = np.stack([part.ravel() ** power for part in (one, other) for power in (1, 2, 3)])
+    assert (np.abs(np.corrcoef(powers)[:3, 3:]) < 6 / np.sqrt(one.size)).all()
+
+
+@pytest.mark.parametrize("size", [7, 8, 1000])
+def test_a_users_noise_is_that_of_its_own_stream_whoever_else_is_asked(size):
+    """Box and Muller in float64, from the words of Philox at the user's counter."""
+    together = SeededRandomness(3).standard_normal(9, USERS[5:5000:997], size)
+    for user, noise in zip(USERS[5:5000:997], together, strict=True):
+        assert np.array_equal(
+            noise, *SeededRandomness(3).standard_normal(9, np.array([user]), size)
+        )
+        stream = np.random.Philox(key=[3, (2 << 32) | 9], counter=[0, 0, 0, user])
+        radius, angle = np.split(stream.random_raw((size + 1) // 2).view(np.uint32), 2)
+        pair = np.sqrt(-2 * np.log((radius + 0.5) / 2**32)) * np.exp(2j * np.pi * angle / 2**32)
+        by_hand = np.concatenate([pair.real, pair.imag])[:size]
+        np.testing.assert_allclose(noise, by_hand, rtol=1e-4, atol=1e-5)
+
+
+def test_the_outermost_words_give_finite_normals():
+    words = np.array([[0, 2**32 - 1, 2**64 - 2**32, 2**64 - 1]], dtype=np.uint64)
+    normals = _normals(words)
+    assert normals.shape == (1, 8) and np.isfinite(normals).all()
+    assert 6.7 < np.abs(normals).max() < 6.8
 
 
 def test_a_users_coin_does_not_depend_on_who_else_is_asked():
@@ -45,10 +83,10 @@ def test_a_users_coin_does_not_depend_on_who_else_is_asked():
 @pytest.mark.parametrize("other", [(4, 1, 0), (3, 2, 0), (3, 1, 1)])
 def test_noise_differs_by_seed_round_and_user(other):
     seed, round, user = other
-    base = SeededRandomness(3).standard_normal(1, 0, 1000)
-    assert (base == SeededRandomness(3).standard_normal(1, 0, 1000)).all()
-    different = SeededRandomness(seed).standard_normal(round, user, 1000)
-    assert not np.isin(base, different).any()
+    base = SeededRandomness(3).standard_normal(1, np.array([0]), 1000)
+    assert (base == SeededRandomness(3).standard_normal(1, np.array([0]), 1000)).all()
+    different = SeededRandomness(seed).standard_normal(round, np.array([user]), 1000)
+    assert np.isin(base, different).sum() < 10  # float32 draws of the same size do meet
 
 
 def test_coins_are_not_the_noise_stream_and_rounds_are_independent():
@@ -60,24 +98,25 @@ def test_coins_are_not_the_noise_stream_and_rounds_are_independent():
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 0.9])
 def test_blankets_are_bernoulli_with_the_probability(randomness, probability):
-    drawn = [randomness.blanket(2, user, probability) for user in range(5000)]
-    assert set(drawn) <= {False, True}
-    assert stats.binomtest(sum(drawn), len(drawn), probability).pvalue > 1e-7
+    drawn = randomness.blankets(2, USERS[:5000], probability)
+    assert drawn.dtype == bool
+    assert stats.binomtest(int(drawn.sum()), len(drawn), probability).pvalue > 1e-7
 
 
-def test_a_seeded_blanket_is_the_first_uniform_of_its_own_philox_stream():
-    for round, user in ((1, 0), (1, 7), (9, 7), (2, 59_999)):
-        stream = np.random.Philox(key=[3, (4 << 32) | round], counter=[0, 0, 0, user])
-        uniform = np.random.Generator(stream).random()
-        assert not SeededRandomness(3).blanket(round, user, uniform)
-        assert SeededRandomness(3).blanket(round, user, np.nextafter(uniform, 1))
+@pytest.mark.parametrize("users", [[0], [7], [59_999], [4, 5], [9, 3, 59_998, 3]])
+def test_a_seeded_blanket_is_the_users_uniform_in_the_rounds_own_philox_stream(users):
+    for round in (1, 9):
+        stream = np.random.Philox(key=[3, (4 << 32) | round])
+        uniforms = np.random.Generator(stream).random(60_000)[users]
+        for uniform in uniforms:
+            for probability in (uniform, np.nextafter(uniform, 1)):
+                drawn = SeededRandomness(3).blankets(round, np.array(users), probability)
+                assert drawn.tolist() == (uniforms < probability).tolist()
 
 
 def test_blankets_are_independent_of_check_ins_and_of_the_round_before():
     randomness, users = SeededRandomness(3), USERS[:5000]
-    blankets, before = (
-        np.array([randomness.blanket(r, user, 0.5) for user in users]) for r in (2, 1)
-    )
+    blankets, before = (randomness.blankets(r, users, 0.5) for r in (2, 1))
     for other in (randomness.check_ins(2, users, 0.5), before):
         agreement = int((blankets == other).sum())
         assert stats.binomtest(agreement, len(users), 0.5).pvalue > 1e-7
@@ -87,8 +126,43 @@ def test_system_draws_never_repeat():
     randomness = make_randomness(None)
     assert isinstance(randomness, SystemRandomness)
     assert not np.isin(
-        randomness.standard_normal(1, 0, 1000), randomness.standard_normal(1, 0, 1000)
+        *(randomness.standard_normal(1, np.array([0, 0]), 500) for _ in range(2))
     ).any()
+    assert len(set(randomness.training_seeds(1, np.array([0, 0])))) == 2
+
+
+def test_split_mix_gives_the_published_draws():
+    """The first five of SplitMix64 for the seed 1234567."""
+    published = [
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
+        16408922859458223821,
+    ]  # fmt: skip
+    seeds = np.array([1234567], dtype=np.uint64)
+    assert split_mix(seeds, np.arange(5)).tolist() == published
+
+
+def test_training_seeds_differ_by_seed_round_and_user():
+    base = SeededRandomness(3).training_seeds(1, USERS)
+    assert len(set(base)) == len(USERS)
+    assert np.array_equal(base[7::13], SeededRandomness(3).training_seeds(1, USERS[7::13]))
+    for other in (
+        SeededRandomness(4).training_seeds(1, USERS),
+        SeededRandomness(3).training_seeds(2, USERS),
+    ):
+        assert not np.isin(base, other).any()
+
+
+def test_all_orders_of_records_are_equally_likely_and_epochs_independent(randomness):
+    seeds = randomness.training_seeds(1, USERS)
+    first, second = record_orders(seeds, 2, 3).numpy() @ [9, 3, 1]
+    orders = [np.dot(order, [9, 3, 1]) for order in itertools.permutations(range(3))]
+    together = [((first == one) & (second == other)).sum() for one in orders for other in orders]
+    assert sum(together) == len(USERS)
+    assert stats.chisquare(together).pvalue > 1e-7
+
+
+def test_the_only_record_needs_no_order():
+    assert record_orders(USERS[:4].astype(np.uint64), 2, 1).tolist() == [[[0]] * 4] * 2
 
 
 def test_a_seed_out_of_range_is_refused():

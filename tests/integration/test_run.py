@@ -87,15 +87,16 @@ def check_the_model_by_hand(folder, rounds, beta=0.0):
     parameters = list(model.parameters())
     for round in range(1, rounds + 1):
         total = torch.zeros(experiment.parameters, dtype=torch.float64)
-        for user in np.flatnonzero(randomness.check_ins(round, np.arange(USERS), RATE)):
+        checked_in = np.flatnonzero(randomness.check_ins(round, np.arange(USERS), RATE))
+        noise = randomness.standard_normal(round, checked_in, experiment.parameters)
+        total += NOISE * clip_norm * torch.from_numpy(noise).double().sum(0)
+        blankets = randomness.blankets(round, checked_in, beta)
+        for user in checked_in[~blankets]:
             features, labels = users(user)
             loss = torch.nn.functional.cross_entropy(model(features), labels)
             gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
             gradient = gradient.double() * min(1.0, clip_norm / float(gradient.double().norm()))
-            noise = randomness.standard_normal(round, user, len(gradient))
-            total += NOISE * clip_norm * torch.from_numpy(noise)
-            if not randomness.blanket(round, user, beta):
-                total += gradient
+            total += gradient
         estimate = (total / (USERS * RATE * (1 - beta))).float()
         for part, parameter in zip(
             estimate.split([p.numel() for p in parameters]), parameters, strict=True
@@ -152,8 +153,7 @@ def blanket_epsilon(rounds):
 def test_a_run_with_blankets_trains_the_model_computed_by_hand(finished_with_blankets):
     _, folder = finished_with_blankets
     check_the_model_by_hand(folder, 3, BETA)
-    users = range(USERS)
-    assert 0 < sum(SeededRandomness(5).blanket(1, user, BETA) for user in users) < USERS
+    assert 0 < SeededRandomness(5).blankets(1, np.arange(USERS), BETA).sum() < USERS
 
 
 def test_a_run_with_blankets_reports_who_does_not_price_it(finished_with_blankets):

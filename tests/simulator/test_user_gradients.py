@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from clients import LocalTraining, clip, local_update
+from clients import LocalTraining, clip, local_update, record_orders
 from simulator.models import logistic_regression, mlp, small_cnn
 from simulator.user_gradients import (
     clipped_sum,
@@ -57,11 +57,7 @@ def test_user_updates_are_those_of_local_update(make, epochs):
     model = make((1, 28, 28), 10)
     features, labels = torch.randn(4, 5, 1, 28, 28), torch.randint(0, 10, (4, 5))
     training = LocalTraining("fedavg" if epochs else "fedsgd", epochs, 0.2, 2)
-    generator, orders = torch.Generator(), torch.empty(epochs, 4, 5, dtype=torch.int64)
-    for user in range(4):
-        generator.manual_seed(user)
-        for epoch in range(epochs):
-            orders[epoch, user] = torch.randperm(5, generator=generator)
+    orders = record_orders(np.arange(4, dtype=np.uint64), epochs, 5)
     before = [parameter.clone() for parameter in model.parameters()]
     updates = flat(user_updates(model, features, labels, training, orders))
     assert all(map(torch.equal, before, model.parameters()))
