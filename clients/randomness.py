@@ -179,11 +179,12 @@ def _normals(words: np.ndarray) -> np.ndarray:
     By Box and Muller 1958, a third of the time of numpy's ziggurat. 32 bits decide the radius: no
     draw lies beyond 6.8, where 1e-11 of the law is.
     """
-    uniforms = words.view(np.uint32).reshape(len(words), 2, -1).astype(np.float32) * 2.0**-32
+    rows, size = words.shape
+    uniforms = words.view(np.uint32).reshape(rows, 2, size).astype(np.float32) * 2.0**-32
     radius = np.sqrt(-2 * np.log(uniforms[:, 0] + 2.0**-33))
     angle = 2 * np.pi * uniforms[:, 1]
     pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
-    return pairs.reshape(len(words), -1)
+    return pairs.reshape(rows, 2 * size)
 
 
 def _below(uniforms: Callable[[int], np.ndarray], size: int, bound: float) -> np.ndarray:

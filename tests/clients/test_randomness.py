@@ -29,6 +29,8 @@ def test_rate_one_checks_everybody_in(randomness):
 def test_nobody_asked_nobody_in(randomness):
     assert randomness.check_ins(1, np.arange(0), 0.5).shape == (0,)
     assert randomness.blankets(1, np.arange(0), 0.5).shape == (0,)
+    assert randomness.standard_normal(1, np.arange(0), 5).shape == (0, 5)
+    assert randomness.training_seeds(1, np.arange(0)).shape == (0,)
 
 
 def test_noise_is_standard_normal(randomness):
