@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +22,14 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> Evaluation:
-    """Evaluates in batches, in eval mode.
+    """Evaluates a copy in eval mode, in batches, on the device of the data.
 
     Args:
-        model: a classifier with output of shape (r, classes).
+        model: a classifier with output of shape (r, classes); it stays as it is.
         features: shape (r, ...).
-        labels: int64 of shape (r,).
+        labels: int64 of shape (r,), on the same device.
     """
-    model.eval()
+    model = copy.deepcopy(model).to(features.device).eval()
     correct, loss = 0, 0.0
     for batch, target in zip(features.split(_BATCH), labels.split(_BATCH), strict=True):
         scores = model(batch)

@@ -67,6 +67,7 @@ def run_command(
     # the path, and a folder of the user's named `server` would hide ours.
     sys.path += [str(Path(__file__).resolve().parents[1]), str(Path.cwd())]
     from rich.console import Console
+    from torch import OutOfMemoryError
 
     from accounting import LedgerError, OrderRangeWarning
     from server import CheckpointError, RoundFailed
@@ -96,6 +97,7 @@ def run_command(
         LedgerError,
         MetricsError,
         OSError,
+        OutOfMemoryError,
         RoundFailed,
         ShufflerError,
     ) as error:

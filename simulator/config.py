@@ -112,10 +112,12 @@ class Training(_Section):
 
 
 class Simulation(_Section):
-    """The engine; `noise`, `users_per_chunk`, `workers` are the vectorised one's, else Flower's."""
+    """The engine; the keys from `noise` to `workers` are the vectorised one's, else Flower's."""
 
     engine: Literal["flower", "vectorised"] = "flower"
     noise: Literal["report", "aggregate"] = "report"
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"
     users_per_chunk: Count = 256
     workers: Count = 1
     nodes: Count = 20
@@ -126,13 +128,15 @@ class Simulation(_Section):
     )
 
     @model_validator(mode="after")
-    def _noise_fits(self) -> Simulation:
-        """Refuses one noise for the sum where every report carries its own."""
-        if self.noise == "aggregate" and self.engine == "flower":
-            raise ValueError(
-                "simulation.noise must be report for engine flower, whose reports carry it, "
-                "got 'aggregate'"
-            )
+    def _engine_fits(self) -> Simulation:
+        """Refuses for Flower, whose nodes compute user by user, what only the other engine can."""
+        only = {"noise": "report", "device": "cpu", "precision": "float32"}
+        for key, value in only.items():
+            if self.engine == "flower" and getattr(self, key) != value:
+                raise ValueError(
+                    f"simulation.{key} must be {value} for engine flower, "
+                    f"got {getattr(self, key)!r}"
+                )
         return self
 
 

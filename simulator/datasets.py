@@ -53,8 +53,8 @@ class Dataset:
     def inputs(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw records as model input, float32 of the same shape, normalised per channel."""
         shape = (-1, *([1] * (len(self.input_shape) - 1)))
-        mean = torch.tensor(self.mean).reshape(shape)
-        std = torch.tensor(self.std).reshape(shape)
+        mean = torch.tensor(self.mean, device=raw.device).reshape(shape)
+        std = torch.tensor(self.std, device=raw.device).reshape(shape)
         return (raw / self.scale).sub_(mean).div_(std)
 
 

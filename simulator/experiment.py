@@ -53,6 +53,14 @@ class Experiment:
         return None if self.config.seed == "system" else self.config.seed
 
     @property
+    def reproducible(self) -> bool:
+        """Whether a round played again from the same model makes the same release, bit for bit.
+
+        On a GPU the order of some of torch's sums is not fixed.
+        """
+        return self.seed is not None and self.config.simulation.device == "cpu"
+
+    @property
     def make_model(self) -> functools.partial:
         """Builds the initial model; picklable."""
         return functools.partial(_make_model, self.config)
@@ -64,8 +72,10 @@ class Experiment:
 
     @property
     def load_test(self) -> functools.partial:
-        """Gives the test data."""
-        return functools.partial(_load_test, self.config.data.dataset)
+        """Gives the test data, on the device that evaluates."""
+        return functools.partial(
+            _load_test, self.config.data.dataset, self.config.simulation.device
+        )
 
     @property
     def local_training(self) -> LocalTraining:
@@ -155,12 +165,15 @@ def _try_gradients(model: torch.nn.Module, dataset: Dataset, config: Config) -> 
         ) from error
     if config.simulation.engine == "flower":
         return "user by user"
+    simulation = config.simulation
+    where = simulation.device, simulation.precision
     try:
-        return fastest_method(model, dataset.input_shape, dataset.classes, training)
+        return fastest_method(model, dataset.input_shape, dataset.classes, training, *where)
     except Exception as error:
         raise ConfigError(
-            f"model {config.model.name} cannot be vectorised over users "
-            f'({" ".join(str(error).split())}); simulation.engine = "flower" can run it'
+            f"model {config.model.name} cannot be vectorised over users in {simulation.precision} "
+            f"on {simulation.device} ({' '.join(str(error).split())}); "
+            'simulation.engine = "flower" can run it, on the cpu in float32'
         ) from error
 
 
@@ -189,11 +202,21 @@ class PartitionedRecords:
     def __call__(self, users: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Their records."""
         index = torch.from_numpy(self._parts[users - self._first])
+        index = index.to(self._dataset.train_labels.device)
         features, labels = (
             of.index_select(0, index.flatten()).unflatten(0, index.shape)
             for of in (self._dataset.train_features, self._dataset.train_labels)
         )
         return self._dataset.inputs(features), labels
+
+    def to(self, device: str) -> PartitionedRecords:
+        """The same with the records on this device."""
+        dataset = replace(
+            self._dataset,
+            train_features=self._dataset.train_features.to(device),
+            train_labels=self._dataset.train_labels.to(device),
+        )
+        return PartitionedRecords(dataset, self._parts, self._first)
 
     def of(self, first: int, last: int) -> PartitionedRecords:
         """The same for the users from `first` to before `last`, holding nobody else's records."""
@@ -247,6 +270,11 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
             f"simulation.workers must be at most {os.cpu_count()}, the CPUs here, without a Ray "
             f"cluster at RAY_ADDRESS, got {config.simulation.workers}"
         )
+    if config.simulation.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f'simulation.device must be "cpu" here: torch {torch.__version__} finds no CUDA '
+            'device, got "cuda"'
+        )
     return config.model_copy(
         update={
             "data": config.data.model_copy(update={"users": users}),
@@ -277,6 +305,6 @@ def _make_model(config: Config) -> torch.nn.Module:
     )
 
 
-def _load_test(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _load_test(name: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     dataset = load_dataset(name)
-    return dataset.inputs(dataset.test_features), dataset.test_labels
+    return dataset.inputs(dataset.test_features.to(device)), dataset.test_labels.to(device)

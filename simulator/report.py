@@ -36,6 +36,8 @@ def summarise(result: RunResult, experiment: Experiment) -> dict[str, Any]:
     return {
         "engine": simulation.engine,
         "noise": simulation.noise,
+        "device": simulation.device,
+        "precision": simulation.precision,
         "gradients": experiment.gradients,
         "rounds": result.rounds,
         "stopped_by": result.stopped_by,
@@ -57,7 +59,8 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     """The closing table."""
     run = Table(title="Run", show_header=False, title_justify="left")
     run.add_row("engine", f"{summary['engine']}, {_DRAWN[summary['noise']]}")
-    run.add_row("gradients", summary["gradients"])
+    how = f"{summary['gradients']}, in {summary['precision']} on {summary['device']}"
+    run.add_row("gradients", how)
     run.add_row("rounds", str(summary["rounds"]))
     run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
     run.add_row("test accuracy", f"{summary['accuracy']:.2%}")

@@ -99,7 +99,7 @@ def resume_run(folder: Path, console: Console) -> RunResult:
         done, spent = checkpoint.round if checkpoint else 0, ledger.last_round
         what = f"resumed after round {done}"
         if spent > done:
-            fate = "lost" if experiment.seed is None else "played again at no further cost"
+            fate = "played again at no further cost" if experiment.reproducible else "lost"
             what += f"; rounds {done + 1} to {spent} are spent and {fate}"
         console.print(f"[bold]{'resume':8}[/bold] {what}", highlight=False, soft_wrap=True)
         return _run_in(folder, experiment, ledger, checkpoint, console)
@@ -175,7 +175,7 @@ def _run_in(
         evaluate_every=config.training.evaluate_every,
         checkpoint_every=config.training.checkpoint_every,
         origin=_origin(experiment),
-        reproducible=experiment.seed is not None,
+        reproducible=experiment.reproducible,
         checkpoint=checkpoint,
     )
     recorder = RunRecorder(folder, experiment.plan)
@@ -319,10 +319,12 @@ def _describe(console: Console, experiment: Experiment, folder: Path) -> None:
     plan, config = experiment.plan, experiment.config
     blankets = f"β = {plan.blanket_probability:g} blankets, " if plan.blanket_probability else ""
     randomness = "the operating system's entropy" if experiment.seed is None else "the seed"
-    on_flower = config.simulation.engine == "flower"
-    workers = config.simulation.workers
-    vectorised = "vectorised" if workers == 1 else f"vectorised on {workers} Ray workers"
-    where = f"on {config.simulation.nodes} nodes" if on_flower else vectorised
+    simulation = config.simulation
+    where = f"vectorised on {simulation.device} in {simulation.precision}"
+    if simulation.engine == "flower":
+        where = f"on {simulation.nodes} nodes"
+    elif simulation.workers > 1:
+        where += f" by {simulation.workers} Ray workers"
     facts: dict[str, Any] = {
         "data": f"{config.data.dataset}, {plan.users} users {where}; "
         f"{config.model.name}, {experiment.parameters} parameters",

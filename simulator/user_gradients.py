@@ -11,6 +11,7 @@ normalisation layers, and costs about what plain SGD does.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -33,6 +34,9 @@ Tensors = dict[str, torch.Tensor]
 Method = Literal["book-keeping", "vmap", "user by user"]
 """How users' gradients are computed; one by one on Flower."""
 
+Precision = Literal["float32", "bfloat16"]
+"""Of a model's forward and backward to its layers; norms and sums are float32 and float64."""
+
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _CANCELLATION = 100.0  # see `_Products`
 
@@ -50,52 +54,63 @@ def clipped_sum_of_updates(
     training: LocalTraining,
     orders: torch.Tensor | None,
     clip_norm: float,
+    precision: Precision = "float32",
 ) -> torch.Tensor:
     """The sum over k users of `clients.clip` of `clients.local_update`.
 
-    `model` keeps its parameters; threads may share it.
+    `model` keeps its parameters; threads may share it. It is computed where its parameters are.
 
     Args:
         method: what `fastest_method` gave for this model and training.
         model: the round's model, in training mode.
-        features: shape (k, r, ...), r records of each of k users.
-        labels: int64 of shape (k, r).
+        features: shape (k, r, ...), r records of each of k users, on the model's device.
+        labels: int64 of shape (k, r), on the model's device.
         training: one gradient, or local epochs.
         orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
         clip_norm: C.
+        precision: that of forward and backward.
 
     Returns:
-        float32 of shape (d,).
+        float32 of shape (d,), on the model's device.
     """
     if method == "vmap":
         own = copy.deepcopy(model)  # functional_call exchanges a model's parameters meanwhile
-        return clipped_sum(user_updates(own, features, labels, training, orders), clip_norm)
+        updates = user_updates(own, features, labels, training, orders, precision)
+        return clipped_sum(updates, clip_norm)
     names = _names(model)
-    gradients = _user_gradients(model, names, features, labels)
+    gradients = _user_gradients(model, names, features, labels, precision)
     norms, bounds = _lengths(gradients)
     scales = _scales(norms, clip_norm)
     sure = (scales * bounds <= _CANCELLATION * clip_norm) & (bounds <= _LARGEST_FLOAT32)
     if sure.all():
         return _scaled_sum(gradients, scales, names.values())
     total = _scaled_sum(_of(gradients, sure), scales[sure], names.values())
-    few = features[~sure], labels[~sure], training, None, clip_norm
+    few = features[~sure], labels[~sure], training, None, clip_norm, precision
     return total + clipped_sum_of_updates("vmap", model, *few)
 
 
 def fastest_method(
-    model: nn.Module, input_shape: tuple[int, ...], classes: int, training: LocalTraining
+    model: nn.Module,
+    input_shape: tuple[int, ...],
+    classes: int,
+    training: LocalTraining,
+    device: str = "cpu",
+    precision: Precision = "float32",
 ) -> Method:
     """Book-keeping where it does this model, else vmap; found by trying both.
 
-    Parameters and records are random, those of the users of very different size, and the two are
-    compared in float64: a model that mixes the records of a batch, or uses a parameter elsewhere
-    than in its layer, shows it.
+    Each is tried where and in the precision that it will be used. Parameters and records are
+    random, those of the users of very different size, and the two are compared on the CPU in
+    float64: a model that mixes the records of a batch, or uses a parameter elsewhere than in its
+    layer, shows it.
 
     Args:
-        model: in training mode; it stays as it is.
+        model: in training mode, on the CPU; it stays as it is.
         input_shape: shape of one record.
         classes: number of classes.
         training: one gradient, or local epochs, which only vmap does.
+        device: where updates will be computed.
+        precision: in which.
 
     Raises:
         RuntimeError: not even vmap does this model.
@@ -106,23 +121,29 @@ def fastest_method(
     features *= torch.logspace(-2, 1, users).reshape(-1, *[1] * (features.dim() - 1))
     labels = torch.randint(classes, (users, records), generator=generator)
     orders = torch.arange(records).expand(training.local_epochs, users, records)
-    model = copy.deepcopy(model)
-    user_updates(model, features, labels, training, orders)
+
+    def attempt(method: Method) -> None:
+        there = (tensor.to(device) for tensor in (features, labels))
+        own = ready_for(method, model, device)
+        clipped_sum_of_updates(method, own, *there, training, orders, 1.0, precision)
+
+    attempt("vmap")
     if training.algorithm != "fedsgd":
         return "vmap"
     try:
-        model = ready_for("book-keeping", model.double())
-        return "book-keeping" if _agrees(model, features.double(), labels) else "vmap"
+        attempt("book-keeping")
+        exact = ready_for("book-keeping", model).double()
+        return "book-keeping" if _agrees(exact, features.double(), labels) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
 
 
-def ready_for(method: Method, model: nn.Module) -> nn.Module:
-    """A copy of the model, in training mode, as this method computes it fastest.
+def ready_for(method: Method, model: nn.Module, device: str = "cpu") -> nn.Module:
+    """A copy of the model on the device, in training mode, as this method computes it fastest.
 
     On CPUs convolution and pooling take half the time when the channels of a pixel are neighbours.
     """
-    model = copy.deepcopy(model).train()
+    model = copy.deepcopy(model).train().to(device)
     return model.to(memory_format=torch.channels_last) if method == "book-keeping" else model
 
 
@@ -136,7 +157,7 @@ def _agrees(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> b
     for parameter in model.parameters():
         parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     before = [dict(vars(module)) for module in model.modules()]
-    kept = _user_gradients(model, _names(model), features, labels)
+    kept = _user_gradients(model, _names(model), features, labels, "float32")
     if before != [vars(module) for module in model.modules()]:
         return False
     alone = torch.eye(len(labels), dtype=features.dtype)
@@ -152,6 +173,7 @@ def user_updates(
     labels: torch.Tensor,
     training: LocalTraining,
     orders: torch.Tensor | None = None,
+    precision: Precision = "float32",
 ) -> Tensors:
     """`clients.local_update` of k users at once, by vmap; `model` keeps its parameters.
 
@@ -161,6 +183,7 @@ def user_updates(
         labels: int64 of shape (k, r).
         training: one gradient, or local epochs.
         orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
+        precision: that of forward and backward; parameters and their gradients stay float32.
 
     Returns:
         float32 of shape (k, ...) for every parameter.
@@ -171,15 +194,17 @@ def user_updates(
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def loss(parameters: Tensors, records: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(functional_call(model, parameters, (records,)), targets)
+        with _autocast(records.device, precision):
+            scores = functional_call(model, parameters, (records,))
+        return functional.cross_entropy(scores.to(records.dtype), targets)
 
     together = vmap(grad(loss), in_dims=(None, 0, 0))  # faster: everybody's parameters the same
     if training.algorithm == "fedsgd":
         return together(start, features, labels)
     apart = vmap(grad(loss))
-    everyone = torch.arange(len(labels))[:, None]
+    everyone = torch.arange(len(labels), device=labels.device)[:, None]
     local = start
-    for order in orders:
+    for order in orders.to(labels.device):
         for batch in order.split(training.local_batch_size, dim=1):
             gradients = together if local is start else apart
             steps = gradients(local, features[everyone, batch], labels[everyone, batch])
@@ -227,7 +252,7 @@ def _scales(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
 def _scaled_sum(gradients: Gradients, scales: torch.Tensor, order: Iterable[str]) -> torch.Tensor:
     """The sum over users for float64 scales, float32 of shape (d,), the parameters in order."""
     rounded = scales.float()  # down: among the smallest float32 the nearest may be far above
-    scales = torch.where(rounded > scales, rounded.nextafter(torch.zeros(())), rounded)
+    scales = torch.where(rounded > scales, rounded.nextafter(torch.zeros_like(rounded)), rounded)
     return _weighted_sum(gradients, scales, order)
 
 
@@ -255,7 +280,8 @@ class _Dense:
 
     def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms, float64 of shape (k,), twice: as measured and as bounded."""
-        blocks = self.gradients.split(_users_at_a_time(self.gradients.shape[1]))
+        size = _users_at_a_time(self.gradients.shape[1], self.gradients.device)
+        blocks = self.gradients.split(size)
         squares = torch.cat([_squared_lengths(block) for block in blocks])
         large = ~squares.isfinite()
         if large.any():  # in float64 no square of a finite float32 is
@@ -331,10 +357,12 @@ Gradients = dict[tuple[str, ...], _Dense | _Products]
 def _squared_lengths(vectors: torch.Tensor) -> torch.Tensor:
     """Of the last axis, float64; of float32 too short by 4e-6 of it at most.
 
-    torch sums float32 in cascades (64 terms at most one after the other), and much faster than in
-    float64. Squares too small for float32 are made up for; one too large makes the sum infinite.
+    On CPUs torch sums float32 in cascades (64 terms at most one after the other), and much faster
+    than in float64; elsewhere it promises no order. Squares too small for float32 are made up for;
+    one too large makes the sum infinite.
     """
-    sums = vectors.square().sum(-1).double()
+    exact = None if vectors.device.type == "cpu" else torch.float64
+    sums = vectors.square().sum(-1, dtype=exact).double()
     return sums.add_(vectors.shape[-1] * torch.finfo(vectors.dtype).tiny)
 
 
@@ -350,26 +378,36 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 @torch.no_grad()
 def _user_gradients(
-    model: nn.Module, known: dict[int, str], features: torch.Tensor, labels: torch.Tensor
+    model: nn.Module,
+    known: dict[int, str],
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    precision: Precision,
 ) -> Gradients:
     """Each user's gradient of its mean cross-entropy, from one forward and backward.
 
+    Whatever their precision, the factors are taken as float32 numbers, of which the norm is then
+    that of the gradient which is summed.
+
     Args:
-        model, features, labels: see `clipped_sum_of_updates`.
+        model, features, labels, precision: see `clipped_sum_of_updates`.
         known: `_names` of the model.
 
     Raises:
         Unsupported: a parameter is used twice, or with a tensor that is none.
     """
     users, records = labels.shape
-    with torch.enable_grad(), _Tape() as tape:
-        scores = model(features.flatten(0, 1))
+    exact = features.dtype
+    with torch.enable_grad():
+        with _Tape() as tape, _autocast(features.device, precision):
+            scores = model(features.flatten(0, 1)).to(exact)
         loss = functional.cross_entropy(scores, labels.flatten(), reduction="sum") / records
     output_gradients = torch.autograd.grad(loss, [output for *_, output in tape.calls])
     gradients: Gradients = {}
     used: set[str | None] = {None}
     for (layer, arguments, _), output_gradient in zip(tape.calls, output_gradients, strict=True):
-        for tensors, part in layer(users, output_gradient, *arguments):
+        inputs, *parameters = arguments
+        for tensors, part in layer(users, output_gradient.to(exact), inputs.to(exact), *parameters):
             names = tuple(known.get(id(tensor)) for tensor in tensors if tensor is not None)
             if any(names):
                 if used.intersection(names):
@@ -377,6 +415,13 @@ def _user_gradients(
                 used.update(names)
                 gradients[names] = part
     return gradients
+
+
+def _autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager:
+    """Lets torch choose where to compute in bfloat16; threads share no cache."""
+    if precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 class _Tape(TorchFunctionMode):
@@ -459,7 +504,7 @@ def _weight(weight, bias, inputs, output_gradients, kernel=(1, 1)):
         yield (weight, bias), _Products(inputs, output_gradients, bias is not None, kernel)
         return
     gradients = inputs.new_empty(users, groups, q, p)
-    size = _users_at_a_time(groups * t * p)
+    size = _users_at_a_time(groups * t * p, inputs.device)
     for a, g, out in zip(
         *(x.split(size) for x in (inputs, output_gradients, gradients)), strict=True
     ):
@@ -468,9 +513,9 @@ def _weight(weight, bias, inputs, output_gradients, kernel=(1, 1)):
     yield (bias,), _Dense(output_gradients.sum(2).flatten(1))
 
 
-def _users_at_a_time(size: int) -> int:
-    """Of how many users `size` numbers each stay in a core's cache."""
-    return max(1, 2**18 // (size + 1))
+def _users_at_a_time(size: int, device: torch.device) -> int:
+    """Of how many users `size` numbers each stay in a core's cache; a GPU wants more at a time."""
+    return max(1, (2**18 if device.type == "cpu" else 2**26) // (size + 1))
 
 
 def _two(value: int | tuple[int, ...]) -> tuple[int, ...]:

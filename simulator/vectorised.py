@@ -6,7 +6,9 @@ sealing and no node: what those are for cannot be studied here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -62,9 +64,13 @@ class ReportSum:
         self._training = experiment.local_training
         self._method = experiment.gradients
         self._dimension = experiment.parameters
-        self._records = records
+        simulation = experiment.config.simulation
+        self._device, self._precision = simulation.device, simulation.precision
+        # On a GPU threads take turns: memory holds one block's gradients, the other cores draw.
+        self._turn = contextlib.nullcontext() if self._device == "cpu" else threading.Lock()
+        self._records = records.to(self._device)
         self._randomness = make_randomness(experiment.seed)
-        self._noise_in_reports = experiment.config.simulation.noise == "report"
+        self._noise_in_reports = simulation.noise == "report"
         self._block = users_per_block(experiment)
         self._threads = ThreadPoolExecutor(
             torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
@@ -85,7 +91,10 @@ class ReportSum:
             int64 of shape (d,), in `unit_of_sums`.
         """
         total = np.zeros(self._dimension, dtype=np.int64)
-        model = ready_for(self._method, model)
+        model = ready_for(self._method, model, self._device)
+        # Else float32 sums might be of 10 bits, and longer than their norms by as much (TF32).
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
         blocks = np.split(users, np.flatnonzero(np.diff(users // self._block)) + 1)
         for part in self._threads.map(functools.partial(self._sum_block, round, model), blocks):
             total += part
@@ -98,9 +107,9 @@ class ReportSum:
         if len(sending):
             features, labels = self._records(sending)
             orders = self._orders(round, sending, labels.shape[1])
-            total = clipped_sum_of_updates(
-                self._method, model, features, labels, self._training, orders, self._plan.clip_norm
-            )
+            given = features, labels, self._training, orders, self._plan.clip_norm, self._precision
+            with self._turn:
+                total = clipped_sum_of_updates(self._method, model, *given).cpu()
         if self._noise_in_reports:
             noise = np.zeros(self._dimension)
             scale = self._plan.noise_multiplier * self._plan.clip_norm

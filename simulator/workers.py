@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -29,12 +30,14 @@ def ray_workers(experiment: Experiment) -> Iterator[SumReports]:
     """Starts `simulation.workers` Ray actors and gives `ReportSum.sum` by all of them.
 
     On the cluster at RAY_ADDRESS if that is set, else in a Ray of its own that ends with the run.
-    A worker is sent its users' records when it starts and the model once a round. One that dies is
+    A worker has one CPU and, with `simulation.device = "cuda"`, its share of the cluster's GPUs. It
+    is sent its users' records when it starts and the model once a round. One that dies is
     replaced, and its part of the round computed anew: nobody has read what it drew, so that the
     round has one release, as its ledger line says.
 
     Raises:
-        EngineFailed: Ray or the workers do not start or fail, or one dies in every try of a round.
+        EngineFailed: Ray or the workers do not start or fail, one dies in every try of a round, or
+            the cluster lacks the GPUs.
     """
     try:
         workers = _start(experiment, experiment.config.simulation.workers)
@@ -66,28 +69,54 @@ def _start(experiment: Experiment, number: int) -> list[_Worker]:
         with path_for_workers():
             options = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        needs = needs_of_a_worker(experiment.config.simulation.device, number)
         records = experiment.load_users()
         shards = _shards(experiment, number)
-        workers = [_Worker(experiment, records, start, end) for start, end in shards]
+        workers = [_Worker(experiment, records, needs, start, end) for start, end in shards]
         ray.get([worker.actor.__ray_ready__.remote() for worker in workers], timeout=_START_SECONDS)
         return workers
     except GetTimeoutError as error:
-        free = ray.available_resources().get("CPU", 0)
+        free = ray.available_resources()
         raise EngineFailed(
-            f"Ray did not start {number} workers of one CPU each within {_START_SECONDS:g} s; "
-            f"{free:g} CPUs are free"
+            f"Ray did not start {number} workers of one CPU and {needs['num_gpus']:g} GPUs each "
+            f"within {_START_SECONDS:g} s; {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} "
+            "GPUs are free"
         ) from error
+    except EngineFailed:
+        raise
     except Exception as error:
         raise EngineFailed(f"Ray did not start: {_cause(error)}") from error
+
+
+def needs_of_a_worker(device: str, number: int) -> dict[str, float]:
+    """What each of the workers asks of Ray: of GPUs 1, or 1/k where k workers must share one.
+
+    Raises:
+        EngineFailed: the cluster has no GPU.
+    """
+    if device == "cpu":
+        return {"num_cpus": 1, "num_gpus": 0}
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if gpus == 0:
+        raise EngineFailed('simulation.device = "cuda" needs GPUs, the Ray cluster has none')
+    # Ray counts in 1/10000 and rounds up: six times 1/6 would not fit.
+    return {"num_cpus": 1, "num_gpus": 10_000 // math.ceil(number / gpus) / 10_000}
 
 
 class _Worker:
     """An actor that sums the reports of the users from `start` to before `end`."""
 
-    def __init__(self, experiment: Experiment, records: PartitionedRecords, start: int, end: int):
+    def __init__(
+        self,
+        experiment: Experiment,
+        records: PartitionedRecords,
+        needs: dict[str, float],
+        start: int,
+        end: int,
+    ):
         self.start, self.end = start, end
         own = ray.put(records.of(start, end))
-        self._make_actor = lambda: ray.remote(num_cpus=1)(ReportSum).remote(experiment, own)
+        self._make_actor = lambda: ray.remote(**needs)(ReportSum).remote(experiment, own)
         self.actor = self._make_actor()
 
     def replace(self) -> None:

@@ -1,5 +1,6 @@
 """Ray workers of the vectorised engine: real Ray, real kills."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from rich.console import Console
 from accounting import Ledger
 from clients import SeededRandomness
 from simulator.config import ConfigError, load
+from simulator.engine import EngineFailed
 from simulator.experiment import prepare
 from simulator.run import run
 from simulator.vectorised import ReportSum
+from simulator.workers import needs_of_a_worker, ray_workers
 
 HERE = Path(__file__).parent
 SETTINGS = [
@@ -51,7 +54,7 @@ def test_killed_workers_change_nothing(tmp_path, monkeypatch):
     result = with_workers(tmp_path, 2)
     assert (result.returncode, result.stderr) == (0, "")
     wait_until(lambda: not left_behind(tmp_path), 30, "Ray's processes to end")
-    assert "vectorised on 2 Ray workers" in result.stdout
+    assert "vectorised on cpu in float32 by 2 Ray workers" in result.stdout
     assert (tmp_path / "kills").read_text() == "xx"
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     monkeypatch.setenv("TEST_KILLS", "2")  # of which both have taken place
@@ -103,6 +106,32 @@ def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
         shard = users[(start <= users) & (users < end)]
         total += ReportSum(of, records.of(start, end)).sum(1, model, shard)
     assert np.array_equal(total, whole) and np.abs(whole).max() > 2**40
+
+
+def test_workers_share_the_gpus_of_a_cluster():
+    """Two, by Ray's count, which it can be told."""
+    ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        for number in (1, 2, 3, 11, 12, 13):
+            share = needs_of_a_worker("cuda", number)["num_gpus"]
+            together = ray.util.placement_group([{"GPU": share}] * number)
+            assert together.wait(30), f"{number} workers with {share} GPUs each"
+            ray.util.remove_placement_group(together)
+    finally:
+        ray.shutdown()
+
+
+def test_a_cluster_without_gpus_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray finds none, wherever this runs
+    of = prepare(load(str(tiny_config(tmp_path, 4)), ["simulation.engine=vectorised"]))
+    simulation = of.config.simulation.model_copy(update={"device": "cuda", "workers": 2})
+    config = of.config.model_copy(update={"simulation": simulation})
+    message = '^simulation.device = "cuda" needs GPUs, the Ray cluster has none$'
+    with (
+        pytest.raises(EngineFailed, match=message),
+        ray_workers(dataclasses.replace(of, config=config)),
+    ):
+        raise AssertionError("workers have started")
 
 
 def test_more_workers_than_cpus_need_a_cluster(tmp_path, monkeypatch):

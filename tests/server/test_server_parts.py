@@ -7,14 +7,15 @@ from torch import nn
 from server import Checkpoint, Optimiser, evaluate, load_checkpoint
 
 
-def test_evaluation_counts_every_record_across_batches():
+def test_evaluation_counts_every_record_across_batches(device):
     model = nn.Linear(1, 2)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0], [-1.0]]))
         model.bias.zero_()
     features = torch.cat([torch.ones(1500, 1), -torch.ones(601, 1)])
     labels = torch.zeros(2101, dtype=torch.long)
-    result = evaluate(model, features, labels)
+    result = evaluate(model, features.to(device), labels.to(device))
+    assert model.training and model.weight.device.type == "cpu"
     assert result.accuracy == pytest.approx(1500 / 2101)
     right, wrong = (torch.log1p(torch.exp(torch.tensor(s * 2.0))).item() for s in (-1, 1))
     assert result.loss == pytest.approx((1500 * right + 601 * wrong) / 2101, rel=1e-5)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from clients import LocalTraining, clip, local_update, record_orders
@@ -20,6 +21,8 @@ from simulator.user_gradients import (
 )
 
 GRADIENT = LocalTraining()
+METHODS = ["book-keeping", "vmap"]
+PRECISIONS = ["float32", "bfloat16"]
 
 
 def flat(updates):
@@ -35,38 +38,40 @@ def one_by_one(model, features, labels, clip_norm):
     return sum(clip(update, clip_norm) for update in updates)
 
 
-def together(model, features, labels, clip_norm, method="book-keeping"):
-    arguments = model, features, labels, GRADIENT, None, clip_norm
-    return clipped_sum_of_updates(method, *arguments).numpy()
+def together(model, features, labels, clip_norm, device, precision="float32", method=METHODS[0]):
+    own = copy.deepcopy(model).to(device)
+    arguments = features.to(device), labels.to(device), GRADIENT, None, clip_norm, precision
+    total = clipped_sum_of_updates(method, own, *arguments).cpu().numpy()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], now.cpu()) for name, now in own.state_dict().items())
+    return total
 
 
-def assert_same_sum(model, features, labels, clip_norm):
+def assert_same_sum(model, features, labels, clip_norm, device):
     expected = one_by_one(model, features, labels, clip_norm)
-    before = copy.deepcopy(model.state_dict())
-    for method in ("book-keeping", "vmap"):
-        total = together(model, features, labels, clip_norm, method)
+    for method in METHODS:
+        total = together(model, features, labels, clip_norm, device, method=method)
         np.testing.assert_allclose(total, expected, rtol=2e-4, atol=2e-6 * clip_norm)
-    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
 
 
 @pytest.mark.parametrize("make", [mlp, small_cnn])
 @pytest.mark.parametrize("epochs", [0, 1, 3])
-def test_user_updates_are_those_of_local_update(make, epochs):
+def test_user_updates_are_those_of_local_update(make, epochs, device):
     """0 epochs: fedsgd. Five records in batches of two: the last batch is short."""
     torch.manual_seed(1)
     model = make((1, 28, 28), 10)
     features, labels = torch.randn(4, 5, 1, 28, 28), torch.randint(0, 10, (4, 5))
     training = LocalTraining("fedavg" if epochs else "fedsgd", epochs, 0.2, 2)
     orders = record_orders(np.arange(4, dtype=np.uint64), epochs, 5)
-    before = [parameter.clone() for parameter in model.parameters()]
-    updates = flat(user_updates(model, features, labels, training, orders))
-    assert all(map(torch.equal, before, model.parameters()))
+    own, records = copy.deepcopy(model).to(device), (features.to(device), labels.to(device))
+    updates = flat(user_updates(own, *records, training, orders)).cpu()
+    assert all(map(torch.equal, own.cpu().parameters(), model.parameters()))
     for user in range(4):
         alone = local_update(model, features[user], labels[user], training, seed=user)
         torch.testing.assert_close(updates[user], torch.from_numpy(alone), rtol=1e-4, atol=1e-6)
 
 
-def test_clipped_sum_is_the_sum_of_clip_for_every_input():
+def test_clipped_sum_is_the_sum_of_clip_for_every_input(device):
     updates = torch.randn(8, 6) * 0.01
     updates[1] *= 1e4
     updates[2] = 0.0
@@ -75,8 +80,9 @@ def test_clipped_sum_is_the_sum_of_clip_for_every_input():
     updates[5] = 3e38  # finite; its squares overflow float32
     updates[6] = 1e-42
     expected = sum(clip(update.numpy(), 0.5) for update in updates)
+    updates = updates.to(device)
     total = clipped_sum({"a": updates[:, :4].reshape(8, 2, 2), "b": updates[:, 4:]}, 0.5)
-    np.testing.assert_allclose(total.numpy(), expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(total.cpu().numpy(), expected, rtol=1e-5, atol=1e-7)
 
 
 class Functional(nn.Module):
@@ -110,19 +116,19 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("records", [1, 3])
 @pytest.mark.parametrize("make", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_the_sum_is_that_of_one_user_after_another(make, records):
+def test_the_sum_is_that_of_one_user_after_another(make, records, device):
     torch.manual_seed(records)
     model = make().train()
-    assert fastest_method(model, (1, 14, 14), 10, GRADIENT) == "book-keeping"
+    assert fastest_method(model, (1, 14, 14), 10, GRADIENT, device) == "book-keeping"
     features, labels = torch.randn(7, records, 1, 14, 14), torch.randint(0, 10, (7, records))
     features *= torch.logspace(-6, 6, 7).reshape(7, 1, 1, 1, 1)
     for clip_norm in (1e-3, 1.0, 1e4):
-        assert_same_sum(model, features, labels, clip_norm)
+        assert_same_sum(model, features, labels, clip_norm, device)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_convolutions_of_every_kind(data):
+def test_convolutions_of_every_kind(data, device):
     draw = data.draw
     groups, seed = draw(st.sampled_from([1, 2, 3])), draw(st.integers(0, 2**31))
     layer = {
@@ -145,8 +151,8 @@ def test_convolutions_of_every_kind(data):
     features = torch.randn(users, records, layer["in_channels"], height, 5)
     model(features[0])
     labels = torch.randint(0, 3, (users, records))
-    assert fastest_method(model, features.shape[2:], 3, GRADIENT) == "book-keeping"
-    assert_same_sum(model, features, labels, 0.5)
+    assert fastest_method(model, features.shape[2:], 3, GRADIENT, device) == "book-keeping"
+    assert_same_sum(model, features, labels, 0.5, device)
 
 
 class Odd(nn.Module):
@@ -202,7 +208,7 @@ def test_local_epochs_are_left_to_vmap():
 
 @pytest.mark.parametrize("records", [1, 2])
 @pytest.mark.parametrize("make", [mlp, small_cnn])
-def test_an_update_that_is_not_finite_counts_as_zero_and_harms_no_other(make, records):
+def test_an_update_that_is_not_finite_counts_as_zero_and_harms_no_other(make, records, device):
     torch.manual_seed(0)
     model = make((1, 28, 28), 10).train()
     features, labels = torch.randn(9, records, 1, 28, 28), torch.randint(0, 10, (9, records))
@@ -212,11 +218,12 @@ def test_an_update_that_is_not_finite_counts_as_zero_and_harms_no_other(make, re
     features[4] *= 1e20  # squares beyond float32
     features[5] *= 1e-30
     features[6] = 0.0
-    assert_same_sum(model, features, labels, 0.5)
+    assert_same_sum(model, features, labels, 0.5, device)
     only = [1, 2]
-    assert not together(model, features[only], labels[only], 0.5).any()
+    assert not together(model, features[only], labels[only], 0.5, device).any()
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     size=st.integers(-25, 25),
@@ -226,7 +233,7 @@ def test_an_update_that_is_not_finite_counts_as_zero_and_harms_no_other(make, re
     seed=st.integers(0, 2**31),
 )
 def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
-    size, difference, clip_exponent, pairs, seed
+    size, difference, clip_exponent, pairs, seed, device, precision
 ):
     """Each pair's output gradients are opposite, its inputs differ by 10^difference of their size.
 
@@ -241,28 +248,40 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
     base[:, 1::2] = base[:, ::2]
     features = base * (1 + 10.0**difference * torch.randn(base.shape))
     labels = torch.tensor([[0, 1] * pairs])
-    share = together(model, features, labels, clip_norm)
+    share = together(model, features, labels, clip_norm, device, precision)
     assert np.linalg.norm(share) <= clip_norm * (1 + 2e-5)
     expected = one_by_one(model, features, labels, clip_norm)
-    if np.linalg.norm(expected) < clip_norm / 2:  # not clipped: the same gradient, if not rounding
+    # Not clipped: the same gradient, if not rounding.
+    if precision == "float32" and np.linalg.norm(expected) < clip_norm / 2:
         scale = 1e-5 * float(features.abs().max())
         np.testing.assert_allclose(share, expected, rtol=1e-3, atol=scale)
 
 
-@pytest.mark.parametrize("method", ["book-keeping", "vmap"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("clip_norm", [1e-3, 3e-5, 4e-7, 3e-7, 1e-7])
-def test_a_share_is_at_most_the_clip_norm_where_its_scale_is_hardly_a_float32(method, clip_norm):
+def test_a_share_is_at_most_the_clip_norm_where_its_scale_is_hardly_a_float32(
+    method, clip_norm, device, precision
+):
     """The smallest float32 are 1.4e-45 apart: rounded to the nearest, a scale may be doubled."""
     model = logistic_regression((1, 4, 4), 3).train()
     for size in torch.linspace(1.0, 2.9, 20):
         features = (size * 1e38).expand(1, 1, 1, 4, 4)
-        share = together(model, features, torch.zeros(1, 1, dtype=torch.int64), clip_norm, method)
+        labels = torch.zeros(1, 1, dtype=torch.int64)
+        share = together(model, features, labels, clip_norm, device, precision, method)
         assert np.linalg.norm(share) <= clip_norm * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("clip_norm", [1e-2, 1e-5])
-@pytest.mark.parametrize("records", [1, 2])
-def test_a_share_is_at_most_the_clip_norm_where_gradients_are_hardly_float32(clip_norm, records):
+@pytest.mark.parametrize(
+    ("clip_norm", "records", "precision"),
+    [
+        (1e-2, 1, "float32"), (1e-2, 2, "float32"), (1e-5, 1, "float32"), (1e-5, 2, "float32"),
+        (1e-5, 2, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_share_is_at_most_the_clip_norm_where_gradients_are_hardly_float32(
+    clip_norm, records, device, precision
+):
     """Of the layer's output, at records so large that their products are not small."""
 
     class Faint(nn.Sequential):
@@ -280,5 +299,79 @@ def test_a_share_is_at_most_the_clip_norm_where_gradients_are_hardly_float32(cli
         for size in np.logspace(34, 38, 5):
             features = torch.full((1, records, 784), size, dtype=torch.float32)
             labels = torch.zeros(1, records, dtype=torch.int64)
-            share = together(model, features, labels, clip_norm)
+            share = together(model, features, labels, clip_norm, device, precision)
             assert np.linalg.norm(share) <= clip_norm * (1 + 2e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make", [mlp, small_cnn])
+def test_bfloat16_gives_float32_updates_near_those_of_float32(make, method, device):
+    torch.manual_seed(0)
+    model, labels = make((1, 28, 28), 10).train(), torch.randint(0, 10, (64, 2))
+    features = torch.rand(64, 2, 1, 28, 28) + labels[:, :, None, None, None] / 5
+    exact, near = (
+        together(model, features, labels, 1.0, device, precision, method)
+        for precision in PRECISIONS
+    )
+    assert near.dtype == np.float32
+    assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 0.1
+    own, records = model.to(device), (features.to(device), labels.to(device))
+    updates = user_updates(own, *records, GRADIENT, None, "bfloat16")
+    assert {update.dtype for update in updates.values()} == {torch.float32}
+
+
+def test_a_model_that_cannot_take_bfloat16_is_found(device):
+    class OnlyFloat32(nn.Linear):
+        def forward(self, x):
+            scores = super().forward(x)
+            column = torch.zeros_like(scores, dtype=torch.int64)
+            return torch.zeros_like(scores, dtype=x.dtype).scatter(1, column, scores)
+
+    model = OnlyFloat32(4, 3).train()
+    assert fastest_method(model, (4,), 3, GRADIENT, device) == "book-keeping"
+    with pytest.raises(RuntimeError, match="scatter"):
+        fastest_method(model, (4,), 3, GRADIENT, device, "bfloat16")
+
+
+class OnAnotherDevice(FakeTensorMode):
+    """Tensors that have a device and a shape but no values; those of two devices do not mix.
+
+    Every question about a value has the same answer, and of a mask one is left.
+    """
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self.answer
+        if func is torch.ops.aten.index.Tensor:
+            masks = [index is not None and index.dtype == torch.bool for index in args[1]]
+            chosen = [
+                index.new_zeros(1, dtype=torch.int64) if mask else index
+                for index, mask in zip(args[1], masks, strict=True)
+            ]
+            args = args[0], chosen
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("answer", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_everything_is_computed_where_the_model_is(make, method, answer):
+    """On "meta", the one device beside the CPU that every build of torch can differentiate on."""
+    with OnAnotherDevice(answer), torch.device("meta"):
+        model = make().train()
+        labels = torch.zeros(4, 3, dtype=torch.int64)
+        arguments = torch.zeros(4, 3, 1, 14, 14), labels, GRADIENT, None, 1.0
+        with torch.device("cpu"):  # what is made anywhere comes from there
+            total = clipped_sum_of_updates(method, model, *arguments)
+            orders = torch.zeros(1, 4, 3, dtype=torch.int64)
+            epochs = LocalTraining("fedavg", 1, 0.1, 2)
+            updates = user_updates(model, *arguments[:2], epochs, orders)
+        assert total.device.type == "meta"
+        assert {update.device.type for update in updates.values()} == {"meta"}

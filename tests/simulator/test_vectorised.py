@@ -10,11 +10,15 @@ import torch
 from rich.console import Console
 from scipy import stats
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from typer.testing import CliRunner
 
 from accounting import Ledger
 from clients import SeededRandomness, clip, local_update, make_randomness
+from server import unit_of_sums
+from simulator.cli import app
 from simulator.config import ConfigError, load
-from simulator.experiment import prepare
+from simulator.experiment import PartitionedRecords, prepare
 from simulator.models import mlp
 from simulator.run import run
 from simulator.vectorised import ReportSum, VectorisedRounds
@@ -64,8 +68,8 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("overrides", ALGORITHMS.values(), ids=ALGORITHMS)
-def test_a_round_is_the_one_computed_by_hand_whatever_the_chunk(overrides):
-    of, users = experiment(*overrides), checked_in(2)
+def test_a_round_is_the_one_computed_by_hand_whatever_the_chunk(overrides, device):
+    of, users = experiment(*overrides, f"simulation.device={device}"), checked_in(2)
     total = sum_by_hand(of, users, 2)
     total += NOISE * CLIP * SeededRandomness(5).standard_normal(2, users, of.parameters).sum(0)
     for size in (1, 7, 1000):
@@ -77,6 +81,62 @@ def test_a_round_is_the_one_computed_by_hand_whatever_the_chunk(overrides):
         np.testing.assert_allclose(
             played.aggregate.estimate, total / (USERS * RATE), rtol=1e-4, atol=1e-6
         )
+
+
+def test_a_sum_in_bfloat16_is_near_the_one_computed_by_hand(device):
+    settings = f"simulation.device={device}", "simulation.precision=bfloat16"
+    of, users = experiment("simulation.noise=aggregate", *settings), checked_in(2)
+    expected = sum_by_hand(of, users, 2)
+    total = ReportSum(of, of.load_users()).sum(2, of.make_model(), users)
+    error = total * unit_of_sums(of.plan, of.parameters) - expected
+    assert 1e-4 < np.linalg.norm(error) / np.linalg.norm(expected) < 0.05
+
+
+def test_float32_means_float32_whatever_was_allowed_before():
+    of, users = experiment(), checked_in(1)
+    reports, model = ReportSum(of, of.load_users()), of.make_model()
+    expected = reports.sum(1, model, users)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.allow_tf32 = True
+    assert np.array_equal(reports.sum(1, model, users), expected)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def test_records_are_fetched_where_they_are():
+    """Real ones on "meta", where a mixture of devices is an error."""
+    records = experiment().load_users()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        features, labels = records.to("meta")(np.arange(3))
+    assert (features.device.type, labels.device.type) == ("meta", "meta")
+    assert (features.shape, labels.shape) == ((3, 23, 1, 8, 8), (3, 23))
+
+
+def test_a_round_is_not_taken_for_reproducible_on_a_gpu():
+    of = experiment()
+    simulation = of.config.simulation.model_copy(update={"device": "cuda"})
+    config = of.config.model_copy(update={"simulation": simulation})
+    assert of.reproducible and not dataclasses.replace(of, config=config).reproducible
+
+
+class TooLarge(nn.Linear):
+    """Does not fit into memory for many records."""
+
+    def __init__(self, input_shape, classes):
+        super().__init__(64, classes)
+
+    def forward(self, records):
+        if len(records) > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB.")
+        return super().forward(records.flatten(1))
+
+
+def test_memory_that_runs_out_is_one_line(tmp_path):
+    sets = [*SETTINGS, f"model.name={__name__}:TooLarge"]
+    given = [part for setting in sets for part in ("--set", setting)]
+    result = CliRunner().invoke(app, ["run", "quickstart", "--runs", str(tmp_path), *given])
+    assert result.exit_code == 1
+    assert result.stderr == "error: CUDA out of memory. Tried to allocate 9 GiB.\n"
 
 
 def test_blankets_are_noise_alone_and_the_mean_allows_for_them():
@@ -121,11 +181,16 @@ def test_summed_noise_is_reproducible_and_has_the_law_of_a_sum():
     assert stats.kstest(four / 2, "norm").pvalue > 1e-7
 
 
-def test_only_users_who_checked_in_are_touched():
+def test_only_users_who_checked_in_are_touched(monkeypatch):
+    fetch, seen = PartitionedRecords.__call__, []
+
+    def spy(records, users):
+        seen.extend(users.tolist())
+        return fetch(records, users)
+
+    monkeypatch.setattr(PartitionedRecords, "__call__", spy)
     of = experiment("simulation.users_per_chunk=9")
-    records, seen = of.load_users(), []
-    reports = ReportSum(of, lambda users: seen.extend(users.tolist()) or records(users))
-    VectorisedRounds(of, reports.sum)(3, of.make_model())
+    rounds_of(of)(3, of.make_model())
     assert sorted(seen) == checked_in(3).tolist()
 
 
@@ -140,11 +205,13 @@ def test_rounds_without_check_ins_are_spent_and_leave_the_model(tmp_path):
 
 
 def test_how_a_run_was_computed_is_in_its_record(tmp_path):
-    folder = run_folder(tmp_path, "simulation.noise=aggregate")
+    folder = run_folder(tmp_path, "simulation.noise=aggregate", "simulation.precision=bfloat16")
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["engine"], summary["noise"]) == ("vectorised", "aggregate")
+    assert (summary["device"], summary["precision"]) == ("cpu", "bfloat16")
     assert summary["gradients"] == "book-keeping"
-    assert load(str(folder / "config.toml")).simulation.noise == "aggregate"
+    simulation = load(str(folder / "config.toml")).simulation
+    assert (simulation.noise, simulation.precision) == ("aggregate", "bfloat16")
 
 
 def test_a_round_is_in_the_ledger_before_it_is_computed(tmp_path, monkeypatch):
@@ -186,12 +253,23 @@ def with_dropout(input_shape, classes):
             ["simulation.engine=flower", "simulation.noise=aggregate"],
             "simulation.noise must be report for engine flower.* got 'aggregate'",
         ),
+        (
+            ["simulation.engine=flower", "simulation.device=cuda"],
+            "simulation.device must be cpu for engine flower, got 'cuda'",
+        ),
+        (
+            ["simulation.engine=flower", "simulation.precision=bfloat16"],
+            "simulation.precision must be float32 for engine flower, got 'bfloat16'",
+        ),
+        (["simulation.precision=float16"], "precision must be one of float32, bfloat16, got"),
+        (["simulation.device=cuda"], 'device must be "cpu" here: .* finds no CUDA device, got'),
         (["simulation.engine=spark"], "simulation.engine must be one of flower, vectorised, got"),
         (["simulation.users_per_chunk=0"], "simulation.users_per_chunk must be a whole number"),
         (["data.users=5000"], r"data.users must lie in \[1, 1437\]"),
     ],
 )
-def test_what_it_cannot_do_is_one_line_before_any_work(tmp_path, overrides, message):
+def test_what_it_cannot_do_is_one_line_before_any_work(tmp_path, monkeypatch, overrides, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # also where there is one
     with pytest.raises(ConfigError, match=message) as error:
         run_folder(tmp_path, *overrides)
     assert "\n" not in str(error.value)
