@@ -10,6 +10,9 @@ batches and number of threads. Each is a process of its own, so that its peak me
 - pfl: FederatedAveraging with one local step and GaussianMechanism for each user, one process for
   each thread; its own sampling of users, without the sum over processes.
 
+With `--set simulation.device=cuda` all but pfl and Flower, which are left out, compute on the GPU,
+and peak memory is what torch took there. `simulation.precision` is the engine's and plain SGD's.
+
     python benchmarks/vectorised.py mnist --rounds 5 --flower-rounds 2
 """
 
@@ -50,8 +53,7 @@ Play = Callable[[int], int]
 
 def vectorised(config: Config, noise: str, method: str | None = None) -> Play:
     """A round of the engine; its gradients by `method` if it is given."""
-    changed = {"engine": "vectorised", "noise": noise}
-    simulation = config.simulation.model_copy(update=changed)
+    simulation = config.simulation.model_copy(update={"noise": noise})
     experiment = prepare(config.model_copy(update={"simulation": simulation}))
     reports, model = ReportSum(experiment, experiment.load_users()), experiment.make_model()
     reports._method = method or reports._method
@@ -67,7 +69,8 @@ def batch_by_batch(experiment: Experiment, batch: Callable[..., None], apart: bo
         batch: takes r records, shapes (r, ...) and (r,).
         apart: each batch on one core, as the engine does it; else on torch's threads together.
     """
-    records, size = experiment.load_users(), experiment.config.simulation.users_per_chunk
+    simulation = experiment.config.simulation
+    records, size = experiment.load_users().to(simulation.device), simulation.users_per_chunk
 
     def of(users: np.ndarray) -> None:
         batch(*(part.flatten(0, 1) for part in records(users)))
@@ -84,11 +87,14 @@ def batch_by_batch(experiment: Experiment, batch: Callable[..., None], apart: bo
 
 def plain(config: Config, apart: bool, layout: torch.memory_format | None = None) -> Play:
     """Forward and backward, with the model in the given memory format if there is one."""
-    experiment = prepare(config)
-    model = experiment.make_model().train().to(memory_format=layout or torch.preserve_format)
+    experiment, device = prepare(config), config.simulation.device
+    lower = config.simulation.precision == "bfloat16"
+    model = experiment.make_model().train().to(device)
+    model = model.to(memory_format=layout or torch.preserve_format)
 
     def batch(features: torch.Tensor, labels: torch.Tensor) -> None:
-        loss = functional.cross_entropy(model(features), labels)
+        with torch.autocast(device, torch.bfloat16, enabled=lower):
+            loss = functional.cross_entropy(model(features), labels)
         torch.autograd.grad(loss, list(model.parameters()))
 
     return batch_by_batch(experiment, batch, apart)
@@ -107,7 +113,7 @@ def opacus(config: Config, ghost: bool) -> Play:
     clip_norm = experiment.plan.clip_norm
 
     def make() -> None:
-        model = experiment.make_model().train()
+        model = experiment.make_model().train().to(config.simulation.device)
         optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
         common = {"noise_multiplier": 0.0, "max_grad_norm": clip_norm, "expected_batch_size": 1}
         if ghost:
@@ -211,16 +217,21 @@ PATHS: dict[str, Callable[[Config], Play]] = {
 def serve(path: str, config: Config, connection: Connection) -> None:
     """Plays the rounds that it is asked for in this process, until asked for None."""
     warnings.simplefilter("ignore")
-    play = PATHS[path](config)
+    torch.backends.cudnn.allow_tf32 = False  # as the engine
+    play, on_gpu = PATHS[path](config), config.simulation.device == "cuda"
     while (round := connection.recv()) is not None:
         started = time.perf_counter()
         users = play(round)
+        if on_gpu:
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        connection.send((users / seconds, peak_megabytes()))
+        connection.send((users / seconds, peak_megabytes(on_gpu)))
 
 
-def peak_megabytes() -> float:
-    """Resident, of this process and its children together."""
+def peak_megabytes(on_gpu: bool) -> float:
+    """Resident, of this process and its children together; or torch's on the GPU."""
+    if on_gpu:
+        return torch.cuda.max_memory_allocated() / 2**20
     total = 0
     for process in (multiprocessing.current_process(), *multiprocessing.active_children()):
         status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
@@ -264,10 +275,12 @@ def measure(config: Config, paths: list[str], rounds: int) -> dict[str, list[tup
 
 
 def on_flower(config: Config, rounds: int) -> list[float]:
-    """Reports a second of each round of the Flower engine."""
+    """Reports a second of each round of the Flower engine, on the CPU."""
     privacy = config.privacy.model_copy(update={"rounds": rounds})
     training = config.training.model_copy(update={"evaluate_every": rounds + 1})
-    config = config.model_copy(update={"privacy": privacy, "training": training})
+    simulation = config.simulation.model_copy(update={"engine": "flower", "precision": "float32"})
+    changed = {"privacy": privacy, "training": training, "simulation": simulation}
+    config = config.model_copy(update=changed)
     with tempfile.TemporaryDirectory() as folder:
         run(config, Path(folder), Console(quiet=True))
         (metrics,) = Path(folder).glob("*/metrics.jsonl")
@@ -286,8 +299,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", OrderRangeWarning)  # of epsilon after a few rounds; not shown
-    config = load(arguments.config, ["training.algorithm=fedsgd", *arguments.set])
-    experiment, console = prepare(config), Console()
+    settings = ["training.algorithm=fedsgd", "simulation.engine=vectorised", *arguments.set]
+    config = load(arguments.config, settings)
+    experiment, console, simulation = prepare(config), Console(), config.simulation
+    on_gpu = simulation.device == "cuda"
     paths = []
     for path in PATHS:
         package = path.partition(",")[0]
@@ -295,16 +310,18 @@ def main() -> None:
             continue
         if package in ("opacus", "pfl") and importlib.util.find_spec(package) is None:
             console.print(f"{package} is not installed: left out")
+        elif package == "pfl" and on_gpu:
+            console.print("pfl is timed on CPUs only: left out")
         else:
             paths.append(path)
     found = measure(config, paths, arguments.rounds)
-    if arguments.flower_rounds:
+    if arguments.flower_rounds and not on_gpu:
         speeds = on_flower(config, arguments.flower_rounds)
         found["Flower engine"] = [(speed, float("nan")) for speed in speeds]
     table = Table(
         title=f"users a second, {config.name}: {config.model.name}, {experiment.parameters} "
-        f"parameters\n{torch.get_num_threads()} threads, "
-        f"{config.simulation.users_per_chunk} users a batch, load {os.getloadavg()[0]:.1f}"
+        f"parameters\n{simulation.precision} on {simulation.device}, {torch.get_num_threads()} "
+        f"threads, {simulation.users_per_chunk} users a batch, load {os.getloadavg()[0]:.1f}"
     )
     for column in ("path", "rounds", "median/s", "lowest", "highest", "of plain", "peak MB"):
         table.add_column(column, justify="left" if column == "path" else "right")
