@@ -16,11 +16,6 @@ connects a user with a report, and none holds a time or a number of arrival. The
 a commit atomic is emptied by the commit. The key lies in the file: it keeps senders from choosing
 their buckets, and hides nothing from whoever has the file.
 
-A bucket is a page and holds 253 hashes; there are so many that a full batch fills each with 128 on
-average at most. The number in one is binomial, so by Chernoff's bound it exceeds 253 with
-probability below exp(126 - 254 ln(254/128)) < 2e-21; in any of 2**17 buckets (2**24 users) below
-3e-16. The report that would be one too many is answered `ROUND_FULL`.
-
 A group of reports is stored in this order: into free slots; `fdatasync`; then one commit that marks
 slots and users, synced. What has no mark was never acknowledged and is never read. The kernel
 reports what it could not write to *one* `fdatasync` and forgets it, whichever slot it was: after a
@@ -35,7 +30,6 @@ that matters.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import sqlite3
@@ -44,6 +38,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from shuffler.errors import Refusal, ShufflerRefused, Verdict
+from shuffler.spool_rows import ReportedUsers, TakenSlots, count_rows, make_rows
 from shuffler.storage import (
     DamagedFile,
     connect,
@@ -58,24 +53,8 @@ from shuffler.storage import (
 __all__ = ["RoundSpool", "Slot", "file_bytes", "slot_bytes"]
 
 _BLOCK_BYTES = 4096  # of a file system; no two slots share one, unless several fit into it
-_BITS = 4096  # of one row
 _PARTS = 1024  # written with one call; the system takes no more (IOV_MAX)
-_HASH_BYTES = 16
-_BUCKET_HASHES = 253  # of one row: what fits into a page
-_BUCKET_BYTES = _BUCKET_HASHES * _HASH_BYTES
-_BUCKET_MEAN = 128  # of a full batch, at most
 _SLOTS_PER_USER = 2  # a random slot is free at least every other time
-_SCHEMA = """
-CREATE TABLE slots(
-    part INTEGER PRIMARY KEY, bits BLOB NOT NULL
-);
-CREATE TABLE reported(
-    bucket INTEGER PRIMARY KEY, hashes BLOB NOT NULL
-);
-CREATE TABLE hash_key(
-    key BLOB NOT NULL
-);
-"""
 
 
 def slot_bytes(report_bytes: int) -> int:
@@ -88,10 +67,6 @@ def slot_bytes(report_bytes: int) -> int:
 def file_bytes(report_bytes: int, capacity: int) -> int:
     """Length in bytes of the reports' file of such a batch; nearly all of it is holes."""
     return _SLOTS_PER_USER * capacity * slot_bytes(report_bytes)
-
-
-_SLOTS_ROW = "SELECT bits FROM slots WHERE part = ?"
-_REPORTED_ROW = "SELECT hashes FROM reported WHERE bucket = ?"
 
 
 class RoundSpool:
@@ -120,8 +95,6 @@ class RoundSpool:
         self._capacity = capacity
         self._stride = slot_bytes(report_bytes)
         self._slots = _SLOTS_PER_USER * capacity
-        self._parts = -(-self._slots // _BITS)
-        self._buckets = -(-capacity // _BUCKET_MEAN)
         self._spoilt: list[int] = []  # written to in vain; the next to be given out
         self._reserved: set[int] = set()  # being written to piece by piece
         self._generation = 0  # how often syncing has failed
@@ -146,9 +119,9 @@ class RoundSpool:
             raise
         try:
             if not existing:
-                self._prepare()
+                make_rows(self._connection, self._slots, capacity)
             with damage():
-                self._key, self._count = self._examine()
+                self._count = count_rows(self._connection, self._slots, capacity)
             sync_directory(path.parent)
         except BaseException:
             self.close()
@@ -172,7 +145,7 @@ class RoundSpool:
             connection = self._open()
             if not self._has_slot(self._capacity - self._count):
                 return None
-            number = self._draw(_Bits(connection))
+            number = self._draw(TakenSlots(connection))
             assert self._file is not None
             slot = Slot(number, os.dup(self._file), number * self._stride, self._generation)
             self._reserved.add(number)
@@ -209,7 +182,7 @@ class RoundSpool:
             own = [content for *_, content in reports if isinstance(content, Slot)]
             try:
                 with transaction(connection):
-                    slots, users = _Bits(connection), self._users()
+                    slots, users = TakenSlots(connection), ReportedUsers(connection, self._capacity)
                     room = self._capacity - self._count
                     for sender, user, content in reports:
                         if users.holds(sender, user):
@@ -255,8 +228,7 @@ class RoundSpool:
     def has_reported(self, sender: str, user: int) -> bool:
         """Whether a report of this user is in the batch."""
         with self._lock:
-            self._open()
-            return self._users().holds(sender, user)
+            return ReportedUsers(self._open(), self._capacity).holds(sender, user)
 
     def next_chunk(self, limit: int) -> tuple[list[bytes], bool]:
         """The next sealed reports in random order, of at most `limit` bytes in all.
@@ -272,7 +244,7 @@ class RoundSpool:
         with self._lock, storage_errors():
             connection = self._open()
             if self._reader is None:
-                self._reader = _taken(connection)
+                self._reader = TakenSlots(connection).rising()
             if self._report_bytes > limit:
                 return self._next_piece(self._reader, limit)
             while len(reports) < limit // self._report_bytes:
@@ -319,48 +291,12 @@ class RoundSpool:
             os.close(self._file)
             self._file = None
 
-    def _prepare(self) -> None:
-        """Makes all rows of a new batch, in order."""
-        with transaction(self._connection) as rows:
-            for statement in _SCHEMA.split(";"):
-                rows.execute(statement)
-            rows.execute("INSERT INTO hash_key VALUES (?)", (secrets.token_bytes(_HASH_BYTES),))
-            rows.executemany(
-                "INSERT INTO slots VALUES (?, zeroblob(?))",
-                ((part, _BITS // 8) for part in range(self._parts)),
-            )
-            rows.executemany(
-                "INSERT INTO reported VALUES (?, zeroblob(?))",
-                ((bucket, _BUCKET_BYTES) for bucket in range(self._buckets)),
-            )
-
-    def _examine(self) -> tuple[bytes, int]:
-        """The hashes' key and the number of reports; raises if a row is missing."""
-        rows = self._connection
-        keys = rows.execute("SELECT key FROM hash_key").fetchall()
-        parts = rows.execute(
-            "SELECT count(*) FROM slots WHERE typeof(bits) = 'blob' AND length(bits) = ?",
-            (_BITS // 8,),
-        )
-        buckets = rows.execute(
-            "SELECT count(*) FROM reported WHERE typeof(hashes) = 'blob' AND length(hashes) = ?",
-            (_BUCKET_BYTES,),
-        )
-        found = [type(key) for (key,) in keys], *parts.fetchone(), *buckets.fetchone()
-        if found != ([bytes], self._parts, self._buckets):
-            raise DamagedFile("rows of the batch's file are missing")
-        bits = rows.execute("SELECT bits FROM slots")
-        return keys[0][0], sum(int.from_bytes(b, "little").bit_count() for (b,) in bits)
-
     def _sync(self, file: int) -> None:
         try:
             os.fdatasync(file)
         except OSError:
             self._generation += 1
             raise
-
-    def _users(self) -> _Users:
-        return _Users(self._connection, self._key, self._buckets)
 
     def _spoil(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
@@ -378,7 +314,7 @@ class RoundSpool:
         """Whether there is one to draw, with room for so many more reports."""
         return bool(self._spoilt) or self._capacity - room + len(self._reserved) < self._slots
 
-    def _draw(self, slots: _Bits) -> int:
+    def _draw(self, slots: TakenSlots) -> int:
         """A slot that is uniformly random among those that were never drawn, or a spoilt one."""
         if self._spoilt:
             return self._spoilt.pop()
@@ -432,93 +368,6 @@ class Slot:
             os.close(descriptor)
 
 
-class _Bits:
-    """The set of taken slots, as rows of bits; changes are kept here until they are saved."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-        self._rows: dict[int, bytearray] = {}
-        self._changed: set[int] = set()
-
-    def holds(self, number: int) -> bool:
-        part, bit = divmod(number, _BITS)
-        return bool(self._row(part)[bit >> 3] & 1 << (bit & 7))
-
-    def put(self, number: int) -> None:
-        part, bit = divmod(number, _BITS)
-        self._row(part)[bit >> 3] |= 1 << (bit & 7)
-        self._changed.add(part)
-
-    def save(self) -> None:
-        # Of the same length as before, so SQLite writes them where they were.
-        self._connection.executemany(
-            "UPDATE slots SET bits = ? WHERE part = ?",
-            [(bytes(self._rows[part]), part) for part in sorted(self._changed)],
-        )
-        self._changed.clear()
-
-    def _row(self, part: int) -> bytearray:
-        row = self._rows.get(part)
-        if row is None:
-            row = self._rows[part] = bytearray(_blob(self._connection, _SLOTS_ROW, part))
-        return row
-
-
-class _Users:
-    """The set of users who have reported; changes are kept here until they are saved."""
-
-    def __init__(self, connection: sqlite3.Connection, key: bytes, buckets: int) -> None:
-        self._connection = connection
-        self._key = key
-        self._buckets = buckets
-        self._rows: dict[int, set[bytes]] = {}
-        self._changed: set[int] = set()
-
-    def holds(self, sender: str, user: int) -> bool:
-        bucket, name = self._place(sender, user)
-        return name in self._row(bucket)
-
-    def has_room(self, sender: str, user: int) -> bool:
-        bucket, _ = self._place(sender, user)
-        return len(self._row(bucket)) < _BUCKET_HASHES
-
-    def put(self, sender: str, user: int) -> None:
-        bucket, name = self._place(sender, user)
-        self._row(bucket).add(name)
-        self._changed.add(bucket)
-
-    def save(self) -> None:
-        self._connection.executemany(
-            "UPDATE reported SET hashes = ? WHERE bucket = ?",
-            [
-                (b"".join(sorted(self._rows[bucket])).ljust(_BUCKET_BYTES, b"\0"), bucket)
-                for bucket in sorted(self._changed)
-            ],
-        )
-        self._changed.clear()
-
-    def _place(self, sender: str, user: int) -> tuple[int, bytes]:
-        # The user's bytes are of one length, so no two pairs give the same bytes.
-        pair = sender.encode() + user.to_bytes(8, "big")
-        name = hashlib.blake2b(pair, digest_size=_HASH_BYTES, key=self._key).digest()
-        return int.from_bytes(name[:8], "big") * self._buckets >> 64, name
-
-    def _row(self, bucket: int) -> set[bytes]:
-        row = self._rows.get(bucket)
-        if row is None:
-            hashes = _blob(self._connection, _REPORTED_ROW, bucket)
-            names = {hashes[i : i + _HASH_BYTES] for i in range(0, len(hashes), _HASH_BYTES)}
-            row = self._rows[bucket] = names - {bytes(_HASH_BYTES)}
-        return row
-
-
-def _blob(connection: sqlite3.Connection, query: str, number: int) -> bytes:
-    found = connection.execute(query, (number,)).fetchone()
-    if found is None:
-        raise sqlite3.DatabaseError("a row of the batch's file is missing")
-    return bytes(found[0])
-
-
 def _write_at(descriptor: int, parts: Sequence[bytes], offset: int) -> None:
     """Writes the parts one after the other, all of them."""
     if len(parts) > _PARTS:
@@ -526,15 +375,6 @@ def _write_at(descriptor: int, parts: Sequence[bytes], offset: int) -> None:
     done, length = os.pwritev(descriptor, parts, offset), sum(map(len, parts))
     while done < length:  # a signal, or a full disk: then the next call says so
         done += os.pwrite(descriptor, b"".join(parts)[done:], offset + done)
-
-
-def _taken(connection: sqlite3.Connection) -> Iterator[int]:
-    """The numbers of the taken slots, rising."""
-    for part, bits in connection.execute("SELECT part, bits FROM slots ORDER BY part"):
-        for index, byte in enumerate(bits):
-            for bit in range(8):
-                if byte >> bit & 1:
-                    yield part * _BITS + index * 8 + bit
 
 
 def _reports_path(path: Path) -> Path:

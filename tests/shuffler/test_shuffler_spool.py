@@ -167,7 +167,7 @@ def test_the_files_hold_two_sets_and_a_key(tmp_path):
 
 
 def test_a_full_bucket_refuses_the_report_and_loses_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("shuffler.spool._BUCKET_MEAN", 1000)
+    monkeypatch.setattr("shuffler.spool_rows._BUCKET_MEAN", 1000)
     spool = RoundSpool(tmp_path / "batch.db", 2, 1000)
     sent = [("node", user, user.to_bytes(2, "big")) for user in range(300)]
     verdicts = spool.add(sent)
