@@ -117,7 +117,7 @@ class ReportSum:
             for part in np.split(users, range(size, len(users), size)):
                 noise += self._randomness.standard_normal(round, part, self._dimension).sum(0)
             total = total + torch.from_numpy(scale * noise)
-        units = total / unit_of_sums(self._plan, self._dimension)
+        units = total.double() / unit_of_sums(self._plan, self._dimension)
         return units.round_().long().numpy()
 
     def _without_blankets(self, round: int, users: np.ndarray) -> np.ndarray:

@@ -51,11 +51,12 @@ def run_folder(tmp_path, *overrides):
 
 def sum_by_hand(of, users, round):
     """The clipped updates of `users`, one after the other."""
+    clip_norm = of.plan.clip_norm
     model, records, randomness = of.make_model().train(), of.load_users(), SeededRandomness(5)
     total = np.zeros(of.parameters)
     seeds = randomness.training_seeds(round, users).tolist()
     for user, seed in zip(users.tolist(), seeds, strict=True):
-        total += clip(local_update(model, *records(user), of.local_training, seed), CLIP)
+        total += clip(local_update(model, *records(user), of.local_training, seed), clip_norm)
     return total
 
 
@@ -170,6 +171,16 @@ def test_the_noise_of_the_sum_has_variance_k_times_that_of_a_report(seed, noise)
     ]
     assert stats.kstest(np.concatenate(draws), "norm").pvalue > 1e-7
     assert abs(np.corrcoef(*draws)[0, 1]) < 6 / math.sqrt(of.parameters)
+
+
+def test_a_clip_norm_may_be_so_small_that_the_unit_of_sums_is_no_float32():
+    of = experiment(
+        "simulation.noise=aggregate", "privacy.clip_norm=1e-33", "privacy.noise_multiplier=1e-9",
+        "privacy.target_epsilon=1e30",
+    )  # fmt: skip
+    aggregate = rounds_of(of)(1, of.make_model()).aggregate
+    expected = sum_by_hand(of, checked_in(1), 1) / (USERS * RATE)
+    np.testing.assert_allclose(aggregate.estimate, expected, rtol=1e-4, atol=1e-39)
 
 
 def test_summed_noise_is_reproducible_and_has_the_law_of_a_sum():
