@@ -225,7 +225,9 @@ def clipped_sum(updates: Tensors, clip_norm: float) -> torch.Tensor:
     Returns:
         float32 of shape (d,).
     """
-    gradients: Gradients = {(name,): _Dense(each.flatten(1)) for name, each in updates.items()}
+    gradients: Gradients = {
+        (name,): _Dense(each.reshape(len(each), -1)) for name, each in updates.items()
+    }
     norms, _ = _lengths(gradients)
     finite = norms.isfinite()
     if not finite.all():

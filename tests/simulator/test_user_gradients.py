@@ -201,6 +201,29 @@ def test_other_models_are_left_to_vmap(kind):
     assert fastest_method(Odd(kind).train(), (1, 4, 4), 3, GRADIENT) == "vmap"
 
 
+@pytest.mark.parametrize("training", [GRADIENT, LocalTraining("fedavg", local_epochs=1)])
+def test_a_parameter_may_be_a_single_number(training):
+    class Tempered(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Flatten(), nn.Linear(16, 3))
+            self.temperature = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, records):
+            return self[1](self[0](records)) * self.temperature
+
+    torch.manual_seed(0)
+    model = Tempered().train()
+    assert fastest_method(model, (1, 4, 4), 3, training) == "vmap"
+    features, labels = torch.randn(5, 2, 1, 4, 4), torch.randint(0, 3, (5, 2))
+    orders = record_orders(np.arange(5, dtype=np.uint64), 1, 2)
+    total = clipped_sum_of_updates("vmap", model, features, labels, training, orders, 0.5)
+    updates = [
+        local_update(model, features[user], labels[user], training, seed=user) for user in range(5)
+    ]
+    expected = sum(clip(update, 0.5) for update in updates)
+    np.testing.assert_allclose(total.numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_local_epochs_are_left_to_vmap():
     model = mlp((1, 4, 4), 3).train()
     assert fastest_method(model, (1, 4, 4), 3, LocalTraining("fedavg")) == "vmap"
