@@ -38,7 +38,7 @@ Precision = Literal["float32", "bfloat16"]
 """Of a model's forward and backward to its layers; norms and sums are float32 and float64."""
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-_CANCELLATION = 100.0  # see `_Products`
+_CANCELLATION = 10.0  # see `_Products`
 
 
 class Unsupported(Exception):
@@ -307,11 +307,12 @@ class _Products:
 
     The norm: ||sum_t g_t a_t^T||^2 = sum_st (g_s.g_t)(a_s.a_t). The terms may cancel. In float64
     that is wrong by about 1e-12 b^2 at most, where b = sum_t |g_t||a_t| bounds the norm; and the
-    sum itself, in float32, by about 1e-7 b. While a user's scale times b is at most 100 C, its
-    clipped update is therefore no longer than C (1 + 2e-5). Users of whom more cancels are left
-    to vmap, which measures the very numbers that it sums. So are users with inputs above 1e19,
-    whose squares are too large for float32: a scaled g_t is wrong by 1e-45 an entry where it is
-    hardly a float32, and a_t multiplies that.
+    sum itself, in float32, by some 1e-7 b, or 2e-6 b where the products are such that hundreds are
+    rounded alike. While a user's scale times b is at most 10 C, its clipped update is therefore no
+    longer than C (1 + 2e-5). Users of whom more cancels are left to vmap, which measures the very
+    numbers that it sums. So are users with inputs above 1e19, whose squares are too large for
+    float32: a scaled g_t is wrong by 1e-45 an entry where it is hardly a float32, and a_t
+    multiplies that.
 
     Attributes:
         inputs: a, float32 of shape (k, groups, t, p).

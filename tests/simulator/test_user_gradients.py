@@ -280,6 +280,22 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
         np.testing.assert_allclose(share, expected, rtol=1e-3, atol=scale)
 
 
+def test_a_share_is_at_most_the_clip_norm_where_its_sum_is_rounded_one_way():
+    """60 equal products, then 60 opposite ones, 2 % smaller: each sum so far is rounded alike."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(512, 512), nn.Linear(512, 2)).train()
+    labels = torch.arange(2).repeat_interleave(60)[None]
+    features = torch.ones(1, 120, 512)
+    features[:, 60:] *= 0.977
+    for one, other in torch.rand(10, 2) + 0.5:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+            model[2].weight[0] = one
+        share = together(model, other * features, labels, 0.01)
+        assert np.linalg.norm(share.astype(float)) <= 0.01 * (1 + 2e-5)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("clip_norm", [1e-3, 3e-5, 4e-7, 3e-7, 1e-7])
