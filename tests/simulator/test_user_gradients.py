@@ -280,7 +280,7 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
         np.testing.assert_allclose(share, expected, rtol=1e-3, atol=scale)
 
 
-def test_a_share_is_at_most_the_clip_norm_where_its_sum_is_rounded_one_way():
+def test_a_share_is_at_most_the_clip_norm_where_its_sum_is_rounded_one_way(device):
     """60 equal products, then 60 opposite ones, 2 % smaller: each sum so far is rounded alike."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(512, 512), nn.Linear(512, 2)).train()
@@ -292,7 +292,7 @@ def test_a_share_is_at_most_the_clip_norm_where_its_sum_is_rounded_one_way():
             for parameter in model.parameters():
                 parameter.zero_()
             model[2].weight[0] = one
-        share = together(model, other * features, labels, 0.01)
+        share = together(model, other * features, labels, 0.01, device)
         assert np.linalg.norm(share.astype(float)) <= 0.01 * (1 + 2e-5)
 
 
