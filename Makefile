@@ -22,7 +22,7 @@ mnist: .venv/ready  ## full MNIST experiment: hours on 2 cores
 bench: .venv/ready  ## users a second of the vectorised engine and its peers: some ten minutes on 2 cores
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/vectorised.py mnist
-	$(BIN)/python benchmarks/vectorised.py mnist --set model.name=mlp --flower-rounds 0
+	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.users_per_chunk=1000
 
 proto: .venv/ready
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. shuffler/shuffler.proto

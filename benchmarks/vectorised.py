@@ -30,6 +30,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -47,6 +48,8 @@ from simulator.records import read_rows
 from simulator.run import run
 from simulator.vectorised import ReportSum, VectorisedRounds
 
+_PAUSE_SECONDS = 0.3  # OpenMP's threads spin for a while after their work
+
 Play = Callable[[int], int]
 """Plays a round and returns how many users it was for."""
 
@@ -55,8 +58,8 @@ def vectorised(config: Config, noise: str, method: str | None = None) -> Play:
     """A round of the engine; its gradients by `method` if it is given."""
     simulation = config.simulation.model_copy(update={"noise": noise})
     experiment = prepare(config.model_copy(update={"simulation": simulation}))
+    experiment = replace(experiment, gradients=method or experiment.gradients)
     reports, model = ReportSum(experiment, experiment.load_users()), experiment.make_model()
-    reports._method = method or reports._method
     rounds = VectorisedRounds(experiment, reports.sum)
     return lambda round: rounds(round, model).aggregate.reports
 
@@ -261,6 +264,7 @@ def measure(config: Config, paths: list[str], rounds: int) -> dict[str, list[tup
     try:
         for round in range(1, rounds + 2):
             for path, end in ends.items():
+                time.sleep(_PAUSE_SECONDS)
                 end.send(round)
                 found[path].append(end.recv())
     except EOFError:
@@ -274,17 +278,43 @@ def measure(config: Config, paths: list[str], rounds: int) -> dict[str, list[tup
     return {path: each[1:] for path, each in found.items()}
 
 
-def on_flower(config: Config, rounds: int) -> list[float]:
-    """Reports a second of each round of the Flower engine, on the CPU."""
+def on_flower(config: Config, rounds: int) -> list[tuple[float, float]]:
+    """Reports a second of each round of the Flower engine, on the CPU, and its peak memory."""
     privacy = config.privacy.model_copy(update={"rounds": rounds})
     training = config.training.model_copy(update={"evaluate_every": rounds + 1})
     simulation = config.simulation.model_copy(update={"engine": "flower", "precision": "float32"})
     changed = {"privacy": privacy, "training": training, "simulation": simulation}
     config = config.model_copy(update=changed)
+    samples, ended = [tree_megabytes()], threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(1.0):
+            samples.append(tree_megabytes())
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
     with tempfile.TemporaryDirectory() as folder:
         run(config, Path(folder), Console(quiet=True))
         (metrics,) = Path(folder).glob("*/metrics.jsonl")
-        return [row["reports"] / row["seconds"] for row in read_rows(metrics)]
+        rows = read_rows(metrics)
+    ended.set()
+    sampler.join()
+    return [(row["reports"] / row["seconds"], max(samples)) for row in rows]
+
+
+def tree_megabytes() -> float:
+    """Memory now of this process and all below it, what they share counted once (PSS)."""
+    parents, sizes = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or is not ours
+            after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(after_name[1])
+            rollup = (folder / "smaps_rollup").read_text()
+            sizes[int(folder.name)] = int(rollup.partition("\nPss:")[2].split()[0])
+    tree = {os.getpid()}
+    while new := {process for process, parent in parents.items() if parent in tree} - tree:
+        tree |= new
+    return sum(sizes.get(process, 0) for process in tree) / 1024
 
 
 def main() -> None:
@@ -316,8 +346,7 @@ def main() -> None:
             paths.append(path)
     found = measure(config, paths, arguments.rounds)
     if arguments.flower_rounds and not on_gpu:
-        speeds = on_flower(config, arguments.flower_rounds)
-        found["Flower engine"] = [(speed, float("nan")) for speed in speeds]
+        found["Flower engine"] = on_flower(config, arguments.flower_rounds)
     table = Table(
         title=f"users a second, {config.name}: {config.model.name}, {experiment.parameters} "
         f"parameters\n{simulation.precision} on {simulation.device}, {torch.get_num_threads()} "

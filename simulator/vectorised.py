@@ -69,6 +69,7 @@ class ReportSum:
         # On a GPU threads take turns: memory holds one block's gradients, the other cores draw.
         self._turn = contextlib.nullcontext() if self._device == "cpu" else threading.Lock()
         self._records = records.to(self._device)
+        self._model = ready_for(self._method, experiment.make_model(), self._device)
         self._randomness = make_randomness(experiment.seed)
         self._noise_in_reports = simulation.noise == "report"
         self._block = users_per_block(experiment)
@@ -91,16 +92,16 @@ class ReportSum:
             int64 of shape (d,), in `unit_of_sums`.
         """
         total = np.zeros(self._dimension, dtype=np.int64)
-        model = ready_for(self._method, model, self._device)
+        self._model.load_state_dict(model.state_dict())
         # Else float32 sums might be of 10 bits, and longer than their norms by as much (TF32).
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         blocks = np.split(users, np.flatnonzero(np.diff(users // self._block)) + 1)
-        for part in self._threads.map(functools.partial(self._sum_block, round, model), blocks):
+        for part in self._threads.map(functools.partial(self._sum_block, round), blocks):
             total += part
         return total
 
-    def _sum_block(self, round: int, model: nn.Module, users: np.ndarray) -> np.ndarray:
+    def _sum_block(self, round: int, users: np.ndarray) -> np.ndarray:
         """Of one block, int64 of shape (d,)."""
         total = torch.zeros(self._dimension)
         sending = self._without_blankets(round, users)
@@ -109,7 +110,7 @@ class ReportSum:
             orders = self._orders(round, sending, labels.shape[1])
             given = features, labels, self._training, orders, self._plan.clip_norm, self._precision
             with self._turn:
-                total = clipped_sum_of_updates(self._method, model, *given).cpu()
+                total = clipped_sum_of_updates(self._method, self._model, *given).cpu()
         if self._noise_in_reports:
             noise = np.zeros(self._dimension)
             scale = self._plan.noise_multiplier * self._plan.clip_norm
