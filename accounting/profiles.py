@@ -12,6 +12,7 @@ from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
 from accounting.accountant_base import ShuffleAccountant
 from accounting.composition import Composition, Target, count_block, fitted_tilt
+from accounting.gaussian import gaussian_epsilon, log_gaussian_delta
 from accounting.loss_pmf import FloatArray, LossPmf, Profile, dyadic_interval
 
 _Value = TypeVar("_Value")
@@ -197,6 +198,14 @@ class ProfileShuffleAccountant(ShuffleAccountant):
     def _additive(self, counts: dict[Any, int]) -> float:
         return math.fsum(count * self._additive_delta(event) for event, count in counts.items())
 
+    def _unshuffled(self, counts: dict[Any, int]) -> float:
+        """μ of the Gaussian that the rounds amount to without a shuffler, which bounds all pairs.
+
+        Where shuffling hides nearly nothing it is below what composition on a grid can certify.
+        """
+        sigmas = ((self._sigma(event), count) for event, count in counts.items())
+        return math.sqrt(sum(count / sigma / sigma for sigma, count in sigmas))
+
     def _epsilon(self, counts: dict[Any, int], delta: float) -> float:
         if not 0.0 <= delta <= 1.0:
             raise ValueError(f"delta must lie in [0, 1], got {delta}")
@@ -207,9 +216,11 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             return 0.0
         if left <= 0.0:
             return math.inf
-        return self._least(
+        least = self._least(
             counts, Target(delta=delta), lambda composed, times: composed.epsilon(times, left)
         )
+        shift = self._unshuffled(counts)
+        return min(least, gaussian_epsilon(shift, delta)) if shift < math.inf else least
 
     def get_epsilon(self, target_delta: float) -> float:
         """Returns a certified ε at `target_delta`; inf if none is found."""
@@ -228,7 +239,10 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             Target(epsilon=target_epsilon),
             lambda composed, times: composed.delta(times, target_epsilon),
         )
-        return min(1.0, least + self._additive(self._counts))
+        least, shift = least + self._additive(self._counts), self._unshuffled(self._counts)
+        if shift < math.inf:
+            least = min(least, math.exp(float(log_gaussian_delta(shift, target_epsilon))))
+        return min(1.0, least)
 
     def epsilon_after(self, event: Any, delta: float, count: int = 1) -> float:
         """See `ShuffleAccountant.epsilon_after`."""

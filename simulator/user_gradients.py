@@ -346,8 +346,11 @@ class _Products:
     def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
         """Of shape (groups * q * p,) and, of the bias, (groups * q,), for weights of shape (k,)."""
         scaled = self.output_gradients * weights[:, None, None, None]
-        g, a = (x.transpose(0, 1).flatten(1, 2) for x in (scaled, self.inputs))
-        total = g.mT @ a if len(g) > 1 else g[0].mT @ a[0]  # of one group faster so
+        if scaled.shape[1] == 1:  # faster so
+            total = scaled.flatten(0, 2).mT @ self.inputs.flatten(0, 2)
+        else:
+            g, a = (x.transpose(0, 1).flatten(1, 2) for x in (scaled, self.inputs))
+            total = g.mT @ a
         yield _in_order(total.flatten(), self.kernel)
         if self.bias:
             yield scaled.sum((0, 2)).flatten()
@@ -371,7 +374,7 @@ def _squared_lengths(vectors: torch.Tensor) -> torch.Tensor:
 
 def _in_order(total: torch.Tensor, kernel: tuple[int, int]) -> torch.Tensor:
     """A sum over users from (..., positions, channels), as it was computed, to channels first."""
-    return total.unflatten(0, (-1, *kernel)).mT.flatten()
+    return total if kernel == (1, 1) else total.unflatten(0, (-1, *kernel)).mT.flatten()
 
 
 def _names(model: nn.Module) -> dict[int, str]:
