@@ -204,7 +204,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         Where shuffling hides nearly nothing it is below what composition on a grid can certify.
         """
         sigmas = ((self._sigma(event), count) for event, count in counts.items())
-        return math.sqrt(sum(count / sigma / sigma for sigma, count in sigmas))
+        return math.sqrt(sum(sorted(count / sigma / sigma for sigma, count in sigmas)))
 
     def _epsilon(self, counts: dict[Any, int], delta: float) -> float:
         if not 0.0 <= delta <= 1.0:
