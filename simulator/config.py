@@ -31,7 +31,9 @@ class Privacy(_Section):
     """The privacy plan, but for n. See `accounting.PrivacyPlan`."""
 
     check_in_rate: float = Field(gt=0, le=1, allow_inf_nan=False, description="a number in (0, 1]")
-    clip_norm: Positive = 1.0
+    clip_norm: float = Field(
+        1.0, ge=1e-18, allow_inf_nan=False, description="a number, at least 1e-18"
+    )
     noise_multiplier: float | None = Field(
         None,
         gt=0,

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -37,7 +38,7 @@ Method = Literal["book-keeping", "vmap", "user by user"]
 Precision = Literal["float32", "bfloat16"]
 """Of a model's forward and backward to its layers; norms and sums are float32 and float64."""
 
-_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+_FLOAT32 = torch.finfo(torch.float32)
 _CANCELLATION = 10.0  # see `_Products`
 
 
@@ -81,10 +82,13 @@ def clipped_sum_of_updates(
     gradients = _user_gradients(model, names, features, labels, precision)
     norms, bounds = _lengths(gradients)
     scales = _scales(norms, clip_norm)
-    sure = (scales * bounds <= _CANCELLATION * clip_norm) & (bounds <= _LARGEST_FLOAT32)
+    # Of the others float32 may not hold an entry, or only few digits of the scale.
+    sure = bounds <= min(_FLOAT32.max, clip_norm / _FLOAT32.tiny)
+    if bounds is not norms:
+        sure &= scales * bounds <= _CANCELLATION * clip_norm
     if sure.all():
-        return _scaled_sum(gradients, scales, names.values())
-    total = _scaled_sum(_of(gradients, sure), scales[sure], names.values())
+        return _weighted_sum(gradients, scales.float(), names.values())
+    total = _weighted_sum(_of(gradients, sure), scales[sure].float(), names.values())
     few = features[~sure], labels[~sure], training, None, clip_norm, precision
     return total + clipped_sum_of_updates("vmap", model, *few)
 
@@ -241,9 +245,15 @@ def _of(gradients: Gradients, users: torch.Tensor) -> Gradients:
 
 
 def _lengths(gradients: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
-    """Users' norms over all parameters, and their bounds: float64 of shape (k,) each."""
-    norms, bounds = zip(*(part.squared_lengths() for part in gradients.values()), strict=True)
-    return sum(norms).sqrt(), sum(bounds).sqrt()
+    """Users' norms over all parameters, and their bounds, or the norms where nothing can cancel.
+
+    Float64 of shape (k,).
+    """
+    squares, bounds = zip(*(part.squared_lengths() for part in gradients.values()), strict=True)
+    norms = functools.reduce(torch.add, squares).sqrt()
+    if all(map(operator.is_, squares, bounds)):
+        return norms, norms
+    return norms, functools.reduce(torch.add, bounds).sqrt()
 
 
 def _scales(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
@@ -312,7 +322,8 @@ class _Products:
     longer than C (1 + 2e-5). Users of whom more cancels are left to vmap, which measures the very
     numbers that it sums. So are users with inputs above 1e19, whose squares are too large for
     float32: a scaled g_t is wrong by 1e-45 an entry where it is hardly a float32, and a_t
-    multiplies that.
+    multiplies that. To 1e-26 an entry, which is little of a C of 1e-18, the least that
+    `simulator.config` takes.
 
     Attributes:
         inputs: a, float32 of shape (k, groups, t, p).
@@ -328,10 +339,10 @@ class _Products:
 
     def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms, and b^2 or infinity for a user left to vmap: float64 of shape (k,)."""
-        one, other = map(_squared_lengths, (self.inputs, self.output_gradients))
-        one += self.bias
+        one = _squared_lengths(self.inputs, self.bias)
+        other = _squared_lengths(self.output_gradients)
         if self.inputs.shape[2] == 1:
-            norms = (one * other).sum((1, 2))
+            norms = one.mul_(other).sum((1, 2))
             return norms, norms
         bounds = (one * other).sqrt_().sum(2).square_().sum(1)
         a, g = self.inputs.double(), self.output_gradients.double()
@@ -360,8 +371,8 @@ Gradients = dict[tuple[str, ...], _Dense | _Products]
 """Users' gradients by the names of a layer's parameters."""
 
 
-def _squared_lengths(vectors: torch.Tensor) -> torch.Tensor:
-    """Of the last axis, float64; of float32 too short by 4e-6 of it at most.
+def _squared_lengths(vectors: torch.Tensor, more: float = 0.0) -> torch.Tensor:
+    """Of the last axis and `more`, float64; of float32 too short by 4e-6 of it at most.
 
     On CPUs torch sums float32 in cascades (64 terms at most one after the other), and much faster
     than in float64; elsewhere it promises no order. Squares too small for float32 are made up for;
@@ -369,7 +380,7 @@ def _squared_lengths(vectors: torch.Tensor) -> torch.Tensor:
     """
     exact = None if vectors.device.type == "cpu" else torch.float64
     sums = vectors.square().sum(-1, dtype=exact).double()
-    return sums.add_(vectors.shape[-1] * torch.finfo(vectors.dtype).tiny)
+    return sums.add_(more + vectors.shape[-1] * torch.finfo(vectors.dtype).tiny)
 
 
 def _in_order(total: torch.Tensor, kernel: tuple[int, int]) -> torch.Tensor:
@@ -504,7 +515,7 @@ def _weight(weight, bias, inputs, output_gradients, kernel=(1, 1)):
         kernel: see `_in_order`.
     """
     users, groups, t, q = output_gradients.shape
-    p = inputs[0].numel() // (groups * t)
+    p = inputs.shape[1:].numel() // (groups * t)
     if t == 1 or 2 * t * (p + q) < p * q:
         inputs = inputs.reshape(users, groups, t, p)
         yield (weight, bias), _Products(inputs, output_gradients, bias is not None, kernel)

@@ -7,7 +7,9 @@ sealing and no node: what those are for cannot be studied here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import platform
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,7 @@ from simulator.experiment import Experiment, PartitionedRecords
 from simulator.user_gradients import clipped_sum_of_updates, ready_for
 
 _NUMBERS_AT_ONCE = 2**18  # of noise: they stay in a core's cache
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names for what `keep_freed_memory` sets
 
 SumReports = Callable[[int, nn.Module, np.ndarray], np.ndarray]
 """What `ReportSum.sum` does."""
@@ -73,6 +76,7 @@ class ReportSum:
         self._randomness = make_randomness(experiment.seed)
         self._noise_in_reports = simulation.noise == "report"
         self._block = users_per_block(experiment)
+        keep_freed_memory()
         self._threads = ThreadPoolExecutor(
             torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
         )
@@ -92,7 +96,8 @@ class ReportSum:
             int64 of shape (d,), in `unit_of_sums`.
         """
         total = np.zeros(self._dimension, dtype=np.int64)
-        self._model.load_state_dict(model.state_dict())
+        # Not in this thread: its OpenMP threads would copy too, and then wait on busy cores.
+        self._threads.submit(self._model.load_state_dict, model.state_dict()).result()
         # Else float32 sums might be of 10 bits, and longer than their norms by as much (TF32).
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
@@ -118,8 +123,8 @@ class ReportSum:
             for part in np.split(users, range(size, len(users), size)):
                 noise += self._randomness.standard_normal(round, part, self._dimension).sum(0)
             total = total + torch.from_numpy(scale * noise)
-        units = total.double() / unit_of_sums(self._plan, self._dimension)
-        return units.round_().long().numpy()
+        units = np.divide(total.numpy(), unit_of_sums(self._plan, self._dimension), dtype=float)
+        return np.rint(units, out=units).astype(np.int64)
 
     def _without_blankets(self, round: int, users: np.ndarray) -> np.ndarray:
         probability = self._plan.blanket_probability
@@ -133,6 +138,19 @@ class ReportSum:
             return None
         seeds = self._randomness.training_seeds(round, users)
         return record_orders(seeds, self._training.local_epochs, records)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep up to 1 GiB of a thread's freed memory, for this process to take again.
+
+    Every block takes what the one before has freed. Given back to the kernel in between, it would
+    come as fresh pages, which took some tenth of a CNN's round. Tensors of 32 MiB and more are
+    still given back.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, 2**25)  # the most that all versions take
+        mallopt(_TRIM_THRESHOLD, 2**30)
 
 
 def users_per_block(experiment: Experiment) -> int:

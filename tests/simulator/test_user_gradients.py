@@ -311,6 +311,17 @@ def test_a_share_is_at_most_the_clip_norm_where_its_scale_is_hardly_a_float32(
         assert np.linalg.norm(share) <= clip_norm * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("size", [1e12, 1e15, 1e18])
+def test_a_share_is_at_most_the_least_clip_norm_where_scaled_gradients_are_hardly_float32(size):
+    """With a clip norm of 1e-30 some are 1.4 times as long."""
+    model = nn.Linear(1, 2, bias=False)
+    features, labels = torch.full((1, 1, 1), size), torch.ones(1, 1, dtype=torch.int64)
+    for score in torch.linspace(0.0, 80.0, 161).tolist():
+        model.weight.data = torch.tensor([[0.0], [score / size]])
+        share = together(model, features, labels, 1e-18, "cpu", method="book-keeping")
+        assert np.linalg.norm(share.astype(float)) <= 1e-18 * (1 + 2e-5)
+
+
 @pytest.mark.parametrize(
     ("clip_norm", "records", "precision"),
     [
