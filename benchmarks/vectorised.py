@@ -4,7 +4,8 @@
 nobody's gradient apart, no clipping, no noise. The engine lays convolutions out with channels last,
 which is not torch's default; one plain row does it too. All paths have the same users, model,
 batches and number of threads. Each is a process of its own, so that its peak memory can be told
-(imports and dataset included); they take turns, round by round.
+(imports and dataset included). They take turns: a round that is not timed, for caches are
+cold, then one round, or several in half a second, of which the median counts.
 
 - opacus: fetch, forward, backward, norms, clipped sum of each batch; no noise, no optimiser step.
 - pfl: FederatedAveraging with one local step and GaussianMechanism for each user, one process for
@@ -22,6 +23,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import math
 import multiprocessing
 import os
 import tempfile
@@ -46,9 +48,12 @@ from simulator.config import Config, load
 from simulator.experiment import Experiment, prepare
 from simulator.records import read_rows
 from simulator.run import run
-from simulator.vectorised import ReportSum, VectorisedRounds
+from simulator.vectorised import ReportSum, VectorisedRounds, keep_freed_memory
 
 _PAUSE_SECONDS = 0.3  # OpenMP's threads spin for a while after their work
+_TURN_SECONDS = 0.5
+_ROUNDS_A_TURN = 10**6  # at most; so that each has its own number
+_LIMITS = "plain, a batch a core", "plain, torch's threads"  # the faster is 1
 
 Play = Callable[[int], int]
 """Plays a round and returns how many users it was for."""
@@ -180,6 +185,7 @@ def pfl_simulator(config: str) -> tuple:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    keep_freed_memory()
     experiment = prepare(Config.model_validate_json(config))
     plan, records = experiment.plan, experiment.load_users()
     network = experiment.make_model().train()
@@ -218,17 +224,22 @@ PATHS: dict[str, Callable[[Config], Play]] = {
 
 
 def serve(path: str, config: Config, connection: Connection) -> None:
-    """Plays the rounds that it is asked for in this process, until asked for None."""
+    """Plays the turns that it is asked for in this process, until asked for None."""
     warnings.simplefilter("ignore")
     torch.backends.cudnn.allow_tf32 = False  # as the engine
+    keep_freed_memory()  # likewise
     play, on_gpu = PATHS[path](config), config.simulation.device == "cuda"
-    while (round := connection.recv()) is not None:
-        started = time.perf_counter()
-        users = play(round)
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-        connection.send((users / seconds, peak_megabytes(on_gpu)))
+    while (turn := connection.recv()) is not None:
+        speeds, ends = [], math.inf
+        while time.perf_counter() < ends:
+            started = time.perf_counter()
+            users = play(len(speeds) + turn * _ROUNDS_A_TURN)
+            if on_gpu:
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            speeds.append(users / (now - started))
+            ends = now + _TURN_SECONDS if len(speeds) == 1 else ends
+        connection.send((float(np.median(speeds[1:])), peak_megabytes(on_gpu)))
 
 
 def peak_megabytes(on_gpu: bool) -> float:
@@ -251,8 +262,8 @@ def checked_in(experiment: Experiment, round: int) -> np.ndarray:
     return np.flatnonzero(coins)
 
 
-def measure(config: Config, paths: list[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Speed and peak memory of each path's rounds, but for a first that warms up."""
+def measure(config: Config, paths: list[str], turns: int) -> dict[str, list[tuple[float, float]]]:
+    """Speed and peak memory of each path's turns, but for a first that warms up."""
     spawn = multiprocessing.get_context("spawn")
     ends, processes = {}, []
     for path in paths:
@@ -262,10 +273,10 @@ def measure(config: Config, paths: list[str], rounds: int) -> dict[str, list[tup
         theirs.close()
     found: dict[str, list[tuple[float, float]]] = {path: [] for path in paths}
     try:
-        for round in range(1, rounds + 2):
+        for turn in range(1, turns + 2):
             for path, end in ends.items():
                 time.sleep(_PAUSE_SECONDS)
-                end.send(round)
+                end.send(turn)
                 found[path].append(end.recv())
     except EOFError:
         raise SystemExit(f"{path} failed; its error is above") from None
@@ -322,7 +333,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("--set", action="append", default=[], help="section.key=value")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each path")
     parser.add_argument("--flower-rounds", type=int, default=2, help="0 leaves Flower out")
     parser.add_argument(
         "--only", action="append", help="beside plain, the paths that start so; several times"
@@ -336,7 +347,7 @@ def main() -> None:
     paths = []
     for path in PATHS:
         package = path.partition(",")[0]
-        if not path.startswith(("plain", *(arguments.only or [""]))):
+        if not path.startswith((*_LIMITS, *(arguments.only or [""]))):
             continue
         if package in ("opacus", "pfl") and importlib.util.find_spec(package) is None:
             console.print(f"{package} is not installed: left out")
@@ -352,10 +363,10 @@ def main() -> None:
         f"parameters\n{simulation.precision} on {simulation.device}, {torch.get_num_threads()} "
         f"threads, {simulation.users_per_chunk} users a batch, load {os.getloadavg()[0]:.1f}"
     )
-    for column in ("path", "rounds", "median/s", "lowest", "highest", "of plain", "peak MB"):
+    for column in ("path", "turns", "median/s", "lowest", "highest", "of plain", "peak MB"):
         table.add_column(column, justify="left" if column == "path" else "right")
     medians = {path: float(np.median([speed for speed, _ in each])) for path, each in found.items()}
-    limit = max(medians[path] for path in ("plain, torch's threads", "plain, a batch a core"))
+    limit = max(medians[path] for path in _LIMITS)
     for path, each in found.items():
         speeds = [speed for speed, _ in each]
         table.add_row(
