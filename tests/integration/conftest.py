@@ -67,7 +67,7 @@ def shufl_command(*arguments):
 
 def shufl(*arguments, **options):
     return subprocess.run(
-        shufl_command(*arguments), capture_output=True, text=True, timeout=300, **options
+        shufl_command(*arguments), capture_output=True, text=True, timeout=240, **options
     )
 
 

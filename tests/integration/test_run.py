@@ -25,6 +25,7 @@ from conftest import (
     tiny_config,
     wait_until,
 )
+from typer.testing import CliRunner
 
 from accounting import (
     ACCOUNTANTS,
@@ -34,6 +35,7 @@ from accounting import (
     make_accountant,
 )
 from clients import SeededRandomness
+from simulator.cli import app
 from simulator.config import load
 from simulator.experiment import prepare
 
@@ -393,10 +395,24 @@ def test_an_interrupt_ends_the_run_in_order(long_run):
     wait_until(lambda: not any(map(running, long_run.spawned)), 30, "children to end")
 
 
+def mistaken(folder, *overrides):
+    """The arguments of a run."""
+    settings = [part for override in overrides for part in ("--set", override)]
+    return ["run", str(tiny_config(folder, 2)), "--runs", str(folder / "runs"), *settings]
+
+
+def test_a_mistake_ends_the_command_itself_in_one_line(tmp_path):
+    """After all imports, so that no library writes there either."""
+    result = shufl(*mistaken(tmp_path, "simulation.cpus_per_node=1e6"))
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: simulation.cpus_per_node must be at most")
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["privacy.check_in_rat=0.1"], "unknown key privacy.check_in_rat; did you mean"),
         (["data.users=5000"], r"data.users must lie in [1, 1437]"),
         (
             ["simulation.nodes=61"],
@@ -405,14 +421,14 @@ def test_an_interrupt_ends_the_run_in_order(long_run):
         (["privacy.minimum_batch=61"], "got 61"),
         (["privacy.target_epsilon=1e-6"], "privacy.target_epsilon must be at least"),
         (["model.name=nothing:here"], "model nothing:here could not be imported"),
-        (["simulation.cpus_per_node=1e6"], "simulation.cpus_per_node must be at most"),
+        (["privacy.check_in_rat=0.1"], "unknown key privacy.check_in_rat; did you mean"),
+        (["privacy.clip_norm=9e-19"], "privacy.clip_norm must be a number, at least 1e-18"),
         (["privacy.clip_norm=1e308"], "must fit float32 reports, got C = 1e+308"),
     ],
 )
 def test_a_mistake_in_the_configuration_is_one_line_before_any_work(tmp_path, overrides, message):
-    arguments = [part for override in overrides for part in ("--set", override)]
-    result = shufl("run", tiny_config(tmp_path, 2), "--runs", tmp_path / "runs", *arguments)
-    assert result.returncode == 2
+    result = CliRunner().invoke(app, mistaken(tmp_path, *overrides))
+    assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and message in line
     assert not (tmp_path / "runs").exists()

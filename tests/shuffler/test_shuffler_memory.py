@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from shuffler_world import World, plan, raw_channel
+from shuffler_world import World, free_port, plan, raw_channel, scrape
 
 from shuffler import IntakeClient, Outcome, Verdict, shuffler_pb2, shuffler_pb2_grpc
 from shuffler.channel import PIECE_BYTES
@@ -152,7 +152,8 @@ def test_a_full_disk_refuses_a_long_report_and_keeps_the_others(
 
 
 def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., World]):
-    world = start()
+    address = f"127.0.0.1:{free_port()}"
+    world = start(metrics=address)
     header = world.begin()
     [(_, sealed)] = world.reports(header, 1)
     clients = [
@@ -170,16 +171,15 @@ def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., 
     threads = [threading.Thread(target=lambda s=s: done.append(list(s))) for s in streams]
     for thread in threads:
         thread.start()
-    refused = None
-    while refused is None:  # until all streams are there
-        with raw_channel(world) as channel:
-            call = shuffler_pb2_grpc.IntakeStub(channel).Submit(iter([]))
-            try:
-                list(call)
-            except grpc.RpcError as error:
-                refused = error
-    assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    hold.set()
+    try:
+        while scrape(address)["shufl_streams"] < len(clients):  # else a probe might take a place
+            assert all(thread.is_alive() for thread in threads)
+            time.sleep(0.05)
+        with raw_channel(world) as channel, pytest.raises(grpc.RpcError) as refused:
+            list(shuffler_pb2_grpc.IntakeStub(channel).Submit(iter([])))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    finally:
+        hold.set()
     for thread in threads:
         thread.join()
     assert done == [[Verdict.ACCEPTED, Verdict.DUPLICATE]] * 24
