@@ -199,7 +199,6 @@ class _Reports:
         self._header = header
         self._call: Any = None
         self._verdicts: deque[int] = deque()  # received and not yet passed on
-        self._progress = False  # whether this call has brought a verdict
         self._all_sent = False
 
     def must_wait(self, length: int) -> bool:
@@ -223,17 +222,17 @@ class _Reports:
             self._requests.put(None)
 
     def verdict(self) -> Verdict:
-        """The next; waits for it."""
+        """The next; waits for it, over as many calls as fit in the client's `timeout`."""
+        ends = time.monotonic() + self._client.timeout
         while not self._verdicts:
             try:
-                reply = self._replies.get(timeout=self._client.timeout)
+                reply = self._replies.get(timeout=max(0.0, ends - time.monotonic()))
             except queue.Empty:
                 raise self._client._unavailable(
                     f"nothing within {self._client.timeout:g} s"
                 ) from None
             if isinstance(reply, shuffler_pb2.SubmitReply):
                 self._verdicts.extend(reply.verdicts)
-                self._progress = True
             else:
                 self._replace(reply)
         self._bytes -= len(self.waiting.popleft()[1])
@@ -248,7 +247,6 @@ class _Reports:
         """Begins a call, with the reports that wait."""
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._progress = False
         stub = _stubs.IntakeStub(self._client._connected())
         with self._client._errors():
             self._call = stub.Submit(iter(self._requests.get, None))
@@ -266,7 +264,7 @@ class _Reports:
                     raise self._client._unavailable("it ended the stream early")
                 raise end
         except ShufflerRefused as refused:
-            if refused.reason is not Refusal.IDLE or not self._progress:
+            if refused.reason is not Refusal.IDLE:
                 raise
         self._requests.put(None)
         self._open()

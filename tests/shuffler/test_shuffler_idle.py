@@ -30,7 +30,7 @@ from shuffler import (
 from shuffler.channel import PIECE_BYTES
 from shuffler.keys import Authority, Role
 
-IDLE = 0.3
+IDLE = 1.0  # longer than a busy machine stands still
 
 
 def slowly(reports: list[tuple[int, bytes]], pauses: list[float]) -> Iterator[tuple[int, bytes]]:
@@ -46,7 +46,7 @@ def test_a_node_that_is_slower_than_the_idle_limit_gets_all_its_reports_in(
     world = start(limits={"idle_seconds": IDLE})
     header = world.begin(report_bytes=length)
     reports = [(user, os.urandom(length)) for user in range(7)]
-    pauses = [3 * IDLE, 0, 3 * IDLE, 3 * IDLE, 0, 0, 3 * IDLE]
+    pauses = [1.5 * IDLE, 0, 1.5 * IDLE, 1.5 * IDLE, 0, 0, 1.5 * IDLE]
     assert world.submit(header, slowly(reports, pauses)) == [Verdict.ACCEPTED] * 7
     assert world.control.close_round("run", 1) is Outcome.RELEASABLE
     released = list(world.control.release("run", 1))
@@ -61,7 +61,7 @@ def test_pauses_near_the_idle_limit_lose_and_repeat_nothing(start: Callable[...,
     def node(number: int) -> list[Verdict]:
         draw = random.Random(number)
         reports = [(100 * number + user, os.urandom(100)) for user in range(100)]
-        pauses = [0 if draw.random() < 0.9 else IDLE + draw.uniform(-0.01, 0.01) for _ in reports]
+        pauses = [0 if draw.random() < 0.95 else IDLE + draw.uniform(-0.01, 0.01) for _ in reports]
         with IntakeClient(world.process.address, world.process.submit) as intake:
             return list(intake.submit(header, slowly(reports, pauses)))
 
@@ -148,27 +148,36 @@ def test_a_node_that_does_not_take_its_answers_is_ended_and_keeps_only_itself_ou
 
 
 RELAY = """
-import socket, sys, threading
+import socket, sys, threading, time
+port, pause_after, seconds = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
-def copy(source, target):
+def copy(source, target, pause_after):
+    passed, paused = 0, False
     while data := source.recv(65536):
         target.sendall(data)
+        passed += len(data)
+        if passed > pause_after and not paused:
+            paused = True
+            time.sleep(seconds)
 while True:
     near, _ = listener.accept()
-    far = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-    for pair in ((near, far), (far, near)):
-        threading.Thread(target=copy, args=pair, daemon=True).start()
+    far = socket.create_connection(("127.0.0.1", port))
+    for each in ((near, far, pause_after), (far, near, float("inf"))):
+        threading.Thread(target=copy, args=each, daemon=True).start()
 """
 
 
 @pytest.fixture
-def relay() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts processes that pass connections on to an address."""
+def relay() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts processes that pass connections on to an address, each with one pause on the way."""
     relays: list[subprocess.Popen[str]] = []
 
-    def starter(address: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", RELAY, address.rpartition(":")[2]]
+    def starter(
+        address: str, pause_after: float = float("inf"), seconds: float = 0
+    ) -> subprocess.Popen[str]:
+        port = address.rpartition(":")[2]
+        command = [sys.executable, "-c", RELAY, port, str(pause_after), str(seconds)]
         relays.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return relays[-1]
 
@@ -177,6 +186,29 @@ def relay() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_a_report_that_stops_on_its_way_is_sent_again(start, relay):
+    """The stream that is ended has brought no verdict yet, as on a machine that stands still."""
+    world = start(limits={"idle_seconds": IDLE})
+    header = world.begin(report_bytes=8 * PIECE_BYTES)
+    port = int(relay(world.process.address, 3 * PIECE_BYTES, 1.5 * IDLE).stdout.readline())
+    sealed = os.urandom(8 * PIECE_BYTES)
+    with IntakeClient(f"127.0.0.1:{port}", world.process.submit) as intake:
+        assert list(intake.submit(header, [(0, sealed)])) == [Verdict.ACCEPTED]
+    assert world.control.close_round("run", 1) is Outcome.RELEASABLE
+    assert list(world.control.release("run", 1)) == [sealed]
+
+
+def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(start, relay):
+    world = start(limits={"idle_seconds": IDLE})
+    header = world.begin(report_bytes=8 * PIECE_BYTES)
+    port = int(relay(world.process.address, 3 * PIECE_BYTES, 60).stdout.readline())
+    with (
+        IntakeClient(f"127.0.0.1:{port}", world.process.submit, timeout=2.5 * IDLE) as intake,
+        pytest.raises(ShufflerUnavailable, match=r"nothing within 2\.5 s"),
+    ):
+        list(intake.submit(header, [(0, bytes(8 * PIECE_BYTES))]))
 
 
 def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(start, relay):
@@ -235,7 +267,7 @@ def test_a_batch_whose_release_is_not_read_is_lost(start: Callable[..., World], 
     world.control.close_round("run", 2)
     slow = []
     for sealed in world.control.release("run", 2):
-        time.sleep(2 * IDLE)
+        time.sleep(1.5 * IDLE)
         slow.append(sealed)
     assert slow == [bytes(2**20)]
 
