@@ -1,6 +1,9 @@
 """What tests in several folders share."""
 
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,3 +20,11 @@ _WITH_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch fi
 def device(request):
     """Each device there is."""
     return request.param
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    """A directory in memory where there is such a place: every report is synced to disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)

@@ -315,7 +315,7 @@ def test_dp_accountings_calibration_finds_the_noise(name):
         rounds = dp_accounting.calibrate_dp_mechanism(
             make,
             lambda t: dp_accounting.SelfComposedDpEvent(event(noise).event, t),
-            5.0, 1e-5, dp_accounting.ExplicitBracketInterval(1, 500), discrete=True,
+            5.0, 1e-5, dp_accounting.ExplicitBracketInterval(5, 20), discrete=True,
         )  # fmt: skip
     assert 9 <= rounds <= 11
 

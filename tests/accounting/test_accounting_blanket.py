@@ -181,7 +181,7 @@ def test_one_user_among_nobody_by_quadrature():
     assert truth * (1 - 1e-6) <= value <= truth * 1.001
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(1, 10**5),
     st.floats(0.01, 0.9),

@@ -108,7 +108,7 @@ def test_up_to_three_users_by_quadrature(users, rate, sigma):
     assert truth * (1 - 1e-6) <= accountant.get_delta(epsilon) <= truth * 1.003
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(1, 10**9),
     st.floats(1e-4, 1),
@@ -126,7 +126,7 @@ def test_lower_upper_and_the_other_accountants(users, rate, sigma, rounds, log_d
         assert low <= other * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(1, 10**5),
     st.floats(1e-3, 0.9),

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 import torch
-from conftest import json_lines, only_folder, shufl, shufl_command, tiny_config, wait_until
 from rich.console import Console
+from run_world import json_lines, only_folder, shufl, shufl_command, tiny_config, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accounting import Ledger, LedgerError

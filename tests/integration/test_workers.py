@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import ray
 import torch
-from conftest import only_folder, running, shufl, tiny_config, wait_until
 from rich.console import Console
+from run_world import only_folder, running, shufl, tiny_config, wait_until
 
 from accounting import Ledger
 from clients import SeededRandomness

@@ -56,10 +56,10 @@ def read(spool: RoundSpool, limit: int = 3 * 64) -> list[bytes]:
     return reports
 
 
-def test_all_orders_of_five_reports_are_equally_likely(tmp_path):
+def test_all_orders_of_five_reports_are_equally_likely(memory_path):
     orders: Counter = Counter()
     for _ in range(1800):
-        spool = RoundSpool(tmp_path / "batch.db", 1, 5)
+        spool = RoundSpool(memory_path / "batch.db", 1, 5)
         spool.add([("node", user, bytes([user])) for user in range(3)])
         # A report in pieces, and one that is given up: its slot goes to the next.
         kept, lost = spool.reserve(), spool.reserve()
@@ -82,22 +82,22 @@ def test_the_test_for_uniformity_sees_a_bias():
     assert p_value(biased, ORDERS) < FALSE_ALARM
 
 
-def test_the_order_is_independent_of_sender_and_content(tmp_path):
+def test_the_order_is_independent_of_sender_and_content(memory_path):
     """Position of the report that comes first, has the least name and the least bytes."""
     positions: Counter = Counter()
     for _ in range(600):
-        spool = RoundSpool(tmp_path / "batch.db", 1, 20)
+        spool = RoundSpool(memory_path / "batch.db", 1, 20)
         spool.add([("node", user, bytes([user])) for user in range(20)])
         positions[read(spool).index(b"\0")] += 1
         spool.destroy()
     assert p_value(positions, list(range(20))) > FALSE_ALARM
 
 
-def test_positions_among_ten_thousand_are_uniform(tmp_path):
+def test_positions_among_ten_thousand_are_uniform(memory_path):
     """Of the first, a middle and the last report, over tenths of the batch; one large group."""
     positions: dict[int, Counter] = {0: Counter(), 5000: Counter(), 9999: Counter()}
     for _ in range(60):
-        spool = RoundSpool(tmp_path / "batch.db", 2, 10_000)
+        spool = RoundSpool(memory_path / "batch.db", 2, 10_000)
         for first in range(0, 10_000, 2500):
             users = range(first, first + 2500)
             spool.add([("node", user, user.to_bytes(2, "big")) for user in users])
@@ -143,16 +143,18 @@ def filled(path: Path, order: list[int], group: int, capacity: int = 5000) -> li
     return contents
 
 
-def test_every_byte_of_the_files_is_the_same_whatever_the_order_of_arrival(tmp_path, monkeypatch):
+def test_every_byte_of_the_files_is_the_same_whatever_the_order_of_arrival(
+    memory_path, monkeypatch
+):
     """Many senders, slots in many parts, users in many buckets; the key and the slots fixed."""
     monkeypatch.setattr("shuffler.spool.secrets.token_bytes", lambda n: bytes(range(n)))
     rising = list(range(3000))
     shuffled = random.Random(2).sample(rising, len(rising))
-    first = filled(tmp_path, rising, 7)
+    first = filled(memory_path, rising, 7)
     assert first[1] == b""  # the journal
-    assert filled(tmp_path, rising[::-1], 7) == first
-    assert filled(tmp_path, shuffled, 300) == first
-    assert filled(tmp_path, rising[1:], 7) != first
+    assert filled(memory_path, rising[::-1], 7) == first
+    assert filled(memory_path, shuffled, 300) == first
+    assert filled(memory_path, rising[1:], 7) != first
 
 
 def test_the_files_hold_two_sets_and_a_key(tmp_path):

@@ -1,0 +1,162 @@
+"""Runs the real `shufl` command: real Flower on Ray, a real shuffler process, real gRPC."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from accounting import ShuffledCheckInGaussianDpEvent, make_accountant
+
+USERS, RATE, NOISE = 60, 0.5, 1.0
+
+CONFIG = f"""
+name = "tiny"
+seed = 5
+[privacy]
+check_in_rate = {RATE}
+clip_norm = 0.8
+noise_multiplier = {NOISE}
+adjacency = "zero-out"
+target_epsilon = TARGET
+rounds = 1000
+minimum_batch = 5
+[data]
+dataset = "digits"
+users = {USERS}
+[model]
+name = "mlp"
+options = {{ hidden = 8 }}
+[training]
+learning_rate = 0.5
+momentum = 0.9
+checkpoint_every = 2
+[simulation]
+nodes = 3
+round_timeout = 120.0
+"""
+
+
+def epsilon_after(rounds):
+    """Theorem 3's epsilon of the tiny plan, composed round by round."""
+    accountant = make_accountant("theorem3", "zero-out")
+    for _ in range(rounds):
+        accountant.compose(ShuffledCheckInGaussianDpEvent(USERS, RATE, NOISE))
+    return accountant.get_epsilon(1 / USERS)
+
+
+def budget_of(rounds):
+    """A target epsilon that admits exactly `rounds` rounds."""
+    return (epsilon_after(rounds) + epsilon_after(rounds + 1)) / 2
+
+
+def tiny_config(folder, rounds):
+    """The tiny configuration with a budget that admits exactly `rounds` rounds."""
+    path = Path(folder) / "tiny.toml"
+    path.write_text(CONFIG.replace("TARGET", repr(budget_of(rounds))))
+    return path
+
+
+def shufl_command(*arguments):
+    return [sys.executable, "-m", "simulator.cli", *map(str, arguments)]
+
+
+def shufl(*arguments, **options):
+    return subprocess.run(
+        shufl_command(*arguments), capture_output=True, text=True, timeout=240, **options
+    )
+
+
+def only_folder(runs):
+    (folder,) = Path(runs).iterdir()
+    return folder
+
+
+def json_lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def children(pid):
+    """Process ids of a process's children and their command lines."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, ValueError):
+                continue
+            if parent == pid:
+                found[int(entry.name)] = command
+    return found
+
+
+def running(pid):
+    """Whether a process exists and is not a zombie."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds, what):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+
+
+class LongRun:
+    """A run in the background with a budget it will not reach."""
+
+    def __init__(self, folder, *arguments):
+        config = tiny_config(folder, 3)
+        self.runs = Path(folder) / "runs"
+        self.process = subprocess.Popen(
+            shufl_command(
+                "run",
+                config,
+                "--runs",
+                self.runs,
+                "--set",
+                "privacy.target_epsilon=1e9",
+                *arguments,
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.spawned = {}
+
+    @property
+    def folder(self):
+        return only_folder(self.runs)
+
+    @property
+    def shuffler_pid(self):
+        (pid,) = [pid for pid, line in self.spawned.items() if " -m shuffler " in line]
+        return pid
+
+    def wait_for_rounds(self, rounds):
+        def enough():
+            assert self.process.poll() is None, self.process.communicate()
+            files = list(self.runs.glob("*/metrics.jsonl"))
+            return files and files[0].read_text().count("\n") >= rounds
+
+        wait_until(enough, 120, f"{rounds} rounds")
+        self.spawned = children(self.process.pid)
+
+    def finish(self, seconds=60):
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def clean_up(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+        for pid in self.spawned:
+            if running(pid):
+                os.kill(pid, signal.SIGKILL)
