@@ -8,7 +8,7 @@ run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
 test: .venv/ready lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -55,8 +55,8 @@ class World:
     def __init__(self, process: ShufflerProcess) -> None:
         self.process = process
         self.private_key, self.public_key = generate_key_pair()
-        self.control = ControlClient(process.address, process.control, timeout=20)
-        self.intake = IntakeClient(process.address, process.submit, timeout=20)
+        self.control = ControlClient(process.address, process.control, timeout=60)
+        self.intake = IntakeClient(process.address, process.submit, timeout=60)
 
     def close(self) -> None:
         self.control.close()
@@ -95,7 +95,7 @@ def free_port() -> int:
 
 
 def scrape(address: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as reply:
         lines = reply.read().decode().splitlines()
     return {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])

@@ -218,7 +218,7 @@ def server_with(issued: Credentials, spool: Path) -> Iterator[str]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     try:
-        yield address.get(timeout=20)
+        yield address.get(timeout=60)
     finally:
         loop.call_soon_threadsafe(ended.set)
         thread.join(20)

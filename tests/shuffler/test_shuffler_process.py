@@ -26,7 +26,7 @@ TOKEN = "t" * 32
 
 
 def command(
-    config: str, *arguments: str, token: str = TOKEN, timeout: float = 20
+    config: str, *arguments: str, token: str = TOKEN, timeout: float = 60
 ) -> subprocess.CompletedProcess:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "shuffler.toml"
@@ -90,7 +90,7 @@ def test_a_configuration_that_is_not_there_and_an_unknown_option_are_one_line():
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=60,
         )
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
@@ -171,7 +171,7 @@ def test_a_store_that_refuses_at_the_start_is_one_line(tmp_path: Path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
     )
     assert done.returncode == 2
     assert done.stderr == "shuffler: STORAGE_FULL: the disk is full\n"
@@ -198,7 +198,7 @@ def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     assert not list(scratch.iterdir())
     assert (tmp_path / "spool" / "runs.db").exists()
     child.send_signal(number)
-    output, errors = child.communicate(timeout=10)
+    output, errors = child.communicate(timeout=60)
     assert (child.returncode, output, errors) == (0, "", "")
 
 
