@@ -294,8 +294,8 @@ def test_no_noise_is_not_private(name):
 @pytest.mark.parametrize("name", ALL)
 def test_dp_accountings_calibration_finds_the_noise(name):
     small = (
-        accounting.ShuffledCheckInGaussianDpEvent(2000, 0.2, 1.0),
-        accounting.ShuffledCheckInBlanketGaussianDpEvent(2000, 0.2, 1.0, 0.3),
+        accounting.ShuffledCheckInGaussianDpEvent(50, 0.2, 1.0),
+        accounting.ShuffledCheckInBlanketGaussianDpEvent(50, 0.2, 1.0, 0.3),
     )
     event = lambda z: dp_accounting.SelfComposedDpEvent(  # noqa: E731
         attrs.evolve(priced(name, small)[0], noise_multiplier=z), 10
