@@ -149,7 +149,8 @@ class IntakeClient(_Client):
         Nothing is sent before the result is iterated over. `reports` is then read in the caller's
         thread, as far ahead of the verdicts as the window of unanswered reports allows (256, and
         32 MiB or one report), so it can be a generator of any length. It may also be slow: where
-        the shuffler has ended a silent stream, the next report begins another.
+        the shuffler has ended a silent stream, the next report begins another, and those without a
+        verdict are sent again.
 
         Args:
             header: the round; the same that the reports were sealed with.

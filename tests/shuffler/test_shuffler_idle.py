@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -149,35 +150,35 @@ def test_a_node_that_does_not_take_its_answers_is_ended_and_keeps_only_itself_ou
 
 RELAY = """
 import socket, sys, threading, time
-port, pause_after, seconds = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+port, burst, seconds, pauses = map(float, sys.argv[1:])
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
-def copy(source, target, pause_after):
-    passed, paused = 0, False
+def copy(source, target, pauses):
+    passed = 0
     while data := source.recv(65536):
         target.sendall(data)
         passed += len(data)
-        if passed > pause_after and not paused:
-            paused = True
+        if passed > burst and pauses > 0:
+            passed, pauses = 0, pauses - 1
             time.sleep(seconds)
 while True:
     near, _ = listener.accept()
-    far = socket.create_connection(("127.0.0.1", port))
-    for each in ((near, far, pause_after), (far, near, float("inf"))):
+    far = socket.create_connection(("127.0.0.1", int(port)))
+    for each in ((near, far, pauses), (far, near, 0)):
         threading.Thread(target=copy, args=each, daemon=True).start()
 """
 
 
 @pytest.fixture
 def relay() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts processes that pass connections on to an address, each with one pause on the way."""
+    """Starts processes that pass connections on to an address, with pauses between bursts."""
     relays: list[subprocess.Popen[str]] = []
 
     def starter(
-        address: str, pause_after: float = float("inf"), seconds: float = 0
+        address: str, burst: int = 0, seconds: float = 0, pauses: float = 0
     ) -> subprocess.Popen[str]:
-        port = address.rpartition(":")[2]
-        command = [sys.executable, "-c", RELAY, port, str(pause_after), str(seconds)]
+        numbers = (address.rpartition(":")[2], burst, seconds, pauses)
+        command = [sys.executable, "-c", RELAY, *map(str, numbers)]
         relays.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return relays[-1]
 
@@ -192,7 +193,7 @@ def test_a_report_that_stops_on_its_way_is_sent_again(start, relay):
     """The stream that is ended has brought no verdict yet, as on a machine that stands still."""
     world = start(limits={"idle_seconds": IDLE})
     header = world.begin(report_bytes=8 * PIECE_BYTES)
-    port = int(relay(world.process.address, 3 * PIECE_BYTES, 1.5 * IDLE).stdout.readline())
+    port = int(relay(world.process.address, 3 * PIECE_BYTES, 1.5 * IDLE, 1).stdout.readline())
     sealed = os.urandom(8 * PIECE_BYTES)
     with IntakeClient(f"127.0.0.1:{port}", world.process.submit) as intake:
         assert list(intake.submit(header, [(0, sealed)])) == [Verdict.ACCEPTED]
@@ -201,12 +202,14 @@ def test_a_report_that_stops_on_its_way_is_sent_again(start, relay):
 
 
 def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(start, relay):
+    """No stream lasts until the whole report has passed."""
     world = start(limits={"idle_seconds": IDLE})
     header = world.begin(report_bytes=8 * PIECE_BYTES)
-    port = int(relay(world.process.address, 3 * PIECE_BYTES, 60).stdout.readline())
+    bursts = 3 * PIECE_BYTES, 1.5 * IDLE, math.inf
+    port = int(relay(world.process.address, *bursts).stdout.readline())
     with (
-        IntakeClient(f"127.0.0.1:{port}", world.process.submit, timeout=2.5 * IDLE) as intake,
-        pytest.raises(ShufflerUnavailable, match=r"nothing within 2\.5 s"),
+        IntakeClient(f"127.0.0.1:{port}", world.process.submit, timeout=5 * IDLE) as intake,
+        pytest.raises(ShufflerUnavailable, match=r"nothing within 5 s"),
     ):
         list(intake.submit(header, [(0, bytes(8 * PIECE_BYTES))]))
 
