@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event
@@ -30,11 +30,15 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     Attributes:
         name: Its word in the configuration and in tables.
         covers: One sentence: what its ε holds for, and on what assumption.
+        holds_for: Which pairs of neighbouring datasets its ε bounds.
+        counts_on_others: Whether its ε assumes that the other users take part and add their noise.
         events: The events of `accounting.events` that it prices; it refuses all others.
     """
 
     name: ClassVar[str]
     covers: ClassVar[str]
+    holds_for: ClassVar[Literal["every pair", "homogeneous pair"]]
+    counts_on_others: ClassVar[bool] = True
     events: ClassVar[tuple[type[Any], ...]] = GAUSSIAN_EVENTS
 
     def __init__(

@@ -51,6 +51,7 @@ class BlanketAccountant(ProfileShuffleAccountant):
     """
 
     name = "blanket"
+    holds_for = "every pair"
     covers = (
         "every pair of neighbouring datasets, in any dimension; assumes that all n users flip "
         "their coins every round and send blankets and noise as agreed, and that the server gets "

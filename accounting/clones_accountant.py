@@ -74,6 +74,7 @@ class ClonesAccountant(ProfileShuffleAccountant):
     """
 
     name = "clones"
+    holds_for = "every pair"
     covers = (
         "every pair of neighbouring datasets, in any dimension; "
         "assumes the shuffler does not collude with the server"

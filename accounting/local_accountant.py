@@ -22,6 +22,8 @@ class LocalAccountant(ShuffleAccountant):
     """
 
     name = "local"
+    holds_for = "every pair"
+    counts_on_others = False
     covers = (
         "every pair of neighbouring datasets, a user who takes part in every round, and a server "
         "that colludes with the shuffler; assumes only that the user's own device adds the noise"

@@ -38,6 +38,7 @@ class PldAccountant(ProfileShuffleAccountant):
     """
 
     name = "pld"
+    holds_for = "homogeneous pair"
     covers = (
         "the homogeneous pair only (all other users hold the differing user's record), "
         "numerically tight; the same assumptions as theorem3"

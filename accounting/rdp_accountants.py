@@ -176,6 +176,7 @@ class Theorem3Accountant(RdpShuffleAccountant):
     """
 
     name = "theorem3"
+    holds_for = "homogeneous pair"
     covers = (
         "the homogeneous pair only (all other users hold the differing user's record); assumes "
         "that all n users flip their coins every round, and that the server gets nothing of the "
@@ -229,6 +230,7 @@ class CheckInRdpAccountant(RdpShuffleAccountant):
     """Exact Rényi divergences of the homogeneous pair: no subsampling lemma, no split."""
 
     name = "rdp"
+    holds_for = "homogeneous pair"
     covers = (
         "the homogeneous pair only (all other users hold the differing user's record), exact in "
         "Rényi divergence; the same assumptions as theorem3"

@@ -30,6 +30,7 @@ class ToyAccountant(profiles.ProfileShuffleAccountant):
 
     name = "toy"
     covers = "a test"
+    holds_for = "every pair"
 
     def _profile(self, event):
         return gaussian_profile(1.0 / self._sigma(event))
