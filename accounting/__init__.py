@@ -6,7 +6,6 @@ datasets its ε holds; print it beside the number.
 
 from accounting.accountant_base import ShuffleAccountant
 from accounting.adjacency import ADJACENCIES, effective_sigma
-from accounting.blanket_accountant import BlanketAccountant
 from accounting.budget import (
     NOT_PRICED,
     BudgetExceeded,
@@ -20,17 +19,13 @@ from accounting.calibration import (
     CalibrationError,
     epsilon_of,
     largest_rate,
-    least_blankets,
-    least_error_blankets,
     least_noise,
     mean_update_error,
     most_rounds,
 )
 from accounting.clones_accountant import ClonesAccountant
 from accounting.events import (
-    MECHANISMS,
     FixedSizeShuffledGaussianDpEvent,
-    ShuffledCheckInBlanketGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
     ShuffledGaussianDpEvent,
 )
@@ -53,9 +48,7 @@ from accounting.registry import (
 __all__ = [
     "ACCOUNTANTS",
     "ADJACENCIES",
-    "MECHANISMS",
     "NOT_PRICED",
-    "BlanketAccountant",
     "BudgetExceeded",
     "CalibrationError",
     "CheckInRdpAccountant",
@@ -72,7 +65,6 @@ __all__ = [
     "PrivacyBudget",
     "PrivacyPlan",
     "ShuffleAccountant",
-    "ShuffledCheckInBlanketGaussianDpEvent",
     "ShuffledCheckInGaussianDpEvent",
     "ShuffledGaussianDpEvent",
     "Theorem3Accountant",
@@ -82,8 +74,6 @@ __all__ = [
     "epsilon_of",
     "epsilon_table",
     "largest_rate",
-    "least_blankets",
-    "least_error_blankets",
     "least_noise",
     "make_accountant",
     "mean_update_error",

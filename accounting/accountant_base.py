@@ -8,7 +8,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event
 
 from accounting import adjacency
-from accounting.events import GAUSSIAN_EVENTS
+from accounting.events import EVENTS
 
 CompositionErrorDetails = dp_accounting.PrivacyAccountant.CompositionErrorDetails
 
@@ -39,7 +39,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     covers: ClassVar[str]
     holds_for: ClassVar[Literal["every pair", "homogeneous pair"]]
     counts_on_others: ClassVar[bool] = True
-    events: ClassVar[tuple[type[Any], ...]] = GAUSSIAN_EVENTS
+    events: ClassVar[tuple[type[Any], ...]] = tuple(EVENTS.values())
 
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE

@@ -1,8 +1,7 @@
 """What an adversary chooses before a round, draws of that round, and what tells the worlds apart.
 
-Lengths are in units of the clip norm C: records lie in the unit ball, a report is `x + N(0, z² I)`
-and a blanket `N(0, z² I)`. User 1 holds `first` under D and `second` under D′; the others hold the
-same.
+Lengths are in units of the clip norm C: records lie in the unit ball, a report is `x + N(0, z² I)`.
+User 1 holds `first` under D and `second` under D′; the others hold the same.
 """
 
 import dataclasses
@@ -14,11 +13,7 @@ import numpy.typing as npt
 
 from accounting import adjacency as adjacency_lib
 from accounting import validation
-from accounting.events import (
-    EVENTS,
-    FixedSizeShuffledGaussianDpEvent,
-    ShuffledCheckInBlanketGaussianDpEvent,
-)
+from accounting.events import EVENTS, FixedSizeShuffledGaussianDpEvent
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -152,7 +147,7 @@ class AttackedRound:
             placement: For as many users as the event has.
 
         Raises:
-            ValueError: Another event, noise 0, or a placement for another number of users.
+            ValueError: Another event, noise 0, blankets, or a placement for other users.
         """
         if EVENTS.get(type(event).__name__) is not type(event):
             raise ValueError(f"event must be one of {', '.join(sorted(EVENTS))}, got {event!r}")
@@ -160,9 +155,9 @@ class AttackedRound:
             raise ValueError(f"placement must be of {event.users} users, got {placement.users}")
         if not event.noise_multiplier > 0.0:
             raise ValueError(f"noise multiplier must be above 0, got {event.noise_multiplier}")
+        if getattr(event, "shuffler_blankets", 0.0):
+            raise ValueError(f"shuffler blankets must be 0, got {event.shuffler_blankets}")
         self._event, self._placement = event, placement
-        blanketed = isinstance(event, ShuffledCheckInBlanketGaussianDpEvent)
-        self._blankets = event.blanket_probability if blanketed else 0.0
         if placement.users > 1:
             held, sizes = np.unique(placement.others, axis=0, return_counts=True)
         else:  # nobody, at the place of user 1
@@ -195,8 +190,6 @@ class AttackedRound:
         mine = placement.first if first else placement.second
         order = np.argsort(rng.random((samples, users)), axis=1)
         centers = np.concatenate([mine[None], placement.others])[order]
-        if self._blankets:
-            centers[rng.random((samples, users)) < self._blankets] = 0.0
         noise = rng.standard_normal(centers.shape)
         if isinstance(self._event, FixedSizeShuffledGaussianDpEvent):
             present = np.broadcast_to(np.arange(users) < self._event.reports, (samples, users))
@@ -223,14 +216,9 @@ class AttackedRound:
         """Densities of each report at the others' groups, at first and second, up to one factor."""
         placement = self._placement
         points = np.concatenate([self._held, placement.first[None], placement.second[None]])
-        if self._blankets:
-            points = np.append(points, np.zeros((1, points.shape[1])), axis=0)
         logs = np.stack([np.sum((y - p) ** 2, axis=2) for p in points], axis=2)
         logs /= -2.0 * self._event.noise_multiplier**2
         values = np.exp(logs - logs.max(axis=2, keepdims=True))
-        if self._blankets:
-            blanket = values[..., -1:]
-            values = self._blankets * blanket + (1.0 - self._blankets) * values[..., :-1]
         return values[..., :-2], values[..., -2], values[..., -1]
 
     def _log_ratio(

@@ -103,7 +103,7 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
 
     Raises:
         ValueError: An unknown accountant.
-        dp_accounting.UnsupportedEventError: One that does not price the plan's mechanism.
+        dp_accounting.UnsupportedEventError: One that does not price the plan's rounds.
     """
     pricing, event = plan.make_accountant(accountant), plan.event()
     within, beyond = 0, plan.rounds + 1

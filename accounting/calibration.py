@@ -1,4 +1,4 @@
-"""The noise, the rounds, the check-in rate or the blankets that a target ε allows.
+"""The noise, the rounds or the check-in rate that a target ε allows.
 
 Every search returns a value whose ε it has computed and found within the target: where ε is not
 quite monotone, or the bracket is coarse, it can only err on the private side.
@@ -16,9 +16,6 @@ _LARGEST_NOISE = 1e6
 _FIRST_STEP = 1.25  # of noise, squared from step to step, to 4
 _LEAST_NOISE = 1e-2
 _MOST_ROUNDS = 10**6
-_LEAST_BLANKETS, _MOST_BLANKETS = 1e-3, 0.999
-_LOGIT_STEP = 1.5  # of the first β tried: three steps to each side of 1/2, 0.011 to 0.989
-_FINEST_LOGIT = 0.09
 
 
 class CalibrationError(ValueError):
@@ -92,108 +89,31 @@ def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) ->
     return within
 
 
-def least_blankets(epsilon_at: Callable[[float], float], target_epsilon: float) -> float:
-    """Returns the least blanket probability β in [0.001, 0.999] (to 0.1 %) with ε(β) <= target.
-
-    At a given noise it is the one of least `mean_update_error`, which rises with β.
-
-    Raises:
-        CalibrationError: Not even β = 0.999 is enough.
-    """
-    epsilon_at = functools.cache(epsilon_at)
-    if epsilon_at(_LEAST_BLANKETS) <= target_epsilon:
-        return _LEAST_BLANKETS
-    if not epsilon_at(_MOST_BLANKETS) <= target_epsilon:
-        raise CalibrationError(
-            f"no blanket probability up to {_MOST_BLANKETS:g} reaches epsilon {target_epsilon:g}"
-        )
-    return _close_in(epsilon_at, target_epsilon, _MOST_BLANKETS, _LEAST_BLANKETS)
-
-
 def mean_update_error(
     users: int,
     check_in_rate: float,
     noise_multiplier: float,
-    blanket_probability: float = 0.0,
+    shuffler_blankets: float = 0.0,
     dimension: float = math.inf,
 ) -> float:
     """Returns the root mean squared error of a round's mean update, per coordinate, over C.
 
-    `√(E‖estimate - mean‖² / (C² d))` where every clipped update x has norm C, the worst case. A
-    user's part in the sum of reports is `a x + c N`: c is 1 if it reports (probability γ), a is 1
-    if that report has its update (γ(1-β)), N is its noise. The server divides the sum by nγ(1-β).
-    So the estimate is unbiased, and
+    `√(E‖estimate - mean‖² / (C² d))` where every clipped update has norm C, the worst case. The sum
+    holds each user's report with probability γ, and M ~ Poisson(λ) blankets: the noise of nγ + λ
+    reports in expectation. The server divides it by nγ. So the estimate is unbiased, and
 
-        E‖estimate - mean‖² = C² (d z² + (1-β)(1 - γ(1-β))) / (nγ (1-β)²).
+        E‖estimate - mean‖² = C² (d z² (1 + λ/(nγ)) + (1-γ)) / (nγ).
 
     Args:
         users: n.
         check_in_rate: γ in (0, 1].
         noise_multiplier: z >= 0.
-        blanket_probability: β in [0, 1); 0 without blankets.
+        shuffler_blankets: λ >= 0; 0 without blankets.
         dimension: d >= 1; infinite for a model so large that only the noise counts.
     """
-    kept = 1.0 - blanket_probability
-    variance = noise_multiplier**2 + _sampling(check_in_rate, kept) / dimension
-    return math.sqrt(variance / (users * check_in_rate)) / kept
-
-
-def _sampling(check_in_rate: float, kept: float) -> float:
-    """The variance of which updates are in the sum, of norm C, over nγC²."""
-    return kept * (1.0 - check_in_rate * kept)
-
-
-def least_error_blankets(
-    epsilon_at: Callable[[float, float], float],
-    target_epsilon: float,
-    check_in_rate: float,
-    dimension: float = math.inf,
-) -> tuple[float, float]:
-    """Returns the noise z and blankets β of least `mean_update_error` with ε(z, β) <= target.
-
-    Every β has its least z. β is searched on a grid of log(β/(1-β)) that ends at steps of 0.1
-    around the best; there the error is flat. A β is given up after one ε, that of the noise with
-    which it would be no better than the best so far: where that is not private, all that is better
-    has less noise and is not private either. About 80 evaluations in all.
-
-    Args:
-        epsilon_at: ε as a function of z and β, falling in z.
-        target_epsilon: The budget.
-        check_in_rate: γ in (0, 1].
-        dimension: d >= 1 of the update; infinite if only the noise counts.
-
-    Raises:
-        CalibrationError: No z up to 10^6 is enough at β = 1/2.
-    """
-
-    def least(beta: float, guess: float) -> float:
-        return least_noise(lambda z: epsilon_at(z, beta), target_epsilon, guess)
-
-    best, noise = 0.0, least(0.5, 1.0)
-
-    def try_at(logit: float) -> bool:
-        nonlocal best, noise
-        error = mean_update_error(1, check_in_rate, noise, _from_logit(best), dimension)
-        beta = _from_logit(logit)
-        kept = 1.0 - beta
-        square = (error * kept) ** 2 * check_in_rate - _sampling(check_in_rate, kept) / dimension
-        if not square > 0.0 or not epsilon_at(math.sqrt(square), beta) <= target_epsilon:
-            return False
-        best, noise = logit, least(beta, math.sqrt(square))
-        return True
-
-    step = _LOGIT_STEP
-    for multiple in (-1, 1, -2, 2, -3, 3):
-        try_at(multiple * step)
-    while (step := step / 2.0) >= _FINEST_LOGIT:
-        center = best
-        for logit in (center - step, center + step):
-            try_at(logit)
-    return noise, _from_logit(best)
-
-
-def _from_logit(logit: float) -> float:
-    return 1.0 / (1.0 + math.exp(-logit))
+    reports = users * check_in_rate
+    noise = noise_multiplier**2 * (1.0 + shuffler_blankets / reports)
+    return math.sqrt((noise + (1.0 - check_in_rate) / dimension) / reports)
 
 
 def _close_in(

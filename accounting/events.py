@@ -26,8 +26,8 @@ def _noise(instance: Any, attribute: Any, value: Any) -> None:
     validation.real("noise multiplier", value, "[0, inf)")
 
 
-def _blanket(instance: Any, attribute: Any, value: Any) -> None:
-    validation.real("blanket probability", value, "(0, 1)")
+def _blankets(instance: Any, attribute: Any, value: Any) -> None:
+    validation.real("shuffler blankets", value, "[0, inf)")
 
 
 def _reports(instance: Any, attribute: Any, value: Any) -> None:
@@ -54,12 +54,16 @@ class ShuffledGaussianDpEvent(dp_accounting.DpEvent):
 class ShuffledCheckInGaussianDpEvent(dp_accounting.DpEvent):
     """Each of n users decides by its own coin, with probability γ, to report once.
 
-    The coins are independent of each other and of the data, and only the users see them.
+    The coins are independent of each other and of the data, and only the users see them. With
+    blankets the shuffler adds M ~ Poisson(λ) reports `N(0, (zC)² I)` of its own before it shuffles,
+    M drawn afresh and told to nobody. Accountants other than `blanket` may ignore them: to add
+    independent reports and shuffle again is post-processing.
 
     Attributes:
         users: n, at least 1: all who flip a coin, not those who report.
         check_in_rate: γ in (0, 1].
         noise_multiplier: z >= 0; 0 is not private.
+        shuffler_blankets: λ >= 0, the expected number of blankets.
 
     Raises:
         ValueError: A value outside its range.
@@ -68,6 +72,7 @@ class ShuffledCheckInGaussianDpEvent(dp_accounting.DpEvent):
     users: int = attrs.field(validator=_users)
     check_in_rate: float = attrs.field(validator=_rate)
     noise_multiplier: float = attrs.field(validator=_noise)
+    shuffler_blankets: float = attrs.field(default=0.0, validator=_blankets)
 
 
 @attrs.frozen
@@ -88,44 +93,14 @@ class FixedSizeShuffledGaussianDpEvent(dp_accounting.DpEvent):
     noise_multiplier: float = attrs.field(validator=_noise)
 
 
-@attrs.frozen
-class ShuffledCheckInBlanketGaussianDpEvent(dp_accounting.DpEvent):
-    """Each of n users decides by its own coin, with probability γ, to report once; with probability
-    β, by a second coin, its report is a blanket: the noise `N(0, (zC)² I)` alone, without a vector.
-
-    All coins are independent of each other and of the data, and only the users see them.
-
-    Attributes:
-        users: n, at least 1: all who flip a coin, not those who report.
-        check_in_rate: γ in (0, 1].
-        noise_multiplier: z >= 0; 0 is not private.
-        blanket_probability: β in (0, 1), of those who report.
-
-    Raises:
-        ValueError: A value outside its range.
-    """
-
-    users: int = attrs.field(validator=_users)
-    check_in_rate: float = attrs.field(validator=_rate)
-    noise_multiplier: float = attrs.field(validator=_noise)
-    blanket_probability: float = attrs.field(validator=_blanket)
-
-
-GAUSSIAN_EVENTS: tuple[type[Any], ...] = (
-    ShuffledGaussianDpEvent,
-    ShuffledCheckInGaussianDpEvent,
-    FixedSizeShuffledGaussianDpEvent,
-)
-
 EVENTS: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (*GAUSSIAN_EVENTS, ShuffledCheckInBlanketGaussianDpEvent)
+    cls.__name__: cls
+    for cls in (
+        ShuffledGaussianDpEvent,
+        ShuffledCheckInGaussianDpEvent,
+        FixedSizeShuffledGaussianDpEvent,
+    )
 }
-
-MECHANISMS: dict[str, type[Any]] = {
-    "gaussian": ShuffledCheckInGaussianDpEvent,
-    "blanket-gaussian": ShuffledCheckInBlanketGaussianDpEvent,
-}
-"""What one round of a run releases, by the mechanism's name in the plan."""
 
 
 def event_to_dict(event: Any) -> dict[str, Any]:

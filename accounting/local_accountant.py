@@ -6,7 +6,6 @@ from typing import Any
 from dp_accounting import NeighboringRelation, dp_event
 
 from accounting.accountant_base import ShuffleAccountant
-from accounting.events import EVENTS
 from accounting.gaussian import gaussian_epsilon, log_gaussian_delta
 
 
@@ -15,10 +14,6 @@ class LocalAccountant(ShuffleAccountant):
 
     T Gaussian reports of one user are one Gaussian with `1/σ² = Σ_t 1/σ_t²`, also when chosen
     adaptively, so the conversion is exact (Balle and Wang 2018).
-
-    With blankets it is an upper bound: replacing one's Gaussian report by fresh noise of the same
-    law, by a coin that does not depend on the data, is post-processing of that report. So every
-    blanket-mixed report is priced as the Gaussian one it was made of, whatever β is.
     """
 
     name = "local"
@@ -28,7 +23,6 @@ class LocalAccountant(ShuffleAccountant):
         "every pair of neighbouring datasets, a user who takes part in every round, and a server "
         "that colludes with the shuffler; assumes only that the user's own device adds the noise"
     )
-    events = tuple(EVENTS.values())
 
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE

@@ -7,11 +7,7 @@ from typing import Any
 
 from accounting import adjacency, registry, validation
 from accounting.accountant_base import ShuffleAccountant
-from accounting.events import (
-    MECHANISMS,
-    ShuffledCheckInBlanketGaussianDpEvent,
-    ShuffledCheckInGaussianDpEvent,
-)
+from accounting.events import ShuffledCheckInGaussianDpEvent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +24,9 @@ class PrivacyPlan:
         target_epsilon: The budget: training halts before ε would exceed it.
         minimum_batch: Fewest reports the shuffler releases, in 1..users.
         adjacency: "replace" (one record becomes any other) or "zero-out".
-        mechanism: "gaussian" (clipped update + noise) or "blanket-gaussian" (the same, but with
-            probability β the noise alone).
-        blanket_probability: β in (0, 1), a reporting user's chance to send a blanket; 0 for
-            mechanism "gaussian".
-        accountant: Whose ε halts training; a key of `ACCOUNTANTS` that prices the mechanism.
+        shuffler_blankets: λ >= 0, how many noise-only reports the shuffler adds to a round in
+            expectation.
+        accountant: Whose ε halts training; a key of `ACCOUNTANTS` that prices `event()`.
 
     Raises:
         ValueError: A value outside its range, in one line.
@@ -47,8 +41,7 @@ class PrivacyPlan:
     target_epsilon: float
     minimum_batch: int
     adjacency: str = "replace"
-    mechanism: str = "gaussian"
-    blanket_probability: float = 0.0
+    shuffler_blankets: float = 0.0
     accountant: str = "theorem3"
 
     def __post_init__(self) -> None:
@@ -65,13 +58,9 @@ class PrivacyPlan:
             "adjacency": validation.choice(
                 "adjacency", self.adjacency, tuple(adjacency.ADJACENCIES)
             ),
-            "mechanism": validation.choice("mechanism", self.mechanism, tuple(MECHANISMS)),
-            "blanket_probability": validation.real(
-                f"blanket probability of mechanism {self.mechanism}",
-                self.blanket_probability,
-                "(0, 1)" if self.mechanism == "blanket-gaussian" else "[0, 0]",
+            "shuffler_blankets": validation.real(
+                "shuffler blankets", self.shuffler_blankets, "[0, inf)"
             ),
-            "accountant": registry.check_accountant(self.accountant, self.mechanism),
         }
         checked["minimum_batch"] = validation.integer(
             "minimum batch", self.minimum_batch, 1, checked["users"]
@@ -79,6 +68,7 @@ class PrivacyPlan:
         # One type per field, so that 1 and 1.0 give the same bytes and the same digest.
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        registry.check_accountant(self.accountant, self.event())
 
     @property
     def sigma(self) -> float:
@@ -87,12 +77,23 @@ class PrivacyPlan:
             self.noise_multiplier, adjacency.relation_of(self.adjacency)
         )
 
-    def event(self) -> ShuffledCheckInGaussianDpEvent | ShuffledCheckInBlanketGaussianDpEvent:
+    def event(self) -> ShuffledCheckInGaussianDpEvent:
         """Returns what one round releases."""
-        values = (self.users, self.check_in_rate, self.noise_multiplier)
-        if self.mechanism == "blanket-gaussian":
-            return ShuffledCheckInBlanketGaussianDpEvent(*values, self.blanket_probability)
-        return ShuffledCheckInGaussianDpEvent(*values)
+        return ShuffledCheckInGaussianDpEvent(
+            self.users, self.check_in_rate, self.noise_multiplier, self.shuffler_blankets
+        )
+
+    def check_runnable(self) -> None:
+        """Refuses a plan that can be priced but not run; both engines' settings ask.
+
+        Raises:
+            ValueError: A plan with shuffler blankets.
+        """
+        if self.shuffler_blankets:
+            raise ValueError(
+                "this version's shuffler adds no blankets to a run: shuffler blankets must be 0, "
+                f"got {self.shuffler_blankets}"
+            )
 
     def make_accountant(self, name: str | None = None) -> ShuffleAccountant:
         """Returns a fresh accountant for this plan's adjacency; its own accountant if None.
@@ -103,13 +104,8 @@ class PrivacyPlan:
         return registry.make_accountant(name or self.accountant, self.adjacency)
 
     def to_json(self) -> str:
-        """Returns canonical JSON: sorted keys, no spaces, shortest exact floats.
-
-        `blanket_probability` is there only for the mechanism that has one: the other's plans keep
-        the bytes and the digest they had before there were blankets.
-        """
-        values = {key: getattr(self, key) for key in _keys(self.mechanism)}
-        return json.dumps(values, sort_keys=True, separators=(",", ":"))
+        """Returns canonical JSON: sorted keys, no spaces, shortest exact floats."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "PrivacyPlan":
@@ -124,7 +120,7 @@ class PrivacyPlan:
             raise ValueError(f"privacy plan must be JSON, got {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"privacy plan must be a JSON object, got {type(values).__name__}")
-        expected = _keys(values.get("mechanism"))
+        expected = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - expected):
             raise ValueError(f"privacy plan has unknown keys: {', '.join(unknown)}")
         if missing := sorted(expected - set(values)):
@@ -134,9 +130,3 @@ class PrivacyPlan:
     def digest(self) -> str:
         """Returns the SHA-256 of `to_json`, in hex."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-
-def _keys(mechanism: Any) -> set[str]:
-    """The keys of a plan's JSON."""
-    every = {field.name for field in dataclasses.fields(PrivacyPlan)}
-    return every if mechanism == "blanket-gaussian" else every - {"blanket_probability"}

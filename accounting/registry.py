@@ -1,16 +1,15 @@
 """The accountants by name, as the configuration and the tables know them.
 
-To add one: subclass `ShuffleAccountant` in its own module, set `name`, `covers` and, if they are
-not the Gaussian ones, `events`; list it here. Of those that price a mechanism the first in the list
-is its default.
+To add one: subclass `ShuffleAccountant` in its own module, set `name`, `covers`, `holds_for` and,
+if it does not price all of them, `events`; list it here.
 """
+
+from typing import Any
 
 from accounting import adjacency as adjacency_lib
 from accounting import validation
 from accounting.accountant_base import ShuffleAccountant
-from accounting.blanket_accountant import BlanketAccountant
 from accounting.clones_accountant import ClonesAccountant
-from accounting.events import MECHANISMS
 from accounting.local_accountant import LocalAccountant
 from accounting.pld_accountant import PldAccountant
 from accounting.rdp_accountants import CheckInRdpAccountant, Theorem3Accountant
@@ -22,33 +21,24 @@ ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
         CheckInRdpAccountant,
         PldAccountant,
         ClonesAccountant,
-        BlanketAccountant,
         LocalAccountant,
     )
 }
 
 
-def accountants_for(mechanism: str) -> tuple[str, ...]:
-    """Returns the names of the accountants that price a mechanism's rounds, its default first.
+def accountants_for(event: Any) -> tuple[str, ...]:
+    """Returns the names of the accountants that price an event."""
+    return tuple(name for name, cls in ACCOUNTANTS.items() if cls().supports(event))
+
+
+def check_accountant(name: str, event: Any) -> str:
+    """Returns `name` if it is an accountant that prices an event.
 
     Raises:
-        ValueError: An unknown mechanism.
-    """
-    event_type = MECHANISMS[validation.choice("mechanism", mechanism, tuple(MECHANISMS))]
-    return tuple(name for name, cls in ACCOUNTANTS.items() if event_type in cls.events)
-
-
-def check_accountant(name: str, mechanism: str) -> str:
-    """Returns `name` if it is an accountant that prices a mechanism's rounds.
-
-    Raises:
-        ValueError: An unknown accountant or mechanism, or one that does not price it; names those
-            that do.
+        ValueError: An unknown accountant, or one that does not price it; names those that do.
     """
     validation.choice("accountant", name, tuple(ACCOUNTANTS))
-    return validation.choice(
-        f"accountant for mechanism {mechanism}", name, accountants_for(mechanism)
-    )
+    return validation.choice(f"accountant of {event}", name, accountants_for(event))
 
 
 def make_accountant(name: str, adjacency: str = "replace") -> ShuffleAccountant:

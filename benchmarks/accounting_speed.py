@@ -21,27 +21,21 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
 import dp_accounting
 from rich.console import Console
 from rich.table import Table
 
 import accounting
-from accounting import events, moments, rdp_bounds
+from accounting import moments, rdp_bounds
 
 RATE, NOISE, SIGMA = 0.1, 5.0, 5.0
 MANY = 10**9
 
 
 def an_event(accountant: Any, users: int) -> Any:
-    """A check-in round of the kind the accountant prices: the first of `events.EVENTS`."""
-    known = {"users": users, "check_in_rate": RATE, "noise_multiplier": NOISE}
-    # The plain check-in round first; other mechanisms' own shares at 0.2.
-    for cls in sorted(events.EVENTS.values(), key=lambda c: "CheckIn" not in c.__name__):
-        fields = [field.name for field in attrs.fields(cls)]
-        if "check_in_rate" not in fields:
-            continue
-        event = cls(**{name: known.get(name, 0.2) for name in fields})
+    """A check-in round the accountant prices: without blankets, or one for five reports."""
+    for blankets in (0.0, 0.2 * RATE * users):
+        event = accounting.ShuffledCheckInGaussianDpEvent(users, RATE, NOISE, blankets)
         if accountant.supports(event):
             return event
     raise ValueError(f"{accountant.name} prices no check-in round")

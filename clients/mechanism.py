@@ -1,4 +1,4 @@
-"""The local Gaussian mechanism: clip to C, add N(0, (zC)^2 I); or a blanket, the noise alone."""
+"""The local Gaussian mechanism: clip to C, add N(0, (zC)^2 I)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,10 @@ def clip(update: np.ndarray, clip_norm: float) -> np.ndarray:
 
 
 def privatise(
-    update: np.ndarray,
-    clip_norm: float,
-    noise_multiplier: float,
-    standard_normal: np.ndarray,
-    blanket: bool = False,
+    update: np.ndarray, clip_norm: float, noise_multiplier: float, standard_normal: np.ndarray
 ) -> np.ndarray:
-    """One report: clip(update, C) + zC * standard_normal; of a blanket, zC * standard_normal.
+    """One report: clip(update, C) + zC * standard_normal.
 
-    A blanket takes the same steps: the clipped update is multiplied by 0 instead of 1.
     The sum is formed in float64 and rounded once, after the noise: rounding is post-processing.
 
     Args:
@@ -43,11 +38,9 @@ def privatise(
         clip_norm: C > 0.
         noise_multiplier: z, the noise's standard deviation in units of C.
         standard_normal: independent N(0, 1) draws, shape (d,).
-        blanket: send the noise alone.
 
     Returns:
         float32 of shape (d,).
     """
-    kept = 0.0 if blanket else 1.0
-    noisy = kept * clip(update, clip_norm) + noise_multiplier * clip_norm * standard_normal
+    noisy = clip(update, clip_norm) + noise_multiplier * clip_norm * standard_normal
     return noisy.astype(np.float32)

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import special
 
 # separate Philox keys, so the streams never overlap
-_COIN, _NOISE, _TRAINING, _BLANKET, _SUMMED_NOISE = 1, 2, 3, 4, 5
+_COIN, _NOISE, _TRAINING, _SUMMED_NOISE = 1, 2, 3, 5
 
 _BLOCK = 2**18  # coins drawn at once: they stay in a core's cache
 
@@ -45,13 +45,6 @@ class Randomness(Protocol):
         """
         ...
 
-    def blankets(self, round: int, users: np.ndarray, probability: float) -> np.ndarray:
-        """Whether each of `users`, who checked in, sends a blanket: the noise without its update.
-
-        For `users` int of shape (k,), bool of shape (k,).
-        """
-        ...
-
     def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
         """A seed for the local training of each of `users`: uint64 of shape (k,).
 
@@ -72,8 +65,15 @@ class SeededRandomness:
         self._seed = seed
 
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
-        """User u's coin is the u-th uniform of the round's stream, whoever else is asked."""
-        return self._uniforms(_COIN, round, users) < rate
+        """User u's coin is the u-th uniform of the round's stream, whoever else is asked.
+
+        Only those between users are drawn too.
+        """
+        if len(users) == 0:
+            return np.zeros(0, dtype=bool)
+        block = int(users.min()) // 4  # Philox makes four at a time
+        uniforms = self._stream(_COIN, round, block).random(int(users.max()) + 1 - 4 * block)
+        return uniforms[users - 4 * block] < rate
 
     def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
         """By the coins of `check_ins`."""
@@ -94,21 +94,9 @@ class SeededRandomness:
         """From the stream (seed, round) of its own; not the sum of the users' streams."""
         return math.sqrt(reports) * self._stream(_SUMMED_NOISE, round).standard_normal(size)
 
-    def blankets(self, round: int, users: np.ndarray, probability: float) -> np.ndarray:
-        """As in `check_ins`, from a stream of their own."""
-        return self._uniforms(_BLANKET, round, users) < probability
-
     def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
         """User u's is the u-th draw of a SplitMix64 that the round's stream seeds."""
         return split_mix(self._stream(_TRAINING, round).integers(2**64, dtype=np.uint64), users)
-
-    def _uniforms(self, purpose: int, round: int, users: np.ndarray) -> np.ndarray:
-        """User u's uniform is the u-th of the stream; only those between users are drawn too."""
-        if len(users) == 0:
-            return np.zeros(0)
-        block = int(users.min()) // 4  # Philox makes four at a time
-        stream = self._stream(purpose, round, block)
-        return stream.random(int(users.max()) + 1 - 4 * block)[users - 4 * block]
 
     def _stream(self, purpose: int, round: int, block: int = 0) -> np.random.Generator:
         key = np.array([self._seed, (purpose << 32) | round], dtype=np.uint64)
@@ -139,10 +127,6 @@ class SystemRandomness:
     def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
         """From one draw of `standard_normal`, scaled."""
         return math.sqrt(reports) * self.standard_normal(round, np.arange(1), size)[0]
-
-    def blankets(self, round: int, users: np.ndarray, probability: float) -> np.ndarray:
-        """Independent coins with `probability` (to 2^-52)."""
-        return _system_uniform(len(users)) < probability
 
     def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
         """64 bits of system entropy each."""

@@ -152,15 +152,11 @@ class Worker:
             yield user, sealed
 
     def _report(self, user: int, round: int) -> np.ndarray:
-        """One user's report. Whether it is a blanket is drawn here and kept nowhere.
-
-        The update is computed for a blanket too, or the time would tell.
-        """
+        """One user's report."""
         plan = self.settings.plan
         features, labels = self._records(user)
         alone = np.array([user])
         (seed,) = self._randomness.training_seeds(round, alone).tolist()
         update = local_update(self._model, features, labels, self.settings.training, seed)
         (noise,) = self._randomness.standard_normal(round, alone, update.size)
-        (blanket,) = self._randomness.blankets(round, alone, plan.blanket_probability)
-        return privatise(update, plan.clip_norm, plan.noise_multiplier, noise, blanket)
+        return privatise(update, plan.clip_norm, plan.noise_multiplier, noise)

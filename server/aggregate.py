@@ -1,4 +1,4 @@
-"""From a released batch to the mean update: open, validate, sum / (n gamma (1 - beta))."""
+"""From a released batch to the mean update: open, validate, sum / (n gamma)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Aggregate:
     """The estimate of the mean update and how many reports it holds.
 
     Attributes:
-        estimate: sum of the reports / (n gamma (1 - beta)), float32 of shape (d,).
+        estimate: sum of the reports / (n gamma), float32 of shape (d,).
         reports: how many were summed.
         rejected: how many did not open or no honest client could have sent.
         reasons: how many of them for which reason (`RejectReason`).
@@ -48,16 +48,15 @@ def aggregate_reports(
 ) -> Aggregate:
     """Opens, validates and sums a batch; memory does not grow with the batch.
 
-    Dividing by the expected number of reports with an update, n*gamma*(1-beta), not the realised
-    one, keeps the estimate unbiased whatever the coins; without blankets beta is 0. The sum is
-    taken in 64-bit integers, in a unit finer than float32 resolves here, so that the model does not
-    depend on the (random) order of the release.
+    Dividing by the expected number of reports, n*gamma, not the realised one, keeps the estimate
+    unbiased whatever the coins. The sum is taken in 64-bit integers, in a unit finer than float32
+    resolves here, so that the model does not depend on the (random) order of the release.
 
     Args:
         sealed_reports: the release.
         private_key: the round's key.
         header: the round's header; a report sealed under another does not open.
-        plan: for n, gamma, beta, C and z.
+        plan: for n, gamma, C and z.
         dimension: d, the number of model parameters.
     """
     limit = largest_honest_norm(plan, dimension)
@@ -93,8 +92,8 @@ def unit_of_sums(plan: PrivacyPlan, dimension: int) -> float:
 
 
 def expected_updates(plan: PrivacyPlan) -> float:
-    """How many reports of a round carry an update on average: n*gamma*(1-beta)."""
-    return plan.users * plan.check_in_rate * (1.0 - plan.blanket_probability)
+    """How many reports of a round carry an update on average: n*gamma."""
+    return plan.users * plan.check_in_rate
 
 
 def largest_honest_norm(plan: PrivacyPlan, dimension: int) -> float:

@@ -55,6 +55,9 @@ class TrainingSettings:
         reproducible: whether a round played again from the same model makes the same release:
             coins and noise are functions of a seed, and sums of their terms.
         checkpoint: where an interrupted run goes on, None for a new one.
+
+    Raises:
+        ValueError: a plan that this version cannot run.
     """
 
     plan: PrivacyPlan
@@ -68,6 +71,9 @@ class TrainingSettings:
     origin: dict[str, str]
     reproducible: bool
     checkpoint: Checkpoint | None
+
+    def __post_init__(self) -> None:
+        self.plan.check_runnable()
 
     @property
     def run_id(self) -> str:

@@ -21,15 +21,11 @@ Delta = Annotated[str, typer.Option("--delta", help='δ in (0, 1), or "1/n".')]
 Adjacency = Annotated[str, typer.Option("--adjacency", help="replace or zero-out.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Target = Annotated[float, typer.Option("--target-epsilon", help="The ε to stay within.")]
-Mechanism = Annotated[str, typer.Option("--mechanism", help="gaussian or blanket-gaussian.")]
-Beta = Annotated[
-    float | None,
-    typer.Option("--beta", help="Blanket probability β in (0, 1), of blanket-gaussian."),
+Blankets = Annotated[
+    float,
+    typer.Option("--blankets", help="Expected blankets λ that the shuffler adds to each round."),
 ]
-Accountant = Annotated[
-    str | None,
-    typer.Option("--accountant", help="Whose ε. Default: theorem3; of blanket-gaussian, blanket."),
-]
+Accountant = Annotated[str, typer.Option("--accountant", help="Whose ε.")]
 
 
 def account_command(
@@ -40,8 +36,7 @@ def account_command(
     rounds: Rounds = None,
     delta: Delta = "1/n",
     adjacency: Adjacency = "replace",
-    mechanism: Mechanism = "gaussian",
-    beta: Beta = None,
+    blankets: Blankets = 0.0,
     json: Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
@@ -56,7 +51,7 @@ def account_command(
             adjacency, at = ledger.plan.adjacency, ledger.plan.delta
         else:
             users = needed("--n", n)
-            event = make_event(users, gamma, noise, mechanism, beta)
+            event = make_event(users, gamma, noise, blankets)
             counts, at = {event: _count("--rounds", rounds)}, _delta(delta, users)
         check_adjacency(adjacency)
         rows = price(counts.items(), adjacency, at, lower=True)
@@ -95,9 +90,8 @@ def calibrate_command(
     rounds: Rounds = None,
     delta: Delta = "1/n",
     adjacency: Adjacency = "replace",
-    mechanism: Mechanism = "gaussian",
-    beta: Beta = None,
-    accountant: Accountant = None,
+    blankets: Blankets = 0.0,
+    accountant: Accountant = "theorem3",
     dimension: Annotated[
         int | None,
         typer.Option(
@@ -107,15 +101,11 @@ def calibrate_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Find the noise, the rounds, γ or β (whichever is left out) that stays within a target ε.
-
-    With neither --noise nor --beta: those of the least error of the mean update.
-    """
+    """Find the noise, the rounds or γ (whichever is left out) that stays within a target ε."""
     from accounting import (
+        check_accountant,
         epsilon_of,
         largest_rate,
-        least_blankets,
-        least_error_blankets,
         least_noise,
         mean_update_error,
         most_rounds,
@@ -127,50 +117,37 @@ def calibrate_command(
         check_adjacency(adjacency)
         if not target_epsilon > 0:
             raise ValueError(f"--target-epsilon must be above 0, got {target_epsilon}")
-        _check_blankets(mechanism, beta)
-        judge = _judge(accountant, mechanism)
         size = math.inf if dimension is None else _count("--dimension", dimension)
         given = {"noise": noise, "rounds": rounds, "gamma": gamma}
-        if mechanism == "blanket-gaussian":
-            given["beta"] = beta
         missing = [name for name, value in given.items() if value is None]
-        if len(missing) != 1 and missing != ["noise", "beta"]:
-            raise ValueError(
-                "leave out exactly one of --noise, --rounds and --gamma"
-                + ("" if mechanism == "gaussian" else ", or --beta, or --noise and --beta")
-            )
+        if len(missing) != 1:
+            raise ValueError("leave out exactly one of --noise, --rounds and --gamma")
 
         def epsilon(**values: Any) -> float:
-            now = {"rounds": rounds, "gamma": gamma, "noise": noise, "beta": beta} | values
-            event = make_event(users, now["gamma"], now["noise"], mechanism, now["beta"])
+            now = {"rounds": rounds, "gamma": gamma, "noise": noise} | values
+            event = make_event(users, now["gamma"], now["noise"], blankets)
+            judge = check_accountant(accountant, event)
             return epsilon_of(judge, adjacency, event, _count("--rounds", now["rounds"]), at)
 
         if missing == ["noise"]:
             noise = least_noise(lambda z: epsilon(noise=z), target_epsilon)
         elif missing == ["rounds"]:
             rounds = most_rounds(lambda t: epsilon(rounds=t), target_epsilon)
-        elif missing == ["gamma"]:
-            gamma = largest_rate(lambda g: epsilon(gamma=g), target_epsilon, users)
-        elif missing == ["beta"]:
-            beta = least_blankets(lambda b: epsilon(beta=b), target_epsilon)
         else:
-            noise, beta = least_error_blankets(
-                lambda z, b: epsilon(noise=z, beta=b), target_epsilon, gamma, size
-            )
+            gamma = largest_rate(lambda g: epsilon(gamma=g), target_epsilon, users)
         reached = epsilon() if rounds else 0.0
-        error_of_mean = mean_update_error(users, gamma, noise, beta or 0.0, size)
+        error_of_mean = mean_update_error(users, gamma, noise, blankets, size)
     except ValueError as error:
         fail(error)
     result = {
         "n": users,
         "gamma": gamma,
         "noise": noise,
-        "mechanism": mechanism,
-        "beta": beta,
+        "blankets": blankets,
         "rounds": rounds,
         "delta": at,
         "adjacency": adjacency,
-        "accountant": judge,
+        "accountant": accountant,
         "target_epsilon": target_epsilon,
         "epsilon": reached,
         "dimension": dimension,
@@ -194,8 +171,7 @@ def compare_command(
     rounds: Rounds = None,
     delta: Delta = "1/n",
     adjacency: Adjacency = "replace",
-    mechanism: Mechanism = "gaussian",
-    beta: Beta = None,
+    blankets: Blankets = 0.0,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also draw ε against rounds to this file.")
     ] = None,
@@ -212,7 +188,7 @@ def compare_command(
         users = needed("--n", n)
         at = _delta(delta, users)
         check_adjacency(adjacency)
-        event = make_event(users, gamma, noise, mechanism, beta)
+        event = make_event(users, gamma, noise, blankets)
         last = _count("--rounds", rounds)
         points = sorted({max(1, round(last ** (step / 8))) for step in range(9)})
         curves: dict[str, list[float | None]] = {}
@@ -255,34 +231,13 @@ def _print_peers(points: list[int], others: Any) -> None:
         typer.echo(f"{peer.name}: {peer.covers}")
 
 
-def make_event(
-    n: int, gamma: float | None, noise: float | None, mechanism: str, beta: float | None
-) -> Any:
+def make_event(n: int, gamma: float | None, noise: float | None, blankets: float) -> Any:
     """One check-in round, from the options."""
-    from accounting import MECHANISMS
+    from accounting import ShuffledCheckInGaussianDpEvent
 
-    _check_blankets(mechanism, beta)
-    values = [n, needed("--gamma", gamma), needed("--noise", noise)]
-    if mechanism == "blanket-gaussian":
-        values.append(needed("--beta", beta))
-    return MECHANISMS[mechanism](*values)
-
-
-def _check_blankets(mechanism: str, beta: float | None) -> None:
-    """Refuses an unknown mechanism, and --beta with one that has no blankets."""
-    from accounting import MECHANISMS
-
-    if mechanism not in MECHANISMS:
-        raise ValueError(f"--mechanism must be {' or '.join(MECHANISMS)}, got {mechanism}")
-    if mechanism != "blanket-gaussian" and beta is not None:
-        raise ValueError(f"--beta is for --mechanism blanket-gaussian only, got {beta:g}")
-
-
-def _judge(accountant: str | None, mechanism: str) -> str:
-    """The accountant to calibrate by: the one asked for, or the mechanism's own."""
-    from accounting import accountants_for, check_accountant
-
-    return check_accountant(accountant or accountants_for(mechanism)[0], mechanism)
+    return ShuffledCheckInGaussianDpEvent(
+        n, needed("--gamma", gamma), needed("--noise", noise), blankets
+    )
 
 
 def needed(option: str, value: Any) -> Any:

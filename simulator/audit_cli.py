@@ -10,9 +10,8 @@ from rich.table import Table
 
 from simulator.account_cli import (
     Adjacency,
-    Beta,
+    Blankets,
     Json,
-    Mechanism,
     Noise,
     Rate,
     Users,
@@ -29,8 +28,7 @@ def audit_command(
     gamma: Rate = 1.0,
     noise: Noise = None,
     adjacency: Adjacency = "replace",
-    mechanism: Mechanism = "gaussian",
-    beta: Beta = None,
+    blankets: Blankets = 0.0,
     epsilon: Annotated[float, typer.Option("--epsilon", help="ε at which δ is attacked.")] = 0.3,
     accountant: Annotated[
         list[str] | None,
@@ -61,11 +59,11 @@ def audit_command(
     from accounting.audit import PLACEMENTS, check_claim
 
     try:
-        event = make_event(needed("--n", n), gamma, noise, mechanism, beta)
+        event = make_event(needed("--n", n), gamma, noise, blankets)
         check_adjacency(adjacency)
         checks = {}
-        for name in accountant or accountants_for(mechanism):
-            claim = make_accountant(check_accountant(name, mechanism), adjacency)
+        for name in accountant or accountants_for(event):
+            claim = make_accountant(check_accountant(name, event), adjacency)
             checks[name] = check_claim(
                 claim,
                 event,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from accounting import ACCOUNTANTS, MECHANISMS, accountants_for
+from accounting import ACCOUNTANTS
 from simulator.datasets import DATASETS
 from simulator.partition import SCHEMES
 
@@ -40,18 +40,8 @@ class Privacy(_Section):
         allow_inf_nan=False,
         description="a number above 0, or left out to be found from target_epsilon and rounds",
     )
-    mechanism: Literal[tuple(MECHANISMS)] = "gaussian"  # type: ignore[valid-type]
-    blanket_probability: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        allow_inf_nan=False,
-        description="a number in (0, 1) for mechanism blanket-gaussian, left out for gaussian",
-    )
     adjacency: Literal["replace", "zero-out"] = "replace"
-    accountant: Literal[tuple(ACCOUNTANTS)] | None = Field(  # type: ignore[valid-type]
-        None, description=f"one of {', '.join(ACCOUNTANTS)}"
-    )
+    accountant: Literal[tuple(ACCOUNTANTS)] = "theorem3"  # type: ignore[valid-type]
     target_epsilon: Positive
     delta: Literal["1/n"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         "1/n", description='"1/n" or a number in (0, 1)'
@@ -60,25 +50,6 @@ class Privacy(_Section):
     minimum_batch: int | None = Field(
         None, ge=1, description="a whole number from 1 to the number of users"
     )
-
-    @model_validator(mode="after")
-    def _mechanism_fits(self) -> Privacy:
-        """Refuses blankets without their mechanism or the other way round, and its wrong judge."""
-        blanketed, given = self.mechanism == "blanket-gaussian", self.blanket_probability
-        if blanketed and given is None:
-            raise ValueError("privacy.blanket_probability is missing: a number in (0, 1)")
-        if not blanketed and given is not None:
-            raise ValueError(
-                f"privacy.blanket_probability must be left out for mechanism {self.mechanism}, "
-                f"got {given:g}"
-            )
-        able = accountants_for(self.mechanism)
-        if self.accountant not in (None, *able):
-            raise ValueError(
-                f"privacy.accountant must be one of {', '.join(able)} for mechanism "
-                f"{self.mechanism}, got {self.accountant!r}"
-            )
-        return self
 
 
 class Data(_Section):

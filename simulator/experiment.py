@@ -11,7 +11,6 @@ import torch
 
 from accounting import (
     PrivacyPlan,
-    accountants_for,
     epsilon_of,
     least_noise,
     rounds_within_budget,
@@ -34,7 +33,7 @@ class Experiment:
     """A configuration with every value decided, and what follows from it.
 
     Attributes:
-        config: resolved: n, delta and the minimum batch are numbers, the accountant is named.
+        config: resolved: n, delta and the minimum batch are numbers.
         plan: the privacy plan.
         halting_round: rounds the budget allows under the plan's accountant, at least 1.
         parameters: number of model parameters d.
@@ -129,7 +128,6 @@ def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
     """
     values = config.privacy.model_dump()
     given = values.pop("noise_multiplier")
-    values["blanket_probability"] = values["blanket_probability"] or 0.0
     plan = PrivacyPlan(users=config.data.users, noise_multiplier=given or 1.0, **values)
     if given is None:
         noise = least_noise(
@@ -278,13 +276,7 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
     return config.model_copy(
         update={
             "data": config.data.model_copy(update={"users": users}),
-            "privacy": privacy.model_copy(
-                update={
-                    "delta": delta,
-                    "minimum_batch": minimum,
-                    "accountant": privacy.accountant or accountants_for(privacy.mechanism)[0],
-                }
-            ),
+            "privacy": privacy.model_copy(update={"delta": delta, "minimum_batch": minimum}),
         }
     )
 

@@ -45,7 +45,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 class RunRecorder:
     """Writes each round as it ends, with epsilon under every accountant; keeps the rows.
 
-    An accountant that does not price the plan's mechanism has null. In the folder of an interrupted
+    An accountant that does not price the plan's rounds has null. In the folder of an interrupted
     run the rows go on where they ended: a row cut short is dropped, a round that has its row is not
     written again, and TensorBoard's events, which may lag behind, are made anew from the rows.
     """
@@ -55,7 +55,7 @@ class RunRecorder:
         self._plan = plan
         self._composed = 0
         self._accountants = {
-            name: plan.make_accountant(name) for name in accountants_for(plan.mechanism)
+            name: plan.make_accountant(name) for name in accountants_for(plan.event())
         }
         path = folder / "metrics.jsonl"
         if path.exists():

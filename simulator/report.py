@@ -43,7 +43,6 @@ def summarise(result: RunResult, experiment: Experiment) -> dict[str, Any]:
         "stopped_by": result.stopped_by,
         "accuracy": result.accuracy,
         "loss": result.loss,
-        "mechanism": plan.mechanism,
         "delta": plan.delta,
         "adjacency": plan.adjacency,
         "accountant": plan.accountant,
@@ -65,7 +64,6 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
     run.add_row("test accuracy", f"{summary['accuracy']:.2%}")
     run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
-    run.add_row("mechanism", summary["mechanism"])
     run.add_row("δ, adjacency", f"{summary['delta']:.3g}, {summary['adjacency']}")
     run.add_row("run folder", str(folder))
     console.print(run)
@@ -84,7 +82,7 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: P
     """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
     evaluated = [row for row in rows if row["accuracy"] is not None]
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for name in accountants_for(plan.mechanism):
+    for name in accountants_for(plan.event()):
         axes.plot(
             [row["epsilons"][name] for row in evaluated],
             [100 * row["accuracy"] for row in evaluated],
@@ -98,8 +96,7 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: P
         xscale="log",
         xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
         ylabel="test accuracy (%)",
-        title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, z = {plan.noise_multiplier:g}"
-        + (f", β = {plan.blanket_probability:g}" if plan.blanket_probability else ""),
+        title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, z = {plan.noise_multiplier:g}",
     )
     axes.grid(alpha=0.3)
     axes.legend()

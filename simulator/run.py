@@ -317,7 +317,6 @@ def _make_folder(runs: Path, experiment: Experiment) -> Path:
 def _describe(console: Console, experiment: Experiment, folder: Path) -> None:
     """What is about to run, in three lines."""
     plan, config = experiment.plan, experiment.config
-    blankets = f"β = {plan.blanket_probability:g} blankets, " if plan.blanket_probability else ""
     randomness = "the operating system's entropy" if experiment.seed is None else "the seed"
     simulation = config.simulation
     where = f"vectorised on {simulation.device} in {simulation.precision}"
@@ -329,7 +328,7 @@ def _describe(console: Console, experiment: Experiment, folder: Path) -> None:
         "data": f"{config.data.dataset}, {plan.users} users {where}; "
         f"{config.model.name}, {experiment.parameters} parameters",
         "privacy": f"γ = {plan.check_in_rate:g}, C = {plan.clip_norm:g}, "
-        f"z = {plan.noise_multiplier:g}, {blankets}{plan.adjacency} (σ = {plan.sigma:g}), "
+        f"z = {plan.noise_multiplier:g}, {plan.adjacency} (σ = {plan.sigma:g}), "
         f"δ = {plan.delta:.3g}, minimum batch {plan.minimum_batch}; "
         f"coins and noise from {randomness}",
         "budget": f"ε ≤ {plan.target_epsilon:g} by {plan.accountant}, which allows "

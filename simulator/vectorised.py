@@ -109,10 +109,9 @@ class ReportSum:
     def _sum_block(self, round: int, users: np.ndarray) -> np.ndarray:
         """Of one block, int64 of shape (d,)."""
         total = torch.zeros(self._dimension)
-        sending = self._without_blankets(round, users)
-        if len(sending):
-            features, labels = self._records(sending)
-            orders = self._orders(round, sending, labels.shape[1])
+        if len(users):
+            features, labels = self._records(users)
+            orders = self._orders(round, users, labels.shape[1])
             given = features, labels, self._training, orders, self._plan.clip_norm, self._precision
             with self._turn:
                 total = clipped_sum_of_updates(self._method, self._model, *given).cpu()
@@ -125,12 +124,6 @@ class ReportSum:
             total = total + torch.from_numpy(scale * noise)
         units = np.divide(total.numpy(), unit_of_sums(self._plan, self._dimension), dtype=float)
         return np.rint(units, out=units).astype(np.int64)
-
-    def _without_blankets(self, round: int, users: np.ndarray) -> np.ndarray:
-        probability = self._plan.blanket_probability
-        if probability == 0:
-            return users
-        return users[~self._randomness.blankets(round, users, probability)]
 
     def _orders(self, round: int, users: np.ndarray, records: int) -> torch.Tensor | None:
         """Each user's orders of its records in its local epochs, those of `local_update`."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import accounting
+
 # The same examples each time; HYPOTHESIS_PROFILE=default looks for others.
 settings.register_profile("same", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
@@ -28,3 +30,17 @@ def memory_path() -> Iterator[Path]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         yield Path(folder)
+
+
+class FixedSizeOnly(accounting.LocalAccountant):
+    """Refuses every round but one kind."""
+
+    name = "fixed-size-only"
+    events = (accounting.FixedSizeShuffledGaussianDpEvent,)
+
+
+@pytest.fixture
+def fixed_size_only(monkeypatch):
+    """An accountant of the registry that does not price check-in rounds, by name."""
+    monkeypatch.setitem(accounting.ACCOUNTANTS, FixedSizeOnly.name, FixedSizeOnly)
+    return FixedSizeOnly.name

@@ -15,7 +15,6 @@ from dp_accounting import privacy_accountant_test
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta, compute_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 import accounting
 from accounting import conversion, events
@@ -24,14 +23,14 @@ RELATION = dp_accounting.NeighboringRelation
 CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent(60_000, 0.1, 5.0)
 EVERYONE = accounting.ShuffledGaussianDpEvent(100, 3.0)
 FIXED = accounting.FixedSizeShuffledGaussianDpEvent(100, 30, 3.0)
-BLANKET = accounting.ShuffledCheckInBlanketGaussianDpEvent(60_000, 0.1, 5.0, 0.3)
-ALL_EVENTS = [CHECK_IN, EVERYONE, FIXED, BLANKET]
+BLANKETS = accounting.ShuffledCheckInGaussianDpEvent(60_000, 0.1, 5.0, 1800.0)
+ALL_EVENTS = [CHECK_IN, EVERYONE, FIXED, BLANKETS]
 ALL = list(accounting.ACCOUNTANTS)
 
 
 def priced(name, events=ALL_EVENTS):
     """Those of the events that an accountant prices."""
-    return [e for e in events if type(e) in accounting.ACCOUNTANTS[name].events]
+    return [e for e in events if accounting.make_accountant(name).supports(e)]
 
 
 class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
@@ -69,15 +68,17 @@ def test_events_round_trip_through_named_tuples_and_json(event):
         (lambda: accounting.FixedSizeShuffledGaussianDpEvent(10, 11, 1.0),
          r"number of reports must be in 0..10, got 11"),
         (lambda: accounting.FixedSizeShuffledGaussianDpEvent(10, -1, 1.0), "number of reports"),
-        (lambda: accounting.ShuffledCheckInBlanketGaussianDpEvent(10, 0.5, 1.0, 0.0),
-         r"blanket probability must lie in \(0, 1\), got 0.0"),
-        (lambda: accounting.ShuffledCheckInBlanketGaussianDpEvent(10, 0.5, 1.0, 1.0), "got 1.0"),
-        (lambda: accounting.ShuffledCheckInBlanketGaussianDpEvent(10, 0.5, 1.0, True), "a number"),
-        (lambda: accounting.ShuffledCheckInBlanketGaussianDpEvent(10, 1.5, 1.0, 0.5),
-         "check-in rate must lie"),
+        (lambda: accounting.ShuffledCheckInGaussianDpEvent(10, 0.5, 1.0, -1.0),
+         r"shuffler blankets must lie in \[0, inf\), got -1.0"),
+        (lambda: accounting.ShuffledCheckInGaussianDpEvent(10, 0.5, 1.0, math.inf), "got inf"),
+        (lambda: accounting.ShuffledCheckInGaussianDpEvent(10, 0.5, 1.0, math.nan), "got nan"),
+        (lambda: accounting.ShuffledCheckInGaussianDpEvent(10, 0.5, 1.0, True), "a number"),
         (lambda: events.event_from_dict({"name": "GaussianDpEvent"}), "event must be one of"),
         (lambda: events.event_from_dict({"name": "ShuffledGaussianDpEvent", "users": 3}),
          "must have parameters"),
+        (lambda: events.event_from_dict({"name": "ShuffledCheckInGaussianDpEvent", "users": 3,
+                                         "check_in_rate": 0.5, "noise_multiplier": 1.0}),
+         "must have parameters .*'shuffler_blankets'"),
         (lambda: events.event_to_dict(dp_accounting.GaussianDpEvent(1.0)), "event must be one of"),
     ],
 )  # fmt: skip
@@ -116,48 +117,38 @@ def test_other_mechanisms_and_add_or_remove_are_refused_by_name(name):
         accounting.make_accountant("moments")
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_events_of_others_are_refused_in_one_line_that_names_ones_own(name):
-    accountant = accounting.make_accountant(name)
+def test_events_of_others_are_refused_in_one_line_that_names_ones_own(fixed_size_only):
+    accountant = accounting.make_accountant(fixed_size_only)
     for event in ALL_EVENTS:
-        assert accountant.supports(event) == (event in priced(name))
-    for event in set(ALL_EVENTS) - set(priced(name)):
-        with pytest.raises(dp_accounting.UnsupportedEventError) as caught:
-            accountant.epsilon_after(event, 1e-5)
-        own = ", ".join(sorted(type(e).__name__ for e in priced(name)))
-        assert f"{name} prices {own} only, got {type(event).__name__}" in str(caught.value)
+        assert accountant.supports(event) == (event is FIXED)
+    with pytest.raises(dp_accounting.UnsupportedEventError) as caught:
+        accountant.epsilon_after(CHECK_IN, 1e-5)
+    own = "fixed-size-only prices FixedSizeShuffledGaussianDpEvent only"
+    assert f"{own}, got ShuffledCheckInGaussianDpEvent" in str(caught.value)
 
 
-def test_the_published_bounds_do_not_price_blankets_and_local_does():
-    assert accounting.accountants_for("gaussian") == ("theorem3", "rdp", "pld", "clones", "local")
-    assert accounting.accountants_for("blanket-gaussian") == ("blanket", "local")
-    with pytest.raises(ValueError, match="mechanism must be 'gaussian' or 'blanket-gaussian'"):
-        accounting.accountants_for("laplace")
+def test_an_accountant_is_asked_itself_what_it_prices(fixed_size_only):
+    published = ("theorem3", "rdp", "pld", "clones", "local")
+    for event in (CHECK_IN, BLANKETS):
+        able = accounting.accountants_for(event)
+        assert set(published) <= set(able) and fixed_size_only not in able
+        assert able[0] == accounting.check_accountant("theorem3", event) == "theorem3"
+        with pytest.raises(ValueError, match="'local', got 'fixed-size-only'") as caught:
+            accounting.check_accountant(fixed_size_only, event)
+        assert f"accountant of {event} must be 'theorem3' or" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert accounting.check_accountant(fixed_size_only, FIXED) == fixed_size_only
+    with pytest.raises(ValueError, match="accountant must be 'theorem3' or"):
+        accounting.check_accountant("moments", CHECK_IN)
 
 
-def test_the_default_accountant_uses_the_blankets_where_there_is_one_that_does():
-    expected = "blanket" if "blanket" in accounting.ACCOUNTANTS else "local"
-    assert accounting.accountants_for("blanket-gaussian")[0] == expected
-
-
-@pytest.mark.parametrize("noise", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("beta", [0.1, 0.9])
-@pytest.mark.parametrize("adjacency", ["replace", "zero-out"])
-def test_local_bounds_a_blanket_mixed_report_seen_by_name(noise, beta, adjacency):
-    """One report of a known user, by quadrature of its two mixture densities, both directions."""
-    event = accounting.ShuffledCheckInBlanketGaussianDpEvent(10, 1.0, noise, beta)
-    local = accounting.make_accountant("local", adjacency).compose(event)
-    y = np.linspace(-1 - 12 * noise, 1 + 12 * noise, 200_001)
-    second = -1.0 if adjacency == "replace" else 0.0
-
-    def mixed(center):
-        return beta * stats.norm.pdf(y, 0, noise) + (1 - beta) * stats.norm.pdf(y, center, noise)
-
-    for epsilon in (0.0, 0.3, 1.5):
-        for one, two in ((1.0, second), (second, 1.0)):
-            gap = np.maximum(mixed(one) - math.exp(epsilon) * mixed(two), 0.0)
-            truth = np.trapezoid(gap, y)
-            assert truth < local.get_delta(epsilon) + 1e-9
+@pytest.mark.parametrize("name", ["theorem3", "rdp", "pld", "clones", "local"])
+def test_these_accountants_do_not_count_on_the_shufflers_blankets(name):
+    with_blankets, without = (
+        accounting.make_accountant(name).compose(event, 9).get_epsilon(1e-5)
+        for event in (BLANKETS, CHECK_IN)
+    )
+    assert with_blankets == without
 
 
 # `clones` holds wherever the others are: up to 2C from the differing user, even under zero-out.
@@ -248,7 +239,7 @@ def test_conversion_refuses_what_dp_accounting_calls_zero():
 
 @pytest.mark.parametrize("name", ALL)
 def test_epsilon_and_delta_undo_each_other(name):
-    (event,) = priced(name, [FIXED, BLANKET])[:1]
+    event = priced(name, [FIXED, BLANKETS])[0]
     accountant = accounting.make_accountant(name).compose(event, 20)
     epsilon = accountant.get_epsilon(1e-6)
     assert accountant.get_delta(epsilon) == pytest.approx(1e-6, rel=1e-6)
@@ -295,7 +286,7 @@ def test_no_noise_is_not_private(name):
 def test_dp_accountings_calibration_finds_the_noise(name):
     small = (
         accounting.ShuffledCheckInGaussianDpEvent(50, 0.2, 1.0),
-        accounting.ShuffledCheckInBlanketGaussianDpEvent(50, 0.2, 1.0, 0.3),
+        accounting.ShuffledCheckInGaussianDpEvent(50, 0.2, 1.0, 3.0),
     )
     event = lambda z: dp_accounting.SelfComposedDpEvent(  # noqa: E731
         attrs.evolve(priced(name, small)[0], noise_multiplier=z), 10
@@ -374,7 +365,7 @@ def test_each_accountant_says_what_its_epsilon_covers():
 def test_an_infinite_epsilon_has_a_reason_in_one_line(name):
     accountant = accounting.make_accountant(name)
     assert accountant.note(1e-5) is None
-    event = FIXED if name != "blanket" else BLANKET
+    event = priced(name, [FIXED, BLANKETS])[0]
     accountant.compose(event)
     assert accountant.get_epsilon(1e-5) < math.inf
     assert accountant.get_epsilon(0.0) == math.inf and "delta 0" in accountant.note(0.0)

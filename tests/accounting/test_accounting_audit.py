@@ -10,7 +10,6 @@ from scipy import stats
 
 from accounting import (
     FixedSizeShuffledGaussianDpEvent,
-    ShuffledCheckInBlanketGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
     ShuffledGaussianDpEvent,
     make_accountant,
@@ -36,11 +35,9 @@ SPREAD_OUT = np.array([[0.6, 0.0], [0.0, -1.0], [-0.5, 0.5], [0.6, 0.0]])
 def density(reports, users, event):
     """The defining mixture: every subset of users of the right size, every order."""
     k, z = len(reports), event.noise_multiplier
-    beta = getattr(event, "blanket_probability", 0.0)
 
     def one(y, x):
-        blanket, own = (stats.multivariate_normal.pdf(y, c, z * z * np.eye(2)) for c in (0 * x, x))
-        return beta * blanket + (1 - beta) * own
+        return stats.multivariate_normal.pdf(y, x, z * z * np.eye(2))
 
     ways = itertools.permutations(range(len(users)), k)
     return math.fsum(
@@ -54,7 +51,6 @@ def density(reports, users, event):
         ShuffledGaussianDpEvent(5, 0.7),
         ShuffledCheckInGaussianDpEvent(5, 0.6, 0.7),
         FixedSizeShuffledGaussianDpEvent(5, 3, 0.7),
-        ShuffledCheckInBlanketGaussianDpEvent(5, 0.6, 0.7, 0.4),
     ],
 )
 @pytest.mark.parametrize("adjacency", ["replace", "zero-out"])
@@ -85,27 +81,12 @@ def test_draws_have_the_events_counts_places_and_noise():
     assert (fixed.draw(False, 50, rng)[1].sum(axis=1) == 3).all()
     sampled = AttackedRound(ShuffledCheckInGaussianDpEvent(8, 0.3, 0.5), placement)
     assert sampled.draw(False, 20_000, rng)[1].mean() == pytest.approx(0.3, abs=0.01)
-    blankets = AttackedRound(ShuffledCheckInBlanketGaussianDpEvent(8, 0.3, 0.05, 0.6), placement)
-    reports, present = blankets.draw(True, 5000, rng)
-    assert present.mean() == pytest.approx(0.3, abs=0.02)
-    places = np.rint(reports[:, :, 0])  # the noise is small: 1, -1 or, of a blanket, 0
-    assert np.mean(places == 0) == pytest.approx(0.6, abs=0.02)
-    assert np.mean(places == 1) == pytest.approx(0.4 / 8, abs=0.01)
 
 
-def test_a_lone_user_with_blankets_is_attacked_as_well_as_its_mixture_allows():
-    """n = 1: the worlds are βN(0, z²) + (1-β)N(±1, z²), their δ by quadrature."""
-    event = ShuffledCheckInBlanketGaussianDpEvent(1, 1.0, 0.8, 0.5)
-    y = np.linspace(-12, 12, 100_001)
-    one, two = (
-        0.5 * stats.norm.pdf(y, 0, 0.8) + 0.5 * stats.norm.pdf(y, x, 0.8) for x in (1.0, -1.0)
-    )
-    truth = np.trapezoid(np.maximum(one - math.exp(0.3) * two, 0.0), y)
-    placement = make_placement("homogeneous", "replace", 1)
-    result = audit_round(event, "replace", placement, 0.3, 40_000, 0.999, np.random.default_rng(6))
-    assert result.method == "ratios"
-    assert result.delta_lower <= truth
-    assert result.delta_estimate == pytest.approx(truth, abs=0.008)
+def test_a_round_with_blankets_is_not_attacked_as_one_without():
+    event = ShuffledCheckInGaussianDpEvent(8, 0.3, 0.5, 4.0)
+    with pytest.raises(ValueError, match=r"^shuffler blankets must be 0, got 4.0$"):
+        AttackedRound(event, make_placement("opposite", "zero-out", 8))
 
 
 def test_clopper_pearson_agrees_with_scipy():

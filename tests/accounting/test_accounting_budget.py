@@ -151,47 +151,51 @@ def test_the_table_has_every_accountant_with_what_it_covers():
     assert by_name["rdp"].epsilon < by_name["theorem3"].epsilon < by_name["local"].epsilon
     assert all(row.covers for row in rows)
     assert by_name["local"].warning is None
-    for name in accounting.accountants_for("gaussian"):
+    for name in accounting.accountants_for(make_plan().event()):
         expected = make_plan().make_accountant(name).compose(make_plan().event(), 20)
         assert by_name[name].epsilon == expected.get_epsilon(1e-5)
     assert not any(row.epsilon for row in accounting.epsilon_table(make_plan(), 0))
 
 
-BLANKETS = {"mechanism": "blanket-gaussian", "blanket_probability": 0.4, "accountant": "local"}
-
-
 @pytest.mark.parametrize("rounds", [0, 20])
-def test_who_does_not_price_the_mechanism_has_no_number_and_says_so(rounds):
-    rows = {row.name: row for row in accounting.epsilon_table(make_plan(**BLANKETS), rounds)}
+def test_who_does_not_price_the_rounds_has_no_number_and_says_so(rounds, fixed_size_only):
+    rows = {row.name: row for row in accounting.epsilon_table(make_plan(), rounds)}
     assert list(rows) == list(accounting.ACCOUNTANTS)
-    for name in ("theorem3", "rdp", "clones"):
-        assert rows[name].epsilon is None
-        assert rows[name].warning == "not for this mechanism"
+    assert rows[fixed_size_only].epsilon is None
+    assert rows[fixed_size_only].warning == "not for this mechanism"
     assert rows["local"].warning is None
     assert (rows["local"].epsilon > 0) == (rounds > 0)
 
 
-def test_of_mixed_rounds_only_who_prices_both_has_a_number():
-    plain, blanketed = make_plan().event(), make_plan(**BLANKETS).event()
-    rows = accounting.price([(plain, 3), (blanketed, 5)], "zero-out", 1e-5)
-    assert [row.name for row in rows if row.epsilon is not None] == ["local"]
-    (local,) = (row for row in rows if row.name == "local")
-    accountant = accounting.make_accountant("local", "zero-out")
-    assert local.epsilon == accountant.compose(plain, 8).get_epsilon(1e-5)
+def test_of_mixed_rounds_only_who_prices_both_has_a_number(fixed_size_only):
+    check_in = make_plan().event()
+    fixed = accounting.FixedSizeShuffledGaussianDpEvent(2000, 150, 4.0)
+    rows = {row.name: row for row in accounting.price([(fixed, 5)], "zero-out", 1e-5)}
+    assert rows[fixed_size_only].epsilon == rows["local"].epsilon > 0
+    rows = {
+        row.name: row for row in accounting.price([(check_in, 3), (fixed, 5)], "zero-out", 1e-5)
+    }
+    assert rows[fixed_size_only].epsilon is None
+    accountant = accounting.make_accountant("local", "zero-out").compose(check_in, 3)
+    assert rows["local"].epsilon == accountant.compose(fixed, 5).get_epsilon(1e-5)
 
 
-def test_the_guard_halts_a_run_with_blankets_and_refuses_an_accountant_that_cannot():
-    plan = make_plan(**BLANKETS, target_epsilon=20.0)
+def test_an_accountant_that_does_not_price_the_rounds_guards_nothing(fixed_size_only):
+    plan = make_plan()
+    with pytest.raises(dp_accounting.UnsupportedEventError, match="fixed-size-only prices"):
+        accounting.rounds_within_budget(plan, fixed_size_only)
+    with pytest.raises(dp_accounting.UnsupportedEventError, match="fixed-size-only prices"):
+        guard(plan, name=fixed_size_only).spend(plan.event())
+
+
+def test_the_guard_halts_a_plan_with_blankets():
+    plan = make_plan(shuffler_blankets=60.0)
     expected = accounting.rounds_within_budget(plan)
     assert 0 < expected < plan.rounds
     budget = guard(plan)
     for _ in range(expected):
         budget.spend(plan.event())
     assert budget.would_exceed(plan.event())
-    with pytest.raises(dp_accounting.UnsupportedEventError, match="theorem3 prices"):
-        accounting.rounds_within_budget(plan, "theorem3")
-    with pytest.raises(dp_accounting.UnsupportedEventError, match="theorem3 prices"):
-        guard(plan, name="theorem3").spend(plan.event())
 
 
 def test_the_table_passes_warnings_on():

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import attrs
 import mpmath as mp
 import numpy as np
 import pytest
@@ -220,15 +221,11 @@ def test_many_others_opposite_to_the_user_under_zero_out():
 def test_zero_out_lies_between_replace_and_its_own_half_distance():
     # The others stay 2C apart: zero-out costs more than replace at twice the noise.
     for event, rounds in ((CHECK_IN(60_000, 0.1, 5.0), 5540), (EVERYONE(1000, 4.0), 3)):
-        doubled = type(event)(*[*_values(event)[:-1], 2 * event.noise_multiplier])
+        doubled = attrs.evolve(event, noise_multiplier=2 * event.noise_multiplier)
         zero_out = ClonesAccountant(ZERO_OUT).compose(event, rounds).get_epsilon(1e-5)
         replace = ClonesAccountant(REPLACE).compose(event, rounds).get_epsilon(1e-5)
         halved = ClonesAccountant(REPLACE).compose(doubled, rounds).get_epsilon(1e-5)
         assert halved < zero_out < replace
-
-
-def _values(event):
-    return [getattr(event, name) for name in type(event).__slots__ if not name.startswith("__")]
 
 
 def test_the_number_of_reports_is_covered_by_blocks():

@@ -55,7 +55,7 @@ def test_what_was_appended_is_read_back(three):
 
 def test_any_accountant_can_price_a_ledger_again(three):
     epsilons = []
-    for name in accounting.accountants_for("gaussian"):
+    for name in accounting.accountants_for(EVENT):
         accountant = accounting.make_accountant(name)
         for event in accounting.Ledger.read(three).events():
             accountant.compose(event)
@@ -64,9 +64,7 @@ def test_any_accountant_can_price_a_ledger_again(three):
 
 
 def test_rounds_with_blankets_are_read_back_and_a_torn_one_counts_as_such(path):
-    plan = dataclasses.replace(
-        PLAN, mechanism="blanket-gaussian", blanket_probability=0.25, accountant="local"
-    )
+    plan = dataclasses.replace(PLAN, shuffler_blankets=25.0)
     with accounting.Ledger.create(path, plan, "run") as ledger:
         ledger.append_round(1, plan.event())
         ledger.append_round(2, EVENT)

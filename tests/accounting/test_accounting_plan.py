@@ -21,9 +21,6 @@ GOOD = {
 }
 
 
-BLANKETS = {"mechanism": "blanket-gaussian", "blanket_probability": 0.3, "accountant": "local"}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -45,18 +42,10 @@ BLANKETS = {"mechanism": "blanket-gaussian", "blanket_probability": 0.3, "accoun
         ({"minimum_batch": 0}, r"minimum batch must be in 1..60000, got 0"),
         ({"minimum_batch": 60_001}, "minimum batch must be in"),
         ({"adjacency": "add"}, "adjacency must be 'replace' or 'zero-out', got 'add'"),
-        ({"mechanism": "laplace"},
-         "mechanism must be 'gaussian' or 'blanket-gaussian', got 'laplace'"),
-        ({"mechanism": ["gaussian"]}, "mechanism must be"),
-        ({"blanket_probability": 0.3},
-         r"blanket probability of mechanism gaussian must lie in \[0, 0\], got 0.3"),
-        (BLANKETS | {"blanket_probability": 0.0},
-         r"probability of mechanism blanket-gaussian must lie in \(0, 1\), got 0.0"),
-        (BLANKETS | {"blanket_probability": 1.0}, r"must lie in \(0, 1\), got 1.0"),
-        (BLANKETS | {"blanket_probability": math.nan}, r"must lie in \(0, 1\), got nan"),
-        (BLANKETS | {"accountant": "theorem3"},
-         "accountant for mechanism blanket-gaussian must be .*'local', got 'theorem3'"),
-        (BLANKETS | {"accountant": "magic"}, "accountant must be 'theorem3' or"),
+        ({"shuffler_blankets": -0.5}, r"shuffler blankets must lie in \[0, inf\), got -0.5"),
+        ({"shuffler_blankets": math.inf}, r"shuffler blankets must lie in .* got inf"),
+        ({"shuffler_blankets": math.nan}, r"shuffler blankets must lie in .* got nan"),
+        ({"shuffler_blankets": "5"}, "shuffler blankets must be a number"),
         ({"accountant": "magic"}, "accountant must be 'theorem3' or 'rdp' or 'pld'"),
         ({"accountant": 3}, "accountant must be"),
     ],
@@ -80,8 +69,8 @@ def test_json_is_byte_stable_and_comes_back_equal():
     text = plan.to_json()
     assert text == (
         '{"accountant":"theorem3","adjacency":"replace","check_in_rate":0.1,"clip_norm":1.0,'
-        '"delta":1e-05,"mechanism":"gaussian","minimum_batch":10,"noise_multiplier":5.0,'
-        '"rounds":100,"target_epsilon":2.0,"users":60000}'
+        '"delta":1e-05,"minimum_batch":10,"noise_multiplier":5.0,"rounds":100,'
+        '"shuffler_blankets":0.0,"target_epsilon":2.0,"users":60000}'
     )
     again = accounting.PrivacyPlan.from_json(text)
     assert again == plan
@@ -90,27 +79,31 @@ def test_json_is_byte_stable_and_comes_back_equal():
 
 
 def test_a_plan_with_blankets_comes_back_equal_and_has_its_own_digest():
-    plan = accounting.PrivacyPlan(**GOOD | BLANKETS)
+    plan = accounting.PrivacyPlan(**GOOD, shuffler_blankets=300)
     text = plan.to_json()
-    assert text == (
-        '{"accountant":"local","adjacency":"replace","blanket_probability":0.3,'
-        '"check_in_rate":0.1,"clip_norm":1.0,"delta":1e-05,"mechanism":"blanket-gaussian",'
-        '"minimum_batch":10,"noise_multiplier":5.0,"rounds":100,"target_epsilon":2.0,"users":60000}'
-    )
+    assert '"shuffler_blankets":300.0,' in text
     assert accounting.PrivacyPlan.from_json(text) == plan
-    others = (BLANKETS | {"blanket_probability": 0.31}, {"accountant": "local"})
-    assert all(accounting.PrivacyPlan(**GOOD | o).digest() != plan.digest() for o in others)
-    assert plan.event() == accounting.ShuffledCheckInBlanketGaussianDpEvent(60_000, 0.1, 5.0, 0.3)
+    assert plan.event() == accounting.ShuffledCheckInGaussianDpEvent(60_000, 0.1, 5.0, 300.0)
+    for other in ({}, {"shuffler_blankets": 301.0}):
+        assert accounting.PrivacyPlan(**GOOD | other).digest() != plan.digest()
+    values = json.loads(text)
+    del values["shuffler_blankets"]
+    with pytest.raises(ValueError, match="lacks keys: shuffler_blankets"):
+        accounting.PrivacyPlan.from_json(json.dumps(values))
 
 
-def test_json_has_the_blanket_probability_exactly_with_its_mechanism():
-    blankets = json.loads(accounting.PrivacyPlan(**GOOD | BLANKETS).to_json())
-    del blankets["blanket_probability"]
-    with pytest.raises(ValueError, match="lacks keys: blanket_probability"):
-        accounting.PrivacyPlan.from_json(json.dumps(blankets))
-    without = json.loads(accounting.PrivacyPlan(**GOOD).to_json())
-    with pytest.raises(ValueError, match="unknown keys: blanket_probability"):
-        accounting.PrivacyPlan.from_json(json.dumps(without | {"blanket_probability": 0.0}))
+def test_a_plan_with_blankets_is_refused_where_it_would_be_run():
+    accounting.PrivacyPlan(**GOOD).check_runnable()
+    message = "^this version's shuffler adds no blankets to a run: .* must be 0, got 0.5$"
+    with pytest.raises(ValueError, match=message):
+        accounting.PrivacyPlan(**GOOD, shuffler_blankets=0.5).check_runnable()
+
+
+def test_an_accountant_that_does_not_price_the_plans_rounds_is_refused(fixed_size_only):
+    message = "shuffler_blankets=0.0.* must be 'theorem3' or .* got 'fixed-size-only'"
+    with pytest.raises(ValueError, match=message) as caught:
+        accounting.PrivacyPlan(**GOOD, accountant=fixed_size_only)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_same_numbers_in_other_types_give_the_same_digest():

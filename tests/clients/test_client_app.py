@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 import time
 
 import numpy as np
@@ -44,16 +43,6 @@ def plan(rate, **changes):
         "minimum_batch": 1,
     }
     return PrivacyPlan(**values | changes)
-
-
-def blankets(rate, probability):
-    return plan(
-        rate,
-        mechanism="blanket-gaussian",
-        blanket_probability=probability,
-        accountant="local",
-        target_epsilon=100.0,
-    )
 
 
 def make_model():
@@ -178,52 +167,10 @@ def test_each_user_who_checked_in_sent_its_own_clipped_noisy_gradient(make_round
     np.testing.assert_allclose(key(round.released()), key(expected), atol=1e-5)
 
 
-def test_a_blanket_is_noise_alone_and_all_other_reports_are_unchanged(make_round):
-    """The seeded coins say who sends one; in this round some do and some do not."""
-    round = make_round(agreed=blankets(1.0, 0.5)).open()
-    round.announce()
-    randomness = SeededRandomness(3)
-    users = np.array([1, 4, 7, 10])
-    coins = randomness.blankets(1, users, 0.5)
-    assert set(coins) == {False, True}
-    noises = randomness.standard_normal(1, users, DIMENSION)
-    expected = []
-    for user, blanket, noise in zip(users.tolist(), coins, noises, strict=True):
-        features, labels = records(user)
-        model = make_model()
-        loss = nn.functional.cross_entropy(model(features), labels)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        gradient = torch.cat([g.flatten() for g in gradients]).numpy()
-        update = 0 * gradient if blanket else gradient / max(1.0, np.linalg.norm(gradient))
-        expected.append(update + 2.0 * noise)
-    key = functools.partial(sorted, key=lambda report: float(report[0]))
-    np.testing.assert_allclose(key(round.released()), key(expected), atol=1e-5)
-
-
-def test_a_blanket_leaves_no_trace_in_lengths_reply_or_logs(make_round, caplog):
-    """Nobody's report against everybody's, with the operating system's entropy."""
-    caplog.set_level(logging.DEBUG)
-    traces = []
-    for probability in (1e-12, 1 - 1e-12):
-        round = make_round(agreed=blankets(1.0, probability), seed=None)
-        round.settings = dataclasses.replace(round.settings, run_id=f"run-{probability}")
-        round.header = dataclasses.replace(round.header, run_id=f"run-{probability}")
-        round.open()
-        caplog.clear()
-        reply = reply_content(round.announce())
-        logged = [(r.name, r.levelname) for r in caplog.records if r.name.startswith("clients")]
-        round.control.close_round(round.header.run_id, 1)
-        lengths = [len(s) for s in round.control.release(round.header.run_id, 1)]
-        traces.append((reply, logged, lengths))
-    assert traces[0] == traces[1]
-    assert len(traces[0][2]) == 4
-
-
-def test_the_update_of_a_blanket_is_computed_all_the_same(make_round):
-    """Or the time it takes would tell: here the computation fails, so it was done."""
-    round = make_round(agreed=blankets(1.0, 1 - 1e-12), load_users=broken_users).open()
-    with pytest.raises(ReportFailed, match=r"round 1, user 1: .* ZeroDivisionError: no records"):
-        round.announce()
+def test_a_plan_whose_blankets_nobody_adds_is_refused_by_the_client(make_round):
+    message = r"^this version's shuffler adds no blankets to a run: .* must be 0, got 2.0$"
+    with pytest.raises(ValueError, match=message):
+        make_round(agreed=plan(1.0, shuffler_blankets=2.0))
 
 
 def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):

@@ -42,11 +42,9 @@ def test_an_update_that_is_not_finite_becomes_zero(bad):
 
 
 @pytest.mark.parametrize("update", [np.ones(40), np.full(40, np.nan), np.full(40, 1e300)])
-def test_a_blanket_is_the_noise_alone_and_any_other_report_holds_the_clipped_update(update):
+def test_a_report_is_the_clipped_update_and_the_noise(update):
     (noise,) = SystemRandomness().standard_normal(1, np.array([0]), update.size)
-    blanket = privatise(update, 0.5, 3.0, noise, blanket=True)
-    assert (blanket == (1.5 * noise).astype(np.float32)).all()
-    report = privatise(update, 0.5, 3.0, noise, blanket=False)
+    report = privatise(update, 0.5, 3.0, noise)
     assert (report == (clip(update, 0.5) + 1.5 * noise).astype(np.float32)).all()
 
 

@@ -27,8 +27,8 @@ def test_rate_one_checks_everybody_in(randomness):
 
 
 def test_nobody_asked_nobody_in(randomness):
-    assert randomness.check_ins(1, np.arange(0), 0.5).shape == (0,)
-    assert randomness.blankets(1, np.arange(0), 0.5).shape == (0,)
+    nobody = randomness.check_ins(1, np.arange(0), 0.5)
+    assert (nobody.shape, nobody.dtype) == ((0,), bool)
     assert randomness.standard_normal(1, np.arange(0), 5).shape == (0, 5)
     assert randomness.training_seeds(1, np.arange(0)).shape == (0,)
 
@@ -98,30 +98,15 @@ def test_coins_are_not_the_noise_stream_and_rounds_are_independent():
     assert stats.binomtest(agreement, len(USERS), 0.5).pvalue > 1e-7
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.3, 0.9])
-def test_blankets_are_bernoulli_with_the_probability(randomness, probability):
-    drawn = randomness.blankets(2, USERS[:5000], probability)
-    assert drawn.dtype == bool
-    assert stats.binomtest(int(drawn.sum()), len(drawn), probability).pvalue > 1e-7
-
-
 @pytest.mark.parametrize("users", [[0], [7], [59_999], [4, 5], [9, 3, 59_998, 3]])
-def test_a_seeded_blanket_is_the_users_uniform_in_the_rounds_own_philox_stream(users):
+def test_a_seeded_coin_is_the_users_uniform_in_the_rounds_own_philox_stream(users):
     for round in (1, 9):
-        stream = np.random.Philox(key=[3, (4 << 32) | round])
+        stream = np.random.Philox(key=[3, (1 << 32) | round])
         uniforms = np.random.Generator(stream).random(60_000)[users]
         for uniform in uniforms:
-            for probability in (uniform, np.nextafter(uniform, 1)):
-                drawn = SeededRandomness(3).blankets(round, np.array(users), probability)
-                assert drawn.tolist() == (uniforms < probability).tolist()
-
-
-def test_blankets_are_independent_of_check_ins_and_of_the_round_before():
-    randomness, users = SeededRandomness(3), USERS[:5000]
-    blankets, before = (randomness.blankets(r, users, 0.5) for r in (2, 1))
-    for other in (randomness.check_ins(2, users, 0.5), before):
-        agreement = int((blankets == other).sum())
-        assert stats.binomtest(agreement, len(users), 0.5).pvalue > 1e-7
+            for rate in (uniform, np.nextafter(uniform, 1)):
+                drawn = SeededRandomness(3).check_ins(round, np.array(users), rate)
+                assert drawn.tolist() == (uniforms < rate).tolist()
 
 
 def test_system_draws_never_repeat():

@@ -21,13 +21,7 @@ from run_world import (
     wait_until,
 )
 
-from accounting import (
-    ACCOUNTANTS,
-    Ledger,
-    PrivacyPlan,
-    ShuffledCheckInBlanketGaussianDpEvent,
-    make_accountant,
-)
+from accounting import ACCOUNTANTS, Ledger, PrivacyPlan
 from clients import SeededRandomness
 from simulator.config import load
 from simulator.experiment import prepare
@@ -73,7 +67,7 @@ def test_reports_are_those_of_the_users_whose_coin_came_up(finished):
         assert row["reports"] == coins.sum()
 
 
-def check_the_model_by_hand(folder, rounds, beta=0.0):
+def check_the_model_by_hand(folder, rounds):
     """The published algorithm in a few lines: no Flower, no shuffler, no sealing."""
     experiment = prepare(load(str(folder / "config.toml")))
     randomness, clip_norm = SeededRandomness(5), 0.8
@@ -85,14 +79,13 @@ def check_the_model_by_hand(folder, rounds, beta=0.0):
         checked_in = np.flatnonzero(randomness.check_ins(round, np.arange(USERS), RATE))
         noise = randomness.standard_normal(round, checked_in, experiment.parameters)
         total += NOISE * clip_norm * torch.from_numpy(noise).double().sum(0)
-        blankets = randomness.blankets(round, checked_in, beta)
-        for user in checked_in[~blankets]:
+        for user in checked_in:
             features, labels = users(user)
             loss = torch.nn.functional.cross_entropy(model(features), labels)
             gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
             gradient = gradient.double() * min(1.0, clip_norm / float(gradient.double().norm()))
             total += gradient
-        estimate = (total / (USERS * RATE * (1 - beta))).float()
+        estimate = (total / (USERS * RATE)).float()
         for part, parameter in zip(
             estimate.split([p.numel() for p in parameters]), parameters, strict=True
         ):
@@ -124,54 +117,6 @@ def test_the_same_seed_gives_the_same_model_to_the_bit(finished, tmp_path):
         assert events.count(("batch released", ROUNDS)) == 1
     reports = [[row["reports"] for row in json_lines(f / "metrics.jsonl")] for f in (one, folder)]
     assert reports[0] == reports[1]
-
-
-BETA = 0.3
-
-
-@pytest.fixture(scope="module")
-def finished_with_blankets(tmp_path_factory):
-    """A run with blankets, halted by them in the middle between its 3rd and 4th round's ε."""
-    folder = tmp_path_factory.mktemp("blankets")
-    target = (blanket_epsilon(3) + blanket_epsilon(4)) / 2
-    result = shufl(
-        "run", tiny_config(folder, ROUNDS), "--runs", folder / "runs",
-        "--set", "privacy.mechanism=blanket-gaussian", "--set", "privacy.accountant=blanket",
-        "--set", f"privacy.blanket_probability={BETA}", "--set", f"privacy.target_epsilon={target}",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result, only_folder(folder / "runs")
-
-
-def blanket_epsilon(rounds):
-    event = ShuffledCheckInBlanketGaussianDpEvent(USERS, RATE, NOISE, BETA)
-    return make_accountant("blanket", "zero-out").compose(event, rounds).get_epsilon(1 / USERS)
-
-
-def test_a_run_with_blankets_trains_the_model_computed_by_hand(finished_with_blankets):
-    _, folder = finished_with_blankets
-    check_the_model_by_hand(folder, 3, BETA)
-    assert 0 < SeededRandomness(5).blankets(1, np.arange(USERS), BETA).sum() < USERS
-
-
-def test_a_run_with_blankets_reports_who_does_not_price_it(finished_with_blankets):
-    result, folder = finished_with_blankets
-    plan = PrivacyPlan.from_json((folder / "plan.json").read_bytes())
-    assert (plan.mechanism, plan.blanket_probability) == ("blanket-gaussian", BETA)
-    assert Ledger.read(folder / "ledger.jsonl").events() == [plan.event()] * 3
-    rows = json_lines(folder / "metrics.jsonl")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["rounds"], summary["stopped_by"]) == (3, "budget")
-    for name in ("theorem3", "rdp", "pld", "clones"):
-        assert [row["epsilons"][name] for row in rows] == [None] * 3
-        assert summary["epsilon"][name]["epsilon"] is None
-    spent = summary["epsilon"]["blanket"]["epsilon"]
-    assert (
-        spent == pytest.approx(blanket_epsilon(3))
-        and spent < summary["epsilon"]["local"]["epsilon"]
-    )
-    assert "not for this mechanism" in result.stdout and "nan" not in result.stdout
-    assert (folder / "accuracy_epsilon.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

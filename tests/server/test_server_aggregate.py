@@ -44,14 +44,6 @@ def test_the_estimate_is_the_sum_over_n_gamma(reports):
     np.testing.assert_allclose(result.estimate, reports.astype(float).sum(0) / 10, atol=1e-6)
 
 
-def test_with_blankets_the_estimate_is_the_sum_over_the_reports_expected_to_hold_an_update(reports):
-    plan = dataclasses.replace(
-        PLAN, mechanism="blanket-gaussian", blanket_probability=0.6, accountant="local"
-    )
-    estimate = aggregate(sealed(reports), plan).estimate
-    np.testing.assert_allclose(estimate, reports.astype(float).sum(0) / 4, atol=1e-6)
-
-
 def test_the_estimate_does_not_depend_on_the_release_order(reports):
     batch = sealed(reports)
     first = aggregate(batch).estimate

@@ -4,22 +4,20 @@ import json
 import math
 
 import pytest
-from scipy.optimize import brentq
 from typer.testing import CliRunner
 
 from accounting import (
     ACCOUNTANTS,
+    FixedSizeShuffledGaussianDpEvent,
     Ledger,
+    LocalAccountant,
     PrivacyPlan,
-    ShuffledCheckInBlanketGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
     make_accountant,
-    mean_update_error,
 )
 from simulator.cli import app
 
 PAPER = "--n 60000 --gamma 0.1 --noise 5 --rounds 5540 --adjacency zero-out"
-ONE_ROUND = "compare --n 9 --gamma 1 --noise 5 --rounds 1"
 SMALL = "--n 1000 --gamma 0.3 --delta 1e-5"
 
 
@@ -91,18 +89,12 @@ def test_calibrated_rate_is_nearly_the_largest():
     assert epsilon(rate) <= 0.6 < epsilon(min(1.0, rate * 1.003))
 
 
-BLANKETS = "--mechanism blanket-gaussian --accountant local"
-
-
-def test_blankets_are_priced_by_those_who_can_and_the_others_say_they_do_not():
-    command = f"account {SMALL} --noise 3 --rounds 20 --mechanism blanket-gaussian --beta 0.4"
+def test_who_does_not_price_the_rounds_says_so(fixed_size_only):
+    command = f"account {SMALL} --noise 3 --rounds 20"
     rows = json.loads(shufl(f"{command} --json").stdout)
     assert set(rows) == set(ACCOUNTANTS)
-    gaussian = json.loads(shufl(f"account {SMALL} --noise 3 --rounds 20 --json").stdout)
-    assert rows["local"] == gaussian["local"]  # which does not count on the blankets
-    for name in ("theorem3", "rdp", "pld", "clones"):
-        assert rows[name]["epsilon"] is None
-        assert rows[name]["warning"] == "not for this mechanism"
+    assert rows[fixed_size_only]["epsilon"] is None
+    assert rows[fixed_size_only]["warning"] == "not for this mechanism"
     table = shufl(command)
     assert table.exit_code == 0
     assert table.stdout.count("not for this mechanism") == len(
@@ -111,7 +103,9 @@ def test_blankets_are_priced_by_those_who_can_and_the_others_say_they_do_not():
 
 
 @pytest.mark.parametrize("rounds", [0, 3])
-def test_a_run_folder_of_both_mechanisms_is_priced_by_those_who_price_both(tmp_path, rounds):
+def test_a_run_folder_of_two_kinds_of_rounds_is_priced_by_those_who_price_both(
+    tmp_path, rounds, fixed_size_only
+):
     plan = PrivacyPlan(
         users=500,
         check_in_rate=0.2,
@@ -121,73 +115,63 @@ def test_a_run_folder_of_both_mechanisms_is_priced_by_those_who_price_both(tmp_p
         delta=1e-4,
         target_epsilon=50.0,
         minimum_batch=1,
-        mechanism="blanket-gaussian",
-        blanket_probability=0.3,
-        accountant="local",
+        shuffler_blankets=30.0,
     )
-    plain = ShuffledCheckInGaussianDpEvent(500, 0.2, 2.0)
+    other = FixedSizeShuffledGaussianDpEvent(500, 100, 2.0)
     with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
         for round in range(1, rounds + 1):
-            ledger.append_round(round, plain if round == 2 else plan.event())
+            ledger.append_round(round, other if round == 2 else plan.event())
     rows = json.loads(shufl(f"account {tmp_path} --json").stdout)
-    spent = make_accountant("local").epsilon_after(plain, 1e-4, rounds) if rounds else 0.0
+    spent = make_accountant("local").epsilon_after(other, 1e-4, rounds) if rounds else 0.0
     assert rows["local"]["epsilon"] == pytest.approx(spent)
-    assert all(rows[name]["epsilon"] is None for name in ("theorem3", "rdp", "pld", "clones"))
+    assert rows[fixed_size_only]["epsilon"] is None
 
 
-def test_noise_is_calibrated_with_blankets_and_their_error_is_stated():
-    command = f"calibrate {SMALL} --rounds 20 --target-epsilon 15 {BLANKETS} --beta 0.4"
-    found = json.loads(shufl(f"{command} --dimension 10 --json").stdout)
-    assert (found["mechanism"], found["beta"]) == ("blanket-gaussian", 0.4)
+@pytest.mark.parametrize("command", ["account", "compare"])
+def test_blankets_reach_the_event_and_change_nothing_for_who_does_not_count_on_them(
+    command, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(LocalAccountant, "_sigma", lambda self, event: seen.append(event) or 9.0)
+    command = f"{command} {SMALL} --noise 3 --rounds 20 --json"
+    without = json.loads(shufl(command).stdout)
+    assert {event.shuffler_blankets for event in seen} == {0.0}
+    seen.clear()
+    blankets = json.loads(shufl(f"{command} --blankets 150").stdout)
+    assert set(seen) == {ShuffledCheckInGaussianDpEvent(1000, 0.3, 3.0, 150.0)}
+    for name in ("theorem3", "rdp", "pld", "clones", "local"):
+        assert blankets.get("epsilon", blankets)[name] == without.get("epsilon", without)[name]
+
+
+def test_the_error_of_calibrated_noise_allows_for_the_blankets():
+    command = f"calibrate {SMALL} --rounds 20 --target-epsilon 15 --accountant local"
+    found = json.loads(shufl(f"{command} --blankets 150 --dimension 10 --json").stdout)
+    assert found["blankets"] == 150
     noise = found["noise"]
-    event = ShuffledCheckInBlanketGaussianDpEvent(1000, 0.3, noise, 0.4)
+    event = ShuffledCheckInGaussianDpEvent(1000, 0.3, noise, 150.0)
     assert make_accountant("local").compose(event, 20).get_epsilon(1e-5) == found["epsilon"] <= 15
-    sampling = (1 - 0.4) * (1 - 0.3 * (1 - 0.4)) / 10
-    expected = math.sqrt((noise**2 + sampling) / (1000 * 0.3)) / (1 - 0.4)
+    expected = math.sqrt((noise**2 * (1 + 150 / 300) + 0.7 / 10) / 300)
     assert found["mean_update_error"] == pytest.approx(expected)
     many = json.loads(shufl(f"{command} --json").stdout)
-    assert many["mean_update_error"] == pytest.approx(noise / (1 - 0.4) / math.sqrt(1000 * 0.3))
+    assert (many["blankets"], many["noise"]) == (0, noise)
+    assert many["mean_update_error"] == pytest.approx(noise / math.sqrt(300))
 
 
-FEW = "calibrate --mechanism blanket-gaussian --n 50 --gamma 0.5 --rounds 2 --delta 1e-4 --json"
+def test_calibration_by_an_accountant_that_does_not_price_the_rounds_is_one_line(fixed_size_only):
+    result = shufl(
+        f"calibrate {SMALL} --rounds 2 --target-epsilon 1 --accountant {fixed_size_only}"
+    )
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert "accountant of ShuffledCheckInGaussianDpEvent(users=1000, " in line
+    assert line.endswith("got 'fixed-size-only'")
 
 
-def test_noise_and_blankets_left_out_are_those_of_least_error():
-    command = f"{FEW} --target-epsilon 3 --dimension 50"
-    found = json.loads(shufl(command).stdout)
-    assert found["accountant"] == "blanket"
-    event = ShuffledCheckInBlanketGaussianDpEvent(50, 0.5, found["noise"], found["beta"])
-    assert make_accountant("blanket").compose(event, 2).get_epsilon(1e-4) <= 3
-    for beta in (0.7 * found["beta"], 0.5 + 0.5 * found["beta"]):
-
-        def excess(noise, beta=beta):
-            error = mean_update_error(50, 0.5, noise, beta, dimension=50)
-            return error - found["mean_update_error"] / 1.002
-
-        event = ShuffledCheckInBlanketGaussianDpEvent(50, 0.5, brentq(excess, 1e-6, 50), beta)
-        assert make_accountant("blanket").compose(event, 2).get_epsilon(1e-4) > 3
-
-
-def test_blankets_left_out_at_a_given_noise_are_the_fewest():
-    command = f"{FEW} --noise 1.5 --target-epsilon 1.5"
-    beta = json.loads(shufl(command).stdout)["beta"]
-
-    def epsilon(beta):
-        event = ShuffledCheckInBlanketGaussianDpEvent(50, 0.5, 1.5, beta)
-        return make_accountant("blanket").compose(event, 2).get_epsilon(1e-4)
-
-    assert epsilon(beta) <= 1.5 < epsilon(beta * 0.995)
-    table = shufl(command.replace("--json", ""))
-    assert "beta for ε ≤ 1.5" in table.stdout and "blanket-gaussian" in table.stdout
-
-
-def test_compare_leaves_out_who_does_not_price_the_mechanism(tmp_path):
-    command = f"compare {SMALL} --noise 3 --rounds 50 --mechanism blanket-gaussian --beta 0.4"
+def test_compare_leaves_out_who_does_not_price_the_rounds(tmp_path, fixed_size_only):
+    command = f"compare {SMALL} --noise 3 --rounds 50"
     result = json.loads(shufl(f"{command} --plot {tmp_path}/curves.png --json").stdout)
-    for name in ("theorem3", "rdp", "pld", "clones"):
-        assert set(result["epsilon"][name]) == {None}
-    for name in ("blanket", "local"):
-        assert all(value > 0 for value in result["epsilon"][name])
+    assert set(result["epsilon"][fixed_size_only]) == {None}
+    assert all(value > 0 for value in result["epsilon"]["local"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     table = shufl(command)
     assert table.exit_code == 0 and "–" in table.stdout and "nan" not in table.stdout
@@ -237,25 +221,19 @@ def test_compare_shows_other_systems_with_what_they_cover():
             "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --accountant x",
             "accountant must be",
         ),
-        ("account --n 9 --gamma 1 --noise 5 --rounds 1 --beta 0.5", "--beta is for --mechanism"),
-        ("account --n 9 --gamma 1 --noise 5 --rounds 1 --mechanism x", "--mechanism must be gaus"),
-        (f"{ONE_ROUND} --mechanism blanket-gaussian", "--beta is missing"),
-        (f"{ONE_ROUND} --mechanism blanket-gaussian --beta 1", "must lie in (0, 1), got 1.0"),
         (
-            "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --beta 0.5 "
-            "--mechanism blanket-gaussian --accountant theorem3",
-            "'local', got 'theorem3'",
+            "account --n 9 --gamma 1 --noise 5 --rounds 1 --blankets -1",
+            "shuffler blankets must lie in [0, inf), got -1.0",
+        ),
+        ("compare --n 9 --gamma 1 --noise 5 --rounds 1 --blankets inf", "[0, inf), got inf"),
+        (
+            "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --blankets nan",
+            "[0, inf), got nan",
         ),
         (
-            f"calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --beta 0.5 {BLANKETS} "
-            "--rounds 3",
-            "or --beta, or --noise and --beta",
+            "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --rounds 3",
+            "leave out exactly one of --noise, --rounds and --gamma",
         ),
-        (
-            f"calibrate --target-epsilon 1 --n 9 --gamma 1 {BLANKETS}",
-            "or --beta, or --noise and --beta",
-        ),
-        ("calibrate --target-epsilon 1 --n 9 --gamma 1 --beta 0.5 --noise 1", "--beta is for"),
         (
             "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --dimension 0",
             "--dimension must lie in",

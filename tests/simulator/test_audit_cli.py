@@ -5,15 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from accounting import accountants_for
+from accounting import ShuffledCheckInGaussianDpEvent, accountants_for
 from simulator.cli import app
 
 COUNTEREXAMPLE = (
     "audit --n 10 --noise 2 --adjacency zero-out --epsilon 0.3 --samples 20000 --seed 1"
 )
-
-
-BLANKETS = "audit --n 10 --noise 2 --mechanism blanket-gaussian"
 
 
 def shufl(command):
@@ -43,23 +40,19 @@ def test_the_homogeneous_placement_alone_refutes_nothing():
     assert not any(c["violated_for_every_pair"] for c in json.loads(result.stdout).values())
 
 
-def test_blankets_are_audited_by_those_who_claim_something_of_them():
-    command = "audit --n 5 --noise 1 --mechanism blanket-gaussian --beta 0.3 --samples 5000"
-    result = shufl(f"{command} --accountant local --seed 1 --json")
-    assert result.exit_code == 0, result.output
-    (check,) = json.loads(result.stdout).values()
-    assert not check["violated_for_every_pair"]
-    assert 0 < check["delta_lower"] < check["claimed_delta"]
-    everyone = shufl(f"{command} --seed 1 --json")
-    assert set(json.loads(everyone.stdout)) == set(accountants_for("blanket-gaussian"))
+def test_only_those_who_make_a_claim_are_audited(fixed_size_only):
+    command = "audit --n 5 --noise 1 --samples 2000 --seed 1"
+    checks = json.loads(shufl(f"{command} --json").stdout)
+    assert set(checks) == set(accountants_for(ShuffledCheckInGaussianDpEvent(5, 1.0, 1.0)))
+    refused = shufl(f"{command} --accountant {fixed_size_only}")
+    assert refused.exit_code == 2 and "got 'fixed-size-only'" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (f"{COUNTEREXAMPLE} --beta 0.5", "--beta is for --mechanism blanket-gaussian only"),
-        (f"{BLANKETS}", "--beta is missing"),
-        (f"{BLANKETS} --beta 0.5 --accountant rdp", "'local', got 'rdp'"),
+        (f"{COUNTEREXAMPLE} --blankets -1", "shuffler blankets must lie in [0, inf), got -1.0"),
+        (f"{COUNTEREXAMPLE} --blankets 5", "shuffler blankets must be 0, got 5.0"),
         ("audit --noise 2", "--n is missing"),
         ("audit --n 10", "--noise is missing"),
         (f"{COUNTEREXAMPLE} --placement nowhere", "placement must be"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from accounting import ACCOUNTANTS, accountants_for
+from accounting import ACCOUNTANTS
 from simulator.config import ConfigError, dumps, load, shipped
 from simulator.experiment import prepare
 
@@ -39,18 +39,7 @@ from simulator.experiment import prepare
             f"must be one of {', '.join(ACCOUNTANTS)}, got 'moments'",
         ),
         ("privacy.accountant=3", "privacy.accountant must be one of theorem3, .* got 3"),
-        (
-            "privacy.mechanism=laplace",
-            "privacy.mechanism must be one of gaussian, blanket-gaussian, got 'laplace'",
-        ),
-        (
-            "privacy.blanket_probability=0.3",
-            "blanket_probability must be left out for mechanism gaussian, got 0.3",
-        ),
-        (
-            "privacy.blanket_probability=1.0",
-            r"blanket_probability must be a number in \(0, 1\) for mechanism .* got 1.0",
-        ),
+        ("privacy.shuffler_blankets=5", "unknown key privacy.shuffler_blankets; "),
         ("data.dataset=mnits", "data.dataset must be one of digits, mnist, .* got 'mnits'"),
         ("learning_rate=1.0", "unknown key learning_rate; allowed: name, seed"),
         ("seed=-1", r'seed must be a whole number in \[0, 2\^63\), or "system"'),
@@ -68,15 +57,9 @@ def test_one_line_for_each_mistake(override, message):
     assert "\n" not in str(error.value)
 
 
-BLANKETS = ["privacy.mechanism=blanket-gaussian", "privacy.blanket_probability=0.3"]
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (BLANKETS, r"accountant must be one of blanket, local for .*, got 'theorem3'"),
-        (BLANKETS[:1], r"privacy.blanket_probability is missing: a number in \(0, 1\)"),
-        ([*BLANKETS, "privacy.blanket_probability=nan"], "a number in .* got nan"),
         (["shuffler.workers=0"], "shuffler.workers must be a whole number from 1 to 64, got 0"),
         (
             ["shuffler.workers=4", "simulation.nodes=3"],
@@ -96,27 +79,22 @@ def without(*keys):
     return "\n".join(line for line in text.splitlines() if line.split(" =")[0] not in keys)
 
 
-@pytest.mark.parametrize("overrides", [[], BLANKETS])
-def test_an_accountant_left_out_is_the_default_of_the_mechanism(tmp_path, overrides):
+def test_an_accountant_left_out_is_theorem3(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(without("accountant"))
-    config = load(str(path), [*overrides, "privacy.target_epsilon=1e6"])
-    experiment = prepare(config)
-    expected = accountants_for(config.privacy.mechanism)[0]
-    assert experiment.plan.accountant == experiment.config.privacy.accountant == expected
-    assert (expected == "theorem3") == (overrides == [])
+    experiment = prepare(load(str(path)))
+    assert experiment.plan.accountant == experiment.config.privacy.accountant == "theorem3"
     path.write_text(dumps(experiment.config))
     assert load(str(path)) == experiment.config
 
 
 @pytest.mark.parametrize("accountant", ["local", "theorem3"])
-def test_noise_left_out_is_calibrated_under_the_mechanism(tmp_path, accountant):
+def test_noise_left_out_is_calibrated_under_the_accountant(tmp_path, accountant):
     path = tmp_path / "run.toml"
     path.write_text(without("accountant", "noise_multiplier"))
     overrides = ["privacy.rounds=20", "data.users=400", f"privacy.accountant={accountant}"]
-    blankets = BLANKETS if accountant == "local" else []
-    plan = prepare(load(str(path), [*overrides, *blankets, "privacy.minimum_batch=1"])).plan
-    assert plan.mechanism == ("blanket-gaussian" if blankets else "gaussian")
+    plan = prepare(load(str(path), [*overrides, "privacy.minimum_batch=1"])).plan
+    assert plan.accountant == accountant
 
     def epsilon(noise):
         event = dataclasses.replace(plan, noise_multiplier=noise).event()

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from accounting import Ledger
+from accounting import Ledger, LocalAccountant
 from clients import SeededRandomness, clip, local_update, make_randomness
 from server import unit_of_sums
 from simulator.cli import app
@@ -143,21 +143,27 @@ def test_memory_that_runs_out_is_one_line(tmp_path):
     assert result.stderr == "error: CUDA out of memory. Tried to allocate 9 GiB.\n"
 
 
-def test_blankets_are_noise_alone_and_the_mean_allows_for_them():
-    beta = 0.4
-    of = experiment(
-        "privacy.mechanism=blanket-gaussian", "privacy.accountant=blanket",
-        f"privacy.blanket_probability={beta}",
-    )  # fmt: skip
-    randomness, users = SeededRandomness(5), checked_in(1)
-    sending = users[~randomness.blankets(1, users, beta)]
-    assert 0 < len(sending) < len(users)
-    total = sum_by_hand(of, sending, 1)
-    total += NOISE * CLIP * randomness.standard_normal(1, users, of.parameters).sum(0)
-    aggregate = rounds_of(of)(1, of.make_model()).aggregate
-    assert aggregate.reports == len(users)
-    expected = total / (USERS * RATE * (1 - beta))
-    np.testing.assert_allclose(aggregate.estimate, expected, rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize("engine", ["flower", "vectorised"])
+def test_a_plan_with_blankets_is_refused_before_the_first_round(engine, tmp_path, monkeypatch):
+    of = experiment(f"simulation.engine={engine}")
+    blanketed = dataclasses.replace(of, plan=dataclasses.replace(of.plan, shuffler_blankets=5.0))
+    monkeypatch.setattr("simulator.run.prepare", lambda config: blanketed)
+    with pytest.raises(ValueError, match=r"adds no blankets to a run: .* must be 0, got 5.0$"):
+        run_folder(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert not Ledger.read(folder / "ledger.jsonl").entries
+
+
+def test_a_run_reports_who_does_not_price_its_rounds(tmp_path, fixed_size_only):
+    folder = run_folder(tmp_path)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epsilons"][fixed_size_only] for row in rows] == [None] * 3
+    assert json.loads((folder / "summary.json").read_text())["epsilon"][fixed_size_only] == {
+        "epsilon": None,
+        "covers": LocalAccountant.covers,
+        "warning": "not for this mechanism",
+    }
+    assert (folder / "accuracy_epsilon.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("seed", ["5", "system"])
