@@ -6,6 +6,7 @@ datasets its ε holds; print it beside the number.
 
 from accounting.accountant_base import ShuffleAccountant
 from accounting.adjacency import ADJACENCIES, effective_sigma
+from accounting.blanket_accountant import BlanketAccountant
 from accounting.budget import (
     NOT_PRICED,
     BudgetExceeded,
@@ -49,6 +50,7 @@ __all__ = [
     "ACCOUNTANTS",
     "ADJACENCIES",
     "NOT_PRICED",
+    "BlanketAccountant",
     "BudgetExceeded",
     "CalibrationError",
     "CheckInRdpAccountant",

@@ -9,22 +9,18 @@ of one sum, `δ(ε) = E[(W̄ - e^ε)_+]` and, reversed, `E[(1 - e^ε W̄)_+]`. `
 bounds them from both sides; the rounds compose by the larger of the two.
 """
 
-import functools
 import math
 from typing import Any
 
 import numpy as np
-from dp_accounting.pld import privacy_loss_distribution
 
 from accounting.events import FixedSizeShuffledGaussianDpEvent
 from accounting.gaussian import gaussian_losses, log_gaussian_delta
 from accounting.graded_law import BoundedLaw, Summand, law_of_sum
-from accounting.loss_pmf import MAX_LOSS, FloatArray, dyadic_interval
+from accounting.loss_pmf import MAX_LOSS, FloatArray
 from accounting.lower_profile import LowerProfile
 from accounting.profiles import ProfileShuffleAccountant
 
-# Fourier transforms of dp_accounting were seen to err by 1e-15 a round in δ; they bound nothing.
-_FFT_ERROR = 1e-14
 # With less noise e^{t/σ} overflows in the tails; a user's own report is all that is accounted.
 LEAST_SIGMA = 0.08
 # Mesh points in the scale of the sum: the bounds are 1e-4 of ε apart where tails are light.
@@ -53,49 +49,8 @@ class PldAccountant(ProfileShuffleAccountant):
             return f"noise below {LEAST_SIGMA:g} of the sensitivity is priced as if unshuffled"
         return super().note(delta)
 
-    def epsilon_lower_bound(self, target_delta: float) -> float:
-        """Returns a lower bound of the homogeneous pair's ε at `target_delta`.
-
-        No accountant of this pair can be below. It takes the direction P‖Q throughout, where
-        `get_epsilon` takes the larger of both in every round. 0 where δ is too small for the
-        Fourier transform it is computed with, below about 1e-14 for each round, and where σ < 0.08.
-
-        Args:
-            target_delta: δ in [0, 1].
-        """
-        if not all(map(self._is_private, self._counts)):
-            return math.inf
-        distribution, at = self._lower_distribution(), target_delta + self._slack()
-        if distribution is None or at >= 1.0:
-            return 0.0
-        if distribution.get_delta_for_epsilon(MAX_LOSS) >= at:
-            return MAX_LOSS  # e^ε overflows beyond
-        return float(max(distribution.get_epsilon_for_delta(at), 0.0))
-
-    def delta_lower_bound(self, target_epsilon: float) -> float:
-        """Returns a lower bound of the homogeneous pair's δ at `target_epsilon` >= 0."""
-        if not all(map(self._is_private, self._counts)):
-            return 1.0
-        distribution = self._lower_distribution()
-        if distribution is None:
-            return 0.0
-        return float(max(distribution.get_delta_for_epsilon(target_epsilon) - self._slack(), 0.0))
-
-    def _slack(self) -> float:
-        return _FFT_ERROR * (1.0 + sum(self._counts.values()))
-
-    def _lower_distribution(self) -> privacy_loss_distribution.PrivacyLossDistribution | None:
-        counts = [(event, count) for event, count in self._counts.items() if count]
-        if not counts:
-            return None
-        total = sum(count * self._envelope(event, None)[1] ** 2 for event, count in counts)
-        interval = dyadic_interval(math.sqrt(total / sum(count for _, count in counts)))
-        composed = None
-        for event, count in counts:
-            one = _lower_profile(event, self._sigma(event)).distribution(interval)
-            one = one.self_compose(count)
-            composed = one if composed is None else composed.compose(one)
-        return composed
+    def _lower_profile(self, event: Any) -> LowerProfile:
+        return _lower_profile(event, self._sigma(event))
 
 
 def _law_of(event: Any, sigma: float, lower: bool) -> BoundedLaw:
@@ -135,7 +90,6 @@ def round_profile(event: Any, sigma: float) -> tuple[FloatArray, FloatArray]:
     return epsilons, np.maximum(forward, reverse)
 
 
-@functools.lru_cache(maxsize=64)
 def _lower_profile(event: Any, sigma: float) -> LowerProfile:
     if sigma < LEAST_SIGMA:
         return LowerProfile(np.zeros(1), np.zeros(1))

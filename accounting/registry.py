@@ -9,6 +9,7 @@ from typing import Any
 from accounting import adjacency as adjacency_lib
 from accounting import validation
 from accounting.accountant_base import ShuffleAccountant
+from accounting.blanket_accountant import BlanketAccountant
 from accounting.clones_accountant import ClonesAccountant
 from accounting.local_accountant import LocalAccountant
 from accounting.pld_accountant import PldAccountant
@@ -21,6 +22,7 @@ ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
         CheckInRdpAccountant,
         PldAccountant,
         ClonesAccountant,
+        BlanketAccountant,
         LocalAccountant,
     )
 }

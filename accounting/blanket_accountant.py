@@ -1,0 +1,72 @@
+"""`blanket`: reports that the shuffler adds hide a user's own, for every pair of neighbours.
+
+The shuffler adds M ~ Poisson(λ) reports of noise alone to each round. `docs/theory-blanket.md`
+proves: if every other user's report is handed to the adversary, a round's hockey-stick divergence
+between records x and x' of user 1 is *exactly*
+
+    H_α = (γ/λ) E[(b + X_1 + ... + X_K)_+],   K ~ Poisson(λ),   b = (λ/γ) (1-γ) (1-α),
+
+X = E - αE', E the density ratio of a report of x to a blanket at a blanket; and it is largest for
+the pairs of `accounting.worst_pairs`.
+"""
+
+import functools
+from typing import Any
+
+from accounting.accountant_base import CompositionErrorDetails, leaves_of
+from accounting.events import ShuffledCheckInGaussianDpEvent
+from accounting.jump_sum import PoissonCount, positive_part
+from accounting.loss_pmf import FloatArray
+from accounting.lower_profile import LowerProfile
+from accounting.profiles import ProfileShuffleAccountant
+from accounting.worst_pairs import Pair, lower_profile, upper_profile
+
+
+class BlanketAccountant(ProfileShuffleAccountant):
+    """(ε, δ) of rounds with shuffler blankets: tight once the others' reports are handed over.
+
+    Prices rounds with λ > 0 only. Source: docs/theory-blanket.md.
+    """
+
+    name = "blanket"
+    holds_for = "every pair"
+    counts_on_others = False
+    covers = (
+        "every pair of neighbouring datasets, in any dimension, whoever else takes part; assumes "
+        "that the user's own device follows the protocol, that the shuffler adds its blankets, and "
+        "that the server gets nothing of the round but the shuffled reports"
+    )
+    events = (ShuffledCheckInGaussianDpEvent,)
+
+    def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
+        for leaf, _ in leaves_of(event, count):
+            if getattr(leaf, "shuffler_blankets", 1.0) == 0.0:
+                return CompositionErrorDetails(
+                    invalid_event=leaf,
+                    error_message="blanket prices rounds with shuffler blankets only",
+                )
+        return super()._maybe_compose(event, count, do_compose)
+
+    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
+        divergence = functools.partial(divergence_of, event)
+        rate, noise = event.check_in_rate, event.noise_multiplier
+        return upper_profile(divergence, rate, noise, self.neighboring_relation)
+
+    def _lower_profile(self, event: Any) -> LowerProfile:
+        divergence = functools.partial(divergence_of, event)
+        return lower_profile(divergence, event.noise_multiplier, self.neighboring_relation)
+
+
+def divergence_of(event: Any, alpha: float, pair: Pair, lower: bool = False) -> float:
+    """Returns an upper (or lower) bound of H_α for one direction of a pair.
+
+    Args:
+        event: A ShuffledCheckInGaussianDpEvent with λ > 0 and z > 0.
+        alpha: α >= 1.
+        pair: One of `accounting.worst_pairs`.
+        lower: Whether to bound from below.
+    """
+    rate, blankets = event.check_in_rate, event.shuffler_blankets
+    count = PoissonCount(blankets, -blankets / rate * (1.0 - rate) * (alpha - 1.0))
+    jumps = pair(1.0 / event.noise_multiplier, alpha)
+    return float(rate / blankets) * positive_part(jumps, count, lower)

@@ -1,0 +1,458 @@
+"""`E[(b + S)_+]` for a sum S of many random jumps, from above and from below.
+
+A jump is `X = x(t)`, t ~ N(0, 1), with x increasing. S has a Poisson number of jumps, or n
+independent terms each of which is a jump, a step down of fixed length, or nothing. Its cumulant
+function K is known up to one integral, `J(θ) = E[e^{θX} - 1]`, so on any line Re θ = c > 0
+
+    E[(b + S)_+] = (1/2π) ∫ e^{θb + K(θ)} / θ² dω,      θ = c + iω.
+
+The trapezoidal rule of step 2π/P gives this *plus* `Σ_{k≠0} e^{-ckP} E[(b + S + kP)_+]` by
+Poisson's summation formula: what it errs is positive, and small if c is near the saddle point and
+P spans the tilted law. What makes the result a bound:
+
+- A jump above a cap counts as the cap, and the mean of what is cut off is added. Little is lost,
+  because the cap lies where a single jump makes the sum positive but for rare cases.
+- Frequencies beyond a cut are left out only where `|e^{K(θ) - K(c)}|` is certainly small
+  (`_Law.remainders`), and the bound of them is added.
+- Where S is too rough for that (a handful of jumps, or jumps of nearly one size) a Gaussian is
+  added to S, which raises the expectation of a convex function. A lower bound does without and
+  loses the remainder.
+- With few jumps expected, the cases of none and (Poisson) of one are taken out of the integral.
+
+Integrals over t by Gauss and Legendre are taken to be exact but for rounding (`_Law.rounding`): an
+error model, which the tests check against an independent way (`accounting.graded_law`).
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from accounting.loss_pmf import FloatArray
+
+ComplexArray = npt.NDArray[np.complex128]
+
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(10)
+_WIDEST = 0.7  # a panel of t, in its standard deviations
+_PHASE = 7.0  # radians from end to end of a panel, at most: 10 nodes integrate that to 1e-13
+_REACH = 10.5  # t beyond which fewer than 1e-25 of the jumps are
+_FAINT = -30.0  # exponent below which a part of the sum is a rounding error
+_DEVIATIONS = 5.0  # how far the rest of the sum may be below zero for a jump of the cap to lift it
+_BELOW_SADDLE = 0.6
+_ALIAS = 20.0
+_LADDER = np.geomspace(0.3, 1e5, 120)  # of highest frequencies, in units of c
+# The last that is taken, 86 c; up to 25 c what is left out is to be the first of these (relative,
+# about), from there on the second.
+_LAST, _EASY = 53, 41
+_LEFT_OUT = 1e-10, 1e-4
+_SMOOTH = 6.5  # the deviation of the Gaussian added, times the highest frequency
+_UNIT = 1e-15
+_NOTHING = 1e-30  # for each jump: where Chernoff's bound serves
+_BLOCK = 1_000_000
+_ROOT_TAU = math.sqrt(2.0 * math.pi)
+# 1 - cos u >= factor u² for |u| <= width
+_ARCS = ((math.pi, 2.0 / math.pi**2), (math.pi / 2.0, 4.0 / math.pi**2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Jumps:
+    """X as a function of t ~ N(0, 1).
+
+    Attributes:
+        value: x, increasing, of both signs.
+        slope: Its derivative.
+        mean: E[X] <= 0.
+        reach: |x(t)| grows at most like e^{reach |t|}.
+    """
+
+    value: Callable[[FloatArray], FloatArray]
+    slope: Callable[[FloatArray], FloatArray]
+    mean: float
+    reach: float
+
+
+class Count(abc.ABC):
+    """How many jumps the sum b + S has, and what else is in it.
+
+    Tilted means weighed by e^{cx}; J, J' and J'' are those of one jump at c.
+    """
+
+    jumps: float
+    """Their expected number, > 0."""
+    fixed: float
+    """The mean of all but the jumps, <= 0."""
+
+    @abc.abstractmethod
+    def cumulants(self, c: float, moments: FloatArray) -> tuple[float, float, float]:
+        """`log E[e^{c(b + S)}]` and two derivatives, from J, J' and J''."""
+
+    @abc.abstractmethod
+    def log_ratios(self, c: float, growth: float, omega: FloatArray, grown: Any) -> ComplexArray:
+        """`log E[e^{θ(b + S)}] - log E[e^{c(b + S)}]`, from J(c) and J(θ) - J(c)."""
+
+    @abc.abstractmethod
+    def log_nothing(self, theta: Any) -> Any:
+        """`log E[e^{θ(b + S)}; no jump]`."""
+
+    @abc.abstractmethod
+    def few(self, whole: Any, nothing: Any) -> Any:
+        """`E[e^{θ(b + S)}; so few jumps that they are taken out]` from `1 + J(θ)` and no jump's."""
+
+    @abc.abstractmethod
+    def many(self, c: float, jump: FloatArray) -> FloatArray:
+        """Upper bounds of `|E[e^{θ(b + S)}; more jumps]| / E[e^{c(b + S)}; no jump]`, Re θ = c,
+        where that of a jump, `|1 + J(θ)|`, is at most so much."""
+
+    @abc.abstractmethod
+    def decay(
+        self, c: float, growth: float, x: FloatArray, tilted: FloatArray, ladder: FloatArray
+    ) -> FloatArray:
+        """Lower bounds of `-Re log_ratios` between each frequency and the next, from the curvature
+        of the cosine. The last of the jumps x is the cap."""
+
+    @abc.abstractmethod
+    def roughness(self, c: float, growth: float, smooth: FloatArray, mass: float) -> FloatArray:
+        """The same from `|J(θ) + 1| <= smooth` but for the cap; `mass` is the tilted jumps' all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PoissonCount(Count):
+    """A Poisson number of jumps, and b <= 0."""
+
+    jumps: float
+    fixed: float = 0.0
+
+    def cumulants(self, c: float, moments: FloatArray) -> tuple[float, float, float]:
+        """See `Count`."""
+        level, first, second = (self.jumps * moments).tolist()
+        return level + c * self.fixed, first + self.fixed, second
+
+    def log_ratios(self, c: float, growth: float, omega: FloatArray, grown: Any) -> ComplexArray:
+        """See `Count`."""
+        return np.asarray(self.jumps * grown + 1j * self.fixed * omega)
+
+    def log_nothing(self, theta: Any) -> Any:
+        """See `Count`."""
+        return theta * self.fixed - self.jumps
+
+    def few(self, whole: Any, nothing: Any) -> Any:
+        """See `Count`: none and one."""
+        return nothing * (1.0 + self.jumps * whole)
+
+    def many(self, c: float, jump: FloatArray) -> FloatArray:
+        """See `Count`: e^y - 1 - y."""
+        y = np.minimum(self.jumps * jump, 50.0)
+        return np.where(y < 1e-4, y * y, np.expm1(y) - y)
+
+    def decay(
+        self, c: float, growth: float, x: FloatArray, tilted: FloatArray, ladder: FloatArray
+    ) -> FloatArray:
+        """See `Count`."""
+        result = np.zeros(ladder.size - 1)
+        for width, factor in _ARCS:
+            inside = np.abs(x) <= width / ladder[1:, None]
+            squares = np.einsum("ij,j->i", inside, tilted * x * x)
+            result = np.maximum(result, factor * self.jumps * ladder[:-1] ** 2 * squares)
+        return result
+
+    def roughness(self, c: float, growth: float, smooth: FloatArray, mass: float) -> FloatArray:
+        """See `Count`."""
+        return self.jumps * (mass - smooth)
+
+
+@dataclasses.dataclass(frozen=True)
+class TermsCount(Count):
+    """n independent terms: a jump with this chance, a step down with that, otherwise nothing."""
+
+    terms: float
+    chance: float
+    down: float = 0.0
+    step: float = 0.0
+
+    @property
+    def jumps(self) -> float:  # type: ignore[override]
+        """See `Count`."""
+        return self.terms * self.chance
+
+    @property
+    def fixed(self) -> float:  # type: ignore[override]
+        """See `Count`."""
+        return -self.terms * self.down * self.step
+
+    def _change(self, c: float, growth: float) -> float:
+        """E[e^{cV}] - 1 of one term V."""
+        return self.chance * growth + self.down * math.expm1(-c * self.step)
+
+    def cumulants(self, c: float, moments: FloatArray) -> tuple[float, float, float]:
+        """See `Count`."""
+        growth, first, second = moments.tolist()
+        change, fallen = self._change(c, growth), self.down * math.exp(-c * self.step)
+        mean = (self.chance * first - fallen * self.step) / (1.0 + change)
+        square = (self.chance * second + fallen * self.step**2) / (1.0 + change)
+        variance = max(square - mean * mean, 0.0)
+        return self.terms * math.log1p(change), self.terms * mean, self.terms * variance
+
+    def log_ratios(self, c: float, growth: float, omega: FloatArray, grown: Any) -> ComplexArray:
+        """See `Count`."""
+        fallen = self.down * math.exp(-c * self.step) * np.expm1(-1j * self.step * omega)
+        change = (self.chance * grown + fallen) / (1.0 + self._change(c, growth))
+        return np.asarray(self.terms * np.log1p(change))
+
+    def log_nothing(self, theta: Any) -> Any:
+        """See `Count`."""
+        fallen = self.down * np.expm1(-theta * self.step)
+        with np.errstate(divide="ignore"):
+            return self.terms * np.log1p(
+                np.maximum(fallen.real - self.chance, -1.0) + 1j * fallen.imag
+            )
+
+    def few(self, whole: Any, nothing: Any) -> Any:
+        """See `Count`: none."""
+        return nothing
+
+    def many(self, c: float, jump: FloatArray) -> FloatArray:
+        """See `Count`: (1 + y/n)^n - 1."""
+        nothing = 1.0 - self.chance + self.down * math.expm1(-c * self.step)
+        y = self.chance * jump / max(nothing, 1e-300)
+        return np.asarray(np.expm1(np.minimum(self.terms * np.log1p(y), 50.0)))
+
+    def decay(
+        self, c: float, growth: float, x: FloatArray, tilted: FloatArray, ladder: FloatArray
+    ) -> FloatArray:
+        """See `Count`: `-log |E e^{iωV}| >= ½ E[1 - cos ω(V - V')]`, V' another term."""
+        total = 1.0 + self._change(c, growth)
+        still, fallen = 1.0 - self.chance - self.down, self.down * math.exp(-c * self.step)
+        v = np.concatenate([x, [0.0, -self.step]])
+        p = np.concatenate([self.chance * tilted, [max(still, 0.0), fallen]]) / total
+        v = v - float(np.sum(p * v))
+        result = np.zeros(ladder.size - 1)
+        for width, factor in _ARCS:
+            inside = np.where(np.abs(v) <= 0.5 * width / ladder[1:, None], p, 0.0)
+            first, second = np.einsum("ij,j->i", inside, v), np.einsum("ij,j->i", inside, v * v)
+            spread = np.sum(inside, axis=1) * second - first**2
+            result = np.maximum(result, factor * self.terms * ladder[:-1] ** 2 * spread)
+        return result
+
+    def roughness(self, c: float, growth: float, smooth: FloatArray, mass: float) -> FloatArray:
+        """See `Count`."""
+        left = 1.0 - self.chance * (mass - smooth) / (1.0 + self._change(c, growth))
+        return np.asarray(-self.terms * np.log(np.clip(left, 1e-300, 1.0)))
+
+
+def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
+    """Returns an upper bound of `E[(b + S)_+]`, or a lower one.
+
+    Args:
+        jumps: X.
+        count: How many, and what else is in b + S; its mean must be at most 0.
+        lower: Whether to bound from below.
+    """
+    law = _Law(jumps, count)
+    c = _BELOW_SADDLE * law.saddle()
+    level, _, variance = law.cumulants(c)
+    most = math.exp(level) / (math.e * c)  # x_+ <= e^{cx}/(ec)
+    if most < _NOTHING * count.jumps:
+        return 0.0 if lower else most + count.jumps * law.excess
+    deviation = math.sqrt(variance)
+    out = math.exp(min(float(np.real(count.log_nothing(c))) - level, 0.0))
+    out = out if out > math.exp(_FAINT) else 0.0
+
+    ladder = _LADDER * c
+    rests = law.remainders(c, ladder, out)
+    goal = 1.0 / (c * max(c * deviation, 1.0))
+    strict, loose = (int(np.argmax(np.append(rests, 0.0) <= each * goal)) for each in _LEFT_OUT)
+    place = min(strict, max(loose, _EASY), _LAST)
+    cut, rest, smooth = float(ladder[place]), float(rests[place]), 0.0
+    if loose > place and not lower:
+        smooth, rest = _SMOOTH / cut, 4.0 * math.exp(-0.5 * _SMOOTH**2) / cut
+
+    period = law.period(c, level, goal)
+    step = 2.0 * math.pi / period
+    omega = step * np.arange(math.ceil(cut / step) + 1.0)
+    theta, growth, grown = c + 1j * omega, law.growth(c), law.grown(c, omega)
+    values = np.exp(count.log_ratios(c, growth, omega, grown))
+    if out:
+        values -= count.few(1.0 + growth + grown, np.exp(count.log_nothing(theta) - level))
+    values *= np.exp(0.5 * (smooth * theta) ** 2) / theta**2
+    values[0] *= 0.5
+    integral = step / math.pi * float(np.sum(values.real))
+    slack = law.rounding(c, cut) * step / math.pi * float(np.sum(np.abs(values))) + rest / math.pi
+    alone = law.one_jump() if out and isinstance(count, PoissonCount) else 0.0
+    if lower:
+        found = math.exp(level) * (integral - slack - law.aliases(c, level, period))
+        return max(found, 0.0) + alone + law.sure_excess()
+    return math.exp(level) * max(integral + slack, 0.0) + alone + count.jumps * law.excess
+
+
+def _quadrature(edges: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Nodes t and their weights under the normal density, between increasing edges."""
+    half = 0.5 * np.diff(edges)
+    t = ((edges[:-1] + half)[:, None] + half[:, None] * _NODES).ravel()
+    weights = (half[:, None] * _WEIGHTS).ravel()
+    return t, weights * np.exp(-0.5 * t * t) / _ROOT_TAU
+
+
+def _panels(low: float, high: float) -> FloatArray:
+    return np.linspace(low, high, max(math.ceil((high - low) / _WIDEST), 1) + 1)
+
+
+class _Law:
+    """b + S with its jumps capped."""
+
+    def __init__(self, jumps: Jumps, count: Count) -> None:
+        self._jumps, self._count = jumps, count
+        low, high = -_REACH - jumps.reach, self._highest()
+        self._ends = low, high
+        self.cap = float(jumps.value(np.array(high)))
+        t, weights = _quadrature(_panels(high, high + _REACH + jumps.reach))
+        self.excess = float(np.sum(weights * (jumps.value(t) - self.cap)))
+        # The last node is the cap.
+        self._t, weights = _quadrature(_panels(low, high))
+        self._weights = np.append(weights, special.ndtr(-high))
+        self._x = np.append(jumps.value(self._t), self.cap)
+
+    def _highest(self) -> float:
+        """t of the cap: as far above zero as the rest of the sum is ever likely to be below."""
+        jumps, count = self._jumps, self._count
+        reach = _REACH + jumps.reach
+        t = np.linspace(-reach, reach, 800)
+        x = jumps.value(t)
+        weights = count.jumps * np.exp(-0.5 * t * t) / _ROOT_TAU * (t[1] - t[0])
+        fall = -(count.fixed + count.jumps * jumps.mean)
+        low, high = int(np.searchsorted(x[:-1], 0.0, side="right")), t.size - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            most = float(x[middle])
+            spread = math.sqrt(float(np.sum(np.minimum(np.abs(x), most) ** 2 * weights)))
+            low, high = (low, middle) if most >= fall + _DEVIATIONS * spread else (middle, high)
+        return float(t[high])
+
+    def growth(self, c: float) -> float:
+        """J(c)."""
+        return float(np.sum(self._weights * np.expm1(c * self._x)))
+
+    def _tilted(self, c: float) -> FloatArray:
+        result: FloatArray = self._weights * np.exp(c * self._x)
+        return result
+
+    def cumulants(self, c: float) -> tuple[float, float, float]:
+        """`log E[e^{c(b + S)}]` and its first two derivatives, c of either sign."""
+        weighed = self._tilted(c) * self._x
+        moments = [self.growth(c), float(np.sum(weighed)), float(np.sum(weighed * self._x))]
+        return self._count.cumulants(c, np.array(moments))
+
+    def saddle(self) -> float:
+        """The minimum of `log E[e^{c(b + S)}] - 2 log c` in c > 0, about."""
+        low, high = 1e-9 / self.cap, 600.0 / self.cap
+        while high > 1.02 * low:
+            c = math.sqrt(low * high)
+            low, high = (low, c) if self.cumulants(c)[1] * c > 2.0 else (c, high)
+        return low
+
+    def grown(self, c: float, omega: FloatArray) -> ComplexArray:
+        """J(c + iω) - J(c)."""
+        x, tilted = self._fine(c, float(omega[-1]))
+        result = np.empty(omega.size, dtype=np.complex128)
+        rows = max(_BLOCK // x.size, 1)
+        for start in range(0, omega.size, rows):
+            half = np.multiply.outer(0.5 * omega[start : start + rows], x)
+            # e^{iu} - 1 = 2 sin(u/2) (-sin(u/2) + i cos(u/2)). Not `@`: where cores are busy, the
+            # threads of a BLAS make this a hundred times slower.
+            sines = np.sin(half)
+            weighed = sines * tilted
+            part = result[start : start + rows]
+            part.real = -2.0 * np.einsum("ij,ij->i", sines, weighed)
+            part.imag = 2.0 * np.einsum("ij,ij->i", np.cos(half), weighed)
+        return result
+
+    def _fine(self, c: float, highest: float) -> tuple[FloatArray, FloatArray]:
+        """Jumps at nodes fit for all frequencies up to `highest`, and their tilted weights."""
+        t = np.linspace(*self._ends, 1500)
+        seen = c * self._jumps.value(t) - 0.5 * t * t > _FAINT
+        slope = np.where(seen, self._jumps.slope(t), 0.0)
+        density = np.maximum(1.0 / _WIDEST, highest / _PHASE * slope)
+        panels = np.cumsum(0.5 * (density[1:] + density[:-1])) * (t[1] - t[0])
+        panels = np.append(0.0, panels)
+        edges = np.interp(np.linspace(0.0, panels[-1], math.ceil(panels[-1]) + 1), panels, t)
+        fine, weights = _quadrature(edges)
+        x = np.append(self._jumps.value(fine), self.cap)
+        return x, np.append(weights, self._weights[-1]) * np.exp(c * x)
+
+    def remainders(self, c: float, ladder: FloatArray, out: float) -> FloatArray:
+        """Upper bounds of `∫_Ω^∞ |integrand| dω` for increasing Ω, in units of `e^{cb + K(c)}`."""
+        count, growth, tilted = self._count, self.growth(c), self._tilted(c)
+        # |∫ e^{iωx} p(x) dx| <= (total variation of p)/ω; a tenth for reading it at nodes.
+        density = np.exp(c * self._x[:-1] - 0.5 * self._t**2) / _ROOT_TAU
+        density /= self._jumps.slope(self._t)
+        variation = 1.1 * float(np.sum(np.abs(np.diff(density))) + density[0] + density[-1])
+        smooth, mass = variation / ladder, float(np.sum(tilted[:-1]))
+        decay = np.append(count.decay(c, growth, self._x, tilted, ladder), 0.0)
+        bound = np.exp(-np.maximum(decay, count.roughness(c, growth, smooth, mass)))
+        if out:
+            bound = np.minimum(bound + 2.0 * out, out * count.many(c, smooth + tilted[-1]))
+        inverse = 1.0 / np.append(ladder, math.inf)
+        return np.asarray(np.cumsum((bound * (inverse[:-1] - inverse[1:]))[::-1])[::-1])
+
+    def rounding(self, c: float, highest: float) -> float:
+        """The error of the integrand, relative to it, at most."""
+        tilted, turns = self._tilted(c), np.minimum(highest * np.abs(self._x), 2.0)
+        summed = np.abs(np.expm1(c * self._x)) * self._weights + tilted * turns
+        return _UNIT * (100.0 + 4.0 * self._count.jumps * float(np.sum(summed)))
+
+    def one_jump(self) -> float:
+        """`E[(b + S)_+; one jump]` of a Poisson number of capped jumps."""
+        strike, (low, high) = -self._count.fixed, self._ends
+        if self.cap <= strike:
+            return 0.0
+        end = high
+        while end - low > 1e-9:
+            middle = 0.5 * (low + end)
+            below = float(self._jumps.value(np.array(middle))) < strike
+            low, end = (middle, end) if below else (low, middle)
+        t, weights = _quadrature(_panels(low, high))
+        value = float(np.sum(weights * np.maximum(self._jumps.value(t) - strike, 0.0)))
+        value += float(self._weights[-1]) * (self.cap - strike)
+        return self._count.jumps * math.exp(-self._count.jumps) * value
+
+    def period(self, c: float, level: float, goal: float) -> float:
+        """P for which little is added: see `aliases`."""
+        least = (_ALIAS - min(level, 0.0)) / c
+        enough = math.inf
+        for other in (1.1 * c, 1.2 * c, 1.35 * c, 1.6 * c, 2.0 * c, 3.0 * c):
+            if other * self.cap < 600.0:
+                exponent = self.cumulants(other)[0] - level - math.log(math.e * other * goal * 1e-7)
+                enough = min(enough, exponent / (other - c))
+        return max(least, enough)
+
+    def aliases(self, c: float, level: float, period: float) -> float:
+        """What the trapezoidal rule adds at most, in units of `e^level`."""
+        most = math.exp(level) / (math.e * c)  # of E[(b + S)_+]
+        near = math.exp(-c * period - level) * (period + most) * 1.01
+        far = math.inf
+        for other in (1.1 * c, 1.2 * c, 1.35 * c, 1.6 * c, 2.0 * c, 3.0 * c):
+            if other * self.cap > 600.0:
+                break
+            exponent = self.cumulants(other)[0] - level - (other - c) * period
+            far = min(far, math.exp(min(exponent, 50.0)) / (math.e * other) * 1.01)
+        return near + far
+
+    def sure_excess(self) -> float:
+        """What the caps certainly took off: where b + S is positive with one jump at its cap."""
+        # It is not if a jump goes down far, or if the others come to less than -cap: Chernoff.
+        least = math.inf
+        for share in (0.1, 0.2, 0.4, 0.8):
+            near = self._x > -share * self.cap
+            x = np.where(near, self._x, 0.0)
+            far = self._count.jumps * float(np.sum(self._weights[~near]))
+            for c in np.geomspace(2.0, 40.0, 12) / self.cap:
+                weighed = self._weights * np.exp(-c * x) * x
+                growth = float(np.sum(self._weights * np.expm1(-c * x)))
+                moments = np.array([growth, float(np.sum(weighed)), float(np.sum(weighed * x))])
+                exponent = self._count.cumulants(-c, moments)[0] - c * self.cap
+                least = min(least, far + math.exp(min(exponent, 0.0)))
+        return self._count.jumps * self.excess * max(1.0 - least, 0.0)
