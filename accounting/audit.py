@@ -185,7 +185,7 @@ def delta_lower_bound(
     Args:
         first: Scores of independent draws of the one world; the first half chooses the event.
         second: Scores of the other.
-        epsilon: ε >= 0.
+        epsilon: ε in [0, 700].
         confidence: In (0, 1), one-sided.
 
     Raises:
@@ -217,7 +217,7 @@ def epsilon_lower_bound(
 
 
 def _delta_value(epsilon: float) -> _Value:
-    factor = math.exp(validation.real("epsilon", epsilon, "[0, inf)"))
+    factor = math.exp(validation.real("epsilon", epsilon, "[0, 700]"))
     return lambda least, most: least - factor * most
 
 
@@ -237,7 +237,7 @@ def audit_round(
         event: An event of `accounting.events`, one round.
         adjacency: "replace" or "zero-out".
         placement: The two datasets; see `make_placement` and `placement_by_hand`.
-        epsilon: ε >= 0.
+        epsilon: ε in [0, 700].
         samples: Draws of each world, at least 2.
         confidence: Of the lower bound, in (0, 1).
         rng: Source of the draws; a fresh one if None.
@@ -285,7 +285,7 @@ def check_claim(
     Args:
         accountant: One that has spent nothing; it is left as it is. Its adjacency is attacked.
         event: One round, an event that it prices.
-        epsilon: ε >= 0.
+        epsilon: ε in [0, 700].
         placements: Names of `PLACEMENTS`, or placements.
         samples: Draws of each world for each placement.
         confidence: The chance of no false violation, over all placements together.

@@ -127,6 +127,7 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
 
 
 NOT_PRICED = "not for this mechanism"
+_MOST_BOUNDED_ROUNDS = 10**6  # a lower bound is composed on a fine grid: 10⁸ rounds take 10 GiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +160,7 @@ def price(
         counts: Events and how often each took place.
         adjacency: "replace" or "zero-out".
         delta: δ at which ε is read.
-        lower: Whether to compute lower bounds as well, which takes longer.
+        lower: Whether to compute lower bounds as well, which takes longer; of 10⁶ rounds at most.
     """
     spent = list(counts)
     rows = []
@@ -174,7 +175,8 @@ def price(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OrderRangeWarning)  # the note says so
             epsilon = float(accountant.get_epsilon(delta))
-        least = accountant.epsilon_lower_bound(delta) if lower else None
+        asked = lower and sum(count for _, count in spent) <= _MOST_BOUNDED_ROUNDS
+        least = accountant.epsilon_lower_bound(delta) if asked else None
         rows.append(EpsilonRow(name, epsilon, cls.covers, accountant.note(delta), least))
     return rows
 

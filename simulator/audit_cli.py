@@ -17,9 +17,9 @@ from simulator.account_cli import (
     Rate,
     Users,
     check_adjacency,
+    checked_users,
     fail,
     make_event,
-    needed,
     print_json,
 )
 
@@ -61,7 +61,7 @@ def audit_command(
     from accounting.audit import PLACEMENTS, check_claim
 
     try:
-        event = make_event(needed("--n", n), gamma, noise, mechanism, beta)
+        event = make_event(checked_users(n, noise, 6), gamma, noise, mechanism, beta)
         check_adjacency(adjacency)
         checks = {}
         for name in accountant or accountants_for(mechanism):

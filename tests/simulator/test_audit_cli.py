@@ -54,6 +54,13 @@ def test_blankets_are_audited_by_those_who_claim_something_of_them():
     assert set(json.loads(everyone.stdout)) == set(accountants_for("blanket-gaussian"))
 
 
+def test_a_round_with_hardly_any_noise_is_audited():
+    result = shufl("audit --n 10 --noise 0.05 --samples 2000 --seed 1 --json")
+    assert result.exit_code == 0, result.output
+    for check in json.loads(result.stdout).values():
+        assert 0.9 < check["delta_lower"] <= check["claimed_delta"] <= 1
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -65,6 +72,8 @@ def test_blankets_are_audited_by_those_who_claim_something_of_them():
         (f"{COUNTEREXAMPLE} --placement nowhere", "placement must be"),
         (f"{COUNTEREXAMPLE} --accountant magic", "accountant must be"),
         (f"{COUNTEREXAMPLE} --confidence 1", "confidence must lie in (0, 1)"),
+        ("audit --n 10 --noise 2 --epsilon 1000", "epsilon must lie in [0, 700], got 1000"),
+        ("audit --n 10000000 --noise 2", "--n must lie in [1, 10^6], got 10000000"),
         ("audit --n 10 --noise 0", "noise multiplier must be above 0"),
     ],
 )
