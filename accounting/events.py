@@ -30,6 +30,10 @@ def _blanket(instance: Any, attribute: Any, value: Any) -> None:
     validation.real("blanket probability", value, "(0, 1)")
 
 
+def _blankets(instance: Any, attribute: Any, value: Any) -> None:
+    validation.real("shuffler blankets", value, "[0, inf)")
+
+
 def _reports(instance: Any, attribute: Any, value: Any) -> None:
     validation.integer("number of reports", value, 0, instance.users)
 
@@ -60,6 +64,7 @@ class ShuffledCheckInGaussianDpEvent(dp_accounting.DpEvent):
         users: n, at least 1: all who flip a coin, not those who report.
         check_in_rate: γ in (0, 1].
         noise_multiplier: z >= 0; 0 is not private.
+        shuffler_blankets: λ >= 0, the expected number of blankets.
 
     Raises:
         ValueError: A value outside its range.
@@ -68,6 +73,7 @@ class ShuffledCheckInGaussianDpEvent(dp_accounting.DpEvent):
     users: int = attrs.field(validator=_users)
     check_in_rate: float = attrs.field(validator=_rate)
     noise_multiplier: float = attrs.field(validator=_noise)
+    shuffler_blankets: float = attrs.field(default=0.0, validator=_blankets)
 
 
 @attrs.frozen
