@@ -63,15 +63,17 @@ class ClaimCheck:
         accountant: Its name.
         covers: Which pairs it claims anything about; a violation elsewhere is no error in it, but
             its δ is then no guarantee for every pair of neighbours.
+        holds_for: "every pair" or "homogeneous pair".
         epsilon: The ε of the question.
         claimed_delta: The δ it claims.
         violated: Whether some placement's lower bound is above the claim.
         confidence: The chance of no false violation, over all placements together.
-        results: One for each placement.
+        results: One for each placement that it claims something about.
     """
 
     accountant: str
     covers: str
+    holds_for: str
     epsilon: float
     claimed_delta: float
     violated: bool
@@ -185,7 +187,7 @@ def delta_lower_bound(
     Args:
         first: Scores of independent draws of the one world; the first half chooses the event.
         second: Scores of the other.
-        epsilon: ε >= 0.
+        epsilon: ε in [0, 700].
         confidence: In (0, 1), one-sided.
 
     Raises:
@@ -217,7 +219,7 @@ def epsilon_lower_bound(
 
 
 def _delta_value(epsilon: float) -> _Value:
-    factor = math.exp(validation.real("epsilon", epsilon, "[0, inf)"))
+    factor = math.exp(validation.real("epsilon", epsilon, "[0, 700]"))
     return lambda least, most: least - factor * most
 
 
@@ -237,7 +239,7 @@ def audit_round(
         event: An event of `accounting.events`, one round.
         adjacency: "replace" or "zero-out".
         placement: The two datasets; see `make_placement` and `placement_by_hand`.
-        epsilon: ε >= 0.
+        epsilon: ε in [0, 700].
         samples: Draws of each world, at least 2.
         confidence: Of the lower bound, in (0, 1).
         rng: Source of the draws; a fresh one if None.
@@ -271,6 +273,88 @@ def audit_round(
     )
 
 
+def claims_something(accountant: type[ShuffleAccountant], placement: str | Placement) -> bool:
+    """Tells whether an accountant claims anything there: not where others it counts on are absent.
+
+    Args:
+        accountant: Its class.
+        placement: A name of `PLACEMENTS`, or a placement.
+    """
+    absent = placement == "absent" if isinstance(placement, str) else placement.absent
+    return not (absent and accountant.counts_on_others)
+
+
+def check_claims(
+    accountants: Sequence[ShuffleAccountant],
+    event: Any,
+    epsilon: float,
+    placements: Sequence[str | Placement] = PLACEMENTS,
+    samples: int = 100_000,
+    confidence: float = 0.99,
+    rng: np.random.Generator | None = None,
+) -> list[ClaimCheck]:
+    """Attacks the δ(ε) of one round that accountants claim, all by the same draws.
+
+    Args:
+        accountants: At least one, of one adjacency, which is attacked. They have spent nothing and
+            are left as they are.
+        event: One round, an event that all of them price.
+        epsilon: ε in [0, 700].
+        placements: Names of `PLACEMENTS`, or placements. Each accountant is checked at those that
+            it claims something about.
+        samples: Draws of each world for each placement.
+        confidence: The chance of no false violation, over all placements together.
+        rng: Source of the draws; a fresh one if None.
+
+    Raises:
+        ValueError: A value outside its range, no placement, or none that an accountant claims
+            anything about, or an accountant that has spent.
+        dp_accounting.UnsupportedEventError: An accountant does not price `event`.
+    """
+    if not placements:
+        raise ValueError("placements must be at least one, got none")
+    validation.real("confidence", confidence, "(0, 1)")
+    relations = {accountant.neighboring_relation for accountant in accountants}
+    if len(relations) != 1:
+        raise ValueError(f"accountants must be of one adjacency, got {len(relations)}")
+    adjacency = next(name for name, each in ADJACENCIES.items() if each in relations)
+    claims = []
+    for accountant in accountants:
+        if not isinstance(accountant.ledger, dp_accounting.NoOpDpEvent):
+            raise ValueError(f"accountant must have spent nothing, got {accountant.ledger}")
+        if not any(claims_something(type(accountant), item) for item in placements):
+            raise ValueError(
+                f"placement must not be absent only: {accountant.name} counts on the other users"
+            )
+        claims.append(float(copy.deepcopy(accountant).compose(event).get_delta(epsilon)))
+    generator = np.random.default_rng() if rng is None else rng
+    each = 1.0 - (1.0 - confidence) / len(placements)
+    results = []
+    for item in placements:
+        at = make_placement(item, adjacency, event.users) if isinstance(item, str) else item
+        results.append(audit_round(event, adjacency, at, epsilon, samples, each, generator))
+    checks = []
+    for accountant, claimed in zip(accountants, claims, strict=True):
+        own = tuple(
+            result
+            for item, result in zip(placements, results, strict=True)
+            if claims_something(type(accountant), item)
+        )
+        checks.append(
+            ClaimCheck(
+                accountant=accountant.name,
+                covers=accountant.covers,
+                holds_for=accountant.holds_for,
+                epsilon=float(epsilon),
+                claimed_delta=claimed,
+                violated=any(result.delta_lower > claimed for result in own),
+                confidence=confidence,
+                results=own,
+            )
+        )
+    return checks
+
+
 def check_claim(
     accountant: ShuffleAccountant,
     event: Any,
@@ -280,42 +364,5 @@ def check_claim(
     confidence: float = 0.99,
     rng: np.random.Generator | None = None,
 ) -> ClaimCheck:
-    """Attacks an accountant's δ(ε) of one round at several placements.
-
-    Args:
-        accountant: One that has spent nothing; it is left as it is. Its adjacency is attacked.
-        event: One round, an event that it prices.
-        epsilon: ε >= 0.
-        placements: Names of `PLACEMENTS`, or placements.
-        samples: Draws of each world for each placement.
-        confidence: The chance of no false violation, over all placements together.
-        rng: Source of the draws; a fresh one if None.
-
-    Raises:
-        ValueError: A value outside its range, no placement, or an accountant that has spent.
-        dp_accounting.UnsupportedEventError: The accountant does not price `event`.
-    """
-    if not isinstance(accountant.ledger, dp_accounting.NoOpDpEvent):
-        raise ValueError(f"accountant must have spent nothing, got {accountant.ledger}")
-    if not placements:
-        raise ValueError("placements must be at least one, got none")
-    validation.real("confidence", confidence, "(0, 1)")
-    relation = accountant.neighboring_relation
-    adjacency = next(name for name, each in ADJACENCIES.items() if each == relation)
-    generator = np.random.default_rng() if rng is None else rng
-    priced = copy.deepcopy(accountant).compose(event)
-    claimed = float(priced.get_delta(epsilon))
-    each = 1.0 - (1.0 - confidence) / len(placements)
-    results = []
-    for item in placements:
-        at = make_placement(item, adjacency, event.users) if isinstance(item, str) else item
-        results.append(audit_round(event, adjacency, at, epsilon, samples, each, generator))
-    return ClaimCheck(
-        accountant=accountant.name,
-        covers=accountant.covers,
-        epsilon=float(epsilon),
-        claimed_delta=claimed,
-        violated=any(result.delta_lower > claimed for result in results),
-        confidence=confidence,
-        results=tuple(results),
-    )
+    """Attacks one accountant's δ(ε): see `check_claims`."""
+    return check_claims([accountant], event, epsilon, placements, samples, confidence, rng)[0]

@@ -1,7 +1,8 @@
 """What an adversary chooses before a round, draws of that round, and what tells the worlds apart.
 
-Lengths are in units of the clip norm C: records lie in the unit ball, a report is `x + N(0, z² I)`.
-User 1 holds `first` under D and `second` under D′; the others hold the same.
+Lengths are in units of the clip norm C: records lie in the unit ball, a report is `x + N(0, z² I)`
+and each of the shuffler's M ~ Poisson(λ) blankets `N(0, z² I)`. User 1 holds `first` under D and
+`second` under D′; the others hold the same.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from accounting.events import EVENTS, FixedSizeShuffledGaussianDpEvent
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-PLACEMENTS = ("homogeneous", "antipodal", "opposite", "equilateral")
+PLACEMENTS = ("homogeneous", "antipodal", "opposite", "equilateral", "absent")
 
 _MOST_EXACT_WORK = 40_000  # multiplications for one exact likelihood ratio
 _BATCH_NUMBERS = 2_000_000
@@ -35,6 +36,7 @@ class Placement:
         first: User 1's clipped record under D, shape (d,); kept as an array.
         second: User 1's clipped record under D′, shape (d,).
         others: The other users' clipped records, shape (n - 1, d).
+        absent: Whether the other users of a round send nothing; `others` is empty then.
 
     Raises:
         ValueError: Wrong shapes, or a record that is not finite or outside the unit ball.
@@ -44,6 +46,7 @@ class Placement:
     first: FloatArray
     second: FloatArray
     others: FloatArray
+    absent: bool = False
 
     def __post_init__(self) -> None:
         for field in ("first", "second", "others"):
@@ -64,7 +67,7 @@ class Placement:
 
     @property
     def users(self) -> int:
-        """n, with user 1."""
+        """The users who take part, user 1 among them: n, or 1 if the others are absent."""
         return len(self.others) + 1
 
     def check_adjacency(self, adjacency: str) -> None:
@@ -86,7 +89,9 @@ def make_placement(name: str, adjacency: str, users: int) -> Placement:
     - antipodal: one half of the others holds x, the other half -x;
     - equilateral: the others hold the third corner of an equilateral triangle on the unit circle;
       under "replace" user 1 holds the first two, √3 apart. Under "zero-out" two thirds of the
-      circle's corners are left, and the others hold one each, by turns.
+      circle's corners are left, and the others hold one each, by turns;
+    - absent: the others send nothing. If they send known reports instead, which the adversary can
+      take away, the likelihood ratio is the same.
 
     Args:
         name: One of `PLACEMENTS`.
@@ -108,6 +113,8 @@ def make_placement(name: str, adjacency: str, users: int) -> Placement:
     first = np.ones(1)
     second = -first if adjacency == "replace" else np.zeros(1)
     others = np.tile(-first if name == "opposite" else second, (count, 1))
+    if name == "absent":
+        return Placement(name, first, second, np.zeros((0, 1)), absent=True)
     if name == "antipodal":
         others = np.where(np.arange(count) % 2, -1.0, 1.0)[:, None]
     return Placement(name, first, second, others)
@@ -147,28 +154,34 @@ class AttackedRound:
             placement: For as many users as the event has.
 
         Raises:
-            ValueError: Another event, noise 0, blankets, or a placement for other users.
+            ValueError: Another event, noise 0, or a placement for another number of users.
         """
         if EVENTS.get(type(event).__name__) is not type(event):
             raise ValueError(f"event must be one of {', '.join(sorted(EVENTS))}, got {event!r}")
-        if event.users != placement.users:
+        if event.users != placement.users and not placement.absent:
             raise ValueError(f"placement must be of {event.users} users, got {placement.users}")
         if not event.noise_multiplier > 0.0:
             raise ValueError(f"noise multiplier must be above 0, got {event.noise_multiplier}")
-        if getattr(event, "shuffler_blankets", 0.0):
-            raise ValueError(f"shuffler blankets must be 0, got {event.shuffler_blankets}")
         self._event, self._placement = event, placement
-        if placement.users > 1:
-            held, sizes = np.unique(placement.others, axis=0, return_counts=True)
-        else:  # nobody, at the place of user 1
-            held, sizes = placement.first[None], np.zeros(1, np.int64)
-        order = np.argsort(sizes, kind="stable")  # the largest group last: it needs no state
-        self._held, self._sizes = held[order], sizes[order]
-        states = math.prod(int(size) + 1 for size in self._sizes[:-1])
-        work = 3 * placement.users * states * (len(self._sizes) + 1)
-        self.exact = work <= _MOST_EXACT_WORK
-        widest = max(3 * states if self.exact else 1, len(self._sizes) + 3, placement.first.size)
-        self._batch = max(1, _BATCH_NUMBERS // (placement.users * widest))
+        self._rate = getattr(event, "check_in_rate", 1.0)
+        if placement.absent and isinstance(event, FixedSizeShuffledGaussianDpEvent):
+            self._rate = event.reports / event.users
+        self._blankets = getattr(event, "shuffler_blankets", 0.0)
+        self._held, self._sizes = np.unique(placement.others, axis=0, return_counts=True)
+        if not self._blankets:  # the largest group last: it needs no state
+            order = np.argsort(self._sizes, kind="stable")
+            self._held, self._sizes = self._held[order], self._sizes[order]
+        groups, rows = len(self._sizes), math.ceil(placement.users + self._blankets)
+        counted = self._sizes if self._blankets else self._sizes[:-1]
+        self._shape = tuple(int(size) + 1 for size in counted)
+        states = math.prod(self._shape)
+        lone = placement.users == 1
+        self.exact = lone or 3 * rows * states * (groups + 1) <= _MOST_EXACT_WORK
+        numbers = _BATCH_NUMBERS if self.exact else _BATCH_NUMBERS // 16  # these fit into a cache
+        widest = max(1 if lone or not self.exact else 3 * states, groups + 3, placement.first.size)
+        self._batch = max(1, int(numbers // (rows * widest)))
+        ends = np.stack([placement.first, placement.second, 0.0 * placement.first])
+        self._points = np.concatenate([self._held, ends])
 
     def scores(self, first: bool, samples: int, rng: np.random.Generator) -> FloatArray:
         """Returns the scores of independent rounds under D (`first`) or D′, shape (samples,)."""
@@ -183,84 +196,116 @@ class AttackedRound:
         """Draws rounds under D (`first`) or D′.
 
         Returns:
-            Reports in random order, shape (samples, n, d), and which of the rows are there, bool of
-            shape (samples, n): a row of a user who stayed away tells nothing.
+            Reports, user 1's first, the blankets last (no score depends on the order), shape
+            (samples, k, d), and which of the rows are there, bool of shape (samples, k): a row of
+            a user who stayed away tells nothing.
         """
         placement, users = self._placement, self._placement.users
         mine = placement.first if first else placement.second
-        order = np.argsort(rng.random((samples, users)), axis=1)
-        centers = np.concatenate([mine[None], placement.others])[order]
-        noise = rng.standard_normal(centers.shape)
-        if isinstance(self._event, FixedSizeShuffledGaussianDpEvent):
-            present = np.broadcast_to(np.arange(users) < self._event.reports, (samples, users))
+        if isinstance(self._event, FixedSizeShuffledGaussianDpEvent) and not placement.absent:
+            order = np.argsort(rng.random((samples, users)), axis=1)
+            present = order < self._event.reports
         else:
-            present = rng.random((samples, users)) < getattr(self._event, "check_in_rate", 1.0)
-        return centers + self._event.noise_multiplier * noise, present
+            present = rng.random((samples, users)) < self._rate
+        counts = rng.poisson(self._blankets, samples)
+        blankets = np.arange(counts.max(initial=0)) < counts[:, None]
+        present = np.concatenate([present, blankets], axis=1)
+        reports = rng.standard_normal((*present.shape, placement.first.size))
+        reports *= self._event.noise_multiplier
+        reports[:, :users] += np.concatenate([mine[None], placement.others])
+        return reports, present
 
     def score(self, reports: npt.ArrayLike, present: BoolArray | None = None) -> FloatArray:
         """Returns the score of observed rounds, shape (samples,): high speaks for D.
 
         Args:
-            reports: Shape (samples, k, d) with k <= n, in any order, in clip norms.
+            reports: Shape (samples, k, d), in any order, in clip norms.
             present: Which rows are reports, shape (samples, k); all if None.
         """
         y = np.asarray(reports, np.float64)
         there = np.ones(y.shape[:2], np.bool_) if present is None else np.asarray(present)
-        others, one, two = self._densities(y)
-        compute = self._log_ratio if self.exact else self._sum_score
+        compute = self._sum_score
+        if self._placement.users == 1:
+            compute = self._lone_ratio
+        elif self.exact:
+            compute = self._log_ratio
         with np.errstate(divide="ignore", invalid="ignore"):
-            score = compute(others, one, two, there)
+            score = compute(y, there)
         return np.nan_to_num(score, nan=0.0, posinf=_LARGEST_SCORE, neginf=-_LARGEST_SCORE)
 
-    def _densities(self, y: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Densities of each report at the others' groups, at first and second, up to one factor."""
-        placement = self._placement
-        points = np.concatenate([self._held, placement.first[None], placement.second[None]])
-        logs = np.stack([np.sum((y - p) ** 2, axis=2) for p in points], axis=2)
-        logs /= -2.0 * self._event.noise_multiplier**2
-        values = np.exp(logs - logs.max(axis=2, keepdims=True))
-        return values[..., :-2], values[..., -2], values[..., -1]
+    def _log_densities(self, y: FloatArray, points: FloatArray) -> FloatArray:
+        """Log densities of reports at some points, over a blanket's: `(<x, y> - |x|²/2)/z²`."""
+        logs = np.tensordot(points, y, axes=(1, 2))
+        logs -= 0.5 * np.sum(points**2, axis=1)[:, None, None]
+        logs /= self._event.noise_multiplier**2
+        return np.asarray(logs, np.float64)
 
-    def _log_ratio(
-        self, others: FloatArray, one: FloatArray, two: FloatArray, present: BoolArray
-    ) -> FloatArray:
+    def _lone_ratio(self, y: FloatArray, present: BoolArray) -> FloatArray:
+        """log P/Q of user 1's report among blankets.
+
+        With E(x, y) the density over a blanket's, M ~ Poisson(λ):
+        `P/Q = (λ(1-γ) + γ Σ_i E(x, y_i)) / (λ(1-γ) + γ Σ_i E(x′, y_i))`; without a report, 1.
+        """
+        away = np.log(self._blankets * (1.0 - self._rate))
+        sides = []
+        for log in self._log_densities(y, self._points[-3:-1]):
+            heard = np.logaddexp.reduce(np.where(present, log, -np.inf), axis=1)
+            sides.append(np.logaddexp(away, np.log(self._rate) + heard))
+        return np.asarray(sides[0] - sides[1], np.float64)
+
+    def _log_ratio(self, y: FloatArray, present: BoolArray) -> FloatArray:
         """log P/Q: both are sums over all ways to give the reports to different users.
 
         The sum (a permanent where everyone reports) runs over the reports. The state is how many
         users of each group have a report already, and whether user 1 has: not, with its density
-        under D, or with that under D′. How many of the last group have follows from the rest.
+        under D, or with that under D′. How many of the last group have follows from the rest,
+        unless there are blankets, to which any number of reports may be given.
         """
-        samples, users = present.shape
-        shape = tuple(int(size) + 1 for size in self._sizes[:-1])
+        samples, rows = present.shape
+        logs = self._log_densities(y, self._points)  # the others' groups, first, second, a blanket
+        values = np.exp(logs - logs[: None if self._blankets else -1].max(axis=0))
+        shape, sizes, rate = self._shape, self._sizes, self._rate
         used = np.indices(shape) if shape else np.zeros((0,), np.int64)
         mine = np.array([0, 1, 1]).reshape((3,) + (1,) * len(shape))
         elsewhere = mine + (used.sum(axis=0) if shape else 0)
         state = np.zeros((samples, 3, *shape))
         state.reshape(samples, 3, -1)[:, 0, 0] = 1.0  # nobody has a report yet
         seen = np.zeros(samples, np.int64)
+        scale = rate / (self._placement.users + self._blankets)
 
         def each(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return values.reshape((samples, 1) + (1,) * len(shape))
 
-        for j in range(users):
-            left = (self._sizes[-1] - (each(seen) - elsewhere)) / users
-            new = state * left * each(others[:, j, -1])
-            for group, size in enumerate(self._sizes[:-1]):
-                rest = np.arange(size, 0, -1) / users
-                source = np.moveaxis(state * each(others[:, j, group]), 2 + group, -1)
+        for j in range(rows):
+            if self._blankets:
+                new = state * each(values[-1, :, j]) * (self._blankets * scale / rate)
+            else:
+                left = (sizes[-1] - (each(seen) - elsewhere)) * scale
+                new = state * left * each(values[len(shape), :, j])
+            for group, size in enumerate(sizes[: len(shape)]):
+                rest = np.arange(size, 0, -1) * scale
+                source = np.moveaxis(state * each(values[group, :, j]), 2 + group, -1)
                 np.moveaxis(new, 2 + group, -1)[..., 1:] += source[..., :-1] * rest
-            new[:, 1] += state[:, 0] * each(one[:, j])[:, 0] / users
-            new[:, 2] += state[:, 0] * each(two[:, j])[:, 0] / users
+            new[:, 1] += state[:, 0] * each(values[-3, :, j])[:, 0] * scale
+            new[:, 2] += state[:, 0] * each(values[-2, :, j])[:, 0] * scale
             state = np.where(each(present[:, j]), new, state)
             state /= state.max(axis=tuple(range(1, state.ndim)), keepdims=True)
             seen += present[:, j]
+        if self._blankets:  # the others have stayed away; without blankets as many in every state
+            state *= (1.0 - rate) ** (self._placement.users - elsewhere)
         away, under_d, under_d2 = state.reshape(samples, 3, -1).sum(axis=2).T
         return np.asarray(np.log(away + under_d) - np.log(away + under_d2), np.float64)
 
-    def _sum_score(
-        self, others: FloatArray, one: FloatArray, two: FloatArray, present: BoolArray
-    ) -> FloatArray:
-        """Each report's log ratio as if every report were drawn from all users alike."""
-        crowd = others @ self._sizes
-        ratios = np.log(crowd + one) - np.log(crowd + two)
-        return np.asarray(np.sum(np.where(present, ratios, 0.0), axis=1), np.float64)
+    def _sum_score(self, y: FloatArray, present: BoolArray) -> FloatArray:
+        """Each report's log ratio as if each were drawn from all users and blankets alike."""
+        points, place = np.unique(self._points, axis=0, return_inverse=True)
+        weights = np.zeros((2, len(points)))
+        for world, own in zip(weights, ((1.0, 0.0), (0.0, 1.0)), strict=True):
+            crowd = self._rate * np.concatenate([self._sizes, own])
+            np.add.at(world, place.ravel(), np.append(crowd, self._blankets))
+        used = weights.any(axis=0)
+        logs = self._log_densities(y, points[used])
+        logs -= logs.max(axis=0)
+        first, second = np.tensordot(weights[:, used], np.exp(logs, out=logs), axes=1)
+        first /= second
+        return np.asarray(np.sum(np.log(first), axis=1, where=present), np.float64)

@@ -1,7 +1,6 @@
 """The budget guard, and what a plan costs before it is run."""
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from dp_accounting import dp_event
 
 from accounting.accountant_base import ShuffleAccountant
-from accounting.ledger import Ledger
+from accounting.ledger import Ledger, LedgerError
 from accounting.plan import PrivacyPlan
 from accounting.rdp_accountants import OrderRangeWarning
 from accounting.registry import ACCOUNTANTS, make_accountant
@@ -22,6 +21,9 @@ class BudgetExceeded(RuntimeError):
 class PrivacyBudget:
     """Stops a run before the round that would exceed its budget.
 
+    Every round is the same event, fixed when the guard is made: the accountants compose rounds
+    that are fixed in advance, and are no filters for rounds chosen after earlier releases.
+
     Ask before each round: `spend` records the round in the ledger first, on disk, and composes it
     then; only after it returned may the round be broadcast.
     """
@@ -29,6 +31,7 @@ class PrivacyBudget:
     def __init__(
         self,
         accountant: ShuffleAccountant,
+        event: Any,
         target_epsilon: float,
         delta: float,
         ledger: Ledger | None = None,
@@ -37,42 +40,49 @@ class PrivacyBudget:
 
         Args:
             accountant: A fresh accountant; the guard owns it from here on.
+            event: What every round releases.
             target_epsilon: The budget.
             delta: δ at which ε is read.
             ledger: Where rounds are recorded, or None to record nowhere.
 
         Raises:
             ValueError: The accountant has composed something already.
+            LedgerError: A round in the ledger is another event.
         """
         if not isinstance(accountant.ledger, dp_event.NoOpDpEvent):
             raise ValueError("accountant must be fresh, got one that has composed events")
         self.accountant = accountant
+        self.event = event
         self.target_epsilon = target_epsilon
         self.delta = delta
         self.ledger = ledger
-        for event, run in itertools.groupby(ledger.events() if ledger else ()):
-            accountant.compose(event, sum(1 for _ in run))
+        entries = ledger.entries if ledger else ()
+        for entry in entries:
+            if entry.event != event:
+                raise LedgerError(
+                    f"every round of the ledger must be {event!r}, "
+                    f"got {entry.event!r} in round {entry.round}"
+                )
+        if entries:
+            accountant.compose(event, len(entries))
 
     @property
     def epsilon(self) -> float:
         """ε spent so far at δ."""
         return float(self.accountant.get_epsilon(self.delta))
 
-    def epsilon_after(self, event: Any) -> float:
-        """Returns ε at δ if `event` took place once more; composes nothing."""
-        return self.accountant.epsilon_after(event, self.delta)
+    def epsilon_after(self) -> float:
+        """Returns ε at δ after one more round; composes nothing."""
+        return self.accountant.epsilon_after(self.event, self.delta)
 
-    def would_exceed(self, event: Any) -> bool:
-        """Tells whether one more `event` would take ε above the budget; composes nothing."""
-        return not self.epsilon_after(event) <= self.target_epsilon
+    def would_exceed(self) -> bool:
+        """Tells whether one more round would take ε above the budget; composes nothing."""
+        return not self.epsilon_after() <= self.target_epsilon
 
-    def spend(
-        self, event: Any, round: int | None = None, note: dict[str, Any] | None = None
-    ) -> None:
+    def spend(self, round: int | None = None, note: dict[str, Any] | None = None) -> None:
         """Records one round on disk, then composes it.
 
         Args:
-            event: What the round will release.
             round: Its number; the one after the ledger's last if None.
             note: Plain JSON values kept beside it in the ledger; no accountant uses them.
 
@@ -80,7 +90,7 @@ class PrivacyBudget:
             BudgetExceeded: It would exceed the budget. Nothing was recorded.
             LedgerError: It could not be recorded. Nothing was composed: halt.
         """
-        after = self.epsilon_after(event)
+        after = self.epsilon_after()
         if not after <= self.target_epsilon:
             raise BudgetExceeded(
                 f"{self.accountant.name}: epsilon would be {after:.6g} at delta {self.delta:g}, "
@@ -88,8 +98,8 @@ class PrivacyBudget:
             )
         if self.ledger is not None:
             number = self.ledger.last_round + 1 if round is None else round
-            self.ledger.append_round(number, event, note)
-        self.accountant.compose(event)
+            self.ledger.append_round(number, self.event, note)
+        self.accountant.compose(self.event)
 
 
 def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> int:
@@ -117,6 +127,7 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
 
 
 NOT_PRICED = "not for this mechanism"
+_MOST_BOUNDED_ROUNDS = 10**6  # a lower bound is composed on a fine grid: 10⁸ rounds take 10 GiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +160,7 @@ def price(
         counts: Events and how often each took place.
         adjacency: "replace" or "zero-out".
         delta: δ at which ε is read.
-        lower: Whether to compute lower bounds as well, which takes longer.
+        lower: Whether to compute lower bounds as well, which takes longer; of 10⁶ rounds at most.
     """
     spent = list(counts)
     rows = []
@@ -164,7 +175,8 @@ def price(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OrderRangeWarning)  # the note says so
             epsilon = float(accountant.get_epsilon(delta))
-        least = accountant.epsilon_lower_bound(delta) if lower else None
+        asked = lower and sum(count for _, count in spent) <= _MOST_BOUNDED_ROUNDS
+        least = accountant.epsilon_lower_bound(delta) if asked else None
         rows.append(EpsilonRow(name, epsilon, cls.covers, accountant.note(delta), least))
     return rows
 

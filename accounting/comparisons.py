@@ -18,7 +18,7 @@ from scipy import special, stats
 from accounting import clones, conversion, validation
 from accounting.composition import Composition, Target, count_block
 from accounting.gaussian import gaussian_epsilon
-from accounting.loss_pmf import FloatArray, Profile, dyadic_interval
+from accounting.loss_pmf import MAX_LOSS, FloatArray, Profile, dyadic_interval
 from accounting.moments import log_sum_exp
 
 Adversary = Literal["strong", "weak"]
@@ -378,6 +378,11 @@ def peers(
     rate = k / users
     delta0 = delta / (8.0 * max(rounds) * k)
     local = gaussian_epsilon(2.0 / noise_multiplier, delta0)
+    if local > MAX_LOSS:
+        raise ValueError(
+            f"one report's ε₀ must be at most {MAX_LOSS:g} for other systems, got {local:.4g} at "
+            f"noise multiplier {noise_multiplier:g}"
+        )
     base = f"an ε₀ = {local:.3g} LDP report (the Gaussian's ε₀ at δ₀ = {delta0:.2g}), {k} a round"
     orders = np.unique(np.round(np.geomspace(2, 2048, 120)))
     with np.errstate(over="ignore"):

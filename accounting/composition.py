@@ -28,6 +28,7 @@ _WINDOW_ABOVE = 45.0  # in units of 1/θ
 _WINDOW_BELOW = 9.0  # in standard deviations of the tilted sum
 _DROPPED = 1e-12
 _RARE = 1e-12  # tilted probability
+_LEAST_TOTAL = 1e-300  # more than terms that underflow can add up to
 _MAX_WINDOW = 2**22
 _FEW_FREQUENCIES = 512
 # A rare large loss can call for a tilt far below that of a Gaussian of the same deviation.
@@ -277,7 +278,7 @@ class _Spectrum:
         else:
             phases = np.exp(1j * (self.frequencies * j))
             total = max(float(np.real(self.terms @ phases)), 0.0)
-        total += self.slack + self.slack_per_point * j
+        total = max(total + self.slack + self.slack_per_point * j, _LEAST_TOTAL)
         return math.exp(min(self.log_scale - self.decay * j + math.log(total), 0.0))
 
     def bracket(self, delta: float, reach: int) -> tuple[int, int]:

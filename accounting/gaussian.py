@@ -10,6 +10,8 @@ from accounting.loss_pmf import MAX_LOSS, FloatArray
 
 # Special functions err by less; ε and δ are raised (relative).
 _ROUND_UP = 1e-9
+# Closer means are priced as if they were this far apart: δ rises with the distance.
+_LEAST_SHIFT = 1e-12
 _ROOT_TWO = math.sqrt(2.0)
 
 
@@ -22,6 +24,7 @@ def log_gaussian_delta(shift: float, epsilons: npt.ArrayLike) -> FloatArray:
         shift: Distance of the means, > 0.
         epsilons: ε >= 0, any shape.
     """
+    shift = max(shift, _LEAST_SHIFT)
     x = np.asarray(epsilons, dtype=np.float64) / shift - shift / 2.0
     near = special.log_ndtr(-x)
     # e^ε Φ(-x-μ)/Φ(-x) is a quotient of two Mills ratios: no cancellation of large exponents.
@@ -45,6 +48,7 @@ def gaussian_epsilon(shift: float, delta: float) -> float:
     """
     if delta >= 1.0:
         return 0.0
+    shift = max(shift, _LEAST_SHIFT)
     wanted = math.log(delta) - 1e-12 - _quotient_error(shift)
     x = -float(special.ndtri(delta))
     for _ in range(100):

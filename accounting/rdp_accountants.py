@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from dp_accounting import NeighboringRelation, dp_event
 
-from accounting import conversion, rdp_bounds, theorem3, validation
+from accounting import conversion, rdp_bounds, reverse_moments, theorem3, validation
 from accounting.accountant_base import ShuffleAccountant
 from accounting.events import (
     FixedSizeShuffledGaussianDpEvent,
@@ -170,7 +170,7 @@ class RdpShuffleAccountant(ShuffleAccountant):
 class Theorem3Accountant(RdpShuffleAccountant):
     """The published analysis: Theorem 3 for check-in rounds, 2 for fixed-size ones, 1 for all.
 
-    Where the printed Theorem 3 falls below the exact divergence (nγ < 1: it samples at rate γ
+    Where the printed bound falls below the exact divergence (nγ < 1: Theorem 3 samples at rate γ
     though k reports mean rate k/n), the exact one is taken. If everyone takes part for certain
     (γ = 1 or m = n) the mechanism is Theorem 1's and is priced by it.
     """
@@ -190,6 +190,7 @@ class Theorem3Accountant(RdpShuffleAccountant):
         max_order: int | None = None,
         split: theorem3.Split = "chernoff",
         rate: theorem3.Rate = "nominal",
+        capped: bool = False,
     ) -> None:
         """Makes an accountant that has spent nothing.
 
@@ -198,6 +199,9 @@ class Theorem3Accountant(RdpShuffleAccountant):
             max_order: Highest Rényi order; 256 if None.
             split: See `theorem3.shuffled_check_in_gaussian`.
             rate: See `theorem3.shuffled_check_in_gaussian`.
+            capped: Whether no order costs more than Theorem 1's with all n users, which bounds
+                every check-in rate and every number of reports (docs/theory.md, section 3). Not
+                the published bound then: 0.213 in the published setting, not 9.617.
 
         Raises:
             ValueError: A value outside its range.
@@ -205,7 +209,7 @@ class Theorem3Accountant(RdpShuffleAccountant):
         super().__init__(neighboring_relation, max_order)
         validation.choice("split", split, ("chernoff", "binomial"))
         validation.choice("rate", rate, ("nominal", "conditional"))
-        self._form = (split, rate)
+        self._form = (split, rate, bool(capped))
 
     def _options(self) -> tuple[Any, ...]:
         return (self._max_order, *self._form)
@@ -213,21 +217,25 @@ class Theorem3Accountant(RdpShuffleAccountant):
     @staticmethod
     def log_moments(event: Any, sigma: float, max_order: int, *options: Any) -> FloatArray:
         """See `RdpShuffleAccountant.log_moments`."""
+        *form, capped = options
         users = event.users
+        exact = CheckInRdpAccountant.log_moments(event, sigma, max_order)
         if isinstance(event, FixedSizeShuffledGaussianDpEvent) and event.reports < users:
             rate = event.reports / users
-            return rdp_bounds.subsampled_shuffled_gaussian(rate, event.reports, sigma, max_order)
-        if isinstance(event, ShuffledCheckInGaussianDpEvent) and event.check_in_rate < 1.0:
+            bound = rdp_bounds.subsampled_shuffled_gaussian(rate, event.reports, sigma, max_order)
+        elif isinstance(event, ShuffledCheckInGaussianDpEvent) and event.check_in_rate < 1.0:
             arguments = (users, event.check_in_rate, sigma, max_order)
-            printed = theorem3.shuffled_check_in_gaussian(*arguments, *options)
-            exact = rdp_bounds.shuffled_check_in_gaussian(*arguments)
-            floored: FloatArray = np.maximum(printed, exact)
-            return floored
-        return rdp_bounds.shuffled_gaussian(users, sigma, max_order)
+            bound = theorem3.shuffled_check_in_gaussian(*arguments, *form)
+        else:
+            return exact
+        if capped:
+            bound = np.minimum(bound, rdp_bounds.shuffled_gaussian(users, sigma, max_order))
+        floored: FloatArray = np.maximum(bound, exact)
+        return floored
 
 
 class CheckInRdpAccountant(RdpShuffleAccountant):
-    """Exact Rényi divergences of the homogeneous pair: no subsampling lemma, no split."""
+    """Exact Rényi divergences of the homogeneous pair, the larger direction at each order."""
 
     name = "rdp"
     holds_for = "homogeneous pair"
@@ -240,13 +248,14 @@ class CheckInRdpAccountant(RdpShuffleAccountant):
     @staticmethod
     def log_moments(event: Any, sigma: float, max_order: int, *options: Any) -> FloatArray:
         """See `RdpShuffleAccountant.log_moments`."""
+        users, draws, rate = event.users, event.users, 1.0
         if isinstance(event, FixedSizeShuffledGaussianDpEvent):
-            return rdp_bounds.fixed_size_shuffled_gaussian(
-                event.users, event.reports, sigma, max_order
-            )
-        if isinstance(event, ShuffledCheckInGaussianDpEvent):
-            return rdp_bounds.shuffled_check_in_gaussian(
-                event.users, event.check_in_rate, sigma, max_order
-            )
-        assert isinstance(event, ShuffledGaussianDpEvent)
-        return rdp_bounds.shuffled_gaussian(event.users, sigma, max_order)
+            draws = event.reports
+            forward = rdp_bounds.fixed_size_shuffled_gaussian(users, draws, sigma, max_order)
+        elif isinstance(event, ShuffledCheckInGaussianDpEvent):
+            rate = event.check_in_rate
+            forward = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, max_order)
+        else:
+            assert isinstance(event, ShuffledGaussianDpEvent)
+            forward = rdp_bounds.shuffled_gaussian(users, sigma, max_order)
+        return reverse_moments.larger_direction(forward, users, draws, rate, sigma)

@@ -54,12 +54,12 @@ def accountant_row(name: str, users: int, rounds: int, guarded: int) -> dict[str
     epsilon = accountant.epsilon_after(event, delta, rounds)
     first = time.perf_counter() - started
     fresh = type(accountant)(accountant.neighboring_relation)
-    budget = accounting.PrivacyBudget(fresh, math.inf, delta)
-    budget.spend(event)
+    budget = accounting.PrivacyBudget(fresh, event, math.inf, delta)
+    budget.spend()
     times = []
     for _ in range(guarded):
         started = time.perf_counter()
-        budget.spend(event)
+        budget.spend()
         times.append(time.perf_counter() - started)
     return {
         "epsilon": epsilon,

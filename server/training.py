@@ -48,12 +48,11 @@ class Training:
         self.settings = settings
         self.model = settings.make_model()
         self.dimension = sum(p.numel() for p in self.model.parameters())
-        self._event = settings.plan.event()
         self._optimiser = settings.optimiser.build(self.model)
         self._test = settings.load_test()
         plan = settings.plan
         self._budget = PrivacyBudget(
-            plan.make_accountant(), plan.target_epsilon, plan.delta, settings.ledger
+            plan.make_accountant(), plan.event(), plan.target_epsilon, plan.delta, settings.ledger
         )
         self._spent_before = {entry.round: entry.note for entry in settings.ledger.entries}
         self._first = 1
@@ -85,7 +84,7 @@ class Training:
                 stopped_by = "interrupt"
                 break
             spent = done < self.settings.ledger.last_round
-            if not spent and self._budget.would_exceed(self._event):
+            if not spent and self._budget.would_exceed():
                 stopped_by = "budget"
                 break
             done += 1
@@ -113,7 +112,7 @@ class Training:
     ) -> RoundRecord:
         started = time.monotonic()
         if not spent:  # on disk before anybody works on it
-            self._budget.spend(self._event, round, {_MODEL: self._model_version()})
+            self._budget.spend(round, {_MODEL: self._model_version()})
         played = play(round, self.model)
         aggregate = played.aggregate
         if aggregate is not None:

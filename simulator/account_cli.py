@@ -50,7 +50,7 @@ def account_command(
                 counts[event] = counts.get(event, 0) + 1
             adjacency, at = ledger.plan.adjacency, ledger.plan.delta
         else:
-            users = needed("--n", n)
+            users = checked_users(n, noise)
             event = make_event(users, gamma, noise, blankets)
             counts, at = {event: _count("--rounds", rounds)}, _delta(delta, users)
         check_adjacency(adjacency)
@@ -112,11 +112,11 @@ def calibrate_command(
     )
 
     try:
-        users = needed("--n", n)
+        users = checked_users(n, noise)
         at = _delta(delta, users)
         check_adjacency(adjacency)
-        if not target_epsilon > 0:
-            raise ValueError(f"--target-epsilon must be above 0, got {target_epsilon}")
+        if not 0 < target_epsilon < math.inf:
+            raise ValueError(f"--target-epsilon must lie in (0, inf), got {target_epsilon}")
         size = math.inf if dimension is None else _count("--dimension", dimension)
         given = {"noise": noise, "rounds": rounds, "gamma": gamma}
         missing = [name for name, value in given.items() if value is None]
@@ -185,7 +185,7 @@ def compare_command(
     from accounting import comparisons, price
 
     try:
-        users = needed("--n", n)
+        users = checked_users(n, noise)
         at = _delta(delta, users)
         check_adjacency(adjacency)
         event = make_event(users, gamma, noise, blankets)
@@ -245,6 +245,15 @@ def needed(option: str, value: Any) -> Any:
     if value is None:
         raise ValueError(f"{option} is missing")
     return value
+
+
+def checked_users(n: int | None, noise: float | None, digits: int = 12) -> int:
+    """The number of users; refuses one, and a noise, that is beyond what is computed."""
+    if not 1 <= needed("--n", n) <= 10**digits:
+        raise ValueError(f"--n must lie in [1, 10^{digits}], got {n}")
+    if noise and not 1e-3 <= noise <= 1e6:
+        raise ValueError(f"--noise must be 0 or lie in [0.001, 10^6], got {noise:g}")
+    return int(n)  # type: ignore[arg-type]
 
 
 def _count(option: str, value: int | None) -> int:

@@ -10,7 +10,7 @@ import dp_accounting
 import mpmath as mp
 import numpy as np
 import pytest
-from accounting_oracles import gaussian_delta
+from accounting_oracles import gaussian_delta, moment
 from dp_accounting import privacy_accountant_test
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta, compute_epsilon
 from hypothesis import given, settings
@@ -178,6 +178,26 @@ def test_theorem_3_is_floored_where_the_printed_form_fails():
     printed = accounting.make_accountant("theorem3", "zero-out").compose(event)
     exact = accounting.CheckInRdpAccountant(RELATION.REPLACE_SPECIAL, 256).compose(event)
     assert np.all(printed.rdp >= exact.rdp)
+
+
+@pytest.mark.parametrize(
+    ("event", "rate"),
+    [
+        (accounting.ShuffledCheckInGaussianDpEvent(200, 0.5, 5.0), 0.5),
+        (accounting.FixedSizeShuffledGaussianDpEvent(200, 100, 5.0), None),
+    ],
+)
+def test_a_capped_theorem_3_costs_no_more_than_when_everyone_reports(event, rate):
+    def log_moments(capped):
+        accountant = accounting.Theorem3Accountant(RELATION.REPLACE_SPECIAL, 12, capped=capped)
+        return accountant.compose(event).rdp * np.arange(1, 12)
+
+    everyone = [float(mp.log(moment(200, 5.0, order))) for order in range(2, 13)]
+    if rate is not None:  # the theorem that the cap rests on, from the defining sums
+        assert all(moment(200, 5.0, k, rate) < moment(200, 5.0, k) for k in range(2, 13))
+    np.testing.assert_allclose(log_moments(True)[1:], everyone[1:], rtol=3e-10)
+    assert log_moments(True)[0] <= everyone[0] * (1 + 1e-9)
+    assert np.all(log_moments(False)[1:] > 2 * np.array(everyone[1:]))
 
 
 @settings(max_examples=20, deadline=None)

@@ -9,6 +9,7 @@ from accounting_oracles import gaussian_delta
 from scipy import stats
 
 from accounting import (
+    ClonesAccountant,
     FixedSizeShuffledGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
     ShuffledGaussianDpEvent,
@@ -17,6 +18,7 @@ from accounting import (
 from accounting.audit import (
     audit_round,
     check_claim,
+    check_claims,
     clopper_pearson,
     delta_lower_bound,
     epsilon_lower_bound,
@@ -29,20 +31,28 @@ from accounting.audit_placements import (
 )
 
 COUNTEREXAMPLE = ShuffledCheckInGaussianDpEvent(10, 1.0, 2.0)
+SOME_ABSENT = make_placement("absent", "replace", 8)
 SPREAD_OUT = np.array([[0.6, 0.0], [0.0, -1.0], [-0.5, 0.5], [0.6, 0.0]])
 
 
 def density(reports, users, event):
-    """The defining mixture: every subset of users of the right size, every order."""
-    k, z = len(reports), event.noise_multiplier
+    """The defining mixture: some of the users, in every order, and blankets for the rest."""
+    z, total = event.noise_multiplier, 0.0
+    rate = getattr(event, "check_in_rate", 0.5)  # of no influence where the number is fixed
+    blankets = getattr(event, "shuffler_blankets", 0.0)
 
-    def one(y, x):
-        return stats.multivariate_normal.pdf(y, x, z * z * np.eye(2))
-
-    ways = itertools.permutations(range(len(users)), k)
-    return math.fsum(
-        math.prod(one(y, users[i]) for y, i in zip(reports, way, strict=True)) for way in ways
-    )
+    own = [[math.prod(stats.norm.pdf(y, x, z)) for x in users] for y in reports]
+    blanket = [blankets * math.prod(stats.norm.pdf(y, 0.0, z)) for y in reports]
+    for count in range(min(len(reports), len(users)) + 1):
+        chance = rate**count * (1 - rate) ** (len(users) - count)
+        for heard in itertools.combinations(range(len(reports)), count):
+            free = math.prod(blanket[j] for j in range(len(reports)) if j not in heard)
+            if chance * free == 0.0:
+                continue
+            for way in itertools.permutations(range(len(users)), count):
+                given = math.prod(own[j][i] for j, i in zip(heard, way, strict=True))
+                total += chance * free * given
+    return total
 
 
 @pytest.mark.parametrize(
@@ -51,6 +61,8 @@ def density(reports, users, event):
         ShuffledGaussianDpEvent(5, 0.7),
         ShuffledCheckInGaussianDpEvent(5, 0.6, 0.7),
         FixedSizeShuffledGaussianDpEvent(5, 3, 0.7),
+        ShuffledCheckInGaussianDpEvent(5, 0.6, 0.7, 1.5),
+        ShuffledCheckInGaussianDpEvent(5, 1.0, 0.7, 0.8),
     ],
 )
 @pytest.mark.parametrize("adjacency", ["replace", "zero-out"])
@@ -67,6 +79,22 @@ def test_the_score_is_the_likelihood_ratio_of_the_unordered_reports(event, adjac
         assert score == pytest.approx(math.log(first / second), abs=1e-9)
 
 
+@pytest.mark.parametrize(("rate", "blankets"), [(0.6, 2.0), (1.0, 2.0), (0.6, 0.0)])
+@pytest.mark.parametrize("adjacency", ["replace", "zero-out"])
+def test_a_lone_reports_score_is_the_likelihood_ratio_among_blankets(rate, blankets, adjacency):
+    event = ShuffledCheckInGaussianDpEvent(5, rate, 0.7, blankets)
+    placement = make_placement("absent", adjacency, 5)
+    attacked = AttackedRound(event, placement)
+    assert attacked.exact
+    reports, present = attacked.draw(True, 12, np.random.default_rng(3))
+    scores = attacked.score(reports, present)
+    for y, there, score in zip(reports, present, scores, strict=True):
+        first, second = (
+            density(y[there], own[None], event) for own in (placement.first, placement.second)
+        )
+        assert score == pytest.approx(math.log(first / second), abs=1e-9)
+
+
 def test_draws_have_the_events_counts_places_and_noise():
     rng = np.random.default_rng(4)
     placement = make_placement("opposite", "zero-out", 8)
@@ -74,19 +102,82 @@ def test_draws_have_the_events_counts_places_and_noise():
         True, 40_000, rng
     )
     assert present.all()
-    # Each slot holds user 1 an eighth of the time: mean (1 - 7)/8 at every slot.
-    np.testing.assert_allclose(reports[:, :, 0].mean(axis=0), -0.75, atol=0.02)
+    np.testing.assert_allclose(reports[:, :, 0].mean(axis=0), [1] + 7 * [-1], atol=0.02)
     assert np.var(reports.sum(axis=1)) == pytest.approx(8 * 0.25, rel=0.05)
     fixed = AttackedRound(FixedSizeShuffledGaussianDpEvent(8, 3, 0.5), placement)
-    assert (fixed.draw(False, 50, rng)[1].sum(axis=1) == 3).all()
+    _, present = fixed.draw(False, 20_000, rng)
+    assert (present.sum(axis=1) == 3).all()
+    np.testing.assert_allclose(present.mean(axis=0), 3 / 8, atol=0.02)
     sampled = AttackedRound(ShuffledCheckInGaussianDpEvent(8, 0.3, 0.5), placement)
     assert sampled.draw(False, 20_000, rng)[1].mean() == pytest.approx(0.3, abs=0.01)
+    blankets = AttackedRound(ShuffledCheckInGaussianDpEvent(8, 0.3, 0.5, 4.0), placement)
+    reports, present = blankets.draw(True, 20_000, rng)
+    assert present[:, :8].mean() == pytest.approx(0.3, abs=0.01)
+    added = present[:, 8:].sum(axis=1)
+    assert added.mean() == pytest.approx(4.0, abs=0.1)
+    assert added.var() == pytest.approx(4.0, abs=0.25)
+    assert reports[:, 8:][present[:, 8:]].mean() == pytest.approx(0.0, abs=0.02)
+    absent = AttackedRound(FixedSizeShuffledGaussianDpEvent(8, 2, 0.5), SOME_ABSENT)
+    reports, present = absent.draw(True, 20_000, rng)
+    assert present.shape == (20_000, 1)
+    assert present.mean() == pytest.approx(2 / 8, abs=0.02)
 
 
-def test_a_round_with_blankets_is_not_attacked_as_one_without():
-    event = ShuffledCheckInGaussianDpEvent(8, 0.3, 0.5, 4.0)
-    with pytest.raises(ValueError, match=r"^shuffler blankets must be 0, got 4.0$"):
-        AttackedRound(event, make_placement("opposite", "zero-out", 8))
+def test_without_the_others_and_without_blankets_a_user_has_its_own_noise_only():
+    event = ShuffledCheckInGaussianDpEvent(500, 0.7, 2.0)
+    rng = np.random.default_rng(6)
+    result = audit_round(event, "replace", SOME_ABSENT, 0.3, 100_000, 0.999, rng)
+    truth = 0.7 * float(gaussian_delta(1.0, 0.3))
+    assert result.method == "ratios"
+    assert 0.9 * truth < result.delta_lower <= truth
+    assert result.delta_estimate == pytest.approx(truth, rel=0.02)
+
+
+def test_blankets_hide_a_lone_user():
+    """γ = 1. From blankets alone each world differs by χ² = e^{1/z²}/λ, the variance of a mean of
+    Poisson many: δ(0), their total variation, is at most the root."""
+    rng = np.random.default_rng(16)
+
+    def audited(blankets, method="auto"):
+        event = ShuffledCheckInGaussianDpEvent(9, 1.0, 2.0, blankets)
+        return audit_round(event, "replace", SOME_ABSENT, 0.0, 20_000, 0.99, rng, method)
+
+    alone, few, many = (audited(blankets) for blankets in (0.0, 4.0, 400.0))
+    assert many.delta_lower < math.sqrt(math.exp(1 / 4.0) / 400.0)
+    assert many.delta_estimate < few.delta_estimate < alone.delta_estimate
+    assert 0.8 * few.delta_estimate < audited(4.0, "events").delta_lower < few.delta_estimate
+    assert few.delta_lower > 0.8 * few.delta_estimate
+
+
+def test_many_users_are_attacked_among_blankets_too():
+    rng = np.random.default_rng(17)
+    event = ShuffledCheckInGaussianDpEvent(40, 1.0, 1.0, 20.0)
+    local = make_accountant("local").compose(event).get_delta(0.0)
+    for name, method in (("antipodal", "events"), ("equilateral", "ratios")):
+        placement = make_placement(name, "replace", 40)
+        result = audit_round(event, "replace", placement, 0.0, 8000, rng=rng)
+        assert result.method == method
+        assert 0.0 < result.delta_lower < local / 2
+
+
+class Overconfident(ClonesAccountant):
+    """Claims of a user alone what holds among others."""
+
+    name = "overconfident"
+    counts_on_others = False
+
+
+def test_a_claim_that_needs_the_others_falls_where_they_are_absent():
+    event = ShuffledCheckInGaussianDpEvent(2000, 1.0, 2.0)
+    rng = np.random.default_rng(18)
+    relation = make_accountant("local").neighboring_relation
+    claims = [Overconfident(relation), make_accountant("clones"), make_accountant("local")]
+    refuted, honest, local = check_claims(claims, event, 0.3, ["absent", "opposite"], 2000, rng=rng)
+    assert refuted.violated and refuted.worst.placement == "absent"
+    assert [result.placement for result in honest.results] == ["opposite"]
+    assert not honest.violated
+    assert not local.violated and len(local.results) == 2
+    assert local.worst.delta_estimate == pytest.approx(local.claimed_delta, abs=0.02)
 
 
 def test_clopper_pearson_agrees_with_scipy():
@@ -179,8 +270,8 @@ def test_claims_of_the_homogeneous_pair_fall_for_every_pair_and_the_others_stand
     fresh = make_accountant(accountant, "zero-out")
     check = check_claim(fresh, COUNTEREXAMPLE, 0.3, samples=20_000, rng=rng)
     assert check.violated is violated
-    assert check.worst.placement == "opposite"
-    assert check.covers == fresh.covers
+    assert check.worst.placement == ("absent" if accountant == "local" else "opposite")
+    assert (check.covers, check.holds_for) == (fresh.covers, fresh.holds_for)
     again = check_claim(fresh, COUNTEREXAMPLE, 0.3, ["homogeneous"], samples=20_000, rng=rng)
     assert not again.violated
     assert again.claimed_delta == check.claimed_delta
@@ -250,6 +341,11 @@ def test_reports_too_far_apart_for_floating_point_give_a_score():
         (lambda: epsilon_lower_bound([1.0, 2.0], [1.0, 1.0], 1.0, 0.9), "delta must lie"),
         (lambda: check_claim(spent(), COUNTEREXAMPLE, 0.1), "must have spent nothing"),
         (lambda: check_claim(make_accountant("local"), COUNTEREXAMPLE, 0.1, []), "at least one"),
+        (
+            lambda: check_claim(make_accountant("rdp"), COUNTEREXAMPLE, 0.1, ["absent"]),
+            "must not be absent only: rdp counts on the other users",
+        ),
+        (lambda: check_claims([], COUNTEREXAMPLE, 0.1), "must be of one adjacency, got 0"),
     ],
 )
 def test_wrong_values_are_refused_by_name(make, message):

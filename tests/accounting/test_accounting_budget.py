@@ -25,7 +25,7 @@ def make_plan(**change):
 
 def guard(plan, ledger=None, name=None):
     return accounting.PrivacyBudget(
-        plan.make_accountant(name), plan.target_epsilon, plan.delta, ledger
+        plan.make_accountant(name), plan.event(), plan.target_epsilon, plan.delta, ledger
     )
 
 
@@ -43,13 +43,13 @@ def test_the_guard_halts_at_the_round_found_by_bisection(change):
     expected = accounting.rounds_within_budget(plan)
     assert 0 < expected < plan.rounds
     budget, spent = guard(plan), 0
-    while not budget.would_exceed(plan.event()):
-        budget.spend(plan.event())
+    while not budget.would_exceed():
+        budget.spend()
         spent += 1
     assert spent == expected
-    assert budget.epsilon <= plan.target_epsilon < budget.epsilon_after(plan.event())
+    assert budget.epsilon <= plan.target_epsilon < budget.epsilon_after()
     with pytest.raises(accounting.BudgetExceeded, match="the budget is"):
-        budget.spend(plan.event())
+        budget.spend()
     fresh = plan.make_accountant().compose(plan.event(), expected)
     assert fresh.get_epsilon(plan.delta) == budget.epsilon
     assert fresh.compose(plan.event()).get_epsilon(plan.delta) > plan.target_epsilon
@@ -64,11 +64,11 @@ def test_the_plans_rounds_are_the_most_and_none_the_least():
 def test_asking_changes_nothing():
     plan = make_plan()
     budget = guard(plan)
-    budget.spend(plan.event())
+    budget.spend()
     before = budget.epsilon, budget.accountant.ledger
     for _ in range(5):
-        budget.would_exceed(plan.event())
-        budget.epsilon_after(plan.event())
+        budget.would_exceed()
+        budget.epsilon_after()
     assert (budget.epsilon, budget.accountant.ledger) == before
 
 
@@ -85,7 +85,7 @@ def test_a_round_is_on_disk_before_it_is_composed(tmp_path, monkeypatch):
             return compose(event)
 
         monkeypatch.setattr(budget.accountant, "compose", watched)
-        budget.spend(plan.event(), 1)
+        budget.spend(1)
         assert order == [(1, 0.0)]
         assert budget.epsilon > 0
 
@@ -94,13 +94,13 @@ def test_what_cannot_be_recorded_is_not_composed(tmp_path):
     plan = make_plan()
     ledger = accounting.Ledger.create(tmp_path / "ledger", plan, "run")
     budget = guard(plan, ledger)
-    budget.spend(plan.event(), 1)
+    budget.spend(1)
     before = budget.epsilon
     with pytest.raises(ValueError, match="round must be at least 2"):
-        budget.spend(plan.event(), 1)
+        budget.spend(1)
     ledger.close()
     with pytest.raises(accounting.LedgerError):
-        budget.spend(plan.event(), 2)
+        budget.spend(2)
     assert budget.epsilon == before
 
 
@@ -108,18 +108,17 @@ def test_a_refused_round_is_not_recorded(tmp_path):
     plan = make_plan(target_epsilon=1e-6)
     with accounting.Ledger.create(tmp_path / "ledger", plan, "run") as ledger:
         with pytest.raises(accounting.BudgetExceeded):
-            guard(plan, ledger).spend(plan.event(), 1)
+            guard(plan, ledger).spend(1)
         assert ledger.entries == ()
 
 
 def test_a_continued_run_has_spent_what_its_ledger_says(tmp_path):
     plan = make_plan()
     path = tmp_path / "ledger"
-    other = accounting.FixedSizeShuffledGaussianDpEvent(2000, 150, 4.0)
     with accounting.Ledger.create(path, plan, "run") as ledger:
         budget = guard(plan, ledger)
-        for event in (plan.event(), plan.event(), other, plan.event()):
-            budget.spend(event)
+        for _ in range(4):
+            budget.spend()
         spent = budget.epsilon
     with accounting.Ledger.open(path, plan) as ledger:
         assert guard(plan, ledger).epsilon == spent
@@ -132,16 +131,28 @@ def test_an_accountant_that_has_spent_already_is_refused():
     plan = make_plan()
     used = plan.make_accountant().compose(plan.event())
     with pytest.raises(ValueError, match="must be fresh"):
-        accounting.PrivacyBudget(used, 1.0, 1e-5)
+        accounting.PrivacyBudget(used, plan.event(), 1.0, 1e-5)
+
+
+def test_rounds_that_the_plan_does_not_fix_are_refused(tmp_path):
+    plan = make_plan()
+    other = accounting.FixedSizeShuffledGaussianDpEvent(2000, 150, 4.0)
+    with accounting.Ledger.create(tmp_path / "ledger", plan, "run") as ledger:
+        guard(plan, ledger).spend()
+        ledger.append_round(2, other)
+        with pytest.raises(
+            accounting.LedgerError, match=r"must be ShuffledCheckIn.*got FixedSize.*round 2"
+        ):
+            guard(plan, ledger)
 
 
 def test_an_undefined_epsilon_exceeds_every_budget(monkeypatch):
     plan = make_plan()
     budget = guard(plan)
     monkeypatch.setattr(budget.accountant, "epsilon_after", lambda *_: math.nan)
-    assert budget.would_exceed(plan.event())
+    assert budget.would_exceed()
     with pytest.raises(accounting.BudgetExceeded):
-        budget.spend(plan.event())
+        budget.spend()
 
 
 def test_the_table_has_every_accountant_with_what_it_covers():
@@ -194,8 +205,8 @@ def test_the_guard_halts_a_plan_with_blankets():
     assert 0 < expected < plan.rounds
     budget = guard(plan)
     for _ in range(expected):
-        budget.spend(plan.event())
-    assert budget.would_exceed(plan.event())
+        budget.spend()
+    assert budget.would_exceed()
 
 
 def test_the_table_passes_warnings_on():

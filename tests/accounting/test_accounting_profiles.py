@@ -14,6 +14,7 @@ from scipy import special
 
 import accounting
 from accounting import composition, loss_pmf, profiles
+from accounting.gaussian import gaussian_epsilon, log_gaussian_delta
 
 ZERO_OUT = NeighboringRelation.REPLACE_SPECIAL
 
@@ -271,3 +272,10 @@ def test_nothing_spent_costs_nothing_and_no_noise_everything():
             accountant.get_epsilon(wrong)
     with pytest.raises(ValueError, match="epsilon must be"):
         accountant.get_delta(-1.0)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e-200, 1e-15])
+def test_means_that_hardly_differ_cost_hardly_anything(shift):
+    assert gaussian_epsilon(shift, 1e-9) == 0.0  # δ(0) = 2 Φ(μ/2) - 1 < μ < 1e-9
+    total_variation = mp.erf(mp.mpf(shift) / (2 * mp.sqrt(2)))
+    assert total_variation <= math.exp(float(log_gaussian_delta(shift, 0.0))) <= 1e-12

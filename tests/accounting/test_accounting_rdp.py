@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from accounting import moments, rdp_bounds
+from accounting import (
+    CheckInRdpAccountant,
+    ShuffledCheckInGaussianDpEvent,
+    moments,
+    rdp_bounds,
+)
+from accounting.reverse_moments import _integrated, larger_direction
 
 CASES = [
     (1, 1.0, 2.0),
@@ -63,6 +69,57 @@ def test_small_groups_agree_with_quadrature(users, rate):
         assert got[order] == pytest.approx(math.log(truth), rel=1e-8)
 
 
+def reverse(users, draws, rate, sigma, max_order):
+    """The reverse direction alone: the larger one of it and next to nothing."""
+    return larger_direction(np.full(max_order + 1, 1e-30), users, draws, rate, sigma)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "max_order"), [(0.3, 8), (1.0, 30), (3.0, 200), (50.0, 1024), (1e3, 1024)]
+)
+@pytest.mark.parametrize("rate", [1.0, 0.3, 1e-3])
+def test_the_reverse_direction_of_one_user_is_the_closed_form(sigma, max_order, rate):
+    for order in (2, 3, max_order // 2, max_order):
+        k = np.array([order - 1.0])
+        growth = mp.expm1((k[0] ** 2 + k[0]) / (2 * mp.mpf(sigma) ** 2))
+        truth = float(mp.log1p(mp.mpf(rate) * growth))
+        got = _integrated(k, np.array([truth]), 1.0, 1.0, rate, sigma)[0]
+        assert got == pytest.approx(truth, rel=1e-11)
+
+
+def reverse_in_high_precision(users, draws, rate, sigma, k):
+    """E[W̄^{-k}] for up to two reports: trapezoidal sums, which converge faster than any power."""
+    step = mp.mpf(min(0.4, sigma / 5))
+    nodes = [step * i for i in range(-int((10 + 2 * k / sigma) / step), int(12 / step))]
+    weights = [mp.npdf(t) * step for t in nodes]
+    ratios = [mp.exp(t / sigma - mp.mpf(0.5) / mp.mpf(sigma) ** 2) for t in nodes]
+
+    def mean(others, left):
+        if not left:
+            return (others / users) ** -k
+        return mp.fdot(
+            (w, mean(others + y, left - 1)) for w, y in zip(weights, ratios, strict=True)
+        )
+
+    with mp.workdps(25):
+        return mp.fsum(
+            mp.binomial(draws, reports)
+            * mp.mpf(rate) ** reports
+            * (1 - mp.mpf(rate)) ** (draws - reports)
+            * mean(mp.mpf(users - reports), reports)
+            for reports in range(draws + 1)
+        )
+
+
+@pytest.mark.parametrize(
+    ("users", "draws", "rate", "sigma", "k"),
+    [(2, 2, 1.0, 1.5, 1), (2, 2, 0.3, 2.5, 12), (5, 2, 1.0, 1.0, 10), (9, 1, 1.0, 0.4, 5)],
+)
+def test_the_reverse_direction_equals_nested_quadrature(users, draws, rate, sigma, k):
+    truth = mp.log(reverse_in_high_precision(users, draws, rate, sigma, k))
+    never_below(reverse(users, draws, rate, sigma, k + 1)[k + 1], truth)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     users=st.integers(1, 3),
@@ -70,12 +127,46 @@ def test_small_groups_agree_with_quadrature(users, rate):
     sigma=st.floats(1.0, 8.0),
     order=st.integers(2, 8),
 )
-def test_the_reverse_direction_is_never_larger(users, rate, sigma, order):
-    forward = quadrature(users, sigma, rate, lambda w: w**order, nodes=60)
-    reverse = quadrature(users, sigma, rate, lambda w: w ** (1.0 - order), nodes=60)
-    assert reverse <= forward * (1 + 1e-9)
-    got = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, order)[order]
-    assert math.log(reverse) <= got + 1e-9
+def test_the_reverse_direction_equals_quadrature_and_is_not_the_larger(users, rate, sigma, order):
+    truth = math.log(quadrature(users, sigma, rate, lambda w: w ** (1.0 - order)))
+    assert reverse(users, users, rate, sigma, order)[order] == pytest.approx(truth, rel=1e-7)
+    forward = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, order)
+    assert truth <= forward[order] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("users", "rate", "sigma"), [(40, 1.0, 1.0), (200, 0.2, 0.6)])
+def test_the_reverse_direction_of_many_users_is_that_of_simulation(users, rate, sigma):
+    generator = np.random.default_rng(5)
+    size = (100_000, users)
+    ratio = np.exp(generator.normal(size=size) / sigma - 0.5 / sigma**2)
+    mean = np.where(generator.random(size) < rate, ratio, 1.0).mean(axis=1)
+    got = np.expm1(reverse(users, users, rate, sigma, 9))
+    for order in (2, 4, 9):
+        drawn = mean ** (1.0 - order) - 1.0 + (order - 1.0) * (mean - 1.0)  # the last has mean 0
+        assert abs(drawn.mean() - got[order]) < 5 * drawn.std() / math.sqrt(mean.size)
+
+
+def test_the_reverse_direction_of_a_billion_users_keeps_its_digits():
+    users, rate, sigma = 10**9, 0.1, 5.0
+    q = math.expm1(1 / sigma**2)
+    third = mp.exp(3 / mp.mpf(sigma) ** 2) - 3 * mp.exp(1 / mp.mpf(sigma) ** 2) + 2
+    got = reverse(users, users, rate, sigma, 50)
+    for k in (1, 5, 49):
+        # 1 + C(k+1, 2) E[Z²] - C(k+2, 3) E[Z³] + ..., Z = W̄ - 1; then terms of order n^-2.
+        second = math.comb(k + 1, 2) * rate * q / users
+        truth = second - math.comb(k + 2, 3) * rate * float(third) / users**2
+        assert got[k + 1] == pytest.approx(truth, rel=2e-9, abs=second**2 * 10)
+
+
+def test_both_directions_are_taken_by_the_accountants(monkeypatch):
+    event = ShuffledCheckInGaussianDpEvent(7, 0.4, 2.0)
+    tiny = np.full(21, 1e-30)
+    monkeypatch.setattr(rdp_bounds, "shuffled_check_in_gaussian", lambda *_: tiny)
+    got = CheckInRdpAccountant.log_moments(event, 2.0, 20)
+    assert got[2] == pytest.approx(math.log(float(
+        mp.fsum(mp.binomial(7, m) * mp.mpf(0.4) ** m * mp.mpf(0.6) ** (7 - m)
+                * mp.exp(float(reverse(7, m, 1.0, 2.0, 2)[2])) for m in range(8))
+    )), rel=1e-8)  # fmt: skip
 
 
 def test_table_1_of_the_paper():

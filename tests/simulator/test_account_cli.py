@@ -3,6 +3,7 @@
 import json
 import math
 
+import mpmath as mp
 import pytest
 from typer.testing import CliRunner
 
@@ -100,6 +101,24 @@ def test_who_does_not_price_the_rounds_says_so(fixed_size_only):
     assert table.stdout.count("not for this mechanism") == len(
         [name for name, row in rows.items() if row["epsilon"] is None]
     )
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["--n 10 --gamma 1 --noise 5", "--n 1000000000000 --gamma 0.1 --noise 0.001"],
+)
+def test_a_billion_rounds_are_priced(plan):
+    result = shufl(f"account {plan} --rounds 1000000000 --delta 0.1 --json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    noise = float(plan.rsplit(maxsplit=1)[1])
+    shift = mp.sqrt(10**9) * 2 / mp.mpf(noise)
+    local = rows["local"]["epsilon"]
+    # ε = μ²/2 + μ x, Φ(-x) = 0.1 to first order: e^ε Φ(-x-μ) is nothing beside it.
+    assert local == pytest.approx(float(shift**2 / 2 + shift * mp.mpf("1.2815516")), rel=1e-6)
+    for name in ("pld", "clones"):
+        assert 0 < rows[name]["epsilon"] <= local * (1 + 1e-9)
+        assert rows[name]["lower_bound"] is None
 
 
 @pytest.mark.parametrize("rounds", [0, 3])
@@ -216,7 +235,13 @@ def test_compare_shows_other_systems_with_what_they_cover():
         ),
         ("account nowhere", "cannot read ledger"),
         ("calibrate --target-epsilon 1 --n 9 --gamma 1", "leave out exactly one of"),
-        ("calibrate --target-epsilon 0 --n 9 --gamma 1 --noise 1", "must be above 0, got 0"),
+        ("calibrate --target-epsilon 0 --n 9 --gamma 1 --noise 1", "must lie in (0, inf), got 0"),
+        ("calibrate --target-epsilon inf --n 9 --gamma 1 --noise 1", "lie in (0, inf), got inf"),
+        ("calibrate --target-epsilon nan --n 9 --gamma 1 --noise 1", "lie in (0, inf), got nan"),
+        ("account --n 1000000000001 --gamma 1 --noise 5 --rounds 1", "--n must lie in [1, 10^12]"),
+        ("account --n 9 --gamma 1 --noise 1e200 --rounds 1", "0 or lie in [0.001, 10^6], got 1e"),
+        ("account --n 9 --gamma 1 --noise nan --rounds 1", "0 or lie in [0.001, 10^6], got nan"),
+        ("compare --n 9 --gamma 1 --noise 0.05 --rounds 1 --peers", "ε₀ must be at most 700"),
         (
             "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --accountant x",
             "accountant must be",

@@ -48,16 +48,33 @@ def test_only_those_who_make_a_claim_are_audited(fixed_size_only):
     assert refused.exit_code == 2 and "got 'fixed-size-only'" in refused.stderr
 
 
+def test_only_who_does_not_count_on_the_others_is_attacked_without_them():
+    result = shufl(f"{COUNTEREXAMPLE} --placement absent --json")
+    assert result.exit_code == 0, result.output
+    (name, check), *rest = json.loads(result.stdout).items()
+    assert (name, check["placement"], rest) == ("local", "absent", [])
+    assert 0.5 * check["claimed_delta"] < check["delta_lower"] < check["claimed_delta"]
+
+
+def test_a_round_with_hardly_any_noise_is_audited():
+    result = shufl("audit --n 10 --noise 0.05 --samples 2000 --seed 1 --json")
+    assert result.exit_code == 0, result.output
+    for check in json.loads(result.stdout).values():
+        assert 0.9 < check["delta_lower"] <= check["claimed_delta"] <= 1
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
         (f"{COUNTEREXAMPLE} --blankets -1", "shuffler blankets must lie in [0, inf), got -1.0"),
-        (f"{COUNTEREXAMPLE} --blankets 5", "shuffler blankets must be 0, got 5.0"),
         ("audit --noise 2", "--n is missing"),
         ("audit --n 10", "--noise is missing"),
+        (f"{COUNTEREXAMPLE} --placement absent --accountant rdp", "must not be absent only: rdp"),
         (f"{COUNTEREXAMPLE} --placement nowhere", "placement must be"),
         (f"{COUNTEREXAMPLE} --accountant magic", "accountant must be"),
         (f"{COUNTEREXAMPLE} --confidence 1", "confidence must lie in (0, 1)"),
+        ("audit --n 10 --noise 2 --epsilon 1000", "epsilon must lie in [0, 700], got 1000"),
+        ("audit --n 10000000 --noise 2", "--n must lie in [1, 10^6], got 10000000"),
         ("audit --n 10 --noise 0", "noise multiplier must be above 0"),
     ],
 )
