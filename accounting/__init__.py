@@ -24,7 +24,7 @@ from accounting.calibration import (
     mean_update_error,
     most_rounds,
 )
-from accounting.clones_accountant import ClonesAccountant
+from accounting.crowd_accountant import CrowdAccountant
 from accounting.events import (
     FixedSizeShuffledGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
@@ -54,7 +54,7 @@ __all__ = [
     "BudgetExceeded",
     "CalibrationError",
     "CheckInRdpAccountant",
-    "ClonesAccountant",
+    "CrowdAccountant",
     "EpsilonRow",
     "FixedSizeShuffledGaussianDpEvent",
     "Ledger",

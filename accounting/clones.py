@@ -12,7 +12,6 @@ coins fell heads, C ~ Bin(k-1, 2a), all fair but one. Its profile, with W_m the 
 """
 
 import dataclasses
-import functools
 import math
 
 import numpy as np
@@ -54,25 +53,6 @@ class CloneParameters:
     user_defect: float
 
 
-@functools.lru_cache(maxsize=4096)
-def _level(shift: float, log_target: float, odds: bool) -> float:
-    """The least ε (to 1e-9) with `δ(ε) e^{-ε}`, or `δ(ε)/(1 + e^ε)` if odds, at most the target."""
-
-    def defect(epsilon: float) -> float:
-        price = float(np.logaddexp(0.0, epsilon)) if odds else epsilon
-        return float(gaussian.log_gaussian_delta(shift, epsilon)) - price
-
-    if defect(0.0) <= log_target:
-        return 0.0
-    low, high = 0.0, 1.0
-    while defect(high) > log_target:
-        low, high = high, 2.0 * high
-    while high - low > 1e-9 * high:
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if defect(middle) > log_target else (low, middle)
-    return high
-
-
 def clone_parameters(
     noise_multiplier: float,
     distances: tuple[float, float],
@@ -91,10 +71,13 @@ def clone_parameters(
     """
     target = math.log(defect / 2.0)
     one = apart / noise_multiplier
-    log_odds = _level(one, target, True)
+    log_odds = gaussian.least_loss(one, target, True)
     user = math.exp(float(gaussian.log_gaussian_delta(one, log_odds)) - np.logaddexp(0.0, log_odds))
     shifts = [distance / noise_multiplier for distance in distances]
-    levels = [_level(shift, target - math.log(2.0 * max(others, 1)), False) for shift in shifts]
+    levels = [
+        gaussian.least_loss(shift, target - math.log(2.0 * max(others, 1)), False)
+        for shift in shifts
+    ]
     # a = 1/(e^{εa} + e^{εb}), and the defect is a (δ(εa) + δ(εb)).
     log_a = -float(np.logaddexp(levels[0], levels[1]))
     deltas = [float(gaussian.log_gaussian_delta(s, e)) for s, e in zip(shifts, levels, strict=True)]

@@ -1,7 +1,7 @@
 """Other systems' bounds, for comparison tables only: no accountant uses them.
 
-All but the trusted server price an ε₀-LDP randomiser. A Gaussian is only (ε₀, δ₀)-LDP, so for it
-they are no guarantee; `docs/theory-clones.md` says what is.
+`clones` holds for Gaussian reports. The others, but for the trusted server, price an ε₀-LDP
+randomiser. A Gaussian is only (ε₀, δ₀)-LDP, so for it they are no guarantee.
 """
 
 import dataclasses
@@ -16,7 +16,9 @@ from dp_accounting import pld
 from scipy import special, stats
 
 from accounting import clones, conversion, validation
+from accounting.clones_accountant import ClonesAccountant
 from accounting.composition import Composition, Target, count_block
+from accounting.events import ShuffledCheckInGaussianDpEvent
 from accounting.gaussian import gaussian_epsilon
 from accounting.loss_pmf import MAX_LOSS, FloatArray, Profile, dyadic_interval
 from accounting.moments import log_sum_exp
@@ -409,8 +411,15 @@ def peers(
         return Peer(name, tuple(float(value) for value in epsilons), covers)
 
     central = noise_multiplier * math.sqrt(k)
+    event = ShuffledCheckInGaussianDpEvent(users, check_in_rate, noise_multiplier)
     return [
         made("girgis", map(by_rdp, rounds), f"Girgis et al. 2021, Rényi: {base}"),
+        made(
+            "clones",
+            (ClonesAccountant().epsilon_after(event, delta, count) for count in rounds),
+            "hiding among the clones, re-derived for Gaussian reports (docs/theory-clones.md): "
+            "unlike the others here it holds for this system, as crowd does, which is smaller",
+        ),
         made(
             "clones-2021",
             by_profile(lambda e: clones_delta(k, local, e)),

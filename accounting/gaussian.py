@@ -1,5 +1,6 @@
 """Two Gaussians of variance 1 and different means: the profile of a report without a shuffler."""
 
+import functools
 import math
 
 import numpy as np
@@ -76,3 +77,28 @@ def gaussian_losses(shift: float) -> FloatArray:
     losses = shift * shift / 2.0 + shift * np.linspace(-13.0, 13.0, 2000)
     near = np.geomspace(1e-6, 1.0, 200) * min(shift, 1.0)
     return np.unique(np.clip(np.concatenate([[0.0], near, losses]), 0.0, MAX_LOSS))
+
+
+@functools.lru_cache(maxsize=4096)
+def least_loss(shift: float, log_target: float, odds: bool = False) -> float:
+    """Returns the least ε >= 0 (to 1e-9, above) at which `δ(ε) e^{-ε}` is at most a target.
+
+    Args:
+        shift: Distance of the means of two Gaussians of variance 1, > 0.
+        log_target: Logarithm of the target.
+        odds: Whether to ask for `δ(ε)/(1 + e^ε)` instead.
+    """
+
+    def defect(epsilon: float) -> float:
+        price = float(np.logaddexp(0.0, epsilon)) if odds else epsilon
+        return float(log_gaussian_delta(shift, epsilon)) - price
+
+    if defect(0.0) <= log_target:
+        return 0.0
+    low, high = 0.0, 1.0
+    while defect(high) > log_target:
+        low, high = high, 2.0 * high
+    while high - low > 1e-9 * high:
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if defect(middle) > log_target else (low, middle)
+    return high

@@ -53,7 +53,7 @@ _LEFT_OUT = 1e-10, 1e-4
 _SMOOTH = 6.5  # the deviation of the Gaussian added, times the highest frequency
 _UNIT = 1e-15
 _NOTHING = 1e-30  # for each jump: where Chernoff's bound serves
-_BLOCK = 1_000_000
+_ROWS = 32
 _ROOT_TAU = math.sqrt(2.0 * math.pi)
 # 1 - cos u >= factor u² for |u| <= width
 _ARCS = ((math.pi, 2.0 / math.pi**2), (math.pi / 2.0, 4.0 / math.pi**2))
@@ -167,12 +167,14 @@ class PoissonCount(Count):
 
 @dataclasses.dataclass(frozen=True)
 class TermsCount(Count):
-    """n independent terms: a jump with this chance, a step down with that, otherwise nothing."""
+    """n independent terms: a jump with this chance, a step down with that, otherwise nothing; and
+    b <= 0, the shift."""
 
     terms: float
     chance: float
     down: float = 0.0
     step: float = 0.0
+    shift: float = 0.0
 
     @property
     def jumps(self) -> float:  # type: ignore[override]
@@ -182,7 +184,7 @@ class TermsCount(Count):
     @property
     def fixed(self) -> float:  # type: ignore[override]
         """See `Count`."""
-        return -self.terms * self.down * self.step
+        return self.shift - self.terms * self.down * self.step
 
     def _change(self, c: float, growth: float) -> float:
         """E[e^{cV}] - 1 of one term V."""
@@ -195,18 +197,19 @@ class TermsCount(Count):
         mean = (self.chance * first - fallen * self.step) / (1.0 + change)
         square = (self.chance * second + fallen * self.step**2) / (1.0 + change)
         variance = max(square - mean * mean, 0.0)
-        return self.terms * math.log1p(change), self.terms * mean, self.terms * variance
+        level = self.terms * math.log1p(change) + c * self.shift
+        return level, self.terms * mean + self.shift, self.terms * variance
 
     def log_ratios(self, c: float, growth: float, omega: FloatArray, grown: Any) -> ComplexArray:
         """See `Count`."""
         fallen = self.down * math.exp(-c * self.step) * np.expm1(-1j * self.step * omega)
         change = (self.chance * grown + fallen) / (1.0 + self._change(c, growth))
-        return np.asarray(self.terms * np.log1p(change))
+        return np.asarray(self.terms * np.log1p(change) + 1j * self.shift * omega)
 
     def log_nothing(self, theta: Any) -> Any:
         """See `Count`."""
         fallen = self.down * np.expm1(-theta * self.step)
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             return self.terms * np.log1p(
                 np.maximum(fallen.real - self.chance, -1.0) + 1j * fallen.imag
             )
@@ -281,7 +284,7 @@ def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
     values *= np.exp(0.5 * (smooth * theta) ** 2) / theta**2
     values[0] *= 0.5
     integral = step / math.pi * float(np.sum(values.real))
-    slack = law.rounding(c, cut) * step / math.pi * float(np.sum(np.abs(values))) + rest / math.pi
+    slack = law.rounding(c, omega) * step / math.pi * float(np.sum(np.abs(values))) + rest / math.pi
     alone = law.one_jump() if out and isinstance(count, PoissonCount) else 0.0
     if lower:
         found = math.exp(level) * (integral - slack - law.aliases(c, level, period))
@@ -355,20 +358,28 @@ class _Law:
         return low
 
     def grown(self, c: float, omega: FloatArray) -> ComplexArray:
-        """J(c + iω) - J(c)."""
+        """J(c + iω) - J(c) at equidistant ω from 0."""
         x, tilted = self._fine(c, float(omega[-1]))
-        result = np.empty(omega.size, dtype=np.complex128)
-        rows = max(_BLOCK // x.size, 1)
-        for start in range(0, omega.size, rows):
-            half = np.multiply.outer(0.5 * omega[start : start + rows], x)
+        if omega.size <= _ROWS:
             # e^{iu} - 1 = 2 sin(u/2) (-sin(u/2) + i cos(u/2)). Not `@`: where cores are busy, the
             # threads of a BLAS make this a hundred times slower.
+            half = np.multiply.outer(0.5 * omega, x)
             sines = np.sin(half)
-            weighed = sines * tilted
-            part = result[start : start + rows]
-            part.real = -2.0 * np.einsum("ij,ij->i", sines, weighed)
-            part.imag = 2.0 * np.einsum("ij,ij->i", np.cos(half), weighed)
-        return result
+            weighed = 2.0 * sines * tilted
+            real = -np.einsum("ij,ij->i", sines, weighed)
+            return np.asarray(real + 1j * np.einsum("ij,ij->i", np.cos(half), weighed))
+        # Where there are many frequencies, by multiplication: `rounding` knows.
+        turns = np.ones((_ROWS, x.size), dtype=np.complex128)
+        known = 1
+        while known < _ROWS:
+            turns[known : 2 * known] = turns[:known] * np.exp(1j * omega[known] * x)
+            known *= 2
+        block, weights = np.exp(1j * omega[_ROWS] * x), tilted.astype(np.complex128)
+        parts = []
+        for _ in range(0, omega.size, _ROWS):
+            parts.append(np.einsum("ij,j->i", turns, weights) - np.sum(tilted))
+            weights = weights * block
+        return np.asarray(np.concatenate(parts)[: omega.size])
 
     def _fine(self, c: float, highest: float) -> tuple[FloatArray, FloatArray]:
         """Jumps at nodes fit for all frequencies up to `highest`, and their tilted weights."""
@@ -398,9 +409,11 @@ class _Law:
         inverse = 1.0 / np.append(ladder, math.inf)
         return np.asarray(np.cumsum((bound * (inverse[:-1] - inverse[1:]))[::-1])[::-1])
 
-    def rounding(self, c: float, highest: float) -> float:
+    def rounding(self, c: float, omega: FloatArray) -> float:
         """The error of the integrand, relative to it, at most."""
-        tilted, turns = self._tilted(c), np.minimum(highest * np.abs(self._x), 2.0)
+        tilted, turns = self._tilted(c), np.minimum(omega[-1] * np.abs(self._x), 2.0)
+        if omega.size > _ROWS:
+            turns = np.full(turns.size, 2.0)
         summed = np.abs(np.expm1(c * self._x)) * self._weights + tilted * turns
         return _UNIT * (100.0 + 4.0 * self._count.jumps * float(np.sum(summed)))
 

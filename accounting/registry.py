@@ -10,7 +10,7 @@ from accounting import adjacency as adjacency_lib
 from accounting import validation
 from accounting.accountant_base import ShuffleAccountant
 from accounting.blanket_accountant import BlanketAccountant
-from accounting.clones_accountant import ClonesAccountant
+from accounting.crowd_accountant import CrowdAccountant
 from accounting.local_accountant import LocalAccountant
 from accounting.pld_accountant import PldAccountant
 from accounting.rdp_accountants import CheckInRdpAccountant, Theorem3Accountant
@@ -21,8 +21,8 @@ ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
         Theorem3Accountant,
         CheckInRdpAccountant,
         PldAccountant,
-        ClonesAccountant,
         BlanketAccountant,
+        CrowdAccountant,
         LocalAccountant,
     )
 }

@@ -79,7 +79,11 @@ def apart(relation: NeighboringRelation, noise_multiplier: float) -> float:
 
 
 def upper_profile(
-    divergence: Divergence, rate: float, noise_multiplier: float, relation: NeighboringRelation
+    divergence: Divergence,
+    rate: float,
+    noise_multiplier: float,
+    relation: NeighboringRelation,
+    coarseness: float = 1.0,
 ) -> tuple[FloatArray, FloatArray]:
     """Returns a profile: the larger direction's upper bound, or the report's without any others.
 
@@ -91,6 +95,7 @@ def upper_profile(
         rate: γ.
         noise_multiplier: z > 0.
         relation: Which records are neighbours.
+        coarseness: How much longer the steps of α are than they should be.
 
     Returns:
         epsilons from 0 and deltas, same shape.
@@ -101,7 +106,7 @@ def upper_profile(
         return np.asarray(rate * np.exp(log_gaussian_delta(shift, losses)))
 
     losses, deltas = [0.0], [max(divergence(1.0, pair, False) for pair in pairs)]
-    for loss in _losses(deltas[0], noise_multiplier):
+    for loss in _losses(deltas[0], noise_multiplier, coarseness):
         losses.append(loss)
         deltas.append(max(divergence(math.exp(loss), pair, False) for pair in pairs))
         if deltas[-1] < _NEGLIGIBLE:
@@ -115,16 +120,17 @@ def upper_profile(
     return epsilons, np.minimum(computed, alone(epsilons))
 
 
-def _losses(first: float, noise_multiplier: float) -> Iterator[float]:
+def _losses(first: float, noise_multiplier: float, coarseness: float = 1.0) -> Iterator[float]:
     """log α > 0, rising by steps that fit a divergence which is `first` at α = 1."""
-    unit, growth = 2.5 * first, max(_FAR_GROWTH, math.exp(0.2 / noise_multiplier))
-    place = _STEP
+    unit, step = 2.5 * first, _STEP * coarseness
+    far = max(_FAR_GROWTH, math.exp(0.2 / noise_multiplier))
+    place = step
     while (loss := math.log1p(unit * place)) < MAX_LOSS:
         yield loss
         if place < _EVEN_UNTIL:
-            place += _STEP
+            place += step
         else:
-            place *= _GROWTH if place < _FAR else growth
+            place *= (_GROWTH if place < _FAR else far) ** coarseness
 
 
 def lower_profile(
