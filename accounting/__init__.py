@@ -20,9 +20,12 @@ from accounting.calibration import (
     CalibrationError,
     epsilon_of,
     largest_rate,
+    least_blankets,
+    least_error_blankets,
     least_noise,
     mean_update_error,
     most_rounds,
+    participation_note,
 )
 from accounting.crowd_accountant import CrowdAccountant
 from accounting.events import (
@@ -76,10 +79,13 @@ __all__ = [
     "epsilon_of",
     "epsilon_table",
     "largest_rate",
+    "least_blankets",
+    "least_error_blankets",
     "least_noise",
     "make_accountant",
     "mean_update_error",
     "most_rounds",
+    "participation_note",
     "price",
     "rounds_within_budget",
 ]

@@ -19,7 +19,7 @@ from accounting.jump_sum import PoissonCount, positive_part
 from accounting.loss_pmf import FloatArray
 from accounting.lower_profile import LowerProfile
 from accounting.profiles import ProfileShuffleAccountant
-from accounting.worst_pairs import Pair, lower_profile, upper_profile
+from accounting.worst_pairs import LEAST_NOISE, Pair, lower_profile, note_on, upper_profile
 
 
 class BlanketAccountant(ProfileShuffleAccountant):
@@ -47,12 +47,20 @@ class BlanketAccountant(ProfileShuffleAccountant):
                 )
         return super()._maybe_compose(event, count, do_compose)
 
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        private = filter(self._is_private, self._counts)
+        notes = filter(None, (note_on(event.noise_multiplier) for event in private))
+        return next(notes, None) or super().note(delta)
+
     def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
         divergence = functools.partial(divergence_of, event)
         rate, noise = event.check_in_rate, event.noise_multiplier
         return upper_profile(divergence, rate, noise, self.neighboring_relation)
 
-    def _lower_profile(self, event: Any) -> LowerProfile:
+    def _lower_profile(self, event: Any) -> LowerProfile | None:
+        if event.noise_multiplier < LEAST_NOISE:
+            return None
         divergence = functools.partial(divergence_of, event)
         return lower_profile(divergence, event.noise_multiplier, self.neighboring_relation)
 

@@ -1,4 +1,4 @@
-"""The noise, the rounds or the check-in rate that a target ε allows.
+"""The noise, the rounds, the check-in rate or the blankets that a target ε allows.
 
 Every search returns a value whose ε it has computed and found within the target: where ε is not
 quite monotone, or the bracket is coarse, it can only err on the private side.
@@ -9,13 +9,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from accounting.registry import make_accountant
 
 _PRECISION = 1e-3  # relative, of continuous answers
 _LARGEST_NOISE = 1e6
 _FIRST_STEP = 1.25  # of noise, squared from step to step, to 4
-_LEAST_NOISE = 1e-2
+# Less is never recommended, whatever ε says: where few rounds at a small γ leave a user's chance
+# to take part at all below δ, ε is 0 for reports without noise.
+_LEAST_NOISE = 0.2
 _MOST_ROUNDS = 10**6
+_LEAST_BLANKETS, _MOST_BLANKETS = 0.1, 1e7
+_MOST_NOISE_OF_BLANKETS = 64.0
+_FINE = 0.05  # how near to the best noise the search ends, relative
+_BETTER = 0.995  # of the squared error: what is worth another step
 
 
 class CalibrationError(ValueError):
@@ -28,6 +36,21 @@ def epsilon_of(accountant: str, adjacency: str, event: Any, rounds: int, delta: 
     return float(pricing.epsilon_after(event, delta, rounds)) if rounds else 0.0
 
 
+def participation_note(check_in_rate: float, rounds: int, delta: float) -> str | None:
+    """Returns one line where δ is not far below a user's chance Tγ to take part; otherwise None.
+
+    There (ε, δ) promises little: to publish one user's update as it is, in one round out of many,
+    costs no ε once δ is Tγ.
+    """
+    chance = min(check_in_rate * rounds, 1.0)
+    if delta < 0.1 * chance:
+        return None
+    return (
+        f"delta {delta:.3g} is not far below {chance:.3g}, the chance that a user takes part at "
+        "all: choose a smaller one"
+    )
+
+
 def least_noise(
     epsilon_at: Callable[[float], float], target_epsilon: float, guess: float = 1.0
 ) -> float:
@@ -38,10 +61,15 @@ def least_noise(
         target_epsilon: The budget.
         guess: z to start from.
 
+    Returns:
+        z, at least 0.2.
+
     Raises:
         CalibrationError: Not even z = 10^6 is enough.
     """
     epsilon_at = functools.cache(epsilon_at)
+    if guess <= _LEAST_NOISE:
+        guess = 2.0 * _LEAST_NOISE
     high, step = guess, _FIRST_STEP
     while not epsilon_at(high) <= target_epsilon:
         high, step = high * step, min(step * step, 4.0)
@@ -49,9 +77,10 @@ def least_noise(
             raise CalibrationError(
                 f"no noise multiplier up to {_LARGEST_NOISE:g} reaches epsilon {target_epsilon:g}"
             )
-    low = high / step
+    low = max(high / step, _LEAST_NOISE)
     while low > _LEAST_NOISE and epsilon_at(low) <= target_epsilon:
-        high, low, step = low, low / step, min(step * step, 4.0)
+        step = min(step * step, 4.0)
+        high, low = low, max(low / step, _LEAST_NOISE)
     if epsilon_at(low) <= target_epsilon:
         return low
     return _close_in(epsilon_at, target_epsilon, high, low)
@@ -89,6 +118,114 @@ def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) ->
     return within
 
 
+def least_blankets(
+    epsilon_at: Callable[[float], float],
+    target_epsilon: float,
+    guess: float = 1e3,
+    precision: float = _PRECISION,
+) -> float:
+    """Returns the least expected blankets λ in [0.1, 10^7] with ε(λ) <= target.
+
+    Args:
+        epsilon_at: ε as a function of λ.
+        target_epsilon: The budget.
+        guess: λ to start from.
+        precision: Of λ, relative.
+
+    Raises:
+        CalibrationError: Not even λ = 10^7 is enough.
+    """
+    epsilon_at = functools.cache(epsilon_at)
+    enough, few = math.inf, 0.0
+    blankets = min(max(guess, _LEAST_BLANKETS), _MOST_BLANKETS)
+    while enough == math.inf or few == 0.0:
+        epsilon = epsilon_at(blankets)
+        if epsilon <= target_epsilon:
+            enough = blankets
+            if blankets <= _LEAST_BLANKETS:
+                return blankets
+        else:
+            few = blankets
+            if blankets >= _MOST_BLANKETS:
+                raise CalibrationError(
+                    f"no blankets up to {_MOST_BLANKETS:g} a round reach epsilon {target_epsilon:g}"
+                )
+        # ε falls about like λ^{-1/2}; a few percent more, so that the other side is reached.
+        step = min(max((epsilon / target_epsilon) ** 2, 1e-2), 1e2)
+        step = step * 1.04 if epsilon > target_epsilon else step / 1.04
+        blankets = min(max(blankets * step, _LEAST_BLANKETS), _MOST_BLANKETS)
+    return _close_in(epsilon_at, target_epsilon, enough, few, precision)
+
+
+def least_error_blankets(
+    epsilon_at: Callable[[float, float], float],
+    target_epsilon: float,
+    users: int,
+    check_in_rate: float,
+) -> tuple[float, float]:
+    """Returns the noise z and blankets λ of least `mean_update_error` with ε(z, λ) <= target.
+
+    Every z has its λ. For many blankets ε depends on λ over the variance of a blanket's density
+    ratio, about `e^{1/z²} - 1`: that says which z to try next. In the end a z that is 5 % off on
+    either side is no better; the error is flat there.
+
+    Args:
+        epsilon_at: ε as a function of z and λ, falling in both.
+        target_epsilon: The budget.
+        users: n.
+        check_in_rate: γ in (0, 1].
+
+    Returns:
+        z in [0.2, 64] and λ.
+
+    Raises:
+        CalibrationError: Not even z = 64 reaches the target with 10^7 blankets.
+    """
+    reports = users * check_in_rate
+
+    def least(noise: float, guess: float) -> float:
+        return least_blankets(lambda count: epsilon_at(noise, count), target_epsilon, guess, 1e-2)
+
+    def error(noise: Any, blankets: Any) -> Any:  # squared, but for a factor and what is fixed
+        return noise * noise * (1.0 + blankets / reports)
+
+    noise = 1.0
+    while True:
+        try:
+            blankets = least(noise, 1e3)
+            break
+        except CalibrationError:
+            noise *= 2.0
+            if noise > _MOST_NOISE_OF_BLANKETS:
+                raise
+    tried = np.geomspace(_LEAST_NOISE, _MOST_NOISE_OF_BLANKETS, 2000)
+    for _ in range(4):
+        scale = blankets / math.expm1(noise**-2)
+        supposed = scale * np.expm1(tried**-2)
+        best = int(np.argmin(error(tried, supposed)))
+        if abs(math.log(tried[best] / noise)) < _FINE or supposed[best] > _MOST_BLANKETS:
+            break
+        other, most = float(tried[best]), least(float(tried[best]), float(supposed[best]))
+        if error(other, most) >= error(noise, blankets):
+            break
+        noise, blankets = other, most
+    better = True
+    while better:
+        better = False
+        for other in (noise * (1.0 + _FINE), noise / (1.0 + _FINE)):
+            # With so many it would be hardly better: where that is not private, fewer are not.
+            allowed = _BETTER * error(noise, blankets) / other**2
+            most = min((allowed - 1.0) * reports, _MOST_BLANKETS)
+            if other < _LEAST_NOISE or most < _LEAST_BLANKETS:
+                continue
+            if epsilon_at(other, most) <= target_epsilon:
+                noise, blankets, better = other, least(other, most), True
+                break
+    return noise, least_blankets(
+        lambda count: epsilon_at(noise, count), target_epsilon, blankets / 1.01
+    )
+
+
 def mean_update_error(
     users: int,
     check_in_rate: float,
@@ -117,9 +254,13 @@ def mean_update_error(
 
 
 def _close_in(
-    epsilon_at: Callable[[float], float], target_epsilon: float, inside: float, outside: float
+    epsilon_at: Callable[[float], float],
+    target_epsilon: float,
+    inside: float,
+    outside: float,
+    precision: float = _PRECISION,
 ) -> float:
-    """A point with ε <= target, within a relative `_PRECISION` of one with more.
+    """A point with ε <= target, within a relative precision of one with more.
 
     By the secant of log ε in the logarithm of the place: ε takes its time, and is nearly a power of
     noise and rate. Each step aims a little past the secant's root, towards the farther end, so that
@@ -133,10 +274,10 @@ def _close_in(
     below, above = excess(inside), excess(outside)
     good, bad = math.log(inside), math.log(outside)
     halve = False
-    while abs(bad - good) > _PRECISION:
+    while abs(bad - good) > precision:
         width = bad - good
         share = 0.5 if halve else below / (below - above)
-        share += math.copysign(0.4 * _PRECISION / abs(width), 0.5 - share)
+        share += math.copysign(0.4 * precision / abs(width), 0.5 - share)
         middle = good + width * min(max(share, 0.0), 1.0)
         value = excess(math.exp(middle))
         if value <= 0.0:

@@ -4,12 +4,13 @@ Every other user's report is, up to a defect in total variation, with probabilit
 alone. `docs/theory-blanket.md` proves: if all but the blankets is handed to the adversary, a
 round's hockey-stick divergence between records x and x' of user 1 is at most
 
-    H_α = (1/nβ) E[(V_1 + ... + V_n)_+] + (1+α) γ η,      (n-1) β δ_G(log 1/β) = η,
+    H_α = (1/nβ) E[(V_1 + ... + V_n)_+] + (α - 1 + 2γ) η,      η = (n-1) γ β δ_G(log 1/β),
     V = X = E - αE'      with probability γβ       (E the density ratio of a report to a blanket)
         -β(α - 1)                      1-γ         (who did not check in)
-        0                              otherwise,
+        0                              otherwise
 
-and the first part is largest for the pairs of `accounting.worst_pairs`. η is searched.
+(with m of n users in a round, n - m terms -β(α - 1) and m terms without them, m/n for γ), and the
+part is largest for the pairs of `accounting.worst_pairs`. η is searched.
 """
 
 import math
@@ -26,9 +27,10 @@ from accounting.events import (
 from accounting.gaussian import least_loss
 from accounting.jump_sum import TermsCount, positive_part
 from accounting.loss_pmf import FloatArray
-from accounting.worst_pairs import Pair, upper_profile
+from accounting.worst_pairs import Pair, note_on, upper_profile
 
-_PROBE = 3.0  # coarseness of profiles by which η is searched
+# Coarseness of the profiles, and of the mesh of their composition, by which η is searched.
+_PROBE, _PROBE_MESH = 3.0, 8.0
 
 
 class CrowdAccountant(DefectAccountant):
@@ -45,8 +47,17 @@ class CrowdAccountant(DefectAccountant):
         "round but the shuffled reports"
     )
 
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        private = filter(self._is_private, self._counts)
+        notes = filter(None, (note_on(event.noise_multiplier) for event in private))
+        return next(notes, None) or super().note(delta)
+
     def _probe(self, v: int) -> Hashable:
         return (v,)
+
+    def _mesh_factor(self, variant: Hashable) -> float:
+        return _PROBE_MESH if isinstance(variant, tuple) else 1.0
 
     def _profile_of(self, event: Any, variant: Hashable) -> tuple[FloatArray, FloatArray]:
         probing = isinstance(variant, tuple)
@@ -57,13 +68,13 @@ class CrowdAccountant(DefectAccountant):
             return np.zeros(1), np.zeros(1)
         defect = math.ldexp(1.0, -v)
         noise = event.noise_multiplier
-        target = math.log(defect) - math.log(max(crowd.others, 1.0))
-        share = math.exp(-least_loss(1.0 / noise, target))
+        target = math.log(defect) - math.log(max(crowd.others, 1e-300))
+        share = math.exp(-least_loss(1.0 / noise, min(target, 0.0)))
 
         def divergence(alpha: float, pair: Pair, lower: bool) -> float:
             count = crowd.sum_of(share, alpha)
             hidden = positive_part(pair(1.0 / noise, alpha), count, lower)
-            return hidden / (crowd.users * share) + (1.0 + alpha) * crowd.rate * defect
+            return hidden / (crowd.users * share) + (alpha - 1.0 + 2.0 * crowd.rate) * defect
 
         profile = upper_profile(
             divergence, crowd.rate, noise, self.neighboring_relation, _PROBE if probing else 1.0
@@ -72,7 +83,16 @@ class CrowdAccountant(DefectAccountant):
 
 
 class _Crowd(NamedTuple):
-    """Who may be in a round: γ of user 1, and of n users with their coins or of m reports."""
+    """Who may be in a round: of n users with their coins, or of m reports.
+
+    Attributes:
+        users: n.
+        rate: The chance that user 1 is in the round.
+        terms: n, or m.
+        coins: γ, or 1.
+        absent: 0, or n - m: terms that are steps down for certain.
+        others: How many other reports there are, on average, or at most.
+    """
 
     users: int
     rate: float
@@ -93,6 +113,6 @@ def _crowd_of(event: Any) -> _Crowd:
     n = event.users
     if isinstance(event, FixedSizeShuffledGaussianDpEvent):
         m = event.reports
-        return _Crowd(n, m / n, m, 1.0, n - m, float(min(m, n - 1)))
+        return _Crowd(n, m / n, m, 1.0, n - m, float(m))
     rate = event.check_in_rate if isinstance(event, ShuffledCheckInGaussianDpEvent) else 1.0
-    return _Crowd(n, rate, n, rate, 0, float(n - 1))
+    return _Crowd(n, rate, n, rate, 0, (n - 1) * rate)

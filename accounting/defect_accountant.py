@@ -1,8 +1,8 @@
 """Accountants whose bound gives up some total variation, the defect, and search for the best.
 
-A round's reports are replaced by ones that are easier to price, at most η away in total variation
-(times the chance γ that a user reports). That adds (1 + α) γ η to the profile, and more is hidden
-the larger η is. Every η = 2^{-v} gives a bound; the least is taken.
+A round's reports are replaced by ones that are easier to price, η away in total variation. That
+adds about 2γη to the profile, γ the chance that a user reports, and more is hidden the larger η is.
+Every η = 2^{-v} gives a bound; the least is taken.
 """
 
 import abc

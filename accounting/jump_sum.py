@@ -38,10 +38,12 @@ from accounting.loss_pmf import FloatArray
 ComplexArray = npt.NDArray[np.complex128]
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(10)
-_WIDEST = 0.7  # a panel of t, in its standard deviations
-_PHASE = 7.0  # radians from end to end of a panel, at most: 10 nodes integrate that to 1e-13
+# A panel of t: its width in standard deviations, and over the scale 1/w of e^{wt}; and how far
+# e^{θx} may turn or grow from end to end. 10 nodes integrate that to 1e-14.
+_WIDEST, _STEEPEST = 0.7, 1.4
+_PHASE = 5.0
 _REACH = 10.5  # t beyond which fewer than 1e-25 of the jumps are
-_FAINT = -30.0  # exponent below which a part of the sum is a rounding error
+_FAINT = -36.0  # exponent below which a part of the sum is a rounding error
 _DEVIATIONS = 5.0  # how far the rest of the sum may be below zero for a jump of the cap to lift it
 _BELOW_SADDLE = 0.6
 _ALIAS = 20.0
@@ -64,7 +66,7 @@ class Jumps:
     """X as a function of t ~ N(0, 1).
 
     Attributes:
-        value: x, increasing, of both signs.
+        value: x, increasing.
         slope: Its derivative.
         mean: E[X] <= 0.
         reach: |x(t)| grows at most like e^{reach |t|}.
@@ -82,6 +84,8 @@ class Count(abc.ABC):
     Tilted means weighed by e^{cx}; J, J' and J'' are those of one jump at c.
     """
 
+    terms: float
+    """n, the independent terms; infinite for a Poisson number of jumps."""
     jumps: float
     """Their expected number, > 0."""
     fixed: float
@@ -126,6 +130,7 @@ class PoissonCount(Count):
 
     jumps: float
     fixed: float = 0.0
+    terms: float = math.inf
 
     def cumulants(self, c: float, moments: FloatArray) -> tuple[float, float, float]:
         """See `Count`."""
@@ -204,15 +209,12 @@ class TermsCount(Count):
         """See `Count`."""
         fallen = self.down * math.exp(-c * self.step) * np.expm1(-1j * self.step * omega)
         change = (self.chance * grown + fallen) / (1.0 + self._change(c, growth))
-        return np.asarray(self.terms * np.log1p(change) + 1j * self.shift * omega)
+        return np.asarray(self.terms * special.log1p(change) + 1j * self.shift * omega)
 
     def log_nothing(self, theta: Any) -> Any:
         """See `Count`."""
-        fallen = self.down * np.expm1(-theta * self.step)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return self.terms * np.log1p(
-                np.maximum(fallen.real - self.chance, -1.0) + 1j * fallen.imag
-            )
+        left = self.down * np.expm1(-theta * self.step) - self.chance
+        return self.terms * special.log1p(left) + theta * self.shift
 
     def few(self, whole: Any, nothing: Any) -> Any:
         """See `Count`: none."""
@@ -256,6 +258,8 @@ def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
         lower: Whether to bound from below.
     """
     law = _Law(jumps, count)
+    if law.cap <= 0.0:  # only what is cut off may be above zero
+        return 0.0 if lower else count.jumps * law.excess
     c = _BELOW_SADDLE * law.saddle()
     level, _, variance = law.cumulants(c)
     most = math.exp(level) / (math.e * c)  # x_+ <= e^{cx}/(ec)
@@ -300,8 +304,8 @@ def _quadrature(edges: FloatArray) -> tuple[FloatArray, FloatArray]:
     return t, weights * np.exp(-0.5 * t * t) / _ROOT_TAU
 
 
-def _panels(low: float, high: float) -> FloatArray:
-    return np.linspace(low, high, max(math.ceil((high - low) / _WIDEST), 1) + 1)
+def _panels(low: float, high: float, widest: float) -> FloatArray:
+    return np.linspace(low, high, max(math.ceil((high - low) / widest), 1) + 1)
 
 
 class _Law:
@@ -309,13 +313,14 @@ class _Law:
 
     def __init__(self, jumps: Jumps, count: Count) -> None:
         self._jumps, self._count = jumps, count
+        self._widest = min(_WIDEST, _STEEPEST / jumps.reach)
         low, high = -_REACH - jumps.reach, self._highest()
         self._ends = low, high
         self.cap = float(jumps.value(np.array(high)))
-        t, weights = _quadrature(_panels(high, high + _REACH + jumps.reach))
+        t, weights = _quadrature(_panels(high, high + _REACH + jumps.reach, self._widest))
         self.excess = float(np.sum(weights * (jumps.value(t) - self.cap)))
         # The last node is the cap.
-        self._t, weights = _quadrature(_panels(low, high))
+        self._t, weights = _quadrature(_panels(low, high, self._widest))
         self._weights = np.append(weights, special.ndtr(-high))
         self._x = np.append(jumps.value(self._t), self.cap)
 
@@ -384,9 +389,9 @@ class _Law:
     def _fine(self, c: float, highest: float) -> tuple[FloatArray, FloatArray]:
         """Jumps at nodes fit for all frequencies up to `highest`, and their tilted weights."""
         t = np.linspace(*self._ends, 1500)
-        seen = c * self._jumps.value(t) - 0.5 * t * t > _FAINT
-        slope = np.where(seen, self._jumps.slope(t), 0.0)
-        density = np.maximum(1.0 / _WIDEST, highest / _PHASE * slope)
+        weight = c * self._jumps.value(t) - 0.5 * t * t + math.log(max(self._count.jumps, 1.0))
+        slope = np.where(weight > _FAINT, self._jumps.slope(t), 0.0)
+        density = np.maximum(1.0 / self._widest, math.hypot(c, highest) / _PHASE * slope)
         panels = np.cumsum(0.5 * (density[1:] + density[:-1])) * (t[1] - t[0])
         panels = np.append(0.0, panels)
         edges = np.interp(np.linspace(0.0, panels[-1], math.ceil(panels[-1]) + 1), panels, t)
@@ -405,7 +410,9 @@ class _Law:
         decay = np.append(count.decay(c, growth, self._x, tilted, ladder), 0.0)
         bound = np.exp(-np.maximum(decay, count.roughness(c, growth, smooth, mass)))
         if out:
-            bound = np.minimum(bound + 2.0 * out, out * count.many(c, smooth + tilted[-1]))
+            jump = np.minimum(smooth + tilted[-1], mass + tilted[-1])
+            bound = np.minimum(bound + out * count.few(jump, 1.0), out * count.many(c, jump))
+        bound = np.maximum.accumulate(bound[::-1])[::-1]  # so that its sum is below its integral
         inverse = 1.0 / np.append(ladder, math.inf)
         return np.asarray(np.cumsum((bound * (inverse[:-1] - inverse[1:]))[::-1])[::-1])
 
@@ -415,7 +422,10 @@ class _Law:
         if omega.size > _ROWS:
             turns = np.full(turns.size, 2.0)
         summed = np.abs(np.expm1(c * self._x)) * self._weights + tilted * turns
-        return _UNIT * (100.0 + 4.0 * self._count.jumps * float(np.sum(summed)))
+        turned = (
+            4.0 * self._count.jumps * float(np.sum(summed)) + abs(self._count.fixed) * omega[-1]
+        )
+        return _UNIT * (100.0 + turned)
 
     def one_jump(self) -> float:
         """`E[(b + S)_+; one jump]` of a Poisson number of capped jumps."""
@@ -427,7 +437,7 @@ class _Law:
             middle = 0.5 * (low + end)
             below = float(self._jumps.value(np.array(middle))) < strike
             low, end = (middle, end) if below else (low, middle)
-        t, weights = _quadrature(_panels(low, high))
+        t, weights = _quadrature(_panels(low, high, self._widest))
         value = float(np.sum(weights * np.maximum(self._jumps.value(t) - strike, 0.0)))
         value += float(self._weights[-1]) * (self.cap - strike)
         return self._count.jumps * math.exp(-self._count.jumps) * value
@@ -451,7 +461,8 @@ class _Law:
             if other * self.cap > 600.0:
                 break
             exponent = self.cumulants(other)[0] - level - (other - c) * period
-            far = min(far, math.exp(min(exponent, 50.0)) / (math.e * other) * 1.01)
+            ratio = -math.expm1(-(other - c) * period)
+            far = min(far, math.exp(min(exponent, 50.0)) / (math.e * other * ratio))
         return near + far
 
     def sure_excess(self) -> float:
@@ -466,6 +477,7 @@ class _Law:
                 weighed = self._weights * np.exp(-c * x) * x
                 growth = float(np.sum(self._weights * np.expm1(-c * x)))
                 moments = np.array([growth, float(np.sum(weighed)), float(np.sum(weighed * x))])
-                exponent = self._count.cumulants(-c, moments)[0] - c * self.cap
+                others = 1.0 - 1.0 / self._count.terms  # all but the one with the jump
+                exponent = others * self._count.cumulants(-c, moments)[0] - c * self.cap
                 least = min(least, far + math.exp(min(exponent, 0.0)))
         return self._count.jumps * self.excess * max(1.0 - least, 0.0)

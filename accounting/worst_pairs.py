@@ -24,6 +24,9 @@ _FAR, _FAR_GROWTH = 30.0, 1.25
 _NEGLIGIBLE = 1e-22
 _AS_ALONE = 0.995
 _LEAST_SURE = 1e-16
+# With less noise the ratios reach over too many orders of magnitude; others hide little then, and
+# nothing is counted on but the report's own noise and its coin.
+LEAST_NOISE = 0.2
 
 Pair = Callable[[float, float], Jumps]
 """E - αE' as a jump, from w and α."""
@@ -78,6 +81,13 @@ def apart(relation: NeighboringRelation, noise_multiplier: float) -> float:
     return records / noise_multiplier
 
 
+def note_on(noise_multiplier: float) -> str | None:
+    """Returns one line where `upper_profile` counts on no others; otherwise None."""
+    if noise_multiplier >= LEAST_NOISE:
+        return None
+    return f"with noise multipliers below {LEAST_NOISE:g} no other report is counted on"
+
+
 def upper_profile(
     divergence: Divergence,
     rate: float,
@@ -105,6 +115,9 @@ def upper_profile(
     def alone(losses: FloatArray) -> FloatArray:
         return np.asarray(rate * np.exp(log_gaussian_delta(shift, losses)))
 
+    if noise_multiplier < LEAST_NOISE:
+        epsilons = gaussian_losses(shift)
+        return epsilons, alone(epsilons)
     losses, deltas = [0.0], [max(divergence(1.0, pair, False) for pair in pairs)]
     for loss in _losses(deltas[0], noise_multiplier, coarseness):
         losses.append(loss)
@@ -161,6 +174,14 @@ def lower_profile(
         inside = (back > onward) & (at > start) & (at < end)
     places = np.concatenate([x[1:-1], at[inside]])
     values = np.concatenate([bottom[1:-1], (bottom[1:-2] + onward * (at - start))[inside]])
+    # The outermost lines end where they meet 1 - α, and 0.
+    back_out, on_out = (top[2] - bottom[1]) / width[1], (bottom[-2] - top[-3]) / width[-2]
+    near = (1.0 - bottom[1] + back_out * x[1]) / (1.0 + back_out)
+    if 0.0 < near < x[1]:
+        places, values = np.append(places, near), np.append(values, 1.0 - near)
+    if on_out < 0.0:
+        places = np.append(places, x[-2] - bottom[-2] / on_out)
+        values = np.append(values, 0.0)
     order = np.argsort(places)
     return LowerProfile(np.log(places[order]), values[order])
 

@@ -40,7 +40,7 @@ def account_command(
     json: Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
-    from accounting import Ledger, LedgerError, price
+    from accounting import Ledger, LedgerError, participation_note, price
 
     try:
         if run is not None:
@@ -55,8 +55,11 @@ def account_command(
             counts, at = {event: _count("--rounds", rounds)}, _delta(delta, users)
         check_adjacency(adjacency)
         rows = price(counts.items(), adjacency, at, lower=True)
+        taken = sum(getattr(each, "check_in_rate", 1.0) * count for each, count in counts.items())
     except (ValueError, LedgerError) as error:
         fail(error)
+    if note := participation_note(taken, 1, at):
+        typer.echo(f"warning: {note}", err=True)
     if json:
         print_json(
             {
@@ -90,7 +93,14 @@ def calibrate_command(
     rounds: Rounds = None,
     delta: Delta = "1/n",
     adjacency: Adjacency = "replace",
-    blankets: Blankets = 0.0,
+    blankets: Annotated[
+        float | None,
+        typer.Option(
+            "--blankets",
+            help="Expected blankets λ that the shuffler adds to each round. Default: none, or with "
+            "--accountant blanket those that are needed.",
+        ),
+    ] = None,
     accountant: Accountant = "theorem3",
     dimension: Annotated[
         int | None,
@@ -101,14 +111,21 @@ def calibrate_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Find the noise, the rounds or γ (whichever is left out) that stays within a target ε."""
+    """Find the noise, the rounds, γ or the blankets (whichever is left out) for a target ε.
+
+    With --accountant blanket and neither --noise nor --blankets: the two of the least error of the
+    mean update.
+    """
     from accounting import (
         check_accountant,
         epsilon_of,
         largest_rate,
+        least_blankets,
+        least_error_blankets,
         least_noise,
         mean_update_error,
         most_rounds,
+        participation_note,
     )
 
     try:
@@ -119,13 +136,20 @@ def calibrate_command(
             raise ValueError(f"--target-epsilon must lie in (0, inf), got {target_epsilon}")
         size = math.inf if dimension is None else _count("--dimension", dimension)
         given = {"noise": noise, "rounds": rounds, "gamma": gamma}
+        if accountant == "blanket":
+            given["blankets"] = blankets
+        elif blankets is None:
+            blankets = 0.0
         missing = [name for name, value in given.items() if value is None]
-        if len(missing) != 1:
-            raise ValueError("leave out exactly one of --noise, --rounds and --gamma")
+        if len(missing) != 1 and missing != ["noise", "blankets"]:
+            raise ValueError(
+                "leave out exactly one of --noise, --rounds and --gamma"
+                + (", or --blankets, or --noise and --blankets" if accountant == "blanket" else "")
+            )
 
         def epsilon(**values: Any) -> float:
-            now = {"rounds": rounds, "gamma": gamma, "noise": noise} | values
-            event = make_event(users, now["gamma"], now["noise"], blankets)
+            now = {"rounds": rounds, "gamma": gamma, "noise": noise, "blankets": blankets} | values
+            event = make_event(users, now["gamma"], now["noise"], now["blankets"])
             judge = check_accountant(accountant, event)
             return epsilon_of(judge, adjacency, event, _count("--rounds", now["rounds"]), at)
 
@@ -133,10 +157,22 @@ def calibrate_command(
             noise = least_noise(lambda z: epsilon(noise=z), target_epsilon)
         elif missing == ["rounds"]:
             rounds = most_rounds(lambda t: epsilon(rounds=t), target_epsilon)
-        else:
+        elif missing == ["gamma"]:
             gamma = largest_rate(lambda g: epsilon(gamma=g), target_epsilon, users)
+        elif missing == ["blankets"]:
+            blankets = least_blankets(lambda b: epsilon(blankets=b), target_epsilon)
+        else:
+            noise, blankets = least_error_blankets(
+                lambda z, b: epsilon(noise=z, blankets=b),
+                target_epsilon,
+                users,
+                needed("--gamma", gamma),
+            )
         reached = epsilon() if rounds else 0.0
         error_of_mean = mean_update_error(users, gamma, noise, blankets, size)
+        reports = users * gamma + blankets
+        if note := participation_note(gamma, rounds, at):
+            typer.echo(f"warning: {note}", err=True)
     except ValueError as error:
         fail(error)
     result = {
@@ -152,6 +188,8 @@ def calibrate_command(
         "epsilon": reached,
         "dimension": dimension,
         "mean_update_error": error_of_mean,
+        "reports_a_round": reports,
+        "bytes_a_round": None if dimension is None else reports * _sealed_bytes(dimension),
     }
     if json:
         print_json(result)
@@ -231,10 +269,19 @@ def _print_peers(points: list[int], others: Any) -> None:
         typer.echo(f"{peer.name}: {peer.covers}")
 
 
+def _sealed_bytes(dimension: int) -> int:
+    """Of one report of a model with so many parameters."""
+    from shuffler import report_length, sealed_length
+
+    return sealed_length(report_length(dimension))
+
+
 def make_event(n: int, gamma: float | None, noise: float | None, blankets: float) -> Any:
     """One check-in round, from the options."""
     from accounting import ShuffledCheckInGaussianDpEvent
 
+    if blankets and not 1e-3 <= blankets <= 1e9:
+        raise ValueError(f"--blankets must be 0 or lie in [0.001, 10^9], got {blankets:g}")
     return ShuffledCheckInGaussianDpEvent(
         n, needed("--gamma", gamma), needed("--noise", noise), blankets
     )
