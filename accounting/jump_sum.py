@@ -422,10 +422,8 @@ class _Law:
         if omega.size > _ROWS:
             turns = np.full(turns.size, 2.0)
         summed = np.abs(np.expm1(c * self._x)) * self._weights + tilted * turns
-        turned = (
-            4.0 * self._count.jumps * float(np.sum(summed)) + abs(self._count.fixed) * omega[-1]
-        )
-        return _UNIT * (100.0 + turned)
+        phase = abs(self._count.fixed) * float(omega[-1])
+        return _UNIT * (100.0 + phase + 4.0 * self._count.jumps * float(np.sum(summed)))
 
     def one_jump(self) -> float:
         """`E[(b + S)_+; one jump]` of a Poisson number of capped jumps."""

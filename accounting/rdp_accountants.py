@@ -214,6 +214,20 @@ class Theorem3Accountant(RdpShuffleAccountant):
     def _options(self) -> tuple[Any, ...]:
         return (self._max_order, *self._form)
 
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`: also where Theorem 1 alone would say less."""
+        notes, (split, rate, capped) = super().note(delta), self._form
+        if capped or not self._spent.count or np.any(self._spent.base):
+            return notes
+        relation, order = self.neighboring_relation, self._max_order
+        other = Theorem3Accountant(relation, order, split, rate, capped=True)
+        least = other.epsilon_after(self._spent.event, delta, self._spent.count)
+        mine = conversion.epsilon_from_rdp(self._orders, self.rdp, delta)[0]
+        if not least < 0.99 * mine:
+            return notes
+        text = f"Theorem 1 with all n users, which bounds every check-in rate, gives {least:.4g}"
+        return f"{notes}; {text}" if notes else text
+
     @staticmethod
     def log_moments(event: Any, sigma: float, max_order: int, *options: Any) -> FloatArray:
         """See `RdpShuffleAccountant.log_moments`."""
