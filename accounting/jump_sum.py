@@ -40,6 +40,7 @@ ComplexArray = npt.NDArray[np.complex128]
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(10)
 _WIDEST = 0.7  # a panel of t, in its standard deviations
 _PHASE = 7.0  # radians from end to end of a panel, at most: 10 nodes integrate that to 1e-13
+_GROWTH = 6.0  # of the logarithm of e^{cx} within a panel, at most
 _REACH = 10.5  # t beyond which fewer than 1e-25 of the jumps are
 _FAINT = -30.0  # exponent below which a part of the sum is a rounding error
 _DEVIATIONS = 5.0  # how far the rest of the sum may be below zero for a jump of the cap to lift it
@@ -186,12 +187,12 @@ class TermsCount(Count):
 
     def _change(self, c: float, growth: float) -> float:
         """E[e^{cV}] - 1 of one term V."""
-        return self.chance * growth + self.down * math.expm1(-c * self.step)
+        return self.chance * growth + self.down * math.expm1(min(-c * self.step, 600.0))
 
     def cumulants(self, c: float, moments: FloatArray) -> tuple[float, float, float]:
         """See `Count`."""
         growth, first, second = moments.tolist()
-        change, fallen = self._change(c, growth), self.down * math.exp(-c * self.step)
+        change, fallen = self._change(c, growth), self.down * math.exp(min(-c * self.step, 600.0))
         mean = (self.chance * first - fallen * self.step) / (1.0 + change)
         square = (self.chance * second + fallen * self.step**2) / (1.0 + change)
         variance = max(square - mean * mean, 0.0)
@@ -206,7 +207,7 @@ class TermsCount(Count):
     def log_nothing(self, theta: Any) -> Any:
         """See `Count`."""
         fallen = self.down * np.expm1(-theta * self.step)
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             return self.terms * np.log1p(
                 np.maximum(fallen.real - self.chance, -1.0) + 1j * fallen.imag
             )
@@ -253,7 +254,10 @@ def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
         lower: Whether to bound from below.
     """
     law = _Law(jumps, count)
+    if law.cap <= 0.0:  # next to no jump is positive
+        return 0.0 if lower else count.jumps * law.excess
     c = _BELOW_SADDLE * law.saddle()
+    law.refine(c)
     level, _, variance = law.cumulants(c)
     most = math.exp(level) / (math.e * c)  # x_+ <= e^{cx}/(ec)
     if most < _NOTHING * count.jumps:
@@ -372,16 +376,25 @@ class _Law:
 
     def _fine(self, c: float, highest: float) -> tuple[FloatArray, FloatArray]:
         """Jumps at nodes fit for all frequencies up to `highest`, and their tilted weights."""
+        fine, weights = _quadrature(self._narrow(c, highest / _PHASE))
+        x = np.append(self._jumps.value(fine), self.cap)
+        return x, np.append(weights, self._weights[-1]) * np.exp(c * x)
+
+    def refine(self, c: float) -> None:
+        """Takes nodes close enough for e^{3cx}, the most that is asked for from here on."""
+        self._t, weights = _quadrature(self._narrow(c, 3.0 * c / _GROWTH))
+        self._weights = np.append(weights, self._weights[-1])
+        self._x = np.append(self._jumps.value(self._t), self.cap)
+
+    def _narrow(self, c: float, density: float) -> FloatArray:
+        """Edges of panels, so many for each unit of x, where e^{cx} counts."""
         t = np.linspace(*self._ends, 1500)
         seen = c * self._jumps.value(t) - 0.5 * t * t > _FAINT
         slope = np.where(seen, self._jumps.slope(t), 0.0)
-        density = np.maximum(1.0 / _WIDEST, highest / _PHASE * slope)
-        panels = np.cumsum(0.5 * (density[1:] + density[:-1])) * (t[1] - t[0])
+        each = np.maximum(1.0 / _WIDEST, density * slope)
+        panels = np.cumsum(0.5 * (each[1:] + each[:-1])) * (t[1] - t[0])
         panels = np.append(0.0, panels)
-        edges = np.interp(np.linspace(0.0, panels[-1], math.ceil(panels[-1]) + 1), panels, t)
-        fine, weights = _quadrature(edges)
-        x = np.append(self._jumps.value(fine), self.cap)
-        return x, np.append(weights, self._weights[-1]) * np.exp(c * x)
+        return np.interp(np.linspace(0.0, panels[-1], math.ceil(panels[-1]) + 1), panels, t)
 
     def remainders(self, c: float, ladder: FloatArray, out: float) -> FloatArray:
         """Upper bounds of `∫_Ω^∞ |integrand| dω` for increasing Ω, in units of `e^{cb + K(c)}`."""
