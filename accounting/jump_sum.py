@@ -208,9 +208,7 @@ class TermsCount(Count):
         """See `Count`."""
         fallen = self.down * np.expm1(-theta * self.step)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return self.terms * np.log1p(
-                np.maximum(fallen.real - self.chance, -1.0) + 1j * fallen.imag
-            )
+            return self.terms * np.log1p(fallen - self.chance + 0j)
 
     def few(self, whole: Any, nothing: Any) -> Any:
         """See `Count`: none."""
