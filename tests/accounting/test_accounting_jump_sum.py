@@ -59,10 +59,10 @@ def call(pair, width, alpha, strike):
 def few_jumps(pair, width, alpha, rate, shift):
     """Bounds of `E[(shift + S)_+]`: up to three jumps by quadrature, the rest at its worst.
 
-    The last jump is a closed form, the others' t a trapezoidal rule, which is exact for what is as
-    smooth as this.
+    The last jump is a closed form, the others' t a trapezoidal rule, which is all but exact for
+    what is as smooth as this.
     """
-    t = np.linspace(-9.0, 9.0 + 2 * width, 121)
+    t = np.linspace(-9.0, 9.0 + 2 * width, 121 if width <= 1.0 else 601)
     weight = stats.norm.pdf(t) * (t[1] - t[0])
     x = value(pair, width, alpha, t)
     one = float(call(pair, width, alpha, -shift))
