@@ -120,7 +120,7 @@ def estimated(rate, noise, blankets, alpha, x, other, draws, rng):
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_identity_by_simulation_of_the_mechanism(rate, noise, blankets, alpha, value, pair):
     rng = np.random.default_rng(3)
-    draws = 200_000 if blankets <= 5.0 else 60_000
+    draws = 100_000 if blankets <= 5.0 else 40_000
     x, other = ([each] for each in PAIRS[pair])
     truth, error = estimated(rate, noise, blankets, alpha, x, other, draws, rng)
     low, high = bounds(rate, noise, blankets, alpha, pair)
@@ -135,7 +135,7 @@ def test_no_pair_in_the_ball_exceeds_the_worst(dimension):
     rng = np.random.default_rng(dimension)
     for rate, noise, blankets, alpha in [(0.5, 1.0, 5.0, 1.2), (1.0, 0.6, 3.0, 2.0)]:
         worst = {pair: bounds(rate, noise, blankets, alpha, pair)[1] for pair in PAIRS}
-        for _ in range(8):
+        for _ in range(5):
             records = rng.standard_normal((2, dimension))
             records *= rng.random((2, 1)) ** (1 / 6) / np.linalg.norm(records, axis=1)[:, None]
             x, zero = records[0], np.zeros(dimension)
@@ -276,7 +276,7 @@ def epsilon_of(event, rounds, adjacency="replace", delta=1e-5, accountant="blank
     return accounting.make_accountant(accountant, adjacency).epsilon_after(event, delta, rounds)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.floats(0.02, 1.0),
     st.floats(0.9, 30.0),

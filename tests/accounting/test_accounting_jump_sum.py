@@ -62,7 +62,7 @@ def few_jumps(pair, width, alpha, rate, shift):
     The last jump is a closed form, the others' t a trapezoidal rule, which is all but exact for
     what is as smooth as this.
     """
-    t = np.linspace(-9.0, 9.0 + 2 * width, 121 if width <= 1.0 else 601)
+    t = np.linspace(-9.0, 9.0 + 2 * width, 121 if width <= 1.0 else 401)
     weight = stats.norm.pdf(t) * (t[1] - t[0])
     x = value(pair, width, alpha, t)
     one = float(call(pair, width, alpha, -shift))
@@ -75,7 +75,7 @@ def few_jumps(pair, width, alpha, rate, shift):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("rate", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("rate", [0.02, 0.3])
 def test_few_jumps_by_quadrature(pair, rate):
     for width in (0.01, 0.5, 2.0, 5.0):
         for alpha in (1.0, 1.05, 3.0):
@@ -174,10 +174,10 @@ def test_very_many_jumps_are_nearly_normal(pair, width, rate, tolerance):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("chance", [1e-6, 1e-3, 0.5, 0.99])
+@pytest.mark.parametrize("chance", [1e-6, 0.01, 0.9])
 def test_one_term_is_one_jump(pair, chance):
-    for width in (0.01, 0.5, 1.0, 5.0):
-        for alpha in (1.0, 1.1, 1.6, 20.0):
+    for width in (0.01, 0.7, 5.0):
+        for alpha in (1.0, 1.3, 20.0):
             truth = chance * float(call(pair, width, alpha, 0.0))
             if truth < 1e-12 * chance:
                 continue  # what cancels in the closed form
@@ -187,7 +187,7 @@ def test_one_term_is_one_jump(pair, chance):
             fallen = both(pair, width, alpha, TermsCount(1.0, chance, 1.0 - chance, 0.3))
             assert fallen[0] - error <= truth * (1 + 1e-8)
             assert truth * (1 - 1e-8) <= fallen[1] + error
-            if 1e-3 <= chance <= 0.5 and width <= 1.0 and alpha <= 1.0 + width:
+            if chance == 0.01 and width <= 1.0 and alpha <= 1.0 + width:
                 assert high <= 1.02 * truth and low >= 0.98 * truth
 
 
@@ -240,7 +240,7 @@ def test_poisson_sums_are_those_of_very_many_terms():
         assert 0.995 * least <= high and 0.995 * low <= most
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(PAIRS),
     st.floats(2.0, 7.0),
@@ -257,7 +257,7 @@ def test_tight_for_ordinary_parameters(pair, log_rate, log_noise, check_in, devi
     assert 0.0 < low <= high <= 1.002 * low
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(PAIRS),
     st.floats(-1.0, 7.0),
@@ -284,7 +284,7 @@ def test_any_poisson_sum_has_bounds(pair, log_rate, log_noise, log_check_in, los
     assert divergence(2.0)[0] <= high * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(PAIRS),
     st.integers(1, 10**6),
