@@ -27,7 +27,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,10 +78,19 @@ class Jumps:
     reach: float
 
 
+class Tilt(NamedTuple):
+    """One jump weighed by e^{cx}: `E[e^{cX} - 1]`, `E[e^{cX}]`, `E[X e^{cX}]`, `E[X² e^{cX}]`."""
+
+    growth: float
+    whole: float
+    first: float
+    second: float
+
+
 class Count(abc.ABC):
     """How many jumps the sum b + S has, and what else is in it.
 
-    Tilted means weighed by e^{cx}; J, J' and J'' are those of one jump at c.
+    Tilted means weighed by e^{cx}.
     """
 
     terms: float
@@ -92,12 +101,12 @@ class Count(abc.ABC):
     """The mean of all but the jumps, <= 0."""
 
     @abc.abstractmethod
-    def cumulants(self, c: float, moments: FloatArray) -> tuple[float, float, float]:
-        """`log E[e^{c(b + S)}]` and two derivatives, from J, J' and J''."""
+    def cumulants(self, c: float, tilt: Tilt) -> tuple[float, float, float]:
+        """`log E[e^{c(b + S)}]` and two derivatives."""
 
     @abc.abstractmethod
-    def log_ratios(self, c: float, growth: float, omega: FloatArray, grown: Any) -> ComplexArray:
-        """`log E[e^{θ(b + S)}] - log E[e^{c(b + S)}]`, from J(c) and J(θ) - J(c)."""
+    def log_ratios(self, c: float, tilt: Tilt, omega: FloatArray, grown: Any) -> ComplexArray:
+        """`log E[e^{θ(b + S)}] - log E[e^{c(b + S)}]`, from J(θ) - J(c)."""
 
     @abc.abstractmethod
     def log_nothing(self, theta: Any) -> Any:
@@ -114,13 +123,13 @@ class Count(abc.ABC):
 
     @abc.abstractmethod
     def decay(
-        self, c: float, growth: float, x: FloatArray, tilted: FloatArray, ladder: FloatArray
+        self, c: float, tilt: Tilt, x: FloatArray, tilted: FloatArray, ladder: FloatArray
     ) -> FloatArray:
         """Lower bounds of `-Re log_ratios` between each frequency and the next, from the curvature
         of the cosine. The last of the jumps x is the cap."""
 
     @abc.abstractmethod
-    def roughness(self, c: float, growth: float, smooth: FloatArray, mass: float) -> FloatArray:
+    def roughness(self, c: float, tilt: Tilt, smooth: FloatArray, mass: float) -> FloatArray:
         """The same from `|J(θ) + 1| <= smooth` but for the cap; `mass` is the tilted jumps' all."""
 
 
@@ -132,12 +141,12 @@ class PoissonCount(Count):
     fixed: float = 0.0
     terms: float = math.inf
 
-    def cumulants(self, c: float, moments: FloatArray) -> tuple[float, float, float]:
+    def cumulants(self, c: float, tilt: Tilt) -> tuple[float, float, float]:
         """See `Count`."""
-        level, first, second = (self.jumps * moments).tolist()
-        return level + c * self.fixed, first + self.fixed, second
+        level = self.jumps * tilt.growth + c * self.fixed
+        return level, self.jumps * tilt.first + self.fixed, self.jumps * tilt.second
 
-    def log_ratios(self, c: float, growth: float, omega: FloatArray, grown: Any) -> ComplexArray:
+    def log_ratios(self, c: float, tilt: Tilt, omega: FloatArray, grown: Any) -> ComplexArray:
         """See `Count`."""
         return np.asarray(self.jumps * grown + 1j * self.fixed * omega)
 
@@ -155,7 +164,7 @@ class PoissonCount(Count):
         return np.where(y < 1e-4, y * y, np.expm1(y) - y)
 
     def decay(
-        self, c: float, growth: float, x: FloatArray, tilted: FloatArray, ladder: FloatArray
+        self, c: float, tilt: Tilt, x: FloatArray, tilted: FloatArray, ladder: FloatArray
     ) -> FloatArray:
         """See `Count`."""
         result = np.zeros(ladder.size - 1)
@@ -165,7 +174,7 @@ class PoissonCount(Count):
             result = np.maximum(result, factor * self.jumps * ladder[:-1] ** 2 * squares)
         return result
 
-    def roughness(self, c: float, growth: float, smooth: FloatArray, mass: float) -> FloatArray:
+    def roughness(self, c: float, tilt: Tilt, smooth: FloatArray, mass: float) -> FloatArray:
         """See `Count`."""
         return self.jumps * (mass - smooth)
 
@@ -191,24 +200,30 @@ class TermsCount(Count):
         """See `Count`."""
         return self.shift - self.terms * self.down * self.step
 
-    def _change(self, c: float, growth: float) -> float:
-        """E[e^{cV}] - 1 of one term V."""
-        return self.chance * growth + self.down * math.expm1(-c * self.step)
+    def _fallen(self, c: float) -> float:
+        """E[e^{cV}; step down] of one term V."""
+        return self.down * math.exp(min(-c * self.step, 600.0))
 
-    def cumulants(self, c: float, moments: FloatArray) -> tuple[float, float, float]:
+    def _total(self, c: float, tilt: Tilt) -> float:
+        """E[e^{cV}], a sum of positive terms."""
+        still = max(1.0 - self.chance - self.down, 0.0)
+        return still + self.chance * tilt.whole + self._fallen(c)
+
+    def cumulants(self, c: float, tilt: Tilt) -> tuple[float, float, float]:
         """See `Count`."""
-        growth, first, second = moments.tolist()
-        change, fallen = self._change(c, growth), self.down * math.exp(-c * self.step)
-        mean = (self.chance * first - fallen * self.step) / (1.0 + change)
-        square = (self.chance * second + fallen * self.step**2) / (1.0 + change)
+        change = self.chance * tilt.growth + self.down * math.expm1(min(-c * self.step, 600.0))
+        total, fallen = self._total(c, tilt), self._fallen(c)
+        mean = (self.chance * tilt.first - fallen * self.step) / total
+        square = (self.chance * tilt.second + fallen * self.step**2) / total
         variance = max(square - mean * mean, 0.0)
-        level = self.terms * math.log1p(change) + c * self.shift
+        log_total = math.log1p(change) if abs(change) < 0.5 else math.log(total)
+        level = self.terms * log_total + c * self.shift
         return level, self.terms * mean + self.shift, self.terms * variance
 
-    def log_ratios(self, c: float, growth: float, omega: FloatArray, grown: Any) -> ComplexArray:
+    def log_ratios(self, c: float, tilt: Tilt, omega: FloatArray, grown: Any) -> ComplexArray:
         """See `Count`."""
-        fallen = self.down * math.exp(-c * self.step) * np.expm1(-1j * self.step * omega)
-        change = (self.chance * grown + fallen) / (1.0 + self._change(c, growth))
+        fallen = self._fallen(c) * np.expm1(-1j * self.step * omega)
+        change = (self.chance * grown + fallen) / self._total(c, tilt)
         return np.asarray(self.terms * special.log1p(change) + 1j * self.shift * omega)
 
     def log_nothing(self, theta: Any) -> Any:
@@ -227,11 +242,11 @@ class TermsCount(Count):
         return np.asarray(np.expm1(np.minimum(self.terms * np.log1p(y), 50.0)))
 
     def decay(
-        self, c: float, growth: float, x: FloatArray, tilted: FloatArray, ladder: FloatArray
+        self, c: float, tilt: Tilt, x: FloatArray, tilted: FloatArray, ladder: FloatArray
     ) -> FloatArray:
         """See `Count`: `-log |E e^{iωV}| >= ½ E[1 - cos ω(V - V')]`, V' another term."""
-        total = 1.0 + self._change(c, growth)
-        still, fallen = 1.0 - self.chance - self.down, self.down * math.exp(-c * self.step)
+        total, fallen = self._total(c, tilt), self._fallen(c)
+        still = 1.0 - self.chance - self.down
         v = np.concatenate([x, [0.0, -self.step]])
         p = np.concatenate([self.chance * tilted, [max(still, 0.0), fallen]]) / total
         v = v - float(np.sum(p * v))
@@ -243,9 +258,9 @@ class TermsCount(Count):
             result = np.maximum(result, factor * self.terms * ladder[:-1] ** 2 * spread)
         return result
 
-    def roughness(self, c: float, growth: float, smooth: FloatArray, mass: float) -> FloatArray:
+    def roughness(self, c: float, tilt: Tilt, smooth: FloatArray, mass: float) -> FloatArray:
         """See `Count`."""
-        left = 1.0 - self.chance * (mass - smooth) / (1.0 + self._change(c, growth))
+        left = 1.0 - self.chance * (mass - smooth) / self._total(c, tilt)
         return np.asarray(-self.terms * np.log(np.clip(left, 1e-300, 1.0)))
 
 
@@ -261,6 +276,7 @@ def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
     if law.cap <= 0.0:  # only what is cut off may be above zero
         return 0.0 if lower else count.jumps * law.excess
     c = _BELOW_SADDLE * law.saddle()
+    law.refine(c)
     level, _, variance = law.cumulants(c)
     most = math.exp(level) / (math.e * c)  # x_+ <= e^{cx}/(ec)
     if most < _NOTHING * count.jumps:
@@ -281,10 +297,10 @@ def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
     period = law.period(c, level, goal)
     step = 2.0 * math.pi / period
     omega = step * np.arange(math.ceil(cut / step) + 1.0)
-    theta, growth, grown = c + 1j * omega, law.growth(c), law.grown(c, omega)
-    values = np.exp(count.log_ratios(c, growth, omega, grown))
+    theta, tilt, grown = c + 1j * omega, law.tilt(c), law.grown(c, omega)
+    values = np.exp(count.log_ratios(c, tilt, omega, grown))
     if out:
-        values -= count.few(1.0 + growth + grown, np.exp(count.log_nothing(theta) - level))
+        values -= count.few(tilt.whole + grown, np.exp(count.log_nothing(theta) - level))
     values *= np.exp(0.5 * (smooth * theta) ** 2) / theta**2
     values[0] *= 0.5
     integral = step / math.pi * float(np.sum(values.real))
@@ -340,19 +356,21 @@ class _Law:
             low, high = (low, middle) if most >= fall + _DEVIATIONS * spread else (middle, high)
         return float(t[high])
 
-    def growth(self, c: float) -> float:
-        """J(c)."""
-        return float(np.sum(self._weights * np.expm1(c * self._x)))
-
     def _tilted(self, c: float) -> FloatArray:
         result: FloatArray = self._weights * np.exp(c * self._x)
         return result
 
+    def tilt(self, c: float, x: FloatArray | None = None) -> Tilt:
+        """One jump at c of either sign; with others for the jumps if given."""
+        jumps = self._x if x is None else x
+        tilted = self._weights * np.exp(c * jumps)
+        growth = float(np.sum(self._weights * np.expm1(c * jumps)))
+        first, second = tilted * jumps, tilted * jumps * jumps
+        return Tilt(growth, float(np.sum(tilted)), float(np.sum(first)), float(np.sum(second)))
+
     def cumulants(self, c: float) -> tuple[float, float, float]:
-        """`log E[e^{c(b + S)}]` and its first two derivatives, c of either sign."""
-        weighed = self._tilted(c) * self._x
-        moments = [self.growth(c), float(np.sum(weighed)), float(np.sum(weighed * self._x))]
-        return self._count.cumulants(c, np.array(moments))
+        """`log E[e^{c(b + S)}]` and its first two derivatives, c > 0."""
+        return self._count.cumulants(c, self.tilt(c))
 
     def saddle(self) -> float:
         """The minimum of `log E[e^{c(b + S)}] - 2 log c` in c > 0, about."""
@@ -388,27 +406,36 @@ class _Law:
 
     def _fine(self, c: float, highest: float) -> tuple[FloatArray, FloatArray]:
         """Jumps at nodes fit for all frequencies up to `highest`, and their tilted weights."""
-        t = np.linspace(*self._ends, 1500)
-        weight = c * self._jumps.value(t) - 0.5 * t * t + math.log(max(self._count.jumps, 1.0))
-        slope = np.where(weight > _FAINT, self._jumps.slope(t), 0.0)
-        density = np.maximum(1.0 / self._widest, math.hypot(c, highest) / _PHASE * slope)
-        panels = np.cumsum(0.5 * (density[1:] + density[:-1])) * (t[1] - t[0])
-        panels = np.append(0.0, panels)
-        edges = np.interp(np.linspace(0.0, panels[-1], math.ceil(panels[-1]) + 1), panels, t)
-        fine, weights = _quadrature(edges)
+        fine, weights = _quadrature(self._edges(c, math.hypot(c, highest) / _PHASE))
         x = np.append(self._jumps.value(fine), self.cap)
         return x, np.append(weights, self._weights[-1]) * np.exp(c * x)
 
+    def refine(self, c: float) -> None:
+        """Takes nodes fit for e^{3cx}, the most that is asked for once c is known."""
+        self._t, weights = _quadrature(self._edges(c, 3.0 * c / _PHASE))
+        self._weights = np.append(weights, self._weights[-1])
+        self._x = np.append(self._jumps.value(self._t), self.cap)
+
+    def _edges(self, c: float, density: float) -> FloatArray:
+        """Edges of panels, so many for each unit of x, where e^{cx} counts."""
+        t = np.linspace(*self._ends, 1500)
+        weight = c * self._jumps.value(t) - 0.5 * t * t + math.log(max(self._count.jumps, 1.0))
+        slope = np.where(weight > _FAINT, self._jumps.slope(t), 0.0)
+        each = np.maximum(1.0 / self._widest, density * slope)
+        panels = np.append(0.0, np.cumsum(0.5 * (each[1:] + each[:-1])) * (t[1] - t[0]))
+        edges = np.interp(np.linspace(0.0, panels[-1], math.ceil(panels[-1]) + 1), panels, t)
+        return np.asarray(edges)
+
     def remainders(self, c: float, ladder: FloatArray, out: float) -> FloatArray:
         """Upper bounds of `∫_Ω^∞ |integrand| dω` for increasing Ω, in units of `e^{cb + K(c)}`."""
-        count, growth, tilted = self._count, self.growth(c), self._tilted(c)
+        count, tilt, tilted = self._count, self.tilt(c), self._tilted(c)
         # |∫ e^{iωx} p(x) dx| <= (total variation of p)/ω; a tenth for reading it at nodes.
         density = np.exp(c * self._x[:-1] - 0.5 * self._t**2) / _ROOT_TAU
         density /= self._jumps.slope(self._t)
         variation = 1.1 * float(np.sum(np.abs(np.diff(density))) + density[0] + density[-1])
         smooth, mass = variation / ladder, float(np.sum(tilted[:-1]))
-        decay = np.append(count.decay(c, growth, self._x, tilted, ladder), 0.0)
-        bound = np.exp(-np.maximum(decay, count.roughness(c, growth, smooth, mass)))
+        decay = np.append(count.decay(c, tilt, self._x, tilted, ladder), 0.0)
+        bound = np.exp(-np.maximum(decay, count.roughness(c, tilt, smooth, mass)))
         if out:
             jump = np.minimum(smooth + tilted[-1], mass + tilted[-1])
             bound = np.minimum(bound + out * count.few(jump, 1.0), out * count.many(c, jump))
@@ -472,10 +499,8 @@ class _Law:
             x = np.where(near, self._x, 0.0)
             far = self._count.jumps * float(np.sum(self._weights[~near]))
             for c in np.geomspace(2.0, 40.0, 12) / self.cap:
-                weighed = self._weights * np.exp(-c * x) * x
-                growth = float(np.sum(self._weights * np.expm1(-c * x)))
-                moments = np.array([growth, float(np.sum(weighed)), float(np.sum(weighed * x))])
                 others = 1.0 - 1.0 / self._count.terms  # all but the one with the jump
-                exponent = others * self._count.cumulants(-c, moments)[0] - c * self.cap
+                level = self._count.cumulants(-c, self.tilt(-c, x))[0]
+                exponent = others * level - c * self.cap
                 least = min(least, far + math.exp(min(exponent, 0.0)))
         return self._count.jumps * self.excess * max(1.0 - least, 0.0)

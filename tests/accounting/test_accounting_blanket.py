@@ -1,0 +1,362 @@
+"""`blanket`: its identity, its worst pairs, the whole mechanism, composed values, its limits."""
+
+import dataclasses
+import itertools
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation, privacy_accountant_test
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+
+import accounting
+from accounting.blanket_accountant import BlanketAccountant, divergence_of
+from accounting.worst_pairs import against_zero, opposite, zero_against
+
+REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
+PAIRS = {opposite: (1.0, -1.0), against_zero: (1.0, 0.0), zero_against: (0.0, 1.0)}
+
+
+class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [BlanketAccountant(REPLACE), BlanketAccountant(ZERO_OUT)]
+
+
+def event_of(rate, noise, blankets, users=1):
+    return accounting.ShuffledCheckInGaussianDpEvent(users, rate, noise, blankets)
+
+
+def bounds(rate, noise, blankets, alpha, pair):
+    event = event_of(rate, noise, blankets)
+    return divergence_of(event, alpha, pair, lower=True), divergence_of(event, alpha, pair)
+
+
+def counts_law(shares, blankets, most):
+    """The law of how many blankets fall into each bin: independent Poisson numbers."""
+    law = np.ones(1)
+    for share in shares:
+        law = np.multiply.outer(law, stats.poisson.pmf(np.arange(most + 1), blankets * share))
+    return law[0]
+
+
+def released_law(without, rate, chances):
+    """With user 1's report in a bin drawn by `chances`, or none: all cases, added up."""
+    law = (1.0 - rate) * without
+    for axis, chance in enumerate(chances):
+        moved = np.roll(without, 1, axis=axis)
+        np.moveaxis(moved, axis, 0)[0] = 0.0
+        law = law + rate * chance * moved
+    return law
+
+
+def test_the_density_of_a_count_vector_is_an_average_of_ratios():
+    """Mecke's formula, where every released multiset can be listed."""
+    blankets, rate, shares = 1.7, 0.6, np.array([0.5, 0.3, 0.2])
+    without = counts_law(shares, blankets, 14)
+    for chances in ([0.1, 0.2, 0.7], [1.0, 0.0, 0.0], [0.5, 0.3, 0.2]):
+        law = released_law(without, rate, chances)
+        counts = np.indices(without.shape)
+        total = np.tensordot(np.array(chances) / shares, counts, axes=1)
+        formula = without * ((1.0 - rate) + rate / blankets * total)
+        assert np.allclose(law, formula, rtol=1e-9, atol=0.0)
+        assert law.sum() == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("rate", "blankets"), [(1.0, 1.0), (0.5, 0.6)])
+def test_reports_put_into_bins_tell_hardly_less(pair, rate, blankets):
+    """Exactly, without a sample: binning is post-processing, and six bins lose little."""
+    x, other = PAIRS[pair]
+    edges = np.array([-math.inf, -1.3, -0.6, 0.0, 0.6, 1.3, math.inf])
+    shares, first, second = (np.diff(special.ndtr(edges - mean)) for mean in (0.0, x, other))
+    without = counts_law(shares, blankets, 8)
+    laws = [released_law(without, rate, chances) for chances in (first, second)]
+    for alpha in (1.0, 1.3):
+        binned = float(np.sum(np.maximum(laws[0] - alpha * laws[1], 0.0)))
+        low, high = bounds(rate, 1.0, blankets, alpha, pair)
+        assert binned <= high
+        assert binned >= 0.85 * low
+
+
+def estimated(rate, noise, blankets, alpha, x, other, draws, rng):
+    """H_α(x‖other) of the mechanism with everyone else's report known: mean, five errors.
+
+    Rounds are simulated under x. The densities of the released points, in random order, are those
+    of the cases: all are blankets, or one of them, each with equal chance, is user 1's.
+    """
+    x, other = np.asarray(x, dtype=float), np.asarray(other, dtype=float)
+    number = rng.poisson(blankets, draws)
+    sent = rng.random(draws) < rate
+    total = number + sent
+    y = noise * rng.standard_normal((draws, max(int(total.max()), 1), x.size))
+    y[sent, 0] += x
+    there = np.arange(y.shape[1]) < total[:, None]
+    alone = stats.poisson.pmf(total, blankets)
+    joined = np.where(total > 0, stats.poisson.pmf(total - 1, blankets), 0.0)
+
+    def density(record):
+        # Of the points, over that of as many blankets.
+        squares = np.sum(y * y, axis=2) - np.sum((y - record) ** 2, axis=2)
+        ratio = np.where(there, np.exp(0.5 * squares / noise**2), 0.0).sum(axis=1)
+        return (1.0 - rate) * alone + rate * joined * ratio / np.maximum(total, 1)
+
+    sample = np.maximum(1.0 - alpha * density(other) / density(x), 0.0)
+    return float(sample.mean()), 5 * float(sample.std()) / math.sqrt(draws)
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "blankets", "alpha", "value"),
+    [
+        (0.5, 1.0, 5.0, 1.2, 0.1051),
+        (1.0, 1.0, 20.0, 1.3, 0.0954),
+        (0.3, 0.7, 50.0, 1.1, 0.0251),
+        (0.8, 0.4, 0.5, 2.0, None),
+        (1.0, 3.0, 100.0, 1.02, None),
+    ],
+)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_identity_by_simulation_of_the_mechanism(rate, noise, blankets, alpha, value, pair):
+    rng = np.random.default_rng(3)
+    draws = 100_000 if blankets <= 5.0 else 40_000
+    x, other = ([each] for each in PAIRS[pair])
+    truth, error = estimated(rate, noise, blankets, alpha, x, other, draws, rng)
+    low, high = bounds(rate, noise, blankets, alpha, pair)
+    assert low <= truth + error and truth - error <= high
+    assert high <= (1.02 if noise > 0.5 else 1.05) * low
+    if value and pair is opposite:
+        assert high == pytest.approx(value, rel=5e-3)
+
+
+@pytest.mark.parametrize("dimension", [1, 2, 3, 5])
+def test_no_pair_in_the_ball_exceeds_the_worst(dimension):
+    rng = np.random.default_rng(dimension)
+    for rate, noise, blankets, alpha in [(0.5, 1.0, 5.0, 1.2), (1.0, 0.6, 3.0, 2.0)]:
+        worst = {pair: bounds(rate, noise, blankets, alpha, pair)[1] for pair in PAIRS}
+        for _ in range(5):
+            records = rng.standard_normal((2, dimension))
+            records *= rng.random((2, 1)) ** (1 / 6) / np.linalg.norm(records, axis=1)[:, None]
+            x, zero = records[0], np.zeros(dimension)
+            for pair, first, second in [
+                (opposite, *records),
+                (against_zero, x, zero),
+                (zero_against, zero, x),
+            ]:
+                shape = rate, noise, blankets, alpha, first, second
+                truth, error = estimated(*shape, 10_000, rng)
+                assert truth - error <= worst[pair]
+
+
+@pytest.mark.parametrize(
+    ("pair", "x", "other"),
+    [
+        (opposite, [0.99, 0.0, 0.0], [-0.98, 0.05, -0.05]),
+        (against_zero, [0.6, -0.5, 0.6], [0.0, 0.0, 0.0]),
+        (zero_against, [0.0, 0.0, 0.0], [0.0, 0.7, -0.7]),
+    ],
+)
+def test_nearly_the_worst_pair_is_nearly_as_bad(pair, x, other):
+    """The comparison above can fail: a pair close to the worst comes close to the bound."""
+    setting = 0.5, 1.0, 5.0, 1.2
+    low, high = bounds(*setting, pair)
+    truth, error = estimated(*setting, x, other, 100_000, np.random.default_rng(1))
+    assert 0.95 * low - error < truth < high + error
+
+
+def among_others(rate, noise, blankets, alpha, x, other, rest, draws, rng):
+    """H_α when the server sees all reports in random order: mean, five errors.
+
+    `rest` lists the other users: record, chance to report and own noise. A released sequence's
+    density sums over who sent which point; the points nobody sent are blankets.
+    """
+
+    def users(record):
+        return [(record, rate, noise), *rest]
+
+    def density(y, record):
+        # Over that of as many blankets.
+        k = y.shape[1]
+
+        def ratio(where, own):
+            squares = np.sum(y * y, axis=2) / noise**2
+            squares = squares - np.sum((y - np.array(where)) ** 2, axis=2) / own**2
+            return (noise / own) ** y.shape[2] * np.exp(0.5 * squares)
+
+        everyone = users(record)
+        ratios = [ratio(where, own) for where, _, own in everyone]
+        result = np.zeros(len(y))
+        for size in range(min(len(everyone), k) + 1):
+            for senders in itertools.combinations(range(len(everyone)), size):
+                chance = math.prod(
+                    g if i in senders else 1.0 - g for i, (_, g, _) in enumerate(everyone)
+                )
+                if chance == 0.0:
+                    continue
+                # Of the k! orders, each assignment of senders leaves (k - size)! for the blankets.
+                chance *= stats.poisson.pmf(k - size, blankets) / math.perm(k, size)
+                for points in itertools.permutations(range(k), size):
+                    term = np.full(len(y), chance)
+                    for i, point in zip(senders, points, strict=True):
+                        term *= ratios[i][:, point]
+                    result += term
+        return result
+
+    number = rng.poisson(blankets, draws)
+    everyone = users(x)
+    sent = rng.random((draws, len(everyone))) < [g for _, g, _ in everyone]
+    rounds = {}
+    for blank, senders in zip(number, sent, strict=True):
+        points = [
+            np.array(where) + own * rng.standard_normal(len(x))
+            for (where, _, own), here in zip(everyone, senders, strict=True)
+            if here
+        ]
+        points.extend(noise * rng.standard_normal((blank, len(x))))
+        rounds.setdefault(len(points), []).append(points)
+    sample = []
+    for k, points in rounds.items():
+        y = np.array(points).reshape(len(points), k, len(x))
+        sample.append(np.maximum(1.0 - alpha * density(y, other) / density(y, x), 0.0))
+    sample = np.concatenate(sample)
+    return float(sample.mean()), 5 * float(sample.std()) / math.sqrt(draws)
+
+
+ABSENT = ((0.0, 1.0), 0.0, 1.0)
+OTHERS = {
+    "absent": [ABSENT, ABSENT],
+    "at x": [((1.0, 0.0), 0.5, 1.0), ((1.0, 0.0), 1.0, 1.0)],
+    "at the other": [((-1.0, 0.0), 1.0, 1.0), ((-1.0, 0.0), 0.5, 1.0)],
+    "across": [((0.0, 1.0), 0.5, 1.0), ((0.0, -1.0), 0.5, 1.0)],
+    "with next to no noise": [((1.0, 0.0), 0.5, 0.05), ((-1.0, 0.0), 0.5, 0.05)],
+    "far outside the ball": [((30.0, 0.0), 1.0, 1.0), ((0.5, 0.0), 0.5, 0.3)],
+}
+
+
+@pytest.mark.parametrize("others", OTHERS)
+def test_the_real_mechanism_with_others_anywhere_stays_below(others):
+    rate, noise, blankets, alpha = 0.6, 1.0, 1.5, 1.2
+    rng = np.random.default_rng(11)
+    records = {1.0: (1.0, 0.0), 0.0: (0.0, 0.0), -1.0: (-1.0, 0.0)}
+    for pair, (first, second) in PAIRS.items():
+        low, high = bounds(rate, noise, blankets, alpha, pair)
+        for x, other in ((first, second), (-first, -second)):
+            shape = rate, noise, blankets, alpha, records[x], records[other]
+            truth, error = among_others(*shape, OTHERS[others], 3000, rng)
+            assert truth - error <= high
+            if others == "absent":
+                assert truth + error >= low
+
+
+# The values are upper bounds that a coarser method gave.
+@pytest.mark.parametrize(
+    ("rate", "noise", "blankets", "rounds", "delta", "adjacency", "value"),
+    [
+        (0.1, 5.0, 600.0, 5540, 1 / 60_000, "replace", 0.4072),
+        (0.1, 5.0, 600.0, 5540, 1 / 60_000, "zero-out", 0.1952),
+        (0.1, 5.0, 60.0, 5540, 1 / 60_000, "replace", 1.4447),
+        (0.5, 1.0, 50.0, 47, 1 / 1437, "replace", 3.418),
+        (0.5, 1.0, 200.0, 47, 1 / 1437, "replace", 1.496),
+        (1.0, 1.0, 1000.0, 1, 1e-6, "replace", 0.2700),
+        (0.02, 1.5, 250.0, 3000, 1e-5, "replace", 0.3193),
+    ],
+)
+def test_composed_values(rate, noise, blankets, rounds, delta, adjacency, value):
+    accountant = accounting.make_accountant("blanket", adjacency)
+    epsilon = accountant.epsilon_after(event_of(rate, noise, blankets), delta, rounds)
+    assert 0.98 * value <= epsilon <= value
+    accountant.compose(event_of(rate, noise, blankets), rounds)
+    assert accountant.get_epsilon(delta) == epsilon
+    lower = accountant.epsilon_lower_bound(delta)
+    assert lower <= epsilon <= 1.012 * lower
+
+
+def epsilon_of(event, rounds, adjacency="replace", delta=1e-5, accountant="blanket"):
+    return accounting.make_accountant(accountant, adjacency).epsilon_after(event, delta, rounds)
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    st.floats(0.02, 1.0),
+    st.floats(0.9, 30.0),
+    st.floats(1.0, 5.0),
+    st.integers(1, 300),
+    st.sampled_from(["replace", "zero-out"]),
+    st.sampled_from(["rate", "noise", "blankets", "rounds"]),
+)
+def test_monotone_and_never_above_local(rate, noise, log_blankets, rounds, adjacency, which):
+    blankets = 10.0**log_blankets
+    worse = epsilon_of(event_of(rate, noise, blankets), rounds, adjacency)
+    safer, fewer = {
+        "rate": (event_of(0.7 * rate, noise, blankets), rounds),
+        "noise": (event_of(rate, 1.3 * noise, blankets), rounds),
+        "blankets": (event_of(rate, noise, 1.5 * blankets), rounds),
+        "rounds": (event_of(rate, noise, blankets), max(rounds // 2, 1)),
+    }[which]
+    assert epsilon_of(safer, fewer, adjacency) <= worse * 1.005
+    event = event_of(rate, noise, blankets)
+    assert worse <= epsilon_of(event, rounds, adjacency, accountant="local")
+
+
+def test_it_falls_and_rises_where_it_should():
+    base = epsilon_of(event_of(0.2, 1.5, 100.0), 50)
+    for safer, rounds in [
+        (event_of(0.15, 1.5, 100.0), 50),
+        (event_of(0.2, 2.0, 100.0), 50),
+        (event_of(0.2, 1.5, 150.0), 50),
+        (event_of(0.2, 1.5, 100.0), 35),
+    ]:
+        assert 0.0 < epsilon_of(safer, rounds) < 0.95 * base
+    assert 0.0 < epsilon_of(event_of(0.2, 1.5, 100.0), 50, "zero-out") < 0.7 * base
+
+
+def test_it_does_not_depend_on_the_number_of_users():
+    few, many = (event_of(0.3, 1.0, 80.0, users) for users in (1, 10**6))
+    assert epsilon_of(few, 10) == epsilon_of(many, 10) > 0.0
+
+
+def test_rounds_without_blankets_are_refused():
+    event = event_of(0.3, 1.0, 0.0, 100)
+    accountant = accounting.make_accountant("blanket")
+    assert not accountant.supports(event)
+    assert accountant.supports(event_of(0.3, 1.0, 1e-3, 100))
+    with pytest.raises(dp_accounting.UnsupportedEventError, match="with shuffler blankets only"):
+        accountant.epsilon_after(event, 1e-5)
+    with pytest.raises(dp_accounting.UnsupportedEventError, match="with shuffler blankets only"):
+        accountant.compose(event)
+    with pytest.raises(dp_accounting.UnsupportedEventError, match="blanket prices Shuffled"):
+        accountant.epsilon_after(accounting.ShuffledGaussianDpEvent(10, 1.0), 1e-5)
+    assert "blanket" not in accounting.accountants_for(event)
+
+
+def test_a_plan_is_refused_in_one_line_if_it_has_no_blankets():
+    plan = accounting.PrivacyPlan(
+        users=100,
+        check_in_rate=0.5,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        rounds=3,
+        delta=1e-5,
+        target_epsilon=5.0,
+        minimum_batch=1,
+        shuffler_blankets=20.0,
+        accountant="blanket",
+    )
+    assert plan.make_accountant().name == "blanket"
+    with pytest.raises(ValueError, match=r"must be 'theorem3' or .*, got 'blanket'$") as refusal:
+        dataclasses.replace(plan, shuffler_blankets=0.0)
+    assert "\n" not in str(refusal.value)
+
+
+def test_extreme_parameters_give_a_number():
+    for event in (
+        event_of(1.0, 0.2, 0.1),
+        event_of(1e-4, 50.0, 1e3),
+        event_of(0.01, 1000.0, 1e7),
+        event_of(1.0, 1.0, 1e-6),
+    ):
+        for adjacency in ("replace", "zero-out"):
+            epsilon = epsilon_of(event, 3, adjacency, 1e-10)
+            assert 0.0 <= epsilon <= epsilon_of(event, 3, adjacency, 1e-10, "local")
+    assert epsilon_of(event_of(0.5, 0.0, 10.0), 1) == math.inf
