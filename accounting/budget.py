@@ -127,7 +127,7 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
 
 
 NOT_PRICED = "not for this mechanism"
-_MOST_BOUNDED_ROUNDS = 10**6  # a lower bound is composed on a fine grid: 10⁸ rounds take 10 GiB
+_MOST_BOUNDED_ROUNDS = 10**6  # a lower bound is composed on a fine grid: 10⁸ rounds take 2 GiB
 
 
 @dataclasses.dataclass(frozen=True)

@@ -320,7 +320,10 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         if not counts:
             return None
         total = sum(count * self._envelope(event, None)[1] ** 2 for event, count in counts)
-        interval = dyadic_interval(math.sqrt(total / sum(count for _, count in counts)))
+        interval = max(
+            dyadic_interval(math.sqrt(total / sum(count for _, count in counts))),
+            dyadic_interval(math.sqrt(total) * _WIDEST),
+        )
         composed = None
         for event, count in counts:
             one = profiles[event].distribution(interval).self_compose(count)
