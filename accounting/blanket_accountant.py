@@ -15,7 +15,8 @@ from typing import Any
 
 from accounting.accountant_base import CompositionErrorDetails, leaves_of
 from accounting.events import ShuffledCheckInGaussianDpEvent
-from accounting.jump_sum import PoissonCount, positive_part
+from accounting.jump_counts import PoissonCount
+from accounting.jump_sum import positive_part
 from accounting.loss_pmf import FloatArray
 from accounting.lower_profile import LowerProfile
 from accounting.profiles import ProfileShuffleAccountant

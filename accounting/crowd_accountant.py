@@ -25,7 +25,8 @@ from accounting.events import (
     ShuffledCheckInGaussianDpEvent,
 )
 from accounting.gaussian import least_loss
-from accounting.jump_sum import TermsCount, positive_part
+from accounting.jump_counts import TermsCount
+from accounting.jump_sum import positive_part
 from accounting.loss_pmf import FloatArray
 from accounting.worst_pairs import Pair, note_on, upper_profile
 

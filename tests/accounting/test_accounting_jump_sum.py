@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from accounting.graded_law import Summand, law_of_sum
-from accounting.jump_sum import PoissonCount, TermsCount, positive_part
+from accounting.jump_counts import PoissonCount, TermsCount
+from accounting.jump_sum import positive_part
 from accounting.worst_pairs import against_zero, opposite, zero_against
 
 PAIRS = [opposite, against_zero, zero_against]
