@@ -26,6 +26,7 @@ error model, which the tests check against an independent way (`accounting.grade
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
@@ -64,12 +65,14 @@ class Jumps:
         slope: Its derivative.
         mean: E[X] <= 0.
         reach: |x(t)| grows at most like e^{reach |t|}.
+        flat: Ends of the t for which X is 0, if there are any: no jump at all.
     """
 
     value: Callable[[FloatArray], FloatArray]
     slope: Callable[[FloatArray], FloatArray]
     mean: float
     reach: float
+    flat: tuple[float, ...] = ()
 
 
 def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
@@ -77,18 +80,69 @@ def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
 
     Args:
         jumps: X.
-        count: How many, and what else is in b + S; its mean must be at most 0.
+        count: How many, and what else is in b + S; its mean should not be far above 0.
         lower: Whether to bound from below.
     """
+    if not lower:
+        return float(positive_parts(jumps, count, np.zeros(1))[0])
     law = _Law(jumps, count)
-    if law.cap <= 0.0:  # only what is cut off may be above zero
-        return 0.0 if lower else count.jumps * law.excess
+    line = _line(law, count, lower=True)
+    if line is None:
+        return 0.0
+    found = line.read(np.zeros(1))[0] - line.slack - law.aliases(line.c, line.level, line.period)
+    alone = law.one_jump() if line.few_out else 0.0
+    return max(math.exp(line.level) * float(found), 0.0) + alone + law.sure_excess()
+
+
+def positive_parts(jumps: Jumps, count: Count, shifts: FloatArray) -> FloatArray:
+    """Returns upper bounds of `E[(y + b + S)_+]` for several y at once.
+
+    Args:
+        jumps: X.
+        count: As for `positive_part`; not Poisson unless y = 0.
+        shifts: y, where the bounds are good if it is small beside the spread of S, shape (K,).
+    """
+    law = _Law(jumps, count)
+    beyond, above = count.jumps * law.excess, np.maximum(shifts, 0.0)
+    line = _line(law, count, lower=False)
+    if line is None:
+        return law.least_bound() + beyond + above
+    grown = np.exp(np.minimum(line.level + line.c * shifts, 700.0))
+    found = grown * np.maximum(line.read(shifts) + line.slack, 0.0)
+    if line.few_out:
+        found = found + law.one_jump() + math.exp(float(np.real(count.log_nothing(0.0)))) * above
+    # (y + s)_+ <= y_+ + s_+, for y so large that the line is none for it.
+    least = float(np.min(found[shifts <= 0.0], initial=math.inf))
+    return np.asarray(np.minimum(found, least + above) + beyond)
+
+
+class _Line(NamedTuple):
+    """The integrand on Re θ = c, in units of e^level, and what the sum over it may lack."""
+
+    c: float
+    level: float
+    omega: FloatArray
+    values: ComplexArray
+    slack: float
+    period: float
+    few_out: bool
+
+    def read(self, shifts: FloatArray) -> FloatArray:
+        """The trapezoidal sum for each y, in units of `e^{level + cy}`."""
+        turned = np.exp(1j * np.multiply.outer(shifts, self.omega))
+        summed = np.einsum("ij,j->i", turned, self.values).real
+        return np.asarray(2.0 / self.period * summed)
+
+
+def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
+    """Returns None where Chernoff's bound says that there is next to nothing."""
+    if law.cap <= 0.0:
+        return None
     c = _BELOW_SADDLE * law.saddle()
     law.refine(c)
     level, _, variance = law.cumulants(c)
-    most = math.exp(level) / (math.e * c)  # x_+ <= e^{cx}/(ec)
-    if most < _NOTHING * count.jumps:
-        return 0.0 if lower else most + count.jumps * law.excess
+    if math.exp(min(level, 700.0)) / (math.e * c) < _NOTHING * count.jumps:
+        return None
     deviation = math.sqrt(variance)
     out = math.exp(min(float(np.real(count.log_nothing(c))) - level, 0.0))
     out = out if out > math.exp(_FAINT) else 0.0
@@ -111,13 +165,9 @@ def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
         values -= count.few(tilt.whole + grown, np.exp(count.log_nothing(theta) - level))
     values *= np.exp(0.5 * (smooth * theta) ** 2) / theta**2
     values[0] *= 0.5
-    integral = step / math.pi * float(np.sum(values.real))
-    slack = law.rounding(c, omega) * step / math.pi * float(np.sum(np.abs(values))) + rest / math.pi
-    alone = law.one_jump() if out and isinstance(count, PoissonCount) else 0.0
-    if lower:
-        found = math.exp(level) * (integral - slack - law.aliases(c, level, period))
-        return max(found, 0.0) + alone + law.sure_excess()
-    return math.exp(level) * max(integral + slack, 0.0) + alone + count.jumps * law.excess
+    absolute = 2.0 / period * float(np.sum(np.abs(values)))
+    slack = law.rounding(c, omega) * absolute + rest / math.pi
+    return _Line(c, level, omega, values, slack, period, out > 0.0)
 
 
 def _quadrature(edges: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -144,7 +194,7 @@ class _Law:
         t, weights = _quadrature(_panels(high, high + _REACH + jumps.reach, self._widest))
         self.excess = float(np.sum(weights * (jumps.value(t) - self.cap)))
         # The last node is the cap.
-        self._t, weights = _quadrature(_panels(low, high, self._widest))
+        self._t, weights = _quadrature(self._with_flat(_panels(low, high, self._widest)))
         self._weights = np.append(weights, special.ndtr(-high))
         self._x = np.append(jumps.value(self._t), self.cap)
 
@@ -232,20 +282,26 @@ class _Law:
         each = np.maximum(1.0 / self._widest, density * slope)
         panels = np.append(0.0, np.cumsum(0.5 * (each[1:] + each[:-1])) * (t[1] - t[0]))
         edges = np.interp(np.linspace(0.0, panels[-1], math.ceil(panels[-1]) + 1), panels, t)
-        return np.asarray(edges)
+        return self._with_flat(np.asarray(edges))
+
+    def _with_flat(self, edges: FloatArray) -> FloatArray:
+        """The edges, and where X is not smooth."""
+        bends = [t for t in self._jumps.flat if edges[0] < t < edges[-1]]
+        return np.unique(np.append(edges, bends))
 
     def remainders(self, c: float, ladder: FloatArray, out: float) -> FloatArray:
         """Upper bounds of `∫_Ω^∞ |integrand| dω` for increasing Ω, in units of `e^{cb + K(c)}`."""
         count, tilt, tilted = self._count, self.tilt(c), self._tilted(c)
         # |∫ e^{iωx} p(x) dx| <= (total variation of p)/ω; a tenth for reading it at nodes.
-        density = np.exp(c * self._x[:-1] - 0.5 * self._t**2) / _ROOT_TAU
-        density /= self._jumps.slope(self._t)
+        slope = self._jumps.slope(self._t)
+        moving = slope > 0.0
+        density = np.exp(c * self._x[:-1] - 0.5 * self._t**2)[moving] / _ROOT_TAU / slope[moving]
         variation = 1.1 * float(np.sum(np.abs(np.diff(density))) + density[0] + density[-1])
-        smooth, mass = variation / ladder, float(np.sum(tilted[:-1]))
+        smooth, mass = variation / ladder, float(np.sum(tilted[:-1][moving]))
         decay = np.append(count.decay(c, tilt, self._x, tilted, ladder), 0.0)
         bound = np.exp(-np.maximum(decay, count.roughness(c, tilt, smooth, mass)))
         if out:
-            jump = np.minimum(smooth + tilted[-1], mass + tilted[-1])
+            jump = np.minimum(smooth, mass) + float(np.sum(tilted)) - mass
             bound = np.minimum(bound + out * count.few(jump, 1.0), out * count.many(c, jump))
         bound = np.maximum.accumulate(bound[::-1])[::-1]  # so that its sum is below its integral
         inverse = 1.0 / np.append(ladder, math.inf)
@@ -260,10 +316,17 @@ class _Law:
         phase = abs(self._count.fixed) * float(omega[-1])
         return _UNIT * (100.0 + phase + 4.0 * self._count.jumps * float(np.sum(summed)))
 
+    def least_bound(self) -> float:
+        """An upper bound of `E[(b + S)_+]` with its jumps capped: `x_+ <= e^{cx}/(ec)`."""
+        if self.cap <= 0.0:
+            return 0.0
+        c = self.saddle()
+        return math.exp(min(self.cumulants(c)[0], 700.0)) / (math.e * c)
+
     def one_jump(self) -> float:
-        """`E[(b + S)_+; one jump]` of a Poisson number of capped jumps."""
+        """`E[(b + S)_+; one jump]` of a Poisson number of capped jumps, which `few` takes out."""
         strike, (low, high) = -self._count.fixed, self._ends
-        if self.cap <= strike:
+        if self.cap <= strike or not isinstance(self._count, PoissonCount):
             return 0.0
         end = high
         while end - low > 1e-9:
