@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,16 +11,25 @@ from dp_accounting import NeighboringRelation
 from scipy import stats
 
 from accounting import clones
-from accounting.defect_accountant import DefectAccountant, without_far_tail
+from accounting.composition import Target, count_block
 from accounting.events import FixedSizeShuffledGaussianDpEvent, ShuffledCheckInGaussianDpEvent
 from accounting.gaussian import log_gaussian_delta
-from accounting.loss_pmf import MAX_LOSS, FloatArray
+from accounting.loss_pmf import MAX_LOSS, FloatArray, Profile
+from accounting.profiles import Counts, Lru, ProfileShuffleAccountant
 
 _BALL = 2.0  # distance of two records at most, in clip norms
+_LADDER = math.log(2.0)
+_MOST_STEPS = 40
 _LARGE_DEFECT = 2.0**-12
+_COARSE = 6
+_COARSE_DOWN = 3
+_FALLING = 1.0 - 1e-4
 _MOST_DEVIATIONS = 13.0
 _NEGLIGIBLE = 1e-32
 _MOST_EXCESS = math.expm1(clones.MOST_EPSILON)
+
+
+_VARIANTS = Lru(1024)
 
 
 class _Reports(NamedTuple):
@@ -57,7 +66,7 @@ def reports_of(event: Any) -> _Reports:
     return _Reports(first, last, np.clip(chance * (1.0 + 1e-9), 0.0, 1.0), n)
 
 
-class ClonesAccountant(DefectAccountant):
+class ClonesAccountant(ProfileShuffleAccountant):
     """Every pair of neighbouring datasets, in any dimension.
 
     Under zero-out the differing user's two records are C apart, but another user's can be 2C from
@@ -71,10 +80,100 @@ class ClonesAccountant(DefectAccountant):
         "assumes the shuffler does not collude with the server"
     )
 
+    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
+        """One round's profile with a defect of e^{-30}; `_search` tries the others."""
+        return self._profile_of(event, round(30.0 / _LADDER))
+
     def _profile_of(self, event: Any, variant: Hashable) -> tuple[FloatArray, FloatArray]:
         assert isinstance(variant, int)
         zero_out = self.neighboring_relation is NeighboringRelation.REPLACE_SPECIAL
-        return round_profile(event, math.ldexp(1.0, -variant), zero_out)
+        return round_profile(event, math.exp(-variant * _LADDER), zero_out)
+
+    def _search(self, counts: Counts, target: Target, read: Callable[[Hashable], float]) -> float:
+        """The least answer over the ladder of defects η = 2^{-v}."""
+        if target.delta is not None:
+            events = tuple(event for event, _ in counts)
+            blocks = tuple(count_block(count)[1] for _, count in counts)
+            key = (self._cache_key(), events, blocks, target)
+            return min(map(read, _VARIANTS.find(key, lambda: self._variants(counts, target))))
+        # In v, δ falls steeply (the defect), with kinks, and rises gently: look coarsely first.
+        values: dict[int, float] = {}
+        best, start = 1, _first(counts, 1.0)
+        for v in range(1, start + _MOST_STEPS * _COARSE, _COARSE):
+            values[v] = read(v)
+            if values[v] <= values[best]:
+                best = v
+            if v >= max(best, start) + 3 * _COARSE:
+                break
+        lower = _descend(lambda v: read(best - v), 1, min(_COARSE, best) - 1)
+        return min(values[best], lower, _descend(read, best + 1, _COARSE - 1))
+
+    def _variants(self, counts: Counts, target: Target) -> tuple[int, ...]:
+        """The best v at the last counts of the block, and the one below: that of lesser counts.
+
+        One choice for a whole block: a guard's later questions need no search, and the answer is
+        the same function of the counts whoever asks.
+        """
+        first = tuple((event, count_block(count)[0]) for event, count in counts)
+        last = tuple((event, count_block(count)[1]) for event, count in counts)
+        delta = target.delta or 0.0
+        found: dict[int, float] = {}
+
+        def lost(v: int, times: Counts) -> bool:
+            ends = [(self._envelope(event, v)[0].deltas[-1], count) for event, count in times]
+            finite = sum(count * math.log1p(-min(end, 0.5)) for end, count in ends)
+            return bool(-math.expm1(finite) >= delta)
+
+        def epsilon(v: int) -> float:
+            if v not in found:
+                found[v] = math.inf
+                if not lost(v, last):
+                    composed = self._composed(last, v, target)
+                    found[v] = composed[0].epsilon(composed[1], delta) if composed else 0.0
+            return found[v]
+
+        start = _first(last, delta)
+        _descend(epsilon, start)
+        # Where the Gaussian alone bounds the tail before the clones' defect does, less clones with
+        # less noise of their own may do better: far below, as a rule.
+        if all(
+            self._envelope(event, start)[0].deltas[-1] < 1e-6 * 2.0**-start for event, _ in last
+        ):
+            for v in range((start - 1) // _COARSE_DOWN * _COARSE_DOWN, 0, -_COARSE_DOWN):
+                if not epsilon(v) <= 1.05 * min(found.values()):
+                    break
+        best = min(found, key=lambda v: (found[v], v))
+        for step in (-1, 1):
+            v = best
+            while v + step >= 1 and epsilon(v + step) < found[v] * _FALLING:
+                v += step
+        best = min(found, key=lambda v: (found[v], v))
+        return (best,) if best == 1 or lost(best - 1, first) else (best - 1, best)
+
+
+def _first(counts: Counts, delta: float) -> int:
+    """The v from which on 2 q η in every round is at most δ."""
+    weight = math.fsum(2.0 * count * _participation(event) for event, count in counts)
+    return math.ceil(max(math.log(weight / max(delta, 1e-300)) / _LADDER, 1.0))
+
+
+def _participation(event: Any) -> float:
+    if isinstance(event, ShuffledCheckInGaussianDpEvent):
+        return float(event.check_in_rate)
+    if isinstance(event, FixedSizeShuffledGaussianDpEvent):
+        return float(event.reports / event.users)
+    return 1.0
+
+
+def _descend(read: Callable[[int], float], start: int, most: int = _MOST_STEPS) -> float:
+    """The least of `read(start)`, `read(start + 1)`, … while they fall; `most` of them at most."""
+    best = math.inf
+    for v in range(start, start + most):
+        value, before = read(v), best
+        best = min(best, value)
+        if before < math.inf and value >= before * _FALLING:
+            break
+    return best
 
 
 def round_profile(event: Any, defect: float, zero_out: bool) -> tuple[FloatArray, FloatArray]:
@@ -113,7 +212,7 @@ def round_profile(event: Any, defect: float, zero_out: bool) -> tuple[FloatArray
         deltas += chance * np.minimum(value, 1.0)
     if defect > _LARGE_DEFECT:
         return epsilons, deltas
-    return without_far_tail(epsilons, deltas, 8.0 * defect)
+    return _without_far_tail(epsilons, deltas, 8.0 * defect)
 
 
 def _rare_rates(reports: _Reports, typical: float) -> list[float]:
@@ -121,6 +220,21 @@ def _rare_rates(reports: _Reports, typical: float) -> list[float]:
     rates = reports.last[reports.chance > 10.0 * _NEGLIGIBLE] / reports.users
     top = float(np.max(rates, initial=0.0))
     return np.geomspace(typical, top, 9)[1:].tolist() if top > 1.2 * typical else []
+
+
+def _without_far_tail(
+    epsilons: FloatArray, deltas: FloatArray, level: float
+) -> tuple[FloatArray, FloatArray]:
+    """Ends the profile where clones hide nothing more and the Gaussian alone does far later.
+
+    A δ of about the defect is left. As an infinite loss it costs little more than as a loss many
+    times all others, and composes in far shorter windows.
+    """
+    hull = Profile.enveloping(epsilons, deltas)
+    jumps = (hull.epsilons[1:] > 4.0 * hull.epsilons[:-1]) & (hull.epsilons[:-1] > 0.0)
+    ends = np.flatnonzero(jumps & (hull.deltas[:-1] <= level))
+    last = int(ends[0]) + 1 if ends.size else hull.epsilons.size
+    return hull.epsilons[:last], hull.deltas[:last]
 
 
 def _zero_out(

@@ -1,8 +1,13 @@
 """`crowd`: the noise that the other users add anyway hides a user's own report.
 
-Every other user's report is, up to a defect in total variation, with probability β a blanket, noise
-alone. `docs/theory-blanket.md` proves: if all but the blankets is handed to the adversary, a
-round's hockey-stick divergence between records x and x' of user 1 is at most
+Two bounds, each for every pair of neighbours in any dimension; the smaller is taken.
+
+*Swaps* (`accounting.swap_bound`): user 1's report is taken to have changed places with another's.
+
+*Implicit blankets*, for few users and rounds of a fixed size: every other user's report is, up to a
+defect in total variation, with probability β a blanket, noise alone. `docs/theory-blanket.md`
+proves: if all but the blankets is handed to the adversary, a round's hockey-stick divergence
+between records x and x' of user 1 is at most
 
     H_α = (1/nβ) E[(V_1 + ... + V_n)_+] + (α - 1 + 2γ) η,      η = (n-1) γ β δ_G(log 1/β),
     V = X = E - αE'      with probability γβ       (E the density ratio of a report to a blanket)
@@ -10,34 +15,39 @@ round's hockey-stick divergence between records x and x' of user 1 is at most
         0                              otherwise
 
 (with m of n users in a round, n - m terms -β(α - 1) and m terms without them, m/n for γ), and the
-part is largest for the pairs of `accounting.worst_pairs`. η is searched.
+first part is largest for the pairs of `accounting.worst_pairs`.
+
+Both give up some total variation, and hide the more the more they give up. Every choice is a bound
+at every α: at each the best of a ladder is taken.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accounting.defect_accountant import DefectAccountant, without_far_tail
-from accounting.events import (
-    FixedSizeShuffledGaussianDpEvent,
-    ShuffledCheckInGaussianDpEvent,
-)
+from accounting.events import FixedSizeShuffledGaussianDpEvent, ShuffledCheckInGaussianDpEvent
 from accounting.gaussian import least_loss
 from accounting.jump_counts import TermsCount
 from accounting.jump_sum import positive_part
 from accounting.loss_pmf import FloatArray
+from accounting.profiles import ProfileShuffleAccountant
+from accounting.swap_bound import SwapBound
 from accounting.worst_pairs import Pair, note_on, upper_profile
 
-# Coarseness of the profiles, and of the mesh of their composition, by which η is searched.
-_PROBE, _PROBE_MESH = 3.0, 8.0
+# What is given up falls from step to step of the ladder, and at the end is nothing.
+_LADDER_STEP, _LADDER_END = 0.25, 1e-26
+_FIRST_STEP, _FIRST_STEPS = 0.1, 7
+_SMALL = 0.005  # what is given up, beside the bound, that is worth no further step
+_STALLED, _OTHERS_EACH = 0.9, 4
+_COARSENESS = 1.5  # of the steps of α: chords cost 0.4 % of ε
 
 
-class CrowdAccountant(DefectAccountant):
+class CrowdAccountant(ProfileShuffleAccountant):
     """Every pair of neighbouring datasets, in any dimension, counting on the n users' noise.
 
-    Source: docs/theory-blanket.md, section 4.
+    Source: docs/theory-swap.md, and section 4 of docs/theory-blanket.md.
     """
 
     name = "crowd"
@@ -54,33 +64,20 @@ class CrowdAccountant(DefectAccountant):
         notes = filter(None, (note_on(event.noise_multiplier) for event in private))
         return next(notes, None) or super().note(delta)
 
-    def _probe(self, v: int) -> Hashable:
-        return (v,)
-
-    def _mesh_factor(self, variant: Hashable) -> float:
-        return _PROBE_MESH if isinstance(variant, tuple) else 1.0
-
-    def _profile_of(self, event: Any, variant: Hashable) -> tuple[FloatArray, FloatArray]:
-        probing = isinstance(variant, tuple)
-        v = variant[0] if isinstance(variant, tuple) else variant
-        assert isinstance(v, int)
+    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
         crowd = _crowd_of(event)
         if crowd.rate == 0.0:
             return np.zeros(1), np.zeros(1)
-        defect = math.ldexp(1.0, -v)
-        noise = event.noise_multiplier
-        target = math.log(defect) - math.log(max(crowd.others, 1e-300))
-        share = math.exp(-least_loss(1.0 / noise, min(target, 0.0)))
+        searches: dict[Pair, _Search] = {}
 
         def divergence(alpha: float, pair: Pair, lower: bool) -> float:
-            count = crowd.sum_of(share, alpha)
-            hidden = positive_part(pair(1.0 / noise, alpha), count, lower)
-            return hidden / (crowd.users * share) + (alpha - 1.0 + 2.0 * crowd.rate) * defect
+            if pair not in searches:
+                searches[pair] = _Search(crowd, pair)
+            return searches[pair].divergence(alpha)
 
-        profile = upper_profile(
-            divergence, crowd.rate, noise, self.neighboring_relation, _PROBE if probing else 1.0
+        return upper_profile(
+            divergence, crowd.rate, crowd.noise, self.neighboring_relation, _COARSENESS
         )
-        return without_far_tail(*profile, 8.0 * crowd.rate * defect)
 
 
 class _Crowd(NamedTuple):
@@ -89,6 +86,7 @@ class _Crowd(NamedTuple):
     Attributes:
         users: n.
         rate: The chance that user 1 is in the round.
+        noise: z.
         terms: n, or m.
         coins: γ, or 1.
         absent: 0, or n - m: terms that are steps down for certain.
@@ -97,23 +95,83 @@ class _Crowd(NamedTuple):
 
     users: int
     rate: float
+    noise: float
     terms: int
     coins: float
     absent: int
     others: float
 
-    def sum_of(self, share: float, alpha: float) -> TermsCount:
-        """The sum of V, from β and α."""
+    @property
+    def has_coins(self) -> bool:
+        """Whether users report independently of each other."""
+        return self.terms == self.users
+
+    def by_swaps(self, alpha: float, pair: Pair, lost: float) -> float:
+        """Upper bound of H_α that gives up about `lost`; 1 where there are too few others."""
+        swap = SwapBound(self.users, self.rate, self.noise, lost)
+        return swap.divergence(alpha, pair) if swap.holds else 1.0
+
+    def by_blankets(self, alpha: float, pair: Pair, lost: float) -> float:
+        """Upper bound of H_α that gives up about `lost`."""
+        defect = 0.5 * lost / self.rate
+        target = math.log(defect) - math.log(max(self.others, 1e-300))
+        share = math.exp(-least_loss(1.0 / self.noise, min(target, 0.0)))
         step = share * (alpha - 1.0)
-        return TermsCount(
+        count = TermsCount(
             self.terms, self.coins * share, 1.0 - self.coins, step, -step * self.absent
         )
+        hidden = positive_part(pair(1.0 / self.noise, alpha), count) / (self.users * share)
+        return hidden + (alpha - 1.0 + 2.0 * self.rate) * defect
 
 
 def _crowd_of(event: Any) -> _Crowd:
-    n = event.users
+    n, noise = event.users, event.noise_multiplier
     if isinstance(event, FixedSizeShuffledGaussianDpEvent):
         m = event.reports
-        return _Crowd(n, m / n, m, 1.0, n - m, float(m))
+        return _Crowd(n, m / n, noise, m, 1.0, n - m, float(m))
     rate = event.check_in_rate if isinstance(event, ShuffledCheckInGaussianDpEvent) else 1.0
-    return _Crowd(n, rate, n, rate, 0, (n - 1) * rate)
+    return _Crowd(n, rate, noise, n, rate, 0, (n - 1) * rate)
+
+
+class _Search:
+    """The least bound at increasing α: less and less is given up."""
+
+    def __init__(self, crowd: _Crowd, pair: Pair) -> None:
+        self._pair = pair
+        self._bounds: list[Callable[[float, Pair, float], float]] = [crowd.by_blankets]
+        if crowd.has_coins:
+            self._bounds.insert(0, crowd.by_swaps)
+        self._lost = [crowd.rate / 8.0] * len(self._bounds)
+        self._last: float = math.inf
+        self._first, self._asked = 0, 0
+
+    def divergence(self, alpha: float) -> float:
+        """Returns an upper bound of H_α, a good one if α rises from call to call, from 1."""
+        bounds = range(len(self._bounds))
+        if alpha == 1.0:
+            starts = self._lost[0] * _FIRST_STEP ** np.arange(_FIRST_STEPS)
+            for which in bounds:
+                found = [self._bounds[which](alpha, self._pair, lost) for lost in starts.tolist()]
+                self._lost[which] = float(starts[int(np.argmin(found))])
+                if min(found) < self._last:
+                    self._first, self._last = which, min(found)
+            return self._last
+        value = self._least(self._first, alpha)
+        self._asked += 1
+        # Far out the other bound may become the smaller.
+        if value > _STALLED * self._last or self._asked % _OTHERS_EACH == 0:
+            values = [self._least(which, alpha) for which in bounds]
+            self._first, value = int(np.argmin(values)), min(values)
+        self._last = value
+        return value
+
+    def _least(self, which: int, alpha: float) -> float:
+        lost = self._lost[which]
+        value = self._bounds[which](alpha, self._pair, lost)
+        while lost > max(_LADDER_END, _SMALL * value / alpha):
+            lower = self._bounds[which](alpha, self._pair, lost * _LADDER_STEP)
+            if lower >= value:
+                break
+            value, lost = lower, lost * _LADDER_STEP
+        self._lost[which] = lost
+        return value

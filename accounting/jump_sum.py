@@ -103,17 +103,18 @@ def positive_parts(jumps: Jumps, count: Count, shifts: FloatArray) -> FloatArray
         shifts: y, where the bounds are good if it is small beside the spread of S, shape (K,).
     """
     law = _Law(jumps, count)
-    beyond, above = count.jumps * law.excess, np.maximum(shifts, 0.0)
-    line = _line(law, count, lower=False)
+    beyond, line = count.jumps * law.excess, _line(law, count, lower=False)
     if line is None:
-        return law.least_bound() + beyond + above
-    grown = np.exp(np.minimum(line.level + line.c * shifts, 700.0))
-    found = grown * np.maximum(line.read(shifts) + line.slack, 0.0)
+        return law.least_bound() + beyond + np.maximum(shifts, 0.0)
+    y = np.append(shifts, 0.0)
+    found = np.exp(np.minimum(line.level + line.c * y, 500.0))
+    found = found * np.maximum(line.read(y) + line.slack, 0.0)
     if line.few_out:
-        found = found + law.one_jump() + math.exp(float(np.real(count.log_nothing(0.0)))) * above
+        nothing = math.exp(float(np.real(count.log_nothing(0.0))))
+        found = found + law.one_jump() + nothing * np.maximum(y, 0.0)
     # (y + s)_+ <= y_+ + s_+, for y so large that the line is none for it.
-    least = float(np.min(found[shifts <= 0.0], initial=math.inf))
-    return np.asarray(np.minimum(found, least + above) + beyond)
+    limit = found[-1] + np.maximum(shifts, 0.0)
+    return np.asarray(np.minimum(found[:-1], limit) + beyond)
 
 
 class _Line(NamedTuple):

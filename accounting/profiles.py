@@ -127,10 +127,6 @@ class ProfileShuffleAccountant(ShuffleAccountant):
     def _profile_of(self, event: Any, variant: Hashable) -> tuple[FloatArray, FloatArray]:
         return self._profile(event)
 
-    def _mesh_factor(self, variant: Hashable) -> float:
-        """How much wider than usual the mesh of a variant's composition may be."""
-        return 1.0
-
     def _with(self, leaves: list[tuple[Any, int]]) -> dict[Any, int]:
         counts = dict(self._counts)
         for event, count in leaves:
@@ -178,7 +174,6 @@ class ProfileShuffleAccountant(ShuffleAccountant):
                 dyadic_interval(math.sqrt(total / sum(most))),
                 dyadic_interval(math.sqrt(total) * _WIDEST),
             )
-            interval *= self._mesh_factor(variant)
             for event, _ in lossy:  # coarser still where one loss reaches far
                 interval = self._pmf(event, variant, interval).interval
             pmfs = [self._pmf(event, variant, interval) for event, _ in lossy]
