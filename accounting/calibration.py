@@ -205,7 +205,11 @@ def least_error_blankets(
         best = int(np.argmin(error(tried, supposed)))
         if abs(math.log(tried[best] / noise)) < _FINE or supposed[best] > _MOST_BLANKETS:
             break
-        other, most = float(tried[best]), least(float(tried[best]), float(supposed[best]))
+        other = float(tried[best])
+        try:
+            most = least(other, float(supposed[best]))
+        except CalibrationError:  # the rule of thumb promised too much
+            break
         if error(other, most) >= error(noise, blankets):
             break
         noise, blankets = other, most

@@ -1,4 +1,4 @@
-"""Independent oracles: the defining sums in 50 digits, and quadrature. No package code."""
+"""Independent oracles: sums in 50 digits, quadrature, exact likelihoods. No package code."""
 
 import itertools
 import math
@@ -92,3 +92,91 @@ def gaussian_delta(shift, epsilon):
     return mp.ncdf(shift / 2 - epsilon / shift) - mp.exp(epsilon) * mp.ncdf(
         -shift / 2 - epsilon / shift
     )
+
+
+def density(points, center, noise):
+    return np.exp(-((points - center) ** 2).sum(-1) / (2 * noise**2)) / (2 * np.pi * noise**2)
+
+
+def likelihoods(reports, centers, noise):
+    """Density of unordered reports whose senders sit at `centers`, up to a factor: a permanent."""
+    squares = ((reports[:, :, None, :] - centers[None, None]) ** 2).sum(-1) / (-2 * noise**2)
+    factors = np.exp(squares)
+    k = centers.shape[0]
+    return sum(
+        np.prod([factors[:, i, order[i]] for i in range(k)], axis=0)
+        for order in itertools.permutations(range(k))
+    )
+
+
+def measured_deltas(first, second, others, noise, epsilons, reports=None, draws=200_000, rate=1.0):
+    """Lower confidence bounds (4.5 standard errors) of δ, the larger direction, by Monte Carlo.
+
+    Of all users so many `reports`, at random; without it each with a chance `rate`.
+    """
+    rng = np.random.default_rng(7)
+    n = others.shape[0] + 1
+    chances = {reports: 1.0}
+    if reports is None:
+        sizes = range(1, n + 1)  # who hears nobody learns nothing
+        chances = {k: math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in sizes}
+    results = []
+    for here, there in ((first, second), (second, first)):
+        datasets = [np.vstack([end, others]) for end in (here, there)]
+        mean, variance = np.zeros(len(epsilons)), np.zeros(len(epsilons))
+        for size, chance in chances.items():
+            if chance == 0.0:
+                continue
+            subsets = list(itertools.combinations(range(n), size))
+            chosen = rng.integers(len(subsets), size=draws)
+            centers = datasets[0][np.array(subsets)[chosen]]
+            drawn = centers + noise * rng.normal(size=centers.shape)
+            p, q = (
+                sum(likelihoods(drawn, data[list(subset)], noise) for subset in subsets)
+                for data in datasets
+            )
+            gains = np.maximum(1 - np.exp(epsilons)[:, None] * (q / p)[None], 0)
+            mean += chance * gains.mean(1)
+            variance += chance**2 * gains.var(1) / draws
+        results.append(mean - 4.5 * np.sqrt(variance))
+    return np.max(results, axis=0)
+
+
+def measured_among_many(first, second, at, users, rate, noise, epsilons, draws=20_000):
+    """The same with all other users at one place, so that there may be many of them.
+
+    k of n users are heard, user 1 with probability k/n. Over the density of k reports of the others
+    a round's is `1 - k/n + (1/n) Σ r_i`, r_i that of a report of user 1 over one of another.
+    """
+    rng = np.random.default_rng(11)
+    first, second, at = (np.asarray(each, dtype=float) for each in (first, second, at))
+
+    def ratios(reports, own):
+        shift = own - at
+        return np.exp((reports @ shift - (own @ own - at @ at) / 2) / noise**2)
+
+    results = []
+    for here, there in ((first, second), (second, first)):
+        heard = rng.random((draws, users)) < rate
+        drawn = at + noise * rng.normal(size=(draws, users, at.size))
+        drawn[:, 0] += here - at
+        absent = 1 - heard.sum(1) / users
+        p, q = (absent + (heard * ratios(drawn, own)).sum(1) / users for own in (here, there))
+        gains = np.maximum(1 - np.exp(epsilons)[:, None] * (q / p)[None], 0)
+        results.append(gains.mean(1) - 4.5 * gains.std(1) / math.sqrt(draws))
+    return np.max(results, axis=0)
+
+
+def placements(dimension, count):
+    """Unit vectors for the other users: antipodal, equilateral, opposite, orthogonal, at zero."""
+    e = np.zeros((2, max(dimension, 2)))
+    e[0, 0], e[1, 1] = 1, 1
+    e = e[:, :dimension]
+    yield "antipodal", np.tile(-e[0], (count, 1))
+    yield "same", np.tile(e[0], (count, 1))
+    yield "zero", np.zeros((count, dimension))
+    yield "half each", np.array([e[0] * (-1) ** i for i in range(count)])
+    if dimension > 1:
+        turn = [-0.5 * e[0] + math.sqrt(0.75) * s * e[1] for s in (1, -1)]
+        yield "equilateral", np.array([turn[i % 2] for i in range(count)])
+        yield "orthogonal", np.tile(e[1], (count, 1))

@@ -9,7 +9,7 @@ from accounting_oracles import gaussian_delta
 from scipy import stats
 
 from accounting import (
-    ClonesAccountant,
+    CrowdAccountant,
     FixedSizeShuffledGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
     ShuffledGaussianDpEvent,
@@ -160,7 +160,7 @@ def test_many_users_are_attacked_among_blankets_too():
         assert 0.0 < result.delta_lower < local / 2
 
 
-class Overconfident(ClonesAccountant):
+class Overconfident(CrowdAccountant):
     """Claims of a user alone what holds among others."""
 
     name = "overconfident"
@@ -171,7 +171,7 @@ def test_a_claim_that_needs_the_others_falls_where_they_are_absent():
     event = ShuffledCheckInGaussianDpEvent(2000, 1.0, 2.0)
     rng = np.random.default_rng(18)
     relation = make_accountant("local").neighboring_relation
-    claims = [Overconfident(relation), make_accountant("clones"), make_accountant("local")]
+    claims = [Overconfident(relation), make_accountant("crowd"), make_accountant("local")]
     refuted, honest, local = check_claims(claims, event, 0.3, ["absent", "opposite"], 2000, rng=rng)
     assert refuted.violated and refuted.worst.placement == "absent"
     assert [result.placement for result in honest.results] == ["opposite"]
@@ -261,7 +261,7 @@ def test_the_counterexample_is_found_by_events_alone():
 
 @pytest.mark.parametrize(
     ("accountant", "violated"),
-    [("rdp", True), ("theorem3", True), ("clones", False), ("local", False)],
+    [("rdp", True), ("theorem3", True), ("crowd", False), ("local", False)],
 )
 def test_claims_of_the_homogeneous_pair_fall_for_every_pair_and_the_others_stand(
     accountant, violated
@@ -282,7 +282,7 @@ def test_claims_of_the_homogeneous_pair_fall_for_every_pair_and_the_others_stand
 def test_check_in_is_not_flagged_where_a_claim_holds(adjacency, epsilon):
     rng = np.random.default_rng(11)
     event = ShuffledCheckInGaussianDpEvent(12, 0.4, 1.5)
-    for name in ("clones", "local"):
+    for name in ("crowd", "local"):
         check = check_claim(make_accountant(name, adjacency), event, epsilon, samples=4000, rng=rng)
         assert not check.violated
     pair = check_claim(

@@ -1,11 +1,18 @@
-"""The error of the mean update against draws; the least noise."""
+"""The error of the mean update against draws; the least noise and blankets; their best pair."""
 
 import math
 
 import numpy as np
 import pytest
 
-from accounting import CalibrationError, least_noise, mean_update_error
+from accounting import (
+    CalibrationError,
+    least_blankets,
+    least_error_blankets,
+    least_noise,
+    mean_update_error,
+    participation_note,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,5 +57,83 @@ def test_the_least_noise_does_not_depend_on_where_the_search_starts(guess):
     assert least_noise(lambda z: 3.0 / z, 0.5, guess) == pytest.approx(6.0, rel=1.1e-3)
 
 
-def test_noise_that_never_costs_too_much_is_the_least_there_is():
-    assert 0 < least_noise(lambda z: 0.1, 0.7) < 0.01
+@pytest.mark.parametrize("guess", [1e-3, 0.2, 1.0, 5e4])
+def test_noise_that_never_costs_too_much_is_no_less_than_a_fifth(guess):
+    asked = []
+    assert least_noise(lambda z: asked.append(z) or 0.1, 0.7, guess) == 0.2
+    assert min(asked) == 0.2
+    # Here a tenth would be enough.
+    assert least_noise(lambda z: 0.1 / z, 1.0, guess) == 0.2
+
+
+@pytest.mark.parametrize("guess", [1e-9, 1.0, 1e3, 1e12])
+@pytest.mark.parametrize("truth", [0.37, 41.0, 8.8e6])
+def test_the_least_blankets_do_not_depend_on_where_the_search_starts(truth, guess):
+    for power in (0.5, 1.0, 0.2):
+        found = least_blankets(lambda b, power=power: (truth / b) ** power, 1.0, guess)
+        assert truth <= found <= truth * 1.0011
+
+
+def test_blankets_end_where_they_are_said_to():
+    # From 0.1 ...
+    assert least_blankets(lambda b: 1e-4 / b, 1.0) == 0.1
+    assert least_blankets(lambda b: 0.0, 1.0) == 0.1
+    # ... to ten million.
+    with pytest.raises(CalibrationError, match="no blankets up to 1e"):
+        least_blankets(lambda b: 1.01e7 / b, 1.0)
+    with pytest.raises(CalibrationError, match=r"reach epsilon 0\.5"):
+        least_blankets(lambda b: math.inf, 0.5)
+
+
+def test_blankets_that_help_in_one_jump_are_within_the_target_still():
+    found = least_blankets(lambda b: 2.0 if b < 512 else 0.01, 1.0)
+    assert 512 <= found <= 512 * 1.0011
+
+
+def toy(scale, power):
+    """ε falls as the variance of a blanket's density ratio, to a power, over the blankets."""
+    return lambda z, b: scale * math.sqrt(math.expm1(min(z**-power, 600.0)) / b)
+
+
+@pytest.mark.parametrize(
+    ("epsilon_at", "users", "rate"),
+    [
+        (toy(40.0, 2.0), 60_000, 0.1),  # as in the rule by which the search takes its steps
+        (toy(40.0, 1.5), 60_000, 0.1),
+        (toy(3.0, 3.0), 200, 1.0),
+        (toy(300.0, 2.0), 10**6, 0.01),
+        (lambda z, b: 90.0 / (z * b**0.4), 5000, 0.2),
+        (lambda z, b: (2.0 + z**-3) * 30.0 / b**0.5, 5000, 0.2),
+    ],
+)
+def test_noise_and_blankets_of_least_error_against_a_grid(epsilon_at, users, rate):
+    noise, blankets = least_error_blankets(epsilon_at, 1.0, users, rate)
+    assert 0.2 <= noise <= 64.0 and epsilon_at(noise, blankets) <= 1.0
+    counts, errors = np.geomspace(0.1, 1e7, 4000), []
+    for z in np.geomspace(0.2, 64.0, 400):
+        enough = [b for b in counts if epsilon_at(z, b) <= 1.0]
+        if enough:
+            errors.append(z * math.sqrt(1 + min(enough) / (users * rate)))
+    assert noise * math.sqrt(1 + blankets / (users * rate)) <= 1.01 * min(errors)
+
+
+def test_no_pair_of_noise_and_blankets_is_said():
+    with pytest.raises(CalibrationError, match="no blankets up to"):
+        least_error_blankets(lambda z, b: 5.0, 1.0, 1000, 0.1)
+
+
+def test_little_noise_is_not_enough_at_first():
+    # Below z = 3 no number of blankets helps: the search has to begin above, and to stay there.
+    noise, _ = least_error_blankets(lambda z, b: 9.0 if z < 3 else 20 / b, 1.0, 1000, 0.5)
+    assert 3.0 <= noise <= 3.0 * 1.051
+
+
+def test_where_delta_is_not_far_below_the_chance_to_take_part():
+    assert participation_note(0.001, 5, 4.9e-4) is None
+    for rate, rounds, delta, chance in (
+        (0.001, 5, 5.1e-4, "0.005"),
+        (0.001, 5, 0.3, "0.005"),
+        (0.5, 10**6, 0.11, "1,"),  # no chance is above 1
+    ):
+        assert f"far below {chance}" in participation_note(rate, rounds, delta)
+    assert participation_note(0.5, 10**6, 0.09) is None

@@ -1,15 +1,13 @@
 """`clones`: the pair, the decomposition, and real mechanisms with other users anywhere."""
 
-import itertools
 import math
 
 import attrs
 import mpmath as mp
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation, privacy_accountant_test
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from accounting_oracles import density, measured_deltas, placements
+from dp_accounting import NeighboringRelation
 from scipy import stats
 
 import accounting
@@ -20,11 +18,6 @@ REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE
 CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent
 EVERYONE = accounting.ShuffledGaussianDpEvent
 FIXED = accounting.FixedSizeShuffledGaussianDpEvent
-
-
-class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
-    def _make_test_accountants(self):
-        return [ClonesAccountant(REPLACE), ClonesAccountant(ZERO_OUT)]
 
 
 def enumerated_pair(k, p, odds, epsilon):
@@ -108,10 +101,6 @@ def test_calls_on_the_mean_of_signs_in_fifty_digits(m):
         assert total - mp.mpf("1e-300") <= value <= total * (1 + mp.mpf("1e-7"))
 
 
-def density(points, center, noise):
-    return np.exp(-((points - center) ** 2).sum(-1) / (2 * noise**2)) / (2 * np.pi * noise**2)
-
-
 @pytest.mark.parametrize("noise", [0.7, 1.5, 5.0])
 def test_the_defect_covers_every_record_of_the_ball(noise):
     axis = np.linspace(-1 - 9 * noise, 1 + 9 * noise, 701)
@@ -138,53 +127,6 @@ def test_the_defect_covers_every_record_of_the_ball(noise):
             assert clamped.sum() * cell == pytest.approx(1, abs=1e-6)
             moved = np.maximum(f0 - clamped, 0).sum() * cell
             assert moved <= found.user_defect * (1 + 1e-3) + 1e-12
-
-
-def likelihoods(reports, centers, noise):
-    """Density of unordered reports whose senders sit at `centers`, up to a factor: a permanent."""
-    squares = ((reports[:, :, None, :] - centers[None, None]) ** 2).sum(-1) / (-2 * noise**2)
-    factors = np.exp(squares)
-    k = centers.shape[0]
-    return sum(
-        np.prod([factors[:, i, order[i]] for i in range(k)], axis=0)
-        for order in itertools.permutations(range(k))
-    )
-
-
-def measured_deltas(first, second, others, noise, epsilons, reports=None, draws=200_000):
-    """Lower confidence bounds (4.5 standard errors) of δ, the larger direction, by Monte Carlo."""
-    rng = np.random.default_rng(7)
-    n = others.shape[0] + 1
-    size = n if reports is None else reports
-    results = []
-    for here, there in ((first, second), (second, first)):
-        datasets = [np.vstack([end, others]) for end in (here, there)]
-        subsets = list(itertools.combinations(range(n), size))
-        chosen = rng.integers(len(subsets), size=draws)
-        centers = datasets[0][np.array(subsets)[chosen]]
-        drawn = centers + noise * rng.normal(size=centers.shape)
-        p, q = (
-            sum(likelihoods(drawn, data[list(subset)], noise) for subset in subsets)
-            for data in datasets
-        )
-        gains = np.maximum(1 - np.exp(epsilons)[:, None] * (q / p)[None], 0)
-        results.append(gains.mean(1) - 4.5 * gains.std(1) / math.sqrt(draws))
-    return np.max(results, axis=0)
-
-
-def placements(dimension, count):
-    """Unit vectors for the other users: antipodal, equilateral, opposite, orthogonal, at zero."""
-    e = np.zeros((2, max(dimension, 2)))
-    e[0, 0], e[1, 1] = 1, 1
-    e = e[:, :dimension]
-    yield "antipodal", np.tile(-e[0], (count, 1))
-    yield "same", np.tile(e[0], (count, 1))
-    yield "zero", np.zeros((count, dimension))
-    yield "half each", np.array([e[0] * (-1) ** i for i in range(count)])
-    if dimension > 1:
-        turn = [-0.5 * e[0] + math.sqrt(0.75) * s * e[1] for s in (1, -1)]
-        yield "equilateral", np.array([turn[i % 2] for i in range(count)])
-        yield "orthogonal", np.tile(e[1], (count, 1))
 
 
 @pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT])
@@ -241,47 +183,6 @@ def test_the_number_of_reports_is_covered_by_blocks():
         assert 1 - 1e-9 <= total <= 1 + 1e-6
 
 
-@pytest.mark.usefixtures("composition_alone")
-@pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT])
-@pytest.mark.parametrize("noise", [0.1, 0.5, 3.0, 1000.0])
-def test_one_user_alone_is_the_gaussian_mechanism(relation, noise):
-    mine = ClonesAccountant(relation).compose(EVERYONE(1, noise))
-    exact = accounting.LocalAccountant(relation).compose(EVERYONE(1, noise))
-    for delta in (1e-2, 1e-6, 1e-12):
-        truth = exact.get_epsilon(delta)
-        assert truth * (1 - 1e-8) <= mine.get_epsilon(delta) <= truth * 1.002 + 1e-3 / noise
-
-
-@settings(max_examples=5, deadline=None)
-@given(
-    users=st.integers(2, 10**6),
-    rate=st.floats(1e-3, 1.0),
-    noise=st.floats(0.3, 30.0),
-    rounds=st.integers(1, 10**4),
-    delta=st.floats(1e-12, 0.1),
-)
-def test_more_of_anything_moves_epsilon_the_right_way(users, rate, noise, rounds, delta):
-    def epsilon(relation=REPLACE, count=rounds, **change):
-        values = {"users": users, "check_in_rate": rate, "noise_multiplier": noise} | change
-        return ClonesAccountant(relation).epsilon_after(CHECK_IN(**values), delta, count)
-
-    base = epsilon()
-    assert epsilon(count=2 * rounds) >= base
-    assert base <= accounting.LocalAccountant(REPLACE).epsilon_after(
-        CHECK_IN(users, rate, noise), delta, rounds
-    )
-    # The search over defects may stop at a local minimum: docs/sharp-edges.md.
-    room = 1.5 * base + 1e-9
-    assert epsilon(noise_multiplier=1.5 * noise) <= room
-    assert epsilon(users=3 * users) <= room
-    assert epsilon(check_in_rate=rate / 2) <= room
-    assert epsilon(ZERO_OUT) <= room
-    less_sure = ClonesAccountant(REPLACE).epsilon_after(
-        CHECK_IN(users, rate, noise), min(2 * delta, 1), rounds
-    )
-    assert less_sure <= room
-
-
 def test_reference_values():
     def epsilon(relation, event, rounds):
         return ClonesAccountant(relation).epsilon_after(event, 1 / 60_000, rounds)
@@ -323,46 +224,6 @@ def test_the_published_forms_for_comparison():
         comparisons.girgis_rdp(10, 1.0, [1.5])
 
 
-# (event, adjacency, rounds, δ); found by random sweeps over the whole range of parameters.
-ODD_CASES = [
-    (CHECK_IN(659, 0.6710950482411265, 757.1571328170437), ZERO_OUT, 4, 1.4566025621227533e-12),
-    (CHECK_IN(2537636, 0.015316000692238289, 2.033593816708898), REPLACE, 261, 1.94169343e-10),
-    (CHECK_IN(1, 6.136134764504605e-05, 0.20213974177335556), ZERO_OUT, 4955, 3.1477864e-08),
-    (CHECK_IN(3000, 0.1, 2.0), REPLACE, 700, 1e-5),
-    (EVERYONE(676, 0.11), REPLACE, 786143, 2.21e-11),
-    (CHECK_IN(228, 0.834, 0.119), ZERO_OUT, 12, 6.5e-11),
-    (FIXED(100, 30, 3.0), REPLACE, 20, 1e-6),
-    (EVERYONE(73, 8.471828699169485), REPLACE, 195314, 5.9e-10),
-    (EVERYONE(95251, 0.6058922915458906), REPLACE, 3301, 1.49e-06),
-]
-
-
-@pytest.mark.parametrize(("event", "relation", "rounds", "delta"), ODD_CASES)
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_delta_at_an_epsilon_is_the_delta_it_came_from(event, relation, rounds, delta):
-    accountant = ClonesAccountant(relation).compose(event, rounds)
-    epsilon = accountant.get_epsilon(delta)
-    assert 0 < epsilon < math.inf
-    assert accountant.get_delta(epsilon) <= delta * 1.2
-
-
-@pytest.mark.parametrize(("event", "relation", "rounds", "delta"), ODD_CASES)
-def test_epsilon_rises_in_the_rounds_across_octaves(event, relation, rounds, delta):
-    accountant = ClonesAccountant(relation)
-    counts = sorted({c for e in range(2, 12, 3) for c in (2**e - 2, 2**e - 1, 2**e, 2**e + 1)})
-    epsilons = [accountant.epsilon_after(event, delta, count) for count in counts]
-    assert epsilons == sorted(epsilons)
-
-
-def test_few_users_are_not_priced_by_a_defect_below_delta():
-    # The Gaussian alone bounds the tail, so the clones may be many and their defect large.
-    def epsilon(event, relation, rounds):
-        return ClonesAccountant(relation).epsilon_after(event, 1e-5, rounds)
-
-    assert epsilon(CHECK_IN(3000, 0.1, 4.0), ZERO_OUT, 500) < 1.5  # 3.13 with 2qTη <= δ
-    assert epsilon(CHECK_IN(3000, 0.1, 2.0), REPLACE, 500) < 13.0  # 19.9
-
-
 def test_the_worst_sampling_rate_is_that_of_every_loss():
     # (1-β) q = q v (1-q)/(q+v) over q in 0.1..0.9, by brute force; at v = 1e300 its top is ½.
     class Constant:
@@ -377,33 +238,3 @@ def test_the_worst_sampling_rate_is_that_of_every_loss():
     q = np.linspace(0.1, 0.9, 801)[:, None]
     truth = np.max(q * (1 - q) * (1 / (1 + q / np.maximum(v, 1e-300))), axis=0) * 1e-3
     np.testing.assert_allclose(got, truth, rtol=1e-4, atol=1e-300)
-
-
-def test_the_guard_halts_where_bisection_does():
-    accountant, event = ClonesAccountant(ZERO_OUT), CHECK_IN(3000, 0.1, 4.0)
-    previous, target = 0.0, 2.0
-    rounds = 0
-    while True:
-        here = accountant.epsilon_after(event, 1e-5)
-        assert here >= previous
-        if here > target:
-            break
-        accountant.compose(event)
-        previous, rounds = here, rounds + 1
-    fresh = ClonesAccountant(ZERO_OUT)
-    assert fresh.epsilon_after(event, 1e-5, rounds) == previous <= target
-    assert fresh.epsilon_after(event, 1e-5, rounds + 1) == here > target
-    assert rounds > 100
-
-
-@pytest.mark.parametrize("adjacency", [REPLACE, ZERO_OUT])
-@pytest.mark.parametrize("rate", [1e-320, 1e-300, 1e-17])
-def test_hardly_anybody_ever_checks_in(adjacency, rate):
-    """No number of reports but zero is likely; δ is at least what one report alone gives."""
-    shift = 1.0 if adjacency is ZERO_OUT else 2.0
-    for users in (1, 100, 10**9):
-        accountant = ClonesAccountant(adjacency)
-        accountant.compose(CHECK_IN(users, rate, 1.0), 10)
-        alone = rate * math.erf(shift / math.sqrt(8))
-        assert alone / users <= accountant.get_delta(0.0) <= 11 * users * alone
-        assert accountant.get_epsilon(1e-5) == 0.0

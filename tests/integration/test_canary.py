@@ -100,7 +100,7 @@ ORDERED = plan(users=40, noise=1.0, rounds=200)
 def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
     worlds = run_canary(replace(ORDERED, rounds=100), "minus", shuffler, seed=2)
     assert all(len(each.reports) == each.aggregate.reports == 40 for each in worlds.present)
-    claims = {name: epsilon(ORDERED, name) for name in ("rdp", "clones", "local")}
+    claims = {name: epsilon(ORDERED, name) for name in ("rdp", "crowd", "local")}
     for score in (likelihood_score(ORDERED, "minus"), first_in_order(ORDERED), total):
         assert worlds.epsilon_lower_bound(score, DELTA) <= min(claims.values())
 
@@ -135,5 +135,5 @@ def test_rounds_with_check_in_and_zero_out_stay_below_every_pairs_claim(shuffler
     assert set(counts) == {0, 1, 2}  # 0: below the minimum, nothing was released
     for score in (likelihood_score(audited, "minus"), total):
         bound = worlds.epsilon_lower_bound(score, 0.1)
-        claims = (make_accountant(name, "zero-out") for name in ("clones", "local"))
+        claims = (make_accountant(name, "zero-out") for name in ("crowd", "local"))
         assert bound <= min(each.compose(audited.event()).get_epsilon(0.1) for each in claims)

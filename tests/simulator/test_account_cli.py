@@ -16,6 +16,7 @@ from accounting import (
     ShuffledCheckInGaussianDpEvent,
     make_accountant,
 )
+from shuffler import report_length, sealed_length
 from simulator.cli import app
 
 PAPER = "--n 60000 --gamma 0.1 --noise 5 --rounds 5540 --adjacency zero-out"
@@ -32,7 +33,8 @@ def test_the_papers_setting_by_every_accountant():
     epsilons = {name: row["epsilon"] for name, row in json.loads(result.stdout).items()}
     assert epsilons["theorem3"] == pytest.approx(9.617, abs=1e-3)
     assert epsilons["rdp"] == pytest.approx(0.06079, rel=1e-3)
-    assert 1.0 < epsilons["clones"] < 1.2
+    assert 0.0538 < epsilons["crowd"] <= 0.118
+    assert epsilons["blanket"] is None  # no --blankets
 
 
 def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
@@ -55,14 +57,14 @@ def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
     assert rows["rdp"]["epsilon"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("accountant", ["theorem3", "rdp", "clones", "local"])
+@pytest.mark.parametrize("accountant", ["theorem3", "rdp", "blanket", "local"])
 def test_calibrated_noise_is_within_the_target_and_nearly_least(accountant):
-    command = f"calibrate {SMALL} --rounds 20 --target-epsilon 15 --accountant {accountant} --json"
-    found = json.loads(shufl(command).stdout)
+    command = f"calibrate {SMALL} --blankets 99 --rounds 20 --target-epsilon 15 --json"
+    found = json.loads(shufl(f"{command} --accountant {accountant}").stdout)
     assert found["epsilon"] <= 15
 
     def epsilon(noise):
-        event = ShuffledCheckInGaussianDpEvent(1000, 0.3, noise)
+        event = ShuffledCheckInGaussianDpEvent(1000, 0.3, noise, 99.0)
         return make_accountant(accountant).compose(event, 20).get_epsilon(1e-5)
 
     assert epsilon(found["noise"]) <= 15 < epsilon(found["noise"] * 0.997)
@@ -116,7 +118,7 @@ def test_a_billion_rounds_are_priced(plan):
     local = rows["local"]["epsilon"]
     # ε = μ²/2 + μ x, Φ(-x) = 0.1 to first order: e^ε Φ(-x-μ) is nothing beside it.
     assert local == pytest.approx(float(shift**2 / 2 + shift * mp.mpf("1.2815516")), rel=1e-6)
-    for name in ("pld", "clones"):
+    for name in ("pld", "crowd"):
         assert 0 < rows[name]["epsilon"] <= local * (1 + 1e-9)
         assert rows[name]["lower_bound"] is None
 
@@ -158,7 +160,7 @@ def test_blankets_reach_the_event_and_change_nothing_for_who_does_not_count_on_t
     seen.clear()
     blankets = json.loads(shufl(f"{command} --blankets 150").stdout)
     assert set(seen) == {ShuffledCheckInGaussianDpEvent(1000, 0.3, 3.0, 150.0)}
-    for name in ("theorem3", "rdp", "pld", "clones", "local"):
+    for name in ("theorem3", "rdp", "pld", "crowd", "local"):
         assert blankets.get("epsilon", blankets)[name] == without.get("epsilon", without)[name]
 
 
@@ -174,6 +176,59 @@ def test_the_error_of_calibrated_noise_allows_for_the_blankets():
     many = json.loads(shufl(f"{command} --json").stdout)
     assert (many["blankets"], many["noise"]) == (0, noise)
     assert many["mean_update_error"] == pytest.approx(noise / math.sqrt(300))
+
+
+def test_reports_and_bytes_of_a_round_are_those_of_the_users_and_the_blankets():
+    command = f"calibrate {SMALL} --rounds 20 --target-epsilon 15 --accountant rdp --json"
+    found = json.loads(shufl(f"{command} --blankets 150 --dimension 10").stdout)
+    assert found["reports_a_round"] == pytest.approx(1000 * 0.3 + 150)
+    report = sealed_length(report_length(10))
+    assert report > 10 * 4
+    assert found["bytes_a_round"] == pytest.approx(450 * report)
+    assert json.loads(shufl(command).stdout)["bytes_a_round"] is None
+
+
+def test_calibrated_blankets_are_nearly_the_fewest():
+    command = f"calibrate {SMALL} --rounds 20 --target-epsilon 2 --accountant blanket"
+    found = json.loads(shufl(f"{command} --noise 1 --json").stdout)
+
+    def epsilon(blankets):
+        event = ShuffledCheckInGaussianDpEvent(1000, 0.3, 1.0, blankets)
+        return make_accountant("blanket").compose(event, 20).get_epsilon(1e-5)
+
+    assert found["noise"] == 1.0
+    assert epsilon(found["blankets"]) == found["epsilon"] <= 2 < epsilon(found["blankets"] * 0.997)
+
+
+def test_noise_and_blankets_of_least_error_reach_the_headline():
+    command = "calibrate --n 60000 --gamma 0.1 --rounds 5540 --target-epsilon 1"
+    result = shufl(f"{command} --accountant blanket --json")
+    assert result.stderr == ""
+    found = json.loads(result.stdout)
+    noise, blankets = found["noise"], found["blankets"]
+    event = ShuffledCheckInGaussianDpEvent(60_000, 0.1, noise, blankets)
+    assert make_accountant("blanket").compose(event, 5540).get_epsilon(1 / 60_000) <= 1
+    assert found["epsilon"] <= 1
+    error = noise * math.sqrt((6000 + blankets) / 6000**2)
+    assert found["mean_update_error"] == pytest.approx(error)
+    assert error <= 0.0151
+
+
+def test_what_was_left_out_is_what_the_table_names():
+    plan = f"{SMALL} --noise 3 --rounds 20"
+    shown = shufl(f"calibrate {plan} --target-epsilon 2 --accountant blanket")
+    assert shown.exit_code == 0 and "blankets for ε ≤ 2" in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["account", "calibrate --target-epsilon 20"])
+def test_a_delta_not_far_below_the_chance_to_take_part_is_warned_of(command):
+    command = f"{command} --n 1000 --gamma 0.001 --rounds 5"  # the chance is 0.005
+    noise = " --noise 2" if command.startswith("account") else " --accountant rdp"
+    near = shufl(f"{command}{noise} --delta 6e-4")
+    assert near.exit_code == 0
+    (line,) = near.stderr.splitlines()
+    assert line.startswith("warning: delta 0.0006 is not far below 0.005, the chance that a user")
+    assert shufl(f"{command}{noise} --delta 4e-4").stderr == ""
 
 
 def test_calibration_by_an_accountant_that_does_not_price_the_rounds_is_one_line(fixed_size_only):
@@ -201,7 +256,7 @@ def test_compare_is_the_accountants_against_rounds(tmp_path):
     result = json.loads(shufl(command).stdout)
     assert result["rounds"][0] == 1 and result["rounds"][-1] == 50
     event = ShuffledCheckInGaussianDpEvent(1000, 0.3, 3.0)
-    for name in ("theorem3", "rdp", "clones", "local"):
+    for name in ("theorem3", "rdp", "crowd", "local"):
         curve = result["epsilon"][name]
         assert curve == sorted(curve)
         composed = make_accountant(name).compose(event, 50).get_epsilon(1e-5)
@@ -212,7 +267,8 @@ def test_compare_is_the_accountants_against_rounds(tmp_path):
 def test_compare_shows_other_systems_with_what_they_cover():
     command = f"compare {SMALL} --noise 3 --rounds 50 --peers"
     result = json.loads(shufl(f"{command} --json").stdout)
-    assert list(result["peers"]) == ["girgis", "clones-2021", "rr-strong", "rr-weak", "central"]
+    names = ["girgis", "clones", "clones-2021", "rr-strong", "rr-weak", "central"]
+    assert list(result["peers"]) == names
     for peer in result["peers"].values():
         assert len(peer["epsilon"]) == len(result["rounds"])
         assert "report" in peer["covers"] or "trusted server" in peer["covers"]
@@ -248,16 +304,29 @@ def test_compare_shows_other_systems_with_what_they_cover():
         ),
         (
             "account --n 9 --gamma 1 --noise 5 --rounds 1 --blankets -1",
-            "shuffler blankets must lie in [0, inf), got -1.0",
+            "--blankets must be 0 or lie in [0.001, 10^9], got -1",
         ),
-        ("compare --n 9 --gamma 1 --noise 5 --rounds 1 --blankets inf", "[0, inf), got inf"),
+        ("compare --n 9 --gamma 1 --noise 5 --rounds 1 --blankets inf", "[0.001, 10^9], got inf"),
         (
             "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --blankets nan",
-            "[0, inf), got nan",
+            "[0.001, 10^9], got nan",
         ),
         (
             "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --rounds 3",
             "leave out exactly one of --noise, --rounds and --gamma",
+        ),
+        (
+            "calibrate --target-epsilon 1 --n 9 --gamma 1 --blankets 3 --accountant crowd",
+            "leave out exactly one of --noise, --rounds and --gamma",
+        ),
+        (
+            "calibrate --target-epsilon 1 --n 9 --gamma 1 --accountant blanket",
+            "or --blankets, or --noise and --blankets",
+        ),
+        (
+            "calibrate --target-epsilon 1 --n 9 --gamma 1 --rounds 2 --blankets 0 "
+            "--accountant blanket",
+            "or 'local', got 'blanket'",
         ),
         (
             "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --dimension 0",

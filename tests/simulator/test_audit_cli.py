@@ -25,12 +25,12 @@ def test_the_zero_out_counterexample_is_flagged_and_claims_for_every_pair_stand(
         assert checks[name]["violated_for_every_pair"]
         assert checks[name]["placement"] == "opposite"
         assert checks[name]["delta_lower"] > checks[name]["claimed_delta"]
-    for name in ("clones", "local"):
+    for name in ("crowd", "local"):
         assert not checks[name]["violated_for_every_pair"]
 
 
 def test_the_table_says_what_is_violated():
-    result = shufl(f"{COUNTEREXAMPLE} --accountant rdp --accountant clones")
+    result = shufl(f"{COUNTEREXAMPLE} --accountant rdp --accountant crowd")
     assert result.exit_code == 0
     assert "violated" in result.output and "not refuted" in result.output
 
@@ -66,7 +66,7 @@ def test_a_round_with_hardly_any_noise_is_audited():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (f"{COUNTEREXAMPLE} --blankets -1", "shuffler blankets must lie in [0, inf), got -1.0"),
+        (f"{COUNTEREXAMPLE} --blankets -1", "--blankets must be 0 or lie in [0.001, 10^9], got -1"),
         ("audit --noise 2", "--n is missing"),
         ("audit --n 10", "--noise is missing"),
         (f"{COUNTEREXAMPLE} --placement absent --accountant rdp", "must not be absent only: rdp"),
