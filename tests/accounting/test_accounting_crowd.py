@@ -49,7 +49,7 @@ def shares(monkeypatch):
 @pytest.mark.parametrize("v", [7, 17])
 def test_the_defect_covers_every_record_of_the_ball(noise, v, shares):
     """β of the others' reports as noise alone: the total variation it costs, by quadrature."""
-    axis = np.linspace(-1 - 9 * noise, 1 + 9 * noise, 501)
+    axis = np.linspace(-1 - 9 * noise, 1 + 9 * noise, 701)
     points = np.stack(np.meshgrid(axis, axis), -1)
     cell = (axis[1] - axis[0]) ** 2
     blanket = density(points, np.zeros(2), noise)
