@@ -46,8 +46,8 @@ def participation_note(check_in_rate: float, rounds: int, delta: float) -> str |
     if delta < 0.1 * chance:
         return None
     return (
-        f"delta {delta:.3g} is not far below {chance:.3g}, the chance that a user takes part at "
-        "all: choose a smaller one"
+        f"delta should be far below the chance that a user takes part at all, {chance:.3g}, "
+        f"got {delta:.3g}"
     )
 
 

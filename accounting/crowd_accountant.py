@@ -28,19 +28,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accounting.events import FixedSizeShuffledGaussianDpEvent, ShuffledCheckInGaussianDpEvent
-from accounting.gaussian import least_loss
+from accounting.gaussian import least_loss, log_gaussian_delta
 from accounting.jump_counts import TermsCount
 from accounting.jump_sum import positive_part
 from accounting.loss_pmf import FloatArray
 from accounting.profiles import ProfileShuffleAccountant
 from accounting.swap_bound import SwapBound
-from accounting.worst_pairs import Pair, note_on, upper_profile
+from accounting.worst_pairs import Pair, apart, note_on, upper_profile
 
 # What is given up falls from step to step of the ladder, and at the end is nothing.
 _LADDER_STEP, _LADDER_END = 0.25, 1e-26
 _FIRST_STEP, _FIRST_STEPS = 0.1, 7
 _SMALL = 0.005  # what is given up, beside the bound, that is worth no further step
 _STALLED, _OTHERS_EACH = 0.9, 4
+_LEAST_RATE = 1e-25  # with less the report's own coin is all that is counted on
 _COARSENESS = 1.5  # of the steps of α: chords cost 0.4 % of ε
 
 
@@ -65,9 +66,10 @@ class CrowdAccountant(ProfileShuffleAccountant):
         return next(notes, None) or super().note(delta)
 
     def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
-        crowd = _crowd_of(event)
-        if crowd.rate == 0.0:
-            return np.zeros(1), np.zeros(1)
+        crowd = crowd_of(event)
+        if crowd.rate < _LEAST_RATE:
+            shift = apart(self.neighboring_relation, crowd.noise)
+            return np.zeros(1), crowd.rate * np.exp(log_gaussian_delta(shift, np.zeros(1)))
         searches: dict[Pair, _Search] = {}
 
         def divergence(alpha: float, pair: Pair, lower: bool) -> float:
@@ -80,7 +82,7 @@ class CrowdAccountant(ProfileShuffleAccountant):
         )
 
 
-class _Crowd(NamedTuple):
+class Crowd(NamedTuple):
     """Who may be in a round: of n users with their coins, or of m reports.
 
     Attributes:
@@ -111,11 +113,15 @@ class _Crowd(NamedTuple):
         swap = SwapBound(self.users, self.rate, self.noise, lost)
         return swap.divergence(alpha, pair) if swap.holds else 1.0
 
-    def by_blankets(self, alpha: float, pair: Pair, lost: float) -> float:
-        """Upper bound of H_α that gives up about `lost`."""
-        defect = 0.5 * lost / self.rate
+    def share(self, defect: float) -> float:
+        """β at which the others' reports are blankets up to η in total variation."""
         target = math.log(defect) - math.log(max(self.others, 1e-300))
-        share = math.exp(-least_loss(1.0 / self.noise, min(target, 0.0)))
+        return math.exp(-least_loss(1.0 / self.noise, min(target, 0.0)))
+
+    def by_blankets(self, alpha: float, pair: Pair, lost: float) -> float:
+        """Upper bound of H_α that gives up about `lost`: 2γη at α = 1."""
+        defect = 0.5 * lost / self.rate
+        share = self.share(defect)
         step = share * (alpha - 1.0)
         count = TermsCount(
             self.terms, self.coins * share, 1.0 - self.coins, step, -step * self.absent
@@ -124,19 +130,20 @@ class _Crowd(NamedTuple):
         return hidden + (alpha - 1.0 + 2.0 * self.rate) * defect
 
 
-def _crowd_of(event: Any) -> _Crowd:
+def crowd_of(event: Any) -> Crowd:
+    """Returns who may be in a round of `event`."""
     n, noise = event.users, event.noise_multiplier
     if isinstance(event, FixedSizeShuffledGaussianDpEvent):
         m = event.reports
-        return _Crowd(n, m / n, noise, m, 1.0, n - m, float(m))
+        return Crowd(n, m / n, noise, m, 1.0, n - m, float(m))
     rate = event.check_in_rate if isinstance(event, ShuffledCheckInGaussianDpEvent) else 1.0
-    return _Crowd(n, rate, noise, n, rate, 0, (n - 1) * rate)
+    return Crowd(n, rate, noise, n, rate, 0, (n - 1) * rate)
 
 
 class _Search:
     """The least bound at increasing α: less and less is given up."""
 
-    def __init__(self, crowd: _Crowd, pair: Pair) -> None:
+    def __init__(self, crowd: Crowd, pair: Pair) -> None:
         self._pair = pair
         self._bounds: list[Callable[[float, Pair, float], float]] = [crowd.by_blankets]
         if crowd.has_coins:

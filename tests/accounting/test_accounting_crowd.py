@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from accounting_oracles import (
     density,
-    gaussian_delta,
     measured_among_many,
     measured_deltas,
     placements,
@@ -17,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accounting
-from accounting import crowd_accountant
 from accounting.clones_accountant import ClonesAccountant
-from accounting.crowd_accountant import CrowdAccountant
+from accounting.crowd_accountant import CrowdAccountant, crowd_of
+from accounting.worst_pairs import pairs_of
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent
@@ -32,22 +31,9 @@ class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
         return [CrowdAccountant(REPLACE), CrowdAccountant(ZERO_OUT)]
 
 
-@pytest.fixture
-def shares(monkeypatch):
-    """Each β that a profile was computed with."""
-    seen, whole = [], crowd_accountant._Crowd.sum_of
-
-    def sum_of(self, share, alpha):
-        seen.append(share)
-        return whole(self, share, alpha)
-
-    monkeypatch.setattr(crowd_accountant._Crowd, "sum_of", sum_of)
-    return seen
-
-
 @pytest.mark.parametrize("noise", [0.7, 5.0])
 @pytest.mark.parametrize("v", [7, 17])
-def test_the_defect_covers_every_record_of_the_ball(noise, v, shares):
+def test_the_defect_covers_every_record_of_the_ball(noise, v):
     """β of the others' reports as noise alone: the total variation it costs, by quadrature."""
     axis = np.linspace(-1 - 9 * noise, 1 + 9 * noise, 701)
     points = np.stack(np.meshgrid(axis, axis), -1)
@@ -59,9 +45,7 @@ def test_the_defect_covers_every_record_of_the_ball(noise, v, shares):
         (EVERYONE(11, noise), 10),
         (FIXED(41, 10, noise), 10),
     ):
-        shares.clear()
-        CrowdAccountant(REPLACE)._profile_of(event, v)
-        (share,) = set(shares)
+        share = crowd_of(event).share(2.0**-v)
         assert 0 < share < 1
         allowed, largest = 2.0**-v / others, 0.0
         for other in [(1, 0), (-1, 0), (0, 1), (0, 0), *rng.normal(size=(4, 2))]:
@@ -80,11 +64,11 @@ def test_the_defect_covers_every_record_of_the_ball(noise, v, shares):
 
 @pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT])
 @pytest.mark.parametrize("event", [CHECK_IN(50, 0.3, 1.5), FIXED(40, 15, 1.5), EVERYONE(20, 2.0)])
-def test_one_rounds_profile_is_the_formula(event, relation, shares):
+def test_one_rounds_profile_is_the_formula(event, relation):
     """Section 4 by simulation: n terms, of which blankets are some; the defect's price on top."""
     v, draws, n = 9, 200_000, event.users
-    epsilons, deltas = CrowdAccountant(relation)._profile_of(event, v)
-    (share,) = set(shares)
+    crowd = crowd_of(event)
+    share = crowd.share(2.0**-v)
     rng, noise = np.random.default_rng(2), event.noise_multiplier
     if isinstance(event, FIXED):
         absent = np.full(draws, n - event.reports)
@@ -98,20 +82,16 @@ def test_one_rounds_profile_is_the_formula(event, relation, shares):
     one, two = np.exp(record - 0.5 / noise**2), np.exp(-record - 0.5 / noise**2)
     if relation is ZERO_OUT:
         two = np.ones_like(two)
-    shift = (1 if relation is ZERO_OUT else 2) / noise
-    for place in np.searchsorted(epsilons, (0.0, 0.05, 0.1)):
-        alpha = math.exp(epsilons[place])
+    for alpha in (1.0, 1.05, 1.1):
         price = (alpha - 1 + 2 * rate) * 2.0**-v
-        largest = []
-        for here, there in ((one, two), (two, one)):
+        pairs = ((one, two, pairs_of(relation)[0]), (two, one, pairs_of(relation)[-1]))
+        for here, there, pair in pairs:
             jumps = (used * (here - alpha * there)).sum(1) / share
             part = np.maximum(jumps - (alpha - 1) * absent, 0) / n
-            largest.append((part.mean() + price, part.std() / math.sqrt(draws)))
-        mean, error = max(largest)
-        assert error < 0.01 * mean
-        alone = rate * float(gaussian_delta(shift, epsilons[place]))
-        assert mean < alone
-        assert deltas[place] == pytest.approx(mean, abs=4.5 * error)
+            mean, error = part.mean() + price, part.std() / math.sqrt(draws)
+            assert error < 0.02 * mean
+            found = crowd.by_blankets(alpha, pair, 2 * rate * 2.0**-v)
+            assert found == pytest.approx(mean, abs=5 * error)
 
 
 @pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT])
