@@ -1,0 +1,354 @@
+"""The swap bound: its worst law, the sums it reads, and the bound against exact likelihoods."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+from scipy import special
+
+import accounting
+from accounting import audit_placements
+from accounting.audit_placements import AttackedRound, Placement
+from accounting.jump_counts import TermsCount
+from accounting.jump_sum import positive_parts
+from accounting.swap_bound import _WORST, SwapBound
+from accounting.worst_pairs import against_zero, opposite, zero_against
+
+# User 1's two records on a line, in the unit ball.
+PAIRS = {opposite: (1.0, -1.0), against_zero: (1.0, 0.0), zero_against: (0.0, 1.0)}
+DIRECTIONS = {"replace": (opposite, opposite), "zero-out": (against_zero, zero_against)}
+
+
+def event_of(users, rate, noise):
+    return accounting.ShuffledCheckInGaussianDpEvent(users, rate, noise)
+
+
+@functools.cache
+def crowd(adjacency, users, rate, noise):
+    return accounting.make_accountant("crowd", adjacency).compose(event_of(users, rate, noise))
+
+
+def stop_loss_on_the_line(first, second, other, width, alpha, s):
+    """∫(f_first - α f_second - s f_other)_+ by the trapezoidal rule, in units of z."""
+    y = np.linspace(-14.0, 14.0, 56001)
+    f, g, h = (np.exp(-0.5 * (y - width * m) ** 2) for m in (first, second, other))
+    scale = (y[1] - y[0]) / math.sqrt(2.0 * math.pi)
+    return np.array([np.sum(np.maximum(f - alpha * g - each * h, 0.0)) for each in s]) * scale
+
+
+def stop_loss_of_the_law(pair, width, alpha, s):
+    """E(V* - s)_+ from V* as a function of t."""
+    t = np.linspace(-14.0, 14.0, 56001)
+    weight = np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
+    v = _WORST[pair](width, alpha, 1.0).value(t)
+    return np.array([np.sum(weight * np.maximum(v - each, 0.0)) for each in s])
+
+
+def strikes(width, alpha):
+    near = np.geomspace(0.02, 6.0, 9) * max(width, 1.0)
+    return np.concatenate([-near[::-1], [1.0 - alpha, 0.0], near])
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("alpha", [1.0, 1.3, 4.0])
+@pytest.mark.parametrize("width", [0.2, 1.0, 2.0])
+def test_the_worst_law_is_the_upper_envelope_of_two_placements(pair, alpha, width):
+    first, second = PAIRS[pair]
+    s = strikes(width, alpha)
+    ends = [stop_loss_on_the_line(first, second, w, width, alpha, s) for w in (-1.0, 1.0)]
+    found = stop_loss_of_the_law(pair, width, alpha, s)
+    np.testing.assert_allclose(found, np.maximum(*ends), rtol=2e-6, atol=2e-7)
+    # The proof names which end is the larger, by the sign of s.
+    right = 0 if pair is not zero_against else 1
+    far = stop_loss_on_the_line(first, second, (-1.0, 1.0)[right], width, alpha, s[s > 0.0])
+    np.testing.assert_allclose(found[s > 0.0], far, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("raised", [1.0, 1.4])
+def test_mean_slope_and_order_of_the_worst_law(pair, raised):
+    for width, alpha in [(0.2, 1.0), (0.5, 1.3), (1.0, 4.0), (2.0, 1.3)]:
+        law = _WORST[pair](width, alpha, raised)
+        t = np.linspace(-13.0, 13.0, 26001)
+        weight = np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
+        v = law.value(t)
+        assert np.all(np.diff(v) >= 0.0)
+        assert np.sum(weight * v) == pytest.approx(law.mean, rel=1e-5, abs=1e-6)
+        below, above = law.flat
+        np.testing.assert_allclose(v[(t > below) & (t < above)], 0.0, atol=1e-12)
+        h = 1e-5
+        smooth = (np.abs(t - below) > 2.0 * h) & (np.abs(t - above) > 2.0 * h)
+        numeric = (law.value(t + h) - law.value(t - h))[smooth] / (2.0 * h)
+        np.testing.assert_allclose(law.slope(t)[smooth], numeric, rtol=1e-6, atol=1e-6)
+        bends = np.array([below, above])
+        np.testing.assert_allclose(law.value(bends), 0.0, atol=1e-12)
+
+
+def planar_stop_loss(first, second, other, width, alpha, s):
+    """The same integral for records in the plane: a rule along one normal, a formula across.
+
+    Against f_first the ratios of the two others are log-normal with unit mean. Given that of
+    `second`, that of `other` is log-normal.
+    """
+    t = np.linspace(-10.0, 10.0, 801)
+    weight = np.exp(-0.5 * t * t)
+    weight /= weight.sum()
+    u, v = width * (second - first), width * (other - first)
+    deviation, square = math.sqrt(u @ u), float(v @ v)
+    ratio = np.exp(deviation * t - 0.5 * deviation**2)
+    along = float(u @ v) / deviation
+    mean = np.exp(along * t - 0.5 * along**2)
+    left = math.sqrt(max(square - along**2, 1e-18))
+    result = []
+    for each in s:
+        room = 1.0 - alpha * ratio  # E(room - each R_w)_+ given t
+        k = np.where(room * each > 0.0, room / (each * mean if each else 1.0), 1.0)
+        d = (np.log(k) + 0.5 * left**2) / left
+        put = room * special.ndtr(d) - each * mean * special.ndtr(d - left)
+        call = room * special.ndtr(-d) - each * mean * special.ndtr(left - d)
+        if each > 0.0:
+            value = np.where(room > 0.0, put, 0.0)
+        elif each == 0.0:
+            value = np.maximum(room, 0.0)
+        else:
+            value = np.where(room < 0.0, call, room - each * mean)
+        result.append(float(weight @ value))
+    return np.array(result)
+
+
+def test_the_planar_formula_on_the_line():
+    s = strikes(1.0, 1.3)
+    e = np.array([1.0, 0.0])
+    for second, other in [(-1.0, 0.3), (0.0, -0.7), (-1.0, 1.0), (-1.0, -1.0)]:
+        np.testing.assert_allclose(
+            planar_stop_loss(e, second * e, other * e, 1.0, 1.3, s),
+            stop_loss_on_the_line(1.0, second, other, 1.0, 1.3, s),
+            rtol=2e-3,
+            atol=2e-5,
+        )
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_worst_law_dominates_every_placement_in_the_plane(pair):
+    rng = np.random.default_rng(5)
+    for width, alpha in [(0.2, 1.0), (1.0, 1.3), (2.0, 1.0), (1.0, 4.0)]:
+        s = strikes(width, alpha)
+        most = stop_loss_of_the_law(pair, width, alpha, s)
+        for _ in range(25):
+            angles = rng.uniform(0.0, 2.0 * math.pi, 3)
+            points = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+            points *= rng.choice([1.0, 1.0, 0.6], (3, 1))
+            first, second, other = points
+            if rng.random() < 0.5:  # close to the worst
+                second = -first + 0.1 * rng.normal(size=2)
+                other = rng.choice([-1.0, 1.0]) * first + 0.1 * rng.normal(size=2)
+                second, other = (x / max(1.0, float(np.linalg.norm(x))) for x in (second, other))
+            if pair is against_zero:
+                second = np.zeros(2)
+            if pair is zero_against:
+                first, second = np.zeros(2), first
+            here = planar_stop_loss(first, second, other, width, alpha, s)
+            assert np.all(here <= most * (1.0 + 1e-3) + 2e-5)
+
+
+def permanents(matrices):
+    """Permanents of a batch of small matrices, by subsets."""
+    batch, n, _ = matrices.shape
+    found = np.zeros((batch, 1 << n))
+    found[:, 0] = 1.0
+    for subset in range(1, 1 << n):
+        row = subset.bit_count() - 1
+        for j in range(n):
+            if subset >> j & 1:
+                found[:, subset] += found[:, subset ^ (1 << j)] * matrices[:, row, j]
+    return found[:, -1]
+
+
+def few_users(rng, first, second, others, rate, noise, samples):
+    """Likelihood ratios of second to first, of rounds drawn under first."""
+    points = np.stack([*others, first])
+    there = rng.random((samples, len(points))) < rate
+    y = points + noise * rng.standard_normal((samples, *points.shape))
+
+    def ratios(mine):
+        held = np.stack([*others, mine])
+        logs = np.einsum("bid,jd->bij", y, held) - 0.5 * np.sum(held**2, axis=1)
+        return permanents(np.where(there[:, :, None], np.exp(logs / noise**2), 1.0))
+
+    return ratios(second) / ratios(first)
+
+
+def assert_bounds(accountant, ratios, epsilons):
+    """E_P[(1 - α Q/P)_+] is in [0, 1]: an average of bounded draws."""
+    for epsilon in epsilons:
+        kept = np.maximum(1.0 - math.exp(epsilon) * ratios, 0.0)
+        error = float(np.std(kept)) / math.sqrt(ratios.size)
+        assert accountant.get_delta(epsilon) >= float(np.mean(kept)) - 5.0 * error
+
+
+@pytest.mark.parametrize("users", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("adjacency", DIRECTIONS)
+def test_few_users_by_permanents(adjacency, users):
+    rng = np.random.default_rng(users)
+    rate, noise = {2: (1.0, 1.0), 3: (0.6, 2.0), 4: (1.0, 2.0), 5: (0.6, 1.0), 6: (1.0, 1.0)}[users]
+    bound = crowd(adjacency, users, rate, noise)
+    for kind in ("opposite", "same", "second", "random", "random"):
+        x = rng.normal(size=2)
+        x /= np.linalg.norm(x)
+        y = -x if adjacency == "replace" else np.zeros(2)
+        others = rng.normal(size=(users - 1, 2))
+        others /= np.linalg.norm(others, axis=1)[:, None]
+        fixed = {"opposite": -x, "same": x, "second": y}
+        if kind in fixed:
+            others = np.tile(fixed[kind], (users - 1, 1))
+        for first, second in ((x, y), (y, x)):
+            ratios = few_users(rng, first, second, others, rate, noise, 2000)
+            assert_bounds(bound, ratios, (0.0, 0.1, 0.5, 1.0))
+
+
+@pytest.mark.parametrize("adjacency", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("users", "rate", "noise"), [(60, 1.0, 3.0), (150, 0.5, 3.0), (100, 1.0, 5.0)]
+)
+def test_two_groups_of_others_by_exact_ratios(monkeypatch, adjacency, users, rate, noise):
+    monkeypatch.setattr(audit_placements, "_MOST_EXACT_WORK", 10**9)
+    rng = np.random.default_rng(users)
+    bound = crowd(adjacency, users, rate, noise)
+    x = np.ones(1)
+    second = -x if adjacency == "replace" else 0.0 * x
+    place = np.arange(users - 1)
+    for name, held in {
+        "opposite": -np.ones(users - 1),
+        "same": np.ones(users - 1),
+        "mixed": np.where(place < users // 10, 1.0, -1.0),
+        "half": np.where(place % 2, 1.0, -1.0),
+    }.items():
+        attacked = AttackedRound(
+            event_of(users, rate, noise), Placement(name, x, second, held[:, None])
+        )
+        assert attacked.exact
+        samples = 1000 if name in ("opposite", "same") else 200
+        for first, sign in ((True, -1.0), (False, 1.0)):
+            ratios = np.exp(sign * attacked.scores(first, samples, rng))
+            assert_bounds(bound, ratios, (0.0, 0.1, 0.2, 0.4))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_swap_bound_itself_holds_and_is_close(pair):
+    """All others at -x, whose likelihood ratio is a sum over the reports."""
+    users, noise = 1000, 2.0
+    first, second = PAIRS[pair]
+    rng = np.random.default_rng(8)
+    away = -1.0  # where all reports are but user 1's
+    y = away + noise * rng.standard_normal((20_000, users))
+    y[:, 0] += first - away
+
+    def density(mine):
+        return np.mean(np.exp((mine - away) * (y - 0.5 * (mine + away)) / noise**2), axis=1)
+
+    ratios = density(second) / density(first)
+    # δ is a factor too large, which grows as δ falls; ε is off by some 15 % at δ = 1e-5.
+    for epsilon, factor in ((0.0, 1.6), (0.02, 2.0 if pair is opposite else 1.6), (0.05, 3.0)):
+        alpha = math.exp(epsilon)
+        kept = np.maximum(1.0 - alpha * ratios, 0.0)
+        exact, error = float(np.mean(kept)), float(np.std(kept)) / math.sqrt(ratios.size)
+        losses = np.geomspace(1e-4, 0.1, 13)
+        swaps = [SwapBound(users, 1.0, noise, lost) for lost in losses]
+        found = min(swap.divergence(alpha, pair) for swap in swaps if swap.holds)
+        assert found >= exact - 5.0 * error
+        assert found <= factor * exact
+        if pair is not opposite:
+            at_all = crowd("zero-out", users, 1.0, noise).get_delta(epsilon)
+            assert at_all >= exact - 5.0 * error
+
+
+@pytest.mark.parametrize(
+    ("users", "rate", "noise", "lost"),
+    [(60_000, 0.1, 1.0, 1e-8), (1437, 0.5, 1.0, 1e-5), (1000, 1.0, 2.0, 1e-3)],
+)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_rule_over_the_unswapped_report(pair, users, rate, noise, lost):
+    """All parts of the bound put together again, with many nodes of the trapezoidal rule."""
+    width, others = 1.0 / noise, users - 1
+    bound = SwapBound(users, rate, noise, lost)
+    cap, crowd_size = bound._cap, bound._crowd
+    missing = special.ndtr(0.5 * width - math.log(cap) / width)
+    missing -= cap * special.ndtr(-0.5 * width - math.log(cap) / width)
+    variance = others * rate * math.expm1(width**2)
+    t = others * (1.0 - rate * missing) - crowd_size
+    rare = math.exp(-(t**2) / (2.0 * (variance + t / 3.0)))
+    t = np.linspace(-10.0 - width, 10.0 + width, 1501)
+    weight = rate * np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
+    for alpha in (1.0, 1.1):
+        law = _WORST[pair](width, alpha, 1.0 + cap / (crowd_size - cap))
+        count = TermsCount(others, rate, 1.0 - rate, alpha - 1.0)
+        first, second = (np.exp(m * width * t - 0.5 * (m * width) ** 2) for m in PAIRS[pair])
+        own = cap * (first - alpha * second + alpha - 1.0)
+        if pair is zero_against:
+            own = own[::-1]
+        found = positive_parts(law, count, np.append(own, 0.0))
+        whole = (float(weight @ found[:-1]) + (1.0 - rate) * float(found[-1])) / crowd_size
+        whole += alpha * rate * missing * others / (crowd_size - cap) + rare
+        # What the rule of few nodes may miss: docs/theory-swap.md, section 4.
+        assert bound.divergence(alpha, pair) == pytest.approx(whole, rel=5e-4)
+
+
+def test_too_few_others():
+    assert not SwapBound(2, 1.0, 1.0, 1e-3).holds
+    assert not SwapBound(1, 1.0, 1.0, 1e-3).holds
+    assert SwapBound(1000, 1.0, 2.0, 1e-3).holds
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("terms", "rate", "alpha"), [(300, 1.0, 1.02), (300, 0.2, 1.0)])
+def test_sums_at_several_shifts(pair, terms, rate, alpha):
+    width, raised = 0.5, 1.1
+    law = _WORST[pair](width, alpha, raised)
+    count = TermsCount(terms, rate, 1.0 - rate, alpha - 1.0)
+    rng = np.random.default_rng(11)
+    jumps = law.value(rng.standard_normal((20_000, terms)))
+    sums = np.sum(np.where(rng.random(jumps.shape) < rate, jumps, 1.0 - alpha), axis=1)
+    spread = float(np.std(sums))
+    shifts = np.array([-1.5, -0.5, 0.0, 0.5, 1.5, 3.0]) * spread
+    found, tight = positive_parts(law, count, shifts), 0
+    for shift, bound in zip(shifts, found, strict=True):
+        kept = np.maximum(shift + sums, 0.0)
+        mean, error = float(np.mean(kept)), float(np.std(kept)) / math.sqrt(kept.size)
+        assert bound >= mean - 5.0 * error
+        if mean > 0.02 * spread and abs(shift) <= 1.5 * spread:
+            assert bound <= 1.01 * mean + 5.0 * error
+            tight += 1
+    assert tight >= 2
+    # Far out it stays a bound, if a poor one.
+    mean = terms * (rate * law.mean + (1.0 - rate) * (1.0 - alpha))
+    far = np.array([-30.0, 30.0, 1e3, 1e6]) * spread
+    assert np.all(positive_parts(law, count, far) >= np.maximum(far + mean, 0.0))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("rate", [0.1, 0.8, 1.0])
+@pytest.mark.parametrize("alpha", [1.0, 1.5])
+def test_two_terms_at_several_shifts_by_quadrature(pair, rate, alpha):
+    law = _WORST[pair](0.7, alpha, 1.2)
+    t = np.linspace(-9.0, 11.0, 1601)
+    weight = rate * np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
+    v, p = np.append(law.value(t), 1.0 - alpha), np.append(weight, 1.0 - rate)
+    shifts = np.array([-20.0, -3.0, -0.5, 0.0, 0.2, 1.0, 5.0, 50.0])
+    found = positive_parts(law, TermsCount(2, rate, 1.0 - rate, alpha - 1.0), shifts)
+    for shift, bound in zip(shifts, found, strict=True):
+        exact = float(p @ np.maximum(shift + v[:, None] + v, 0.0) @ p)
+        assert bound >= exact * (1.0 - 1e-4)
+        # (y + s)_+ <= y_+ + s_+ is the worst that may happen, but for noise added to two terms.
+        parted = float(p @ np.maximum(v[:, None] + v, 0.0) @ p) + max(shift, 0.0)
+        assert bound <= 1.2 * parted
+
+
+def test_shifts_do_not_disturb_each_other():
+    law = _WORST[opposite](1.0, 1.2, 1.05)
+    count = TermsCount(40, 0.3, 0.7, 0.2)
+    shifts = np.array([0.0, 0.7, -1.0, 4.0])
+    together = positive_parts(law, count, shifts)
+    alone = [float(positive_parts(law, count, np.array([y]))[0]) for y in shifts]
+    np.testing.assert_allclose(together, alone, rtol=1e-9)
+    assert np.all(np.diff(together[np.argsort(shifts)]) >= 0.0)
