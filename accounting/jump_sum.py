@@ -63,7 +63,7 @@ class Jumps:
     Attributes:
         value: x, increasing.
         slope: Its derivative.
-        mean: E[X] <= 0.
+        mean: E[X].
         reach: |x(t)| grows at most like e^{reach |t|}.
         flat: Ends of the t for which X is 0, if there are any: no jump at all.
     """
@@ -105,7 +105,7 @@ def positive_parts(jumps: Jumps, count: Count, shifts: FloatArray) -> FloatArray
     law = _Law(jumps, count)
     beyond, line = count.jumps * law.excess, _line(law, count, lower=False)
     if line is None:
-        return law.least_bound() + beyond + np.maximum(shifts, 0.0)
+        return law.chernoff(shifts) + beyond
     y = np.append(shifts, 0.0)
     found = np.exp(np.minimum(line.level + line.c * y, 500.0))
     found = found * np.maximum(line.read(y) + line.slack, 0.0)
@@ -317,12 +317,15 @@ class _Law:
         phase = abs(self._count.fixed) * float(omega[-1])
         return _UNIT * (100.0 + phase + 4.0 * self._count.jumps * float(np.sum(summed)))
 
-    def least_bound(self) -> float:
-        """An upper bound of `E[(b + S)_+]` with its jumps capped: `x_+ <= e^{cx}/(ec)`."""
+    def chernoff(self, shifts: FloatArray) -> FloatArray:
+        """Upper bounds of `E[(y + b + S)_+]` with capped jumps: `x_+ <= e^{cx}/(ec)`."""
+        above: FloatArray = np.maximum(shifts, 0.0)
         if self.cap <= 0.0:
-            return 0.0
+            return above
         c = self.saddle()
-        return math.exp(min(self.cumulants(c)[0], 700.0)) / (math.e * c)
+        level = self.cumulants(c)[0] - math.log(math.e * c)
+        direct: FloatArray = np.exp(np.minimum(level + c * shifts, 500.0))
+        return np.minimum(direct, math.exp(min(level, 500.0)) + above)
 
     def one_jump(self) -> float:
         """`E[(b + S)_+; one jump]` of a Poisson number of capped jumps, which `few` takes out."""

@@ -12,11 +12,11 @@ in any dimension. `worst` is to its right the law of `(f_x - αf_{x'})/f_j` wher
 of the ball's two ends on the line of x, and to its left where they hold the other.
 """
 
-import functools
 import math
 from collections.abc import Callable
 
 import numpy as np
+from scipy import special
 
 from accounting.gaussian import gaussian_epsilon, log_gaussian_delta
 from accounting.jump_counts import TermsCount
@@ -26,12 +26,7 @@ from accounting.worst_pairs import Pair, against_zero, opposite, zero_against
 
 # Of what is given up, the part that goes to π.
 _RARE_SHARE = 0.1
-_REACH = 10.5
-
-
-@functools.cache
-def _legendre(count: int) -> tuple[FloatArray, FloatArray]:
-    return np.polynomial.legendre.leggauss(count)
+_REACH, _CELLS = 8.5, 240
 
 
 class SwapBound:
@@ -67,18 +62,45 @@ class SwapBound:
 
     def divergence(self, alpha: float, pair: Pair) -> float:
         """Returns an upper bound of H_α, α >= 1, for one direction of the worst pair."""
-        rate, extra = self._rate, self._cap
         worst = _WORST[pair](self._width, alpha, 1.0 + self._raised)
-        count = TermsCount(self._others, rate, 1.0 - rate, alpha - 1.0)
-        # U, at nodes of its normal variable.
-        reach = _REACH + self._width
-        nodes, weights = _legendre(80 if self._width <= 1.0 else 200)
-        t = reach * nodes
-        chances = rate * reach * weights * np.exp(-0.5 * t * t) / math.sqrt(2.0 * math.pi)
-        own = extra * (pair(self._width, alpha).value(t) + alpha - 1.0)
-        found = positive_parts(worst, count, np.append(own, 0.0))
-        total = float(np.sum(chances * found[:-1])) + (1.0 - rate) * float(found[-1])
-        return total / self._crowd + alpha * self._missed + self._rare
+        count = TermsCount(self._others, self._rate, 1.0 - self._rate, alpha - 1.0)
+        places, chances, excess = self._own(alpha, pair)
+        found = positive_parts(worst, count, np.append(places, 0.0))
+        # The expectation is convex in U: all of U's mass at the ends of its cells is a bound.
+        total = float(np.sum(chances * found[:-1])) + (1.0 - self._rate) * float(found[-1])
+        return (total + excess) / self._crowd + alpha * self._missed + self._rare
+
+    def _own(self, alpha: float, pair: Pair) -> tuple[FloatArray, FloatArray, float]:
+        """Places of cU and their chances, the mean of each cell kept; and what lies beyond them."""
+        w, (one, two) = self._width, _EXPONENTS[pair]
+        ends = np.linspace(-_REACH - w, _REACH + w, _CELLS + 1)
+        places = self._cap * (pair(w, alpha).value(ends) + alpha - 1.0)
+        mass = _in_cells(ends, 0.0)
+        ratios = _in_cells(ends, one * w) - alpha * _in_cells(ends, two * w)
+        means = self._cap * (ratios + (alpha - 1.0) * mass)
+        inner, mean = mass[1:-1], means[1:-1]
+        up = np.clip((mean - inner * places[:-1]) / np.diff(places), 0.0, inner)
+        chances = np.append(inner - up, 0.0) + np.append(0.0, up)
+        chances[0] += mass[0]
+        chances[-1] += mass[-1]
+        excess = max(float(means[-1] - mass[-1] * places[-1]), 0.0)
+        return places, self._rate * chances, self._rate * excess
+
+
+def _in_cells(ends: FloatArray, shift: float) -> FloatArray:
+    """`E[e^{st - s²/2}; t in the cell]`, t ~ N(0, 1), for the cells between and beyond the ends."""
+    x = np.concatenate([[-np.inf], ends - shift, [np.inf]])
+    right = special.ndtr(-x[:-1]) - special.ndtr(-x[1:])
+    left = special.ndtr(x[1:]) - special.ndtr(x[:-1])
+    return np.asarray(np.where(x[:-1] > 0.0, right, left))
+
+
+# s/w of both of the pair's ratios.
+_EXPONENTS: dict[Pair, tuple[float, float]] = {
+    opposite: (1.0, -1.0),
+    against_zero: (1.0, 0.0),
+    zero_against: (0.0, -1.0),
+}
 
 
 # Each is a law as a function of t ~ N(0, 1), w = 1/z: from V above zero with the others at the one
