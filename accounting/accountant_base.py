@@ -32,6 +32,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         covers: One sentence: what its ε holds for, and on what assumption.
         holds_for: Which pairs of neighbouring datasets its ε bounds.
         counts_on_others: Whether its ε assumes that the other users take part and add their noise.
+        counts_on_blankets: Whether its ε is less for blankets that the shuffler adds.
         events: The events of `accounting.events` that it prices; it refuses all others.
     """
 
@@ -39,6 +40,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     covers: ClassVar[str]
     holds_for: ClassVar[Literal["every pair", "homogeneous pair"]]
     counts_on_others: ClassVar[bool] = True
+    counts_on_blankets: ClassVar[bool] = False
     events: ClassVar[tuple[type[Any], ...]] = tuple(EVENTS.values())
 
     def __init__(

@@ -22,6 +22,9 @@ from accounting.lower_profile import LowerProfile
 from accounting.profiles import ProfileShuffleAccountant
 from accounting.worst_pairs import LEAST_NOISE, Pair, lower_profile, note_on, upper_profile
 
+# Fewer expected blankets are priced as none, more as so many.
+_LEAST, _MOST = 1e-6, 1e12
+
 
 class BlanketAccountant(ProfileShuffleAccountant):
     """(ε, δ) of rounds with shuffler blankets: tight once the others' reports are handed over.
@@ -32,6 +35,7 @@ class BlanketAccountant(ProfileShuffleAccountant):
     name = "blanket"
     holds_for = "every pair"
     counts_on_others = False
+    counts_on_blankets = True
     covers = (
         "every pair of neighbouring datasets, in any dimension, whoever else takes part; assumes "
         "that the user's own device follows the protocol, that the shuffler adds its blankets, and "
@@ -75,7 +79,9 @@ def divergence_of(event: Any, alpha: float, pair: Pair, lower: bool = False) -> 
         pair: One of `accounting.worst_pairs`.
         lower: Whether to bound from below.
     """
-    rate, blankets = event.check_in_rate, event.shuffler_blankets
+    rate, blankets = event.check_in_rate, min(event.shuffler_blankets, _MOST)  # more hide more
+    if blankets < _LEAST:
+        return 0.0 if lower else float(rate)
     count = PoissonCount(blankets, -blankets / rate * (1.0 - rate) * (alpha - 1.0))
     jumps = pair(1.0 / event.noise_multiplier, alpha)
     return float(rate / blankets) * positive_part(jumps, count, lower)

@@ -177,8 +177,16 @@ def price(
             epsilon = float(accountant.get_epsilon(delta))
         asked = lower and sum(count for _, count in spent) <= _MOST_BOUNDED_ROUNDS
         least = accountant.epsilon_lower_bound(delta) if asked else None
-        rows.append(EpsilonRow(name, epsilon, cls.covers, accountant.note(delta), least))
+        notes = [accountant.note(delta)]
+        if not cls.counts_on_blankets and any(_has_blankets(event) for event, _ in spent):
+            notes.append("the shuffler's blankets are not counted on")
+        note = "; ".join(filter(None, notes)) or None
+        rows.append(EpsilonRow(name, epsilon, cls.covers, note, least))
     return rows
+
+
+def _has_blankets(event: Any) -> bool:
+    return bool(getattr(event, "shuffler_blankets", 0.0))
 
 
 def epsilon_table(plan: PrivacyPlan, rounds: int) -> list[EpsilonRow]:

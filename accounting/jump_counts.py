@@ -40,6 +40,8 @@ class Count(abc.ABC):
     """n, the independent terms; infinite for a Poisson number of jumps."""
     jumps: float
     """Their expected number, > 0."""
+    shift: float
+    """b <= 0."""
     fixed: float
     """The mean of all but the jumps, <= 0."""
 
@@ -81,21 +83,26 @@ class PoissonCount(Count):
     """A Poisson number of jumps, and b <= 0."""
 
     jumps: float
-    fixed: float = 0.0
+    shift: float = 0.0
     terms: float = math.inf
+
+    @property
+    def fixed(self) -> float:  # type: ignore[override]
+        """See `Count`."""
+        return self.shift
 
     def cumulants(self, c: float, tilt: Tilt) -> tuple[float, float, float]:
         """See `Count`."""
-        level = self.jumps * tilt.growth + c * self.fixed
-        return level, self.jumps * tilt.first + self.fixed, self.jumps * tilt.second
+        level = self.jumps * tilt.growth + c * self.shift
+        return level, self.jumps * tilt.first + self.shift, self.jumps * tilt.second
 
     def log_ratios(self, c: float, tilt: Tilt, omega: FloatArray, grown: Any) -> ComplexArray:
         """See `Count`."""
-        return np.asarray(self.jumps * grown + 1j * self.fixed * omega)
+        return np.asarray(self.jumps * grown + 1j * self.shift * omega)
 
     def log_nothing(self, theta: Any) -> Any:
         """See `Count`."""
-        return theta * self.fixed - self.jumps
+        return theta * self.shift - self.jumps
 
     def few(self, whole: Any, nothing: Any) -> Any:
         """See `Count`: none and one."""

@@ -300,6 +300,8 @@ class _Law:
         variation = 1.1 * float(np.sum(np.abs(np.diff(density))) + density[0] + density[-1])
         smooth, mass = variation / ladder, float(np.sum(tilted[:-1][moving]))
         decay = np.append(count.decay(c, tilt, self._x, tilted, ladder), 0.0)
+        # There windows are narrower than the nodes lie, and a moment may be read too large.
+        decay[_EASY:] *= 0.25
         bound = np.exp(-np.maximum(decay, count.roughness(c, tilt, smooth, mass)))
         if out:
             jump = np.minimum(smooth, mass) + float(np.sum(tilted)) - mass
@@ -375,7 +377,8 @@ class _Law:
             far = self._count.jumps * float(np.sum(self._weights[~near]))
             for c in np.geomspace(2.0, 40.0, 12) / self.cap:
                 others = 1.0 - 1.0 / self._count.terms  # all but the one with the jump
-                level = self._count.cumulants(-c, self.tilt(-c, x))[0]
-                exponent = others * level - c * self.cap
+                shift = c * self._count.shift
+                level = self._count.cumulants(-c, self.tilt(-c, x))[0] + shift
+                exponent = others * level - shift - c * self.cap
                 least = min(least, far + math.exp(min(exponent, 0.0)))
         return self._count.jumps * self.excess * max(1.0 - least, 0.0)

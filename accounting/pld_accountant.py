@@ -49,7 +49,9 @@ class PldAccountant(ProfileShuffleAccountant):
             return f"noise below {LEAST_SIGMA:g} of the sensitivity is priced as if unshuffled"
         return super().note(delta)
 
-    def _lower_profile(self, event: Any) -> LowerProfile:
+    def _lower_profile(self, event: Any) -> LowerProfile | None:
+        if getattr(event, "shuffler_blankets", 0.0):
+            return None  # blankets hide more than is counted on here
         return _lower_profile(event, self._sigma(event))
 
 

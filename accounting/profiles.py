@@ -269,7 +269,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             target_delta: δ in [0, 1].
         """
         if not all(map(self._is_private, self._counts)):
-            return math.inf
+            return 0.0  # without noise δ may still be small: by the coins
         profiles = self._lower_profiles()
         if profiles is None:
             return None
@@ -286,7 +286,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         See `epsilon_lower_bound`.
         """
         if not all(map(self._is_private, self._counts)):
-            return 1.0
+            return 0.0
         profiles = self._lower_profiles()
         if profiles is None:
             return None

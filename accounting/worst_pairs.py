@@ -124,7 +124,9 @@ def upper_profile(
         deltas.append(max(divergence(math.exp(loss), pair, False) for pair in pairs))
         if deltas[-1] < _NEGLIGIBLE:
             break
-        if deltas[-1] >= _AS_ALONE * float(alone(np.array(loss))):
+        # Where nothing is hidden any more, once that is no matter of α's being next to 1.
+        seen = float(alone(np.array(loss)))
+        if deltas[-1] >= _AS_ALONE * seen and seen < 0.5 * float(alone(np.zeros(()))):
             beyond = gaussian_losses(shift)
             losses.extend(beyond[beyond > loss].tolist())
             break

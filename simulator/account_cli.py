@@ -136,6 +136,8 @@ def calibrate_command(
             raise ValueError(f"--target-epsilon must lie in (0, inf), got {target_epsilon}")
         size = math.inf if dimension is None else _count("--dimension", dimension)
         given = {"noise": noise, "rounds": rounds, "gamma": gamma}
+        if accountant == "blanket" and blankets == 0.0:
+            raise ValueError("--blankets must be above 0 with --accountant blanket, got 0")
         if accountant == "blanket":
             given["blankets"] = blankets
         elif blankets is None:

@@ -360,3 +360,37 @@ def test_extreme_parameters_give_a_number():
             epsilon = epsilon_of(event, 3, adjacency, 1e-10)
             assert 0.0 <= epsilon <= epsilon_of(event, 3, adjacency, 1e-10, "local")
     assert epsilon_of(event_of(0.5, 0.0, 10.0), 1) == math.inf
+
+
+def test_few_blankets_and_a_rare_check_in_are_not_priced_as_if_alone():
+    """Next to α = 1 the report hides as badly as alone; that says nothing of larger α."""
+    event = accounting.ShuffledCheckInGaussianDpEvent(1000, 1e-3, 1.0, 0.01)
+    accountant = accounting.make_accountant("blanket").compose(event, 100)
+    least = accountant.epsilon_lower_bound(1e-3)
+    assert least <= accountant.get_epsilon(1e-3) <= 1.05 * least
+
+
+def test_a_lower_bound_holds_for_the_rounds_that_took_place():
+    # `pld` knows the pair without blankets: with them less is lost than it bounds from below.
+    hidden = accounting.ShuffledCheckInGaussianDpEvent(5, 1.0, 2.0, 50.0)
+    assert accounting.make_accountant("pld").compose(hidden, 3).epsilon_lower_bound(0.01) is None
+    assert accounting.make_accountant("pld").compose(hidden, 3).delta_lower_bound(0.1) is None
+    # Without noise a rare check-in still keeps δ below its own chance.
+    bare = accounting.ShuffledCheckInGaussianDpEvent(5, 1e-4, 0.0, 5.0)
+    for name in ("pld", "blanket"):
+        assert not accounting.make_accountant(name).compose(bare).epsilon_lower_bound(0.01)
+
+
+def test_tables_say_who_does_not_count_on_the_blankets():
+    event = accounting.ShuffledCheckInGaussianDpEvent(50, 0.5, 2.0, 20.0)
+    for row in accounting.price([(event, 3)], "replace", 1e-3):
+        ignored = "the shuffler's blankets are not counted on" in (row.warning or "")
+        assert ignored == (row.name != "blanket")
+
+
+@pytest.mark.parametrize("blankets", [5e-324, 1e-9, 1e15])
+def test_any_expected_number_of_blankets_is_priced(blankets):
+    event = accounting.ShuffledCheckInGaussianDpEvent(5, 0.5, 1.0, blankets)
+    epsilon = accounting.make_accountant("blanket").epsilon_after(event, 1e-5, 3)
+    local = accounting.make_accountant("local").epsilon_after(event, 1e-5, 3)
+    assert 0 <= epsilon <= local
