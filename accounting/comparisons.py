@@ -418,7 +418,7 @@ def peers(
             "clones",
             (ClonesAccountant().epsilon_after(event, delta, count) for count in rounds),
             "hiding among the clones, re-derived for Gaussian reports (docs/theory-clones.md): "
-            "it holds for this system, unlike the others here; so does crowd, and is mostly smaller",
+            "unlike the others here it holds for this system; crowd does too, mostly with less",
         ),
         made(
             "clones-2021",
