@@ -79,7 +79,8 @@ class SwapBound:
         ratios = _in_cells(ends, one * w) - alpha * _in_cells(ends, two * w)
         means = self._cap * (ratios + (alpha - 1.0) * mass)
         inner, mean = mass[1:-1], means[1:-1]
-        up = np.clip((mean - inner * places[:-1]) / np.diff(places), 0.0, inner)
+        width = np.maximum(np.diff(places), 1e-300)  # 0 where U hardly changes any more
+        up = np.clip((mean - inner * places[:-1]) / width, 0.0, inner)
         chances = np.append(inner - up, 0.0) + np.append(0.0, up)
         chances[0] += mass[0]
         chances[-1] += mass[-1]
