@@ -30,7 +30,7 @@ _POINTS = 100
 class PldAccountant(ProfileShuffleAccountant):
     """Numerically tight (ε, δ) of the homogeneous pair, and how far below it could still be.
 
-    Source: section 2 of docs/theory.md; composition as for `clones`.
+    Source: section 2 of docs/theory.md; composition as for every profile.
     """
 
     name = "pld"
