@@ -126,7 +126,7 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
     return within
 
 
-NOT_PRICED = "not for this mechanism"
+NOT_PRICED = "does not price these rounds"
 _MOST_BOUNDED_ROUNDS = 10**6  # a lower bound is composed on a fine grid: 10⁸ rounds take 2 GiB
 
 

@@ -1,6 +1,7 @@
 """`crowd`: the noise that the other users add anyway hides a user's own report.
 
-Two bounds, each for every pair of neighbours in any dimension; the smaller is taken.
+Two bounds, each for every pair of neighbours in any dimension; where one is clearly the smaller the
+other is asked only now and then.
 
 *Swaps* (`accounting.swap_bound`): user 1's report is taken to have changed places with another's.
 
@@ -18,7 +19,7 @@ between records x and x' of user 1 is at most
 first part is largest for the pairs of `accounting.worst_pairs`.
 
 Both give up some total variation, and hide the more the more they give up. Every choice is a bound
-at every α: at each the best of a ladder is taken.
+at every α: a ladder of choices is gone down as α rises.
 """
 
 import math

@@ -40,7 +40,9 @@ def check_accountant(name: str, event: Any) -> str:
         ValueError: An unknown accountant, or one that does not price it; names those that do.
     """
     validation.choice("accountant", name, tuple(ACCOUNTANTS))
-    return validation.choice(f"accountant of {event}", name, accountants_for(event))
+    blankets = "with" if getattr(event, "shuffler_blankets", 0.0) else "without"
+    rounds = f"accountant of rounds {blankets} shuffler blankets"
+    return validation.choice(rounds, name, accountants_for(event))
 
 
 def make_accountant(name: str, adjacency: str = "replace") -> ShuffleAccountant:

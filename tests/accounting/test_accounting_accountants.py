@@ -129,13 +129,13 @@ def test_events_of_others_are_refused_in_one_line_that_names_ones_own(fixed_size
 
 def test_an_accountant_is_asked_itself_what_it_prices(fixed_size_only):
     others = ("theorem3", "rdp", "pld"), ("crowd", "local")
-    for event, added in ((CHECK_IN, ()), (BLANKETS, ("blanket",))):
+    for event, added, has in ((CHECK_IN, (), "without"), (BLANKETS, ("blanket",), "with")):
         able = accounting.accountants_for(event)
         assert able == (*others[0], *added, *others[1])
         assert able[0] == accounting.check_accountant("theorem3", event) == "theorem3"
         with pytest.raises(ValueError, match="'local', got 'fixed-size-only'") as caught:
             accounting.check_accountant(fixed_size_only, event)
-        assert f"accountant of {event} must be 'theorem3' or" in str(caught.value)
+        assert f"rounds {has} shuffler blankets must be 'theorem3' or" in str(caught.value)
         assert "\n" not in str(caught.value)
     assert accounting.check_accountant(fixed_size_only, FIXED) == fixed_size_only
     with pytest.raises(ValueError, match="accountant must be 'theorem3' or"):

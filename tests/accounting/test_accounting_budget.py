@@ -173,7 +173,7 @@ def test_who_does_not_price_the_rounds_has_no_number_and_says_so(rounds, fixed_s
     rows = {row.name: row for row in accounting.epsilon_table(make_plan(), rounds)}
     assert list(rows) == list(accounting.ACCOUNTANTS)
     assert rows[fixed_size_only].epsilon is None
-    assert rows[fixed_size_only].warning == "not for this mechanism"
+    assert rows[fixed_size_only].warning == "does not price these rounds"
     assert rows["local"].warning is None
     assert (rows["local"].epsilon > 0) == (rounds > 0)
 

@@ -99,10 +99,10 @@ def test_who_does_not_price_the_rounds_says_so(fixed_size_only):
     rows = json.loads(shufl(f"{command} --json").stdout)
     assert set(rows) == set(ACCOUNTANTS)
     assert rows[fixed_size_only]["epsilon"] is None
-    assert rows[fixed_size_only]["warning"] == "not for this mechanism"
+    assert rows[fixed_size_only]["warning"] == "does not price these rounds"
     table = shufl(command)
     assert table.exit_code == 0
-    assert table.stdout.count("not for this mechanism") == len(
+    assert table.stdout.count("does not price these rounds") == len(
         [name for name, row in rows.items() if row["epsilon"] is None]
     )
 
@@ -243,7 +243,7 @@ def test_calibration_by_an_accountant_that_does_not_price_the_rounds_is_one_line
     )
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert "accountant of ShuffledCheckInGaussianDpEvent(users=1000, " in line
+    assert "accountant of rounds without shuffler blankets must be" in line
     assert line.endswith("got 'fixed-size-only'")
 
 

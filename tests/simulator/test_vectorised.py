@@ -161,7 +161,7 @@ def test_a_run_reports_who_does_not_price_its_rounds(tmp_path, fixed_size_only):
     assert json.loads((folder / "summary.json").read_text())["epsilon"][fixed_size_only] == {
         "epsilon": None,
         "covers": LocalAccountant.covers,
-        "warning": "not for this mechanism",
+        "warning": "does not price these rounds",
     }
     assert (folder / "accuracy_epsilon.png").read_bytes().startswith(b"\x89PNG")
 
