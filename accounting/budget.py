@@ -127,6 +127,7 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
 
 
 NOT_PRICED = "does not price these rounds"
+TOO_FEW_PRESENT = "counts on more users than were present in some rounds"
 _MOST_BOUNDED_ROUNDS = 10**6  # a lower bound is composed on a fine grid: 10⁸ rounds take 2 GiB
 
 
@@ -189,11 +190,20 @@ def _has_blankets(event: Any) -> bool:
     return bool(getattr(event, "shuffler_blankets", 0.0))
 
 
-def epsilon_table(plan: PrivacyPlan, rounds: int) -> list[EpsilonRow]:
+def epsilon_table(
+    plan: PrivacyPlan, rounds: int, too_few_present: bool = False
+) -> list[EpsilonRow]:
     """Returns ε after `rounds` rounds of the plan, by every accountant of the registry.
 
     Args:
         plan: The plan.
         rounds: Rounds spent, 0 or more.
+        too_few_present: Whether a batch was released with fewer users present than the plan's
+            `least_present`: accountants that count on others then have no ε.
     """
-    return price([(plan.event(), rounds)], plan.adjacency, plan.delta)
+    return [
+        dataclasses.replace(row, epsilon=None, warning=TOO_FEW_PRESENT)
+        if too_few_present and ACCOUNTANTS[row.name].counts_on_others
+        else row
+        for row in price([(plan.event(), rounds)], plan.adjacency, plan.delta)
+    ]

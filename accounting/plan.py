@@ -8,6 +8,7 @@ from typing import Any
 from accounting import adjacency, registry, validation
 from accounting.accountant_base import ShuffleAccountant
 from accounting.events import ShuffledCheckInGaussianDpEvent
+from accounting.mechanisms import GaussianMechanism
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +23,13 @@ class PrivacyPlan:
         rounds: The most rounds that may be spent.
         delta: δ in (0, 1).
         target_epsilon: The budget: training halts before ε would exceed it.
-        minimum_batch: Fewest reports the shuffler releases, in 1..users.
+        minimum_batch: Fewest reports a shuffler releases, its blankets included, in 1..users.
         adjacency: "replace" (one record becomes any other) or "zero-out".
         shuffler_blankets: λ >= 0, how many noise-only reports the shuffler adds to a round in
             expectation.
+        least_present: Fewest users who must be present at a shuffler for its batch to be released
+            where the accountant counts on others, in 1..users; all if None. Accountants that count
+            on others price a round of so many users.
         accountant: Whose ε halts training; a key of `ACCOUNTANTS` that prices `event()`.
 
     Raises:
@@ -42,6 +46,7 @@ class PrivacyPlan:
     minimum_batch: int
     adjacency: str = "replace"
     shuffler_blankets: float = 0.0
+    least_present: int | None = None
     accountant: str = "theorem3"
 
     def __post_init__(self) -> None:
@@ -65,6 +70,10 @@ class PrivacyPlan:
         checked["minimum_batch"] = validation.integer(
             "minimum batch", self.minimum_batch, 1, checked["users"]
         )
+        least = self.users if self.least_present is None else self.least_present
+        checked["least_present"] = validation.integer(
+            "least users present", least, 1, checked["users"]
+        )
         # One type per field, so that 1 and 1.0 give the same bytes and the same digest.
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -77,23 +86,17 @@ class PrivacyPlan:
             self.noise_multiplier, adjacency.relation_of(self.adjacency)
         )
 
+    @property
+    def mechanism(self) -> GaussianMechanism:
+        """What makes a report of an update."""
+        return GaussianMechanism(self.clip_norm, self.noise_multiplier)
+
     def event(self) -> ShuffledCheckInGaussianDpEvent:
-        """Returns what one round releases."""
+        """Returns what one round releases of the fewest users who may be present."""
+        assert self.least_present is not None  # since `__post_init__`
         return ShuffledCheckInGaussianDpEvent(
-            self.users, self.check_in_rate, self.noise_multiplier, self.shuffler_blankets
+            self.least_present, self.check_in_rate, self.noise_multiplier, self.shuffler_blankets
         )
-
-    def check_runnable(self) -> None:
-        """Refuses a plan that can be priced but not run; both engines' settings ask.
-
-        Raises:
-            ValueError: A plan with shuffler blankets.
-        """
-        if self.shuffler_blankets:
-            raise ValueError(
-                "this version's shuffler adds no blankets to a run: shuffler blankets must be 0, "
-                f"got {self.shuffler_blankets}"
-            )
 
     def make_accountant(self, name: str | None = None) -> ShuffleAccountant:
         """Returns a fresh accountant for this plan's adjacency; its own accountant if None.

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from accounting import OrderRangeWarning
-from clients import SeededRandomness, local_update
+from accounting.mechanisms import SeededRandomness
+from clients import local_update
 from simulator.config import load
 from simulator.engine import run_on_flower
 from simulator.experiment import Experiment, prepare

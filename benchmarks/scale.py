@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from accounting import OrderRangeWarning
-from clients import make_randomness
+from accounting.mechanisms import make_randomness
 from simulator.config import load
 from simulator.experiment import prepare
 from simulator.vectorised import ReportSum, VectorisedRounds

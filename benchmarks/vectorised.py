@@ -43,7 +43,7 @@ from rich.table import Table
 from torch.nn import functional
 
 from accounting import OrderRangeWarning
-from clients import SeededRandomness
+from accounting.mechanisms import SeededRandomness
 from simulator.config import Config, load
 from simulator.experiment import Experiment, prepare
 from simulator.records import read_rows

@@ -28,14 +28,16 @@ def make_client_app(settings: ClientSettings) -> ClientApp:
     reply is the same constant whether or not any of them checked in, `reply_after` seconds after
     the message came; a round it refuses (`RoundRefused`) is Flower's error reply, decided before
     any coin. A query before the first round makes a node load its data and model, and answers
-    whether it agrees to the plan.
+    whether it agrees to the plan, for how many users it speaks, and where they report.
     """
     app = ClientApp()
 
     @app.query()
     def ready(message: Message, context: Context) -> Message:
-        _worker(settings).agree(RoundHeader.from_dict(message.content["round"]))
-        return Message(_acknowledgement(), reply_to=message)
+        worker, partition, users = _worker(settings), *_partition(settings, context)
+        worker.agree(RoundHeader.from_dict(message.content["round"]))
+        about = {"users": len(users), "shuffler": worker.shuffler_of(partition)}
+        return Message(_acknowledgement(about), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -44,7 +46,7 @@ def make_client_app(settings: ClientSettings) -> ClientApp:
         if (left := reply_at - time.monotonic()) < 0 < settings.reply_after:
             log.warning("local work took %.1f s longer than reply_after", -left)
         time.sleep(max(0.0, left))
-        return Message(_acknowledgement(), reply_to=message)
+        return Message(_acknowledgement({"received": True}), reply_to=message)
 
     return app
 
@@ -56,15 +58,19 @@ def _take_part(worker: Worker, message: Message, context: Context) -> None:
     model = message.content["model"]
     worker.check(header, model, public_key, answered=_last_answered(context))
     context.state[_STATE] = ConfigRecord({"last_round": header.round})
-    partition = int(context.node_config["partition-id"])
-    partitions = int(context.node_config["num-partitions"])
-    # The partition id, and every N-th after it.
-    users = np.arange(partition, worker.settings.plan.users, partitions)
+    partition, users = _partition(worker.settings, context)
     worker.take_part(users, header, model, public_key, node=partition)
 
 
-def _acknowledgement() -> RecordDict:
-    return RecordDict({"acknowledgement": ConfigRecord({"received": True})})
+def _partition(settings: ClientSettings, context: Context) -> tuple[int, np.ndarray]:
+    """This node's number, and its users: that id, and every N-th after it."""
+    partition = int(context.node_config["partition-id"])
+    partitions = int(context.node_config["num-partitions"])
+    return partition, np.arange(partition, settings.plan.users, partitions)
+
+
+def _acknowledgement(content: dict[str, int | bool]) -> RecordDict:
+    return RecordDict({"acknowledgement": ConfigRecord(content)})
 
 
 def _last_answered(context: Context) -> int:

@@ -47,9 +47,6 @@ class ClientSettings:
         reply_after: seconds from a message to its acknowledgement. Work takes longer for those who
             checked in, so outside simulation set it above the longest local work, or the moment of
             the reply tells the server who did.
-
-    Raises:
-        ValueError: a plan that this version cannot run.
     """
 
     run_id: str
@@ -60,6 +57,3 @@ class ClientSettings:
     shufflers: tuple[tuple[str, Credentials | None], ...]
     seed: int | None
     reply_after: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.plan.check_runnable()

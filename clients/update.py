@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from clients.randomness import split_mix
+from accounting.mechanisms import split_mix
 from clients.settings import LocalTraining
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from accounting import rounds_within_budget
-from clients.mechanism import privatise
-from clients.randomness import make_randomness
+from accounting.mechanisms import make_randomness
 from clients.settings import ClientSettings
 from clients.update import local_update
 from shuffler import (
@@ -20,6 +19,7 @@ from shuffler import (
     ShufflerError,
     Verdict,
     encode_report,
+    key_digest,
     model_version,
     seal,
 )
@@ -76,12 +76,14 @@ class Worker:
             answered: the last round this node answered, 0 before the first.
 
         Raises:
-            RoundRefused: another run or plan, a model other than the header names, a key that
-                nothing can be sealed to, a round already answered, or one beyond the budget.
+            RoundRefused: another run or plan, a model or a key other than the header names, a key
+                that nothing can be sealed to, a round already answered, or one beyond the budget.
         """
         self.agree(header)
         if header.model_version != model_version(array.data for array in model.values()):
             raise RoundRefused("the model received is not the one that the round's header names")
+        if header.key_digest != key_digest(public_key):
+            raise RoundRefused("the key received is not the one that the round's header names")
         try:
             seal(b"", public_key, header)
         except Exception as error:
@@ -126,7 +128,7 @@ class Worker:
             self._model.load_state_dict(model.to_torch_state_dict())
             self._model.train()
             reports = self._sealed_reports(users[coins], header, public_key)
-            intake = self._intakes[node % len(self._intakes)]
+            intake = self._intakes[self.shuffler_of(node)]
             for verdict in intake.submit(header, reports):
                 if verdict is not Verdict.ACCEPTED:
                     log.warning("round %d: a report was rejected: %s", header.round, verdict.name)
@@ -136,6 +138,10 @@ class Worker:
             if self.settings.seed is not None:
                 raise
             log.exception("round %d: reports not submitted", header.round)
+
+    def shuffler_of(self, node: int) -> int:
+        """To which of the shufflers, numbered from 0, the users of a node report."""
+        return node % len(self._intakes)
 
     def _sealed_reports(
         self, users: np.ndarray, header: RoundHeader, public_key: bytes
@@ -153,10 +159,9 @@ class Worker:
 
     def _report(self, user: int, round: int) -> np.ndarray:
         """One user's report."""
-        plan = self.settings.plan
         features, labels = self._records(user)
         alone = np.array([user])
         (seed,) = self._randomness.training_seeds(round, alone).tolist()
         update = local_update(self._model, features, labels, self.settings.training, seed)
         (noise,) = self._randomness.standard_normal(round, alone, update.size)
-        return privatise(update, plan.clip_norm, plan.noise_multiplier, noise)
+        return self.settings.plan.mechanism.report(update, noise)

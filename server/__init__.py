@@ -3,7 +3,7 @@
 `make_server_app` gives the Flower ServerApp; the rest are its parts, each usable alone.
 """
 
-from server.aggregate import Aggregate, aggregate_reports, expected_updates, unit_of_sums
+from server.aggregate import Aggregate, aggregate_reports, mean_update
 from server.app import make_server_app
 from server.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from server.evaluate import Evaluation, evaluate
@@ -27,8 +27,7 @@ __all__ = [
     "TrainingSettings",
     "aggregate_reports",
     "evaluate",
-    "expected_updates",
     "load_checkpoint",
     "make_server_app",
-    "unit_of_sums",
+    "mean_update",
 ]

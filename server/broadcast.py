@@ -6,6 +6,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -18,9 +19,14 @@ _REASON_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Acknowledgements:
-    """Who answered: nodes that acknowledged, and the error of each node that answered with one."""
+    """Who answered.
 
-    received: int
+    Attributes:
+        received: what each node that acknowledged said, by its id.
+        errors: the error of each node that answered with one.
+    """
+
+    received: dict[int, dict[str, Any]]
     errors: list[str]
 
 
@@ -45,7 +51,8 @@ def greet(
 ) -> Acknowledgements:
     """Asks every node to get ready (load its data) and whether it agrees to the run's plan.
 
-    Nothing has been spent yet; `header` names the run and the plan, as round 0.
+    Nothing has been spent yet; `header` names the run and the plan, as round 0. Each answer says
+    for how many `users` the node speaks, and to which `shuffler` they report.
     """
     content = RecordDict({"round": ConfigRecord(header.to_dict())})
     return _exchange(grid, nodes, content, MessageType.QUERY, header, timeout, stop)
@@ -87,7 +94,8 @@ def _exchange(
             for node in nodes
         )
     )
-    received, errors = 0, []
+    received: dict[int, dict[str, Any]] = {}
+    errors = []
     deadline = time.monotonic() + timeout
     while waiting and time.monotonic() < deadline and not stop():
         time.sleep(_POLL_SECONDS)
@@ -96,7 +104,7 @@ def _exchange(
             if reply.has_error():
                 errors.append(_reason(reply.error.reason))
             else:
-                received += 1
+                received[reply.metadata.src_node_id] = dict(reply.content["acknowledgement"])
     return Acknowledgements(received, errors)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
+from accounting import ACCOUNTANTS
 from server.aggregate import Aggregate, aggregate_reports
 from server.broadcast import Acknowledgements, broadcast, greet, wait_for_nodes
 from server.settings import RoundOutcome, RoundRecord, RunResult, ServerSettings
@@ -19,6 +23,7 @@ from shuffler import (
     PrivateKey,
     RoundHeader,
     generate_key_pair,
+    key_digest,
     model_version,
     report_length,
     sealed_length,
@@ -40,8 +45,25 @@ class RoundFailed(RuntimeError):
     """Nodes are missing, so that no round could be released; carries the first node's reason."""
 
 
+@dataclass(frozen=True)
+class _Node:
+    """What a node said of itself before the first round.
+
+    Attributes:
+        users: for how many users it speaks.
+        shuffler: to which shuffler they report.
+    """
+
+    users: int
+    shuffler: int
+
+
 class RoundLoop:
-    """One run on the server, its rounds played by Flower nodes and the shuffler."""
+    """One run on the server, its rounds played by Flower nodes and the shufflers.
+
+    Several shufflers do not know of each other: each has the reports of its own users' nodes, adds
+    its own blankets, and is closed and read alone.
+    """
 
     def __init__(
         self,
@@ -56,7 +78,8 @@ class RoundLoop:
         self._stop = stop
         self._training = Training(settings)
         self._incomplete = 0  # rounds in a row that lacked nodes
-        self._control = ControlClient(settings.shuffler_address, settings.shuffler_credentials)
+        self._shufflers = [ControlClient(*shuffler) for shuffler in settings.shufflers]
+        self._nodes: dict[int, _Node] = {}
 
     def run(self) -> RunResult:
         """Runs until the budget, the plan's last round, or an interrupt.
@@ -67,43 +90,57 @@ class RoundLoop:
             TimeoutError: the nodes did not connect.
         """
         settings = self.settings
-        self._control.create_run(
-            settings.run_id,
-            settings.plan.to_json().encode(),
-            sealed_length(report_length(self._training.dimension), settings.sealing),
-        )
-        nodes = self._ready_nodes()
-        result = self._training.run(
-            lambda round, model: self._round(round, model, nodes), self._observe, self._stop
-        )
-        self._control.end_run(settings.run_id)
+        length = sealed_length(report_length(self._training.dimension), settings.sealing)
+        for shuffler in self._shufflers:
+            shuffler.create_run(settings.run_id, settings.plan.to_json().encode(), length)
+        self._nodes = self._ready_nodes()
+        result = self._training.run(self._round, self._observe, self._stop)
+        for shuffler in self._shufflers:
+            shuffler.end_run(settings.run_id)
         return result
 
-    def _ready_nodes(self) -> list[int]:
-        """The nodes, once all of them have loaded their data and agreed to the plan."""
+    def _ready_nodes(self) -> dict[int, _Node]:
+        """The nodes by id, once all of them have loaded their data and agreed to the plan."""
         settings = self.settings
         timeout = max(_START_SECONDS, settings.round_timeout)
         nodes = wait_for_nodes(self._grid, settings.nodes, timeout, self._stop)
-        header = RoundHeader(settings.run_id, 0, "", settings.plan.digest())
+        header = RoundHeader(settings.run_id, 0, "", settings.plan.digest(), "")
         answers = greet(self._grid, nodes, header, timeout, self._stop)
-        if answers.received < len(nodes) and not self._stop():
-            missing = len(nodes) - answers.received
+        if len(answers.received) < len(nodes) and not self._stop():
+            missing = len(nodes) - len(answers.received)
             raise RoundFailed(
                 f"{missing} of {len(nodes)} nodes did not get ready: "
                 f"{_first_reason(answers, timeout)}"
             )
-        return nodes
+        known = {
+            node: _Node(int(said["users"]), int(said["shuffler"]))
+            for node, said in answers.received.items()
+        }
+        if strange := {node.shuffler for node in known.values()} - set(range(len(self._shufflers))):
+            raise RoundFailed(f"nodes report to shufflers {strange} of {len(self._shufflers)}")
+        return known
 
-    def _round(self, round: int, trained: nn.Module, nodes: list[int]) -> PlayedRound:
+    def _round(self, round: int, trained: nn.Module) -> PlayedRound:
+        """Opens a round at every shuffler, plays it, and releases where enough users are present.
+
+        A silent node costs nothing where ε counts on no other users: the batch is released with
+        whoever answered. Otherwise ε is that of `least_present` users mixing, so that a batch with
+        fewer of them is destroyed unseen.
+        """
         model = ArrayRecord(trained.state_dict())
-        header = RoundHeader(
-            self.settings.run_id, round, _version(model), self.settings.plan.digest()
-        )
         private_key, public_key = generate_key_pair(self.settings.sealing)
-        self._control.open_round(header.run_id, header.round, header.model_version)
+        header = RoundHeader(
+            self.settings.run_id,
+            round,
+            _version(model),
+            self.settings.plan.digest(),
+            key_digest(public_key),
+        )
+        for shuffler in self._shufflers:
+            shuffler.open_round(header.run_id, round, header.model_version, public_key)
         answers = broadcast(
             self._grid,
-            nodes,
+            list(self._nodes),
             header,
             public_key,
             model,
@@ -112,30 +149,62 @@ class RoundLoop:
         )
         for reason in answers.errors:
             log.error("round %d: a node failed: %s", round, reason)
-        complete = answers.received == len(nodes)
-        # Epsilon is that of n users mixing: with a node missing, nothing may be released.
-        outcome = self._control.close_round(header.run_id, header.round, discard=not complete)
-        self._incomplete = 0 if complete else self._incomplete + 1
+        present = self._users_present(answers)
+        outcomes = {
+            number: shuffler.close_round(header.run_id, round, discard=not self._enough(users))
+            for (number, users), shuffler in zip(present.items(), self._shufflers, strict=True)
+        }
+        released = [number for number, each in outcomes.items() if each is Outcome.RELEASABLE]
+        self._fail_if_nobody_comes(round, answers, sum(map(self._enough, present.values())))
+        aggregate = None
+        if released:
+            users = sum(present[number] for number in released)
+            aggregate = self._collect(header, private_key, released, users)
+        del private_key  # overwritten: nobody can open this round's reports again
+        return PlayedRound(
+            "released" if released else _OUTCOMES[min(outcomes.values())],
+            aggregate,
+            silent_nodes=len(self._nodes) - len(answers.received),
+            users_present=present.total(),
+            smallest_crowd=min((present[number] for number in released), default=0),
+        )
+
+    def _users_present(self, answers: Acknowledgements) -> Counter[int]:
+        """How many users the nodes that answered speak for, by shuffler."""
+        present = Counter(dict.fromkeys(range(len(self._shufflers)), 0))
+        for node in answers.received:
+            present[self._nodes[node].shuffler] += self._nodes[node].users
+        return present
+
+    def _enough(self, users: int) -> bool:
+        """Whether a batch may be released where so many users are present."""
+        plan = self.settings.plan
+        counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
+        return users >= (plan.least_present if counts_on_others else 1)
+
+    def _fail_if_nobody_comes(self, round: int, answers: Acknowledgements, enough: int) -> None:
+        """Ends the run when too few users were present at every shuffler, round after round."""
+        self._incomplete = 0 if enough else self._incomplete + 1
         if self._incomplete == _MOST_INCOMPLETE and not self._stop():
             raise RoundFailed(
                 f"{_MOST_INCOMPLETE} rounds in a row lacked nodes and could not be released, in "
-                f"round {round} {len(nodes) - answers.received} of {len(nodes)}: "
+                f"round {round} {len(self._nodes) - len(answers.received)} of {len(self._nodes)}: "
                 f"{_first_reason(answers, self.settings.round_timeout)}"
             )
-        aggregate = None
-        if outcome is Outcome.RELEASABLE:
-            aggregate = self._collect(header, private_key)
-        del private_key  # overwritten: nobody can open this round's reports again
-        return PlayedRound(_OUTCOMES[outcome], aggregate, len(nodes) - answers.received)
 
-    def _collect(self, header: RoundHeader, private_key: PrivateKey) -> Aggregate:
-        """The aggregate of the released batch."""
+    def _collect(
+        self, header: RoundHeader, private_key: PrivateKey, released: Iterable[int], users: int
+    ) -> Aggregate:
+        """The aggregate of the released batches."""
         return aggregate_reports(
-            self._control.release(header.run_id, header.round),
+            itertools.chain.from_iterable(
+                self._shufflers[number].release(header.run_id, header.round) for number in released
+            ),
             private_key,
             header,
             self.settings.plan,
             self._training.dimension,
+            users,
         )
 
 

@@ -55,9 +55,6 @@ class TrainingSettings:
         reproducible: whether a round played again from the same model makes the same release:
             coins and noise are functions of a seed, and sums of their terms.
         checkpoint: where an interrupted run goes on, None for a new one.
-
-    Raises:
-        ValueError: a plan that this version cannot run.
     """
 
     plan: PrivacyPlan
@@ -72,9 +69,6 @@ class TrainingSettings:
     reproducible: bool
     checkpoint: Checkpoint | None
 
-    def __post_init__(self) -> None:
-        self.plan.check_runnable()
-
     @property
     def run_id(self) -> str:
         """The run's name in its ledger, checkpoints and messages."""
@@ -87,16 +81,14 @@ class ServerSettings(TrainingSettings):
 
     Attributes:
         nodes: Flower nodes to wait for before the first round.
-        shuffler_address: host:port of the shuffler.
-        shuffler_credentials: the right to open, close and release; a token only for a shuffler
-            without TLS.
+        shufflers: of each shuffler its host:port, and the right to open, close and release there;
+            a token only for one without TLS.
         round_timeout: seconds to wait for acknowledgements before the round is closed.
         sealing: the suite that reports are sealed with.
     """
 
     nodes: int
-    shuffler_address: str
-    shuffler_credentials: Credentials | str
+    shufflers: tuple[tuple[str, Credentials | str], ...]
     round_timeout: float
     sealing: Sealing = "x25519"
 
@@ -108,10 +100,12 @@ class RoundRecord:
     Attributes:
         round: from 1.
         epsilon: spent so far under the halting accountant, this round included.
-        outcome: `released`; `below-minimum`: the shuffler held too few reports; `discarded`: a node
-            was silent or failed, so fewer users mixed than epsilon assumes, and the batch was
-            destroyed unseen. The round is spent in every case.
-        reports: reports aggregated; 0 when nothing was released.
+        outcome: `released`, by one shuffler at least; `below-minimum`: the shufflers held too few
+            reports; `discarded`: fewer users were present than epsilon assumes, and the batches
+            were destroyed unseen. The round is spent in every case.
+        users_present: users of the nodes that answered in time.
+        smallest_crowd: fewest of them at one shuffler whose batch was released; 0 if none was.
+        reports: reports aggregated, blankets among them; 0 when nothing was released.
         rejected: released reports that did not open or that no honest client could have sent.
         reasons: how many of them for which reason.
         silent_nodes: nodes that did not acknowledge in time or answered with an error.
@@ -122,6 +116,8 @@ class RoundRecord:
     round: int
     epsilon: float
     outcome: RoundOutcome
+    users_present: int
+    smallest_crowd: int
     reports: int
     rejected: int
     reasons: dict[str, int]

@@ -31,13 +31,14 @@ class PlayedRound:
     """What an engine made of a round.
 
     Attributes:
-        outcome: as in `RoundRecord`.
         aggregate: of a released round, else None.
-        silent_nodes: as in `RoundRecord`.
+        outcome, users_present, smallest_crowd, silent_nodes: as in `RoundRecord`.
     """
 
     outcome: RoundOutcome
-    aggregate: Aggregate | None = None
+    aggregate: Aggregate | None
+    users_present: int
+    smallest_crowd: int
     silent_nodes: int = 0
 
 
@@ -122,6 +123,8 @@ class Training:
             round=round,
             epsilon=self._budget.epsilon,
             outcome=played.outcome,
+            users_present=played.users_present,
+            smallest_crowd=played.smallest_crowd,
             reports=aggregate.reports if aggregate else 0,
             rejected=aggregate.rejected if aggregate else 0,
             reasons=aggregate.reasons if aggregate else {},

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
 
 from shuffler.errors import RejectReason, ReportRejected
 
 __all__ = ["decode_report", "encode_report", "model_version", "report_length"]
 
-if TYPE_CHECKING:  # the shuffler process knows nothing of contents and does without numpy
-    import numpy as np
-
-_ENTRY, _ENTRY_BYTES = "<f4", 4  # little-endian float32
+_ENTRY, _ENTRY_BYTES = "<i2", 2  # little-endian 16-bit integers
 
 
 def report_length(dimension: int) -> int:
@@ -22,18 +21,16 @@ def report_length(dimension: int) -> int:
 
 
 def encode_report(report: np.ndarray) -> bytes:
-    """A report of shape (d,) as d little-endian float32."""
+    """A report of shape (d,), int16, as d little-endian integers."""
     return report.astype(_ENTRY).tobytes()
 
 
-def decode_report(payload: bytes, dimension: int) -> np.ndarray:
-    """The report of shape (d,), float32, that `encode_report` wrote.
+def decode_report(payload: bytes, dimension: int) -> np.ndarray[Any, np.dtype[np.int16]]:
+    """The report of shape (d,), int16, that `encode_report` wrote.
 
     Raises:
         ReportRejected: `WRONG_LENGTH` if the payload's length is not that of `dimension` entries.
     """
-    import numpy as np
-
     if len(payload) != report_length(dimension):
         raise ReportRejected(
             RejectReason.WRONG_LENGTH,

@@ -27,6 +27,7 @@ OpenSSL overwrites it, and the round's reports can not be opened by anyone again
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -51,7 +52,9 @@ __all__ = [
     "RoundHeader",
     "Sealing",
     "generate_key_pair",
+    "key_digest",
     "open_report",
+    "payload_length",
     "seal",
     "sealed_length",
 ]
@@ -62,7 +65,7 @@ Sealing = Literal["x25519", "mlkem768-x25519"]
 PrivateKey = X25519PrivateKey | MLKEM768X25519PrivateKey
 """The server's private key of one round."""
 
-_DOMAIN = b"shufl.v2 sealed report"
+_DOMAIN = b"shufl.v3 sealed report"
 _ID_BYTES = 16
 _TAG_BYTES = 16
 _X25519_BYTES = 32
@@ -113,6 +116,7 @@ class RoundHeader:
         round: the round's number, 0 ≤ round < 2⁶³.
         model_version: which model the report was computed on.
         plan_digest: SHA-256 of the privacy plan's bytes, lower-case hexadecimal.
+        key_digest: `key_digest` of the server's public key of the round.
 
     Raises:
         ValueError: if `round` is out of range.
@@ -123,9 +127,10 @@ class RoundHeader:
     round: int
     model_version: str
     plan_digest: str
+    key_digest: str
 
     def __post_init__(self) -> None:
-        for name in ("run_id", "model_version", "plan_digest"):
+        for name in ("run_id", "model_version", "plan_digest", "key_digest"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a string, got {type(getattr(self, name))}")
         if not isinstance(self.round, int) or isinstance(self.round, bool):
@@ -142,6 +147,7 @@ class RoundHeader:
             self.round.to_bytes(8, "big"),
             self.model_version.encode(),
             self.plan_digest.encode(),
+            self.key_digest.encode(),
             length.to_bytes(8, "big"),
         )
         return b"".join(len(field).to_bytes(8, "big") + field for field in fields)
@@ -184,6 +190,24 @@ def generate_key_pair(sealing: Sealing = "x25519") -> tuple[PrivateKey, bytes]:
     raise ValueError(f"sealing must be one of {', '.join(_KINDS)}, got {sealing!r}")
 
 
+def key_digest(public_key: bytes) -> str:
+    """SHA-256 of a public key, hexadecimal: by it clients and shuffler know they have the same."""
+    return hashlib.sha256(public_key).hexdigest()
+
+
+def payload_length(sealed_length: int, public_key: bytes) -> int:
+    """Length in bytes of what a sealed report of this length holds.
+
+    Raises:
+        ValueError: if the public key has another length than any, or nothing is left.
+    """
+    kind = _kind_of(public_key)
+    length = sealed_length - kind.encapsulated_bytes - _ID_BYTES - _TAG_BYTES
+    if length < 0:
+        raise ValueError(f"a sealed report to this key is longer than {sealed_length} bytes")
+    return length
+
+
 def sealed_length(payload_length: int, sealing: Sealing = "x25519") -> int:
     """Length in bytes of a sealed payload of `payload_length` bytes.
 
@@ -209,10 +233,15 @@ def seal(payload: bytes, public_key: bytes, header: RoundHeader) -> bytes:
     Raises:
         ValueError: if the public key has another length or is no usable key.
     """
+    kind = _kind_of(public_key)
+    content = os.urandom(_ID_BYTES) + payload
+    return kind.suite.encrypt(content, kind.read(public_key), header.binding(len(payload)))
+
+
+def _kind_of(public_key: bytes) -> _Kind:
     for kind in _KINDS.values():
         if len(public_key) == kind.public_bytes:
-            content = os.urandom(_ID_BYTES) + payload
-            return kind.suite.encrypt(content, kind.read(public_key), header.binding(len(payload)))
+            return kind
     lengths = " or ".join(str(kind.public_bytes) for kind in _KINDS.values())
     raise ValueError(f"a public key has {lengths} bytes, got {len(public_key)}")
 

@@ -1,7 +1,7 @@
 """One round's batch on disk, in an order that says nothing.
 
-Reports of a run have one length, so a batch is a file of equal slots, twice as many as the plan has
-users, with holes where nothing is stored. Each accepted report is written into a slot that is drawn
+Reports of a run have one length, so a batch is a file of equal slots, twice as many as there may be
+reports, with holes where nothing is stored. Each accepted report is written into a slot that is drawn
 uniformly among the free ones, from the operating system's entropy. Whatever the order of arrival,
 the reports in the order of their slots are a uniformly random permutation (each sequence of
 distinct slots is equally likely), so reading the file from front to back *is* the shuffle.
@@ -15,6 +15,10 @@ a row that came with its first report would lie in its page where SQLite had roo
 connects a user with a report, and none holds a time or a number of arrival. The journal that makes
 a commit atomic is emptied by the commit. The key lies in the file: it keeps senders from choosing
 their buckets, and hides nothing from whoever has the file.
+
+The shuffler's own reports, the blankets, lie among the others in slots drawn alike. How many are
+kept is decided when the round is opened and lies in the SQLite file, so that a crash does not draw
+it anew. A fixed number is made and written, and those beyond the number kept get no mark.
 
 A group of reports is stored in this order: into free slots; `fdatasync`; then one commit that marks
 slots and users, synced. What has no mark was never acknowledged and is never read. The kernel
@@ -34,11 +38,11 @@ import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from shuffler.errors import Refusal, ShufflerRefused, Verdict
-from shuffler.spool_rows import ReportedUsers, TakenSlots, count_rows, make_rows
+from shuffler.spool_rows import BlanketsLeft, ReportedUsers, TakenSlots, count_rows, make_rows
 from shuffler.storage import (
     DamagedFile,
     connect,
@@ -54,7 +58,7 @@ __all__ = ["RoundSpool", "Slot", "file_bytes", "slot_bytes"]
 
 _BLOCK_BYTES = 4096  # of a file system; no two slots share one, unless several fit into it
 _PARTS = 1024  # written with one call; the system takes no more (IOV_MAX)
-_SLOTS_PER_USER = 2  # a random slot is free at least every other time
+_SLOTS_PER_REPORT = 2  # a random slot is free at least every other time
 
 
 def slot_bytes(report_bytes: int) -> int:
@@ -65,8 +69,11 @@ def slot_bytes(report_bytes: int) -> int:
 
 
 def file_bytes(report_bytes: int, capacity: int) -> int:
-    """Length in bytes of the reports' file of such a batch; nearly all of it is holes."""
-    return _SLOTS_PER_USER * capacity * slot_bytes(report_bytes)
+    """Length in bytes of the reports' file of a batch of at most `capacity` reports and blankets.
+
+    Nearly all of it is holes.
+    """
+    return _SLOTS_PER_REPORT * capacity * slot_bytes(report_bytes)
 
 
 class RoundSpool:
@@ -76,13 +83,22 @@ class RoundSpool:
     chunk is being read.
     """
 
-    def __init__(self, path: Path, report_bytes: int, capacity: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        report_bytes: int,
+        users: int,
+        work: int = 0,
+        draw: Callable[[], int] = lambda: 0,
+    ) -> None:
         """Opens the batch in this file, or starts an empty one.
 
         Args:
             path: of the SQLite file; the reports lie beside it.
             report_bytes: length of every report.
-            capacity: how many reports the batch may hold.
+            users: how many users' reports the batch may hold.
+            work: how many blankets are made for it.
+            draw: how many of them are kept; asked where the batch is new.
 
         Raises:
             DamagedFile: if a file of an existing batch is missing or damaged.
@@ -90,11 +106,12 @@ class RoundSpool:
                 than the file system allows in a file.
         """
         existing = exists(path)
+        capacity = users + work
         self._path = path
         self._report_bytes = report_bytes
-        self._capacity = capacity
+        self._users = users
         self._stride = slot_bytes(report_bytes)
-        self._slots = _SLOTS_PER_USER * capacity
+        self._slots = _SLOTS_PER_REPORT * capacity
         self._spoilt: list[int] = []  # written to in vain; the next to be given out
         self._reserved: set[int] = set()  # being written to piece by piece
         self._generation = 0  # how often syncing has failed
@@ -119,9 +136,13 @@ class RoundSpool:
             raise
         try:
             if not existing:
-                make_rows(self._connection, self._slots, capacity)
+                blankets = BlanketsLeft(work, draw())
+                make_rows(self._connection, self._slots, users, blankets)
             with damage():
-                self._count = count_rows(self._connection, self._slots, capacity)
+                self._count = count_rows(self._connection, self._slots, users)
+                self._blankets = BlanketsLeft.read(self._connection)
+                if self._blankets.work != work:
+                    raise DamagedFile("the batch's file is for another number of blankets")
             sync_directory(path.parent)
         except BaseException:
             self.close()
@@ -129,8 +150,18 @@ class RoundSpool:
 
     @property
     def count(self) -> int:
-        """How many reports are in the batch. Not for the server before a release."""
+        """How many reports are in the batch, blankets too. Not for the server before a release."""
         return self._count
+
+    @property
+    def blankets(self) -> BlanketsLeft:
+        """How far the blankets are. Never for the server."""
+        return self._blankets
+
+    @property
+    def _room(self) -> int:
+        """For how many more users' reports there is room."""
+        return self._users - (self._count - self._blankets.stored)
 
     def reserve(self) -> Slot | None:
         """A slot to write a report to, piece by piece; hand it to `add` or to `give_up`.
@@ -143,7 +174,7 @@ class RoundSpool:
         """
         with self._lock:
             connection = self._open()
-            if not self._has_slot(self._capacity - self._count):
+            if not self._has_slot(self._count):
                 return None
             number = self._draw(TakenSlots(connection))
             assert self._file is not None
@@ -182,15 +213,15 @@ class RoundSpool:
             own = [content for *_, content in reports if isinstance(content, Slot)]
             try:
                 with transaction(connection):
-                    slots, users = TakenSlots(connection), ReportedUsers(connection, self._capacity)
-                    room = self._capacity - self._count
+                    slots, users = TakenSlots(connection), ReportedUsers(connection, self._users)
+                    room, count = self._room, self._count
                     for sender, user, content in reports:
                         if users.holds(sender, user):
                             verdicts.append(Verdict.DUPLICATE)
                         elif (
                             not room
                             or not users.has_room(sender, user)
-                            or not (isinstance(content, Slot) or self._has_slot(room))
+                            or not (isinstance(content, Slot) or self._has_slot(count))
                         ):
                             verdicts.append(Verdict.ROUND_FULL)
                         elif isinstance(content, Slot) and content.generation != self._generation:
@@ -205,16 +236,16 @@ class RoundSpool:
                             users.put(sender, user)
                             verdicts.append(Verdict.ACCEPTED)
                             room -= 1
-                    assert self._file is not None
-                    if room != self._capacity - self._count:
-                        self._sync(self._file)
+                            count += 1
+                    if count != self._count:
+                        self._sync()
                     slots.save()
                     users.save()
             except BaseException:
                 self._spoilt += drawn
                 self._spoil(own)
                 raise
-            self._count = self._capacity - room
+            self._count = count
             self._spoil(
                 content
                 for (*_, content), verdict in zip(reports, verdicts, strict=True)
@@ -225,10 +256,53 @@ class RoundSpool:
                 slot.close()
             return verdicts
 
+    def add_blankets(self, sealed: Sequence[bytes]) -> None:
+        """Stores the next blankets with one commit, synced to disk on return.
+
+        All are written, and those beyond the number that is kept get no mark: that takes as long,
+        so that nobody can tell from the time how many are kept.
+
+        Args:
+            sealed: no more than are still to be made, each as long as a report.
+
+        Raises:
+            ShufflerRefused: if the batch has been destroyed.
+            sqlite3.Error, OSError: if the disk is full or fails; none is stored, and they are still
+                to be made.
+        """
+        with self._lock:
+            connection = self._open()
+            after = self._blankets.after(len(sealed))
+            keep = after.stored - self._blankets.stored
+            drawn: list[int] = []
+            try:
+                with transaction(connection):
+                    slots = TakenSlots(connection)
+                    for index, content in enumerate(sealed):
+                        if not self._has_slot(self._count + len(drawn)):
+                            raise OSError("no slot is free")
+                        drawn.append(self._draw(slots))
+                        self._pwrite(drawn[-1] * self._stride, content)
+                        if index < keep:
+                            slots.put(drawn[-1])
+                        else:
+                            self._reserved.add(drawn[-1])  # else it could be drawn again
+                    self._sync()
+                    slots.save()
+                    after.write(connection)
+            except BaseException:
+                keep = 0
+                raise
+            finally:
+                self._reserved.difference_update(drawn[keep:])
+                self._spoilt += drawn[keep:]
+            self._count += keep
+            self._blankets = after
+
     def has_reported(self, sender: str, user: int) -> bool:
         """Whether a report of this user is in the batch."""
         with self._lock:
-            return ReportedUsers(self._open(), self._capacity).holds(sender, user)
+            return ReportedUsers(self._open(), self._users).holds(sender, user)
 
     def next_chunk(self, limit: int) -> tuple[list[bytes], bool]:
         """The next sealed reports in random order, of at most `limit` bytes in all.
@@ -291,9 +365,10 @@ class RoundSpool:
             os.close(self._file)
             self._file = None
 
-    def _sync(self, file: int) -> None:
+    def _sync(self) -> None:
+        assert self._file is not None
         try:
-            os.fdatasync(file)
+            os.fdatasync(self._file)
         except OSError:
             self._generation += 1
             raise
@@ -310,9 +385,9 @@ class RoundSpool:
             raise ShufflerRefused(Refusal.RUN_ENDED, "the batch has been destroyed")
         return self._connection
 
-    def _has_slot(self, room: int) -> bool:
-        """Whether there is one to draw, with room for so many more reports."""
-        return bool(self._spoilt) or self._capacity - room + len(self._reserved) < self._slots
+    def _has_slot(self, taken: int) -> bool:
+        """Whether there is one to draw, when so many are taken."""
+        return bool(self._spoilt) or taken + len(self._reserved) < self._slots
 
     def _draw(self, slots: TakenSlots) -> int:
         """A slot that is uniformly random among those that were never drawn, or a spoilt one."""

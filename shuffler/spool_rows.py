@@ -1,4 +1,4 @@
-"""The sets that a round keeps in SQLite: taken slots, and users who have reported.
+"""What a round keeps in SQLite: taken slots, users who have reported, and blankets still to make.
 
 All rows are made when the round is opened and afterwards only replaced in place by rows of the same
 length: see `shuffler.spool` for why.
@@ -11,14 +11,16 @@ probability below exp(126 - 254 ln(254/128)) < 2e-21; in any of 2**17 buckets (2
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import secrets
 import sqlite3
+import struct
 from collections.abc import Iterator
 
 from shuffler.storage import DamagedFile, transaction
 
-__all__ = ["ReportedUsers", "TakenSlots", "count_rows", "make_rows"]
+__all__ = ["BlanketsLeft", "ReportedUsers", "TakenSlots", "count_rows", "make_rows"]
 
 _BITS = 4096  # of one row
 _HASH_BYTES = 16
@@ -35,13 +37,67 @@ CREATE TABLE reported(
 CREATE TABLE hash_key(
     key BLOB NOT NULL
 );
+CREATE TABLE blankets(
+    counts BLOB NOT NULL
+);
 """
 _KEY_ROW = "SELECT key FROM hash_key WHERE rowid = ?"
+_BLANKETS_ROW = "SELECT counts FROM blankets WHERE rowid = ?"
+_COUNTS = struct.Struct(">QQQ")
 _SLOTS_ROW = "SELECT bits FROM slots WHERE part = ?"
 _REPORTED_ROW = "SELECT hashes FROM reported WHERE bucket = ?"
 
 
-def make_rows(connection: sqlite3.Connection, slots: int, users: int) -> None:
+@dataclasses.dataclass(frozen=True)
+class BlanketsLeft:
+    """How far a round's blankets are: of `work` that are made, `kept` of them are in the batch.
+
+    `kept` is the secret number M, drawn once, when the round was opened; the others are made all
+    the same and thrown away, so that the time does not tell M.
+
+    Attributes:
+        work: how many are made in all.
+        kept: how many of them, the first ones, are in the batch in the end.
+        made: how many have been made.
+    """
+
+    work: int = 0
+    kept: int = 0
+    made: int = 0
+
+    @property
+    def stored(self) -> int:
+        """How many are in the batch by now."""
+        return min(self.made, self.kept)
+
+    def after(self, more: int) -> BlanketsLeft:
+        """When so many more have been made."""
+        return dataclasses.replace(self, made=self.made + more)
+
+    @staticmethod
+    def read(connection: sqlite3.Connection) -> BlanketsLeft:
+        """The row of a batch.
+
+        Raises:
+            DamagedFile: if it is not what was written.
+        """
+        counts = _blob(connection, _BLANKETS_ROW, 1)
+        if len(counts) != _COUNTS.size:
+            raise DamagedFile("the blankets' row of the batch's file is damaged")
+        left = BlanketsLeft(*_COUNTS.unpack(counts))
+        if not max(left.kept, left.made) <= left.work:
+            raise DamagedFile("the blankets' row of the batch's file is damaged")
+        return left
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Puts this into the batch's row, within the caller's transaction."""
+        counts = _COUNTS.pack(self.work, self.kept, self.made)
+        connection.execute("UPDATE blankets SET counts = ?", (counts,))
+
+
+def make_rows(
+    connection: sqlite3.Connection, slots: int, users: int, blankets: BlanketsLeft
+) -> None:
     """Makes all rows of a new batch for so many slots and users, in order.
 
     Raises:
@@ -51,6 +107,8 @@ def make_rows(connection: sqlite3.Connection, slots: int, users: int) -> None:
         for statement in _SCHEMA.split(";"):
             rows.execute(statement)
         rows.execute("INSERT INTO hash_key VALUES (?)", (secrets.token_bytes(_HASH_BYTES),))
+        rows.execute("INSERT INTO blankets VALUES (zeroblob(?))", (_COUNTS.size,))
+        blankets.write(rows)
         rows.executemany(
             "INSERT INTO slots VALUES (?, zeroblob(?))",
             ((part, _BITS // 8) for part in range(_parts(slots))),

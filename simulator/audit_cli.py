@@ -42,11 +42,23 @@ def audit_command(
             "absent; repeatable. Default: all.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", help="Draws of each world.")] = 100_000,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="Draws of each world. Default: 100000.")
+    ] = None,
     confidence: Annotated[
         float, typer.Option("--confidence", help="Chance of no false violation.")
     ] = 0.99,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the draws.")] = None,
+    end_to_end: Annotated[
+        str | None,
+        typer.Option(
+            "--end-to-end",
+            metavar="CONFIG",
+            help="Attack the plan of a run's configuration through the real client, shuffler and "
+            "server instead: one user alone in every round. --epsilon, --samples (1000 by "
+            "default: rounds of each world), --confidence and --seed apply.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Attack the accountants' δ(ε) of one round, and say which claims do not hold for every pair.
@@ -58,6 +70,10 @@ def audit_command(
     from accounting import ACCOUNTANTS, accountants_for, check_accountant, make_accountant
     from accounting.audit import PLACEMENTS, check_claims, claims_something
 
+    if end_to_end is not None:
+        given = n, noise, accountant, placement, gamma != 1.0, blankets, adjacency != "replace"
+        _end_to_end(end_to_end, epsilon, samples, confidence, seed, json, any(given))
+        return
     try:
         event = make_event(checked_users(n, noise, 6), gamma, noise, blankets)
         check_adjacency(adjacency)
@@ -72,13 +88,48 @@ def audit_command(
             event,
             epsilon,
             at,
-            samples,
+            100_000 if samples is None else samples,
             confidence,
             np.random.default_rng(seed),
         )
         checks = dict(zip(names, attacked, strict=True))
     except ValueError as error:
         fail(error)
+    _report(checks, epsilon, confidence, json)
+
+
+def _end_to_end(
+    config: str,
+    epsilon: float,
+    samples: int | None,
+    confidence: float,
+    seed: int | None,
+    json: bool,
+    other_options: bool,
+) -> None:
+    """The attack on a configuration's plan through the running system."""
+    import secrets
+
+    from shuffler import ShufflerError
+    from simulator.canary import check_end_to_end
+    from simulator.config import load
+    from simulator.datasets import DatasetError
+    from simulator.experiment import prepare
+
+    try:
+        if other_options:
+            raise ValueError("--end-to-end takes the plan from CONFIG, got options of a plan too")
+        plan = prepare(load(config)).plan
+        drawn = secrets.randbits(32) if seed is None else seed
+        rounds = 1000 if samples is None else samples
+        found = check_end_to_end(plan, epsilon, rounds, confidence, drawn)
+    except (ValueError, DatasetError, ShufflerError) as error:
+        fail(error)
+    _report({check.accountant: check for check in found}, epsilon, confidence, json)
+
+
+def _report(checks: dict[str, Any], epsilon: float, confidence: float, json: bool) -> None:
+    """Prints the checks; ends with 3 if a claim for every pair is violated."""
     if json:
         print_json(
             {

@@ -19,8 +19,8 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from accounting import PrivacyPlan
-from accounting.audit import epsilon_lower_bound
+from accounting import PrivacyPlan, accountants_for
+from accounting.audit import AuditResult, ClaimCheck, delta_lower_bound, epsilon_lower_bound
 from accounting.audit_placements import AttackedRound, Placement
 from clients import ClientSettings, LocalTraining
 from clients.settings import UserRecords
@@ -33,6 +33,7 @@ from shuffler import (
     ShufflerProcess,
     decode_report,
     generate_key_pair,
+    key_digest,
     model_version,
     open_report,
     report_length,
@@ -43,6 +44,9 @@ DIMENSION = 2
 Record = Literal["plus", "minus", "zero"]
 """A user's clipped update: C (-1, 1)/√2, its negative, or 0."""
 
+Others = Record | Literal["absent"]
+"""What all other users hold; absent: the server sends the round to the canary alone."""
+
 _PLACES = {"plus": 1.0, "minus": -1.0, "zero": 0.0}  # of an update, in clip norms
 
 
@@ -51,8 +55,8 @@ class CanaryRound:
     """All that the server has after one round.
 
     Attributes:
-        reports: in the order of the release, float32 of shape (k, 2); k is 0 if nothing was
-            released.
+        reports: in the order of the release, blankets among them, as vectors: float64 of shape
+            (k, 2); k is 0 if nothing was released.
         aggregate: their sum as training would use it; None if nothing was released.
     """
 
@@ -71,17 +75,15 @@ def projections(round: CanaryRound, plan: PrivacyPlan) -> np.ndarray:
     "plus" at 1, "minus" at -1, "zero" at 0.
     """
     direction = np.array([-1.0, 1.0]) / np.sqrt(2.0)
-    return np.asarray(round.reports.astype(np.float64) @ direction / plan.clip_norm)
+    return np.asarray(round.reports @ direction / plan.clip_norm)
 
 
-def likelihood_score(plan: PrivacyPlan, others: Record) -> Score:
+def likelihood_score(plan: PrivacyPlan, others: Others) -> Score:
     """The adversary of the analysis: the likelihood ratio of the unordered reports."""
-    placement = Placement(
-        "canary",
-        np.array([1.0]),
-        np.array([_PLACES[_replacement(plan)]]),
-        np.full((plan.users - 1, 1), _PLACES[others]),
-    )
+    absent = others == "absent"
+    held = np.zeros((0, 1)) if absent else np.full((plan.users - 1, 1), _PLACES[others])
+    end = _PLACES[_replacement(plan)]
+    placement = Placement("canary", np.array([1.0]), np.array([end]), held, absent)
     attacked = AttackedRound(plan.event(), placement)
     return lambda round: float(attacked.score(projections(round, plan)[None, :, None])[0])
 
@@ -89,7 +91,7 @@ def likelihood_score(plan: PrivacyPlan, others: Record) -> Score:
 def canary_rounds(
     plan: PrivacyPlan,
     canary: Record,
-    others: Record,
+    others: Others,
     shuffler: ShufflerProcess,
     seed: int,
     make_worker: Callable[[ClientSettings], Worker] = Worker,
@@ -103,7 +105,8 @@ def canary_rounds(
         canary: what user 0 holds.
         others: what all other users hold.
         shuffler: a running one.
-        seed: of coins and noise; the two worlds need different ones.
+        seed: of the users' coins and noise; the two worlds need different ones. The shuffler draws
+            its blankets and its order from its own source.
         make_worker: builds the client's side.
 
     Raises:
@@ -122,26 +125,27 @@ def canary_rounds(
     worker = make_worker(settings)
     model = ArrayRecord(_make_model().state_dict())
     version = model_version(array.data for array in model.values())
-    users = np.arange(plan.users)
+    users = np.arange(1 if others == "absent" else plan.users)
+    unit = plan.mechanism.unit
     with ControlClient(shuffler.address, shuffler.control) as control:
         length = sealed_length(report_length(DIMENSION))
         digest = control.create_run(settings.run_id, plan.to_json().encode(), length)
         for number in range(1, plan.rounds + 1):
-            header = RoundHeader(settings.run_id, number, version, digest)
             private_key, public_key = generate_key_pair()
-            control.open_round(header.run_id, number, version)
+            header = RoundHeader(settings.run_id, number, version, digest, key_digest(public_key))
+            control.open_round(header.run_id, number, version, public_key)
             worker.check(header, model, public_key, answered=number - 1)
             worker.take_part(users, header, model, public_key)
             if control.close_round(header.run_id, number) is not Outcome.RELEASABLE:
-                yield CanaryRound(np.zeros((0, DIMENSION), np.float32), None)
+                yield CanaryRound(np.zeros((0, DIMENSION)), None)
                 continue
             release = list(control.release(header.run_id, number))
             opened = [
                 decode_report(open_report(sealed, private_key, header), DIMENSION)
                 for sealed in release
             ]
-            aggregate = aggregate_reports(release, private_key, header, plan, DIMENSION)
-            yield CanaryRound(np.stack(opened), aggregate)
+            aggregate = aggregate_reports(release, private_key, header, plan, DIMENSION, len(users))
+            yield CanaryRound(unit * np.stack(opened), aggregate)
         control.end_run(settings.run_id)
 
 
@@ -168,14 +172,16 @@ class CanaryWorlds:
         Raises:
             ValueError: a value outside its range.
         """
-        present = [score(each) for each in self.present]
-        replaced = [score(each) for each in self.replaced]
-        return epsilon_lower_bound(present, replaced, delta, confidence)
+        return epsilon_lower_bound(*self.scores(score), delta, confidence)
+
+    def scores(self, score: Score) -> tuple[list[float], list[float]]:
+        """The adversary's scores of the rounds of either world."""
+        return [score(each) for each in self.present], [score(each) for each in self.replaced]
 
 
 def run_canary(
     plan: PrivacyPlan,
-    others: Record,
+    others: Others,
     shuffler: ShufflerProcess,
     seed: int,
     make_worker: Callable[[ClientSettings], Worker] = Worker,
@@ -191,6 +197,45 @@ def run_canary(
     return CanaryWorlds(plan, tuple(present), tuple(replaced))
 
 
+def check_end_to_end(
+    plan: PrivacyPlan, epsilon: float, rounds: int, confidence: float, seed: int
+) -> list[ClaimCheck]:
+    """Attacks a plan through client, shuffler and server, by a server that asks one user alone.
+
+    Args:
+        plan: whose single round is attacked.
+        epsilon: ε at which the accountants' δ(ε) is attacked.
+        rounds: how many rounds are run in each of the two worlds, at least 4.
+        confidence: the chance of no false violation.
+        seed: as for `run_canary`.
+
+    Returns:
+        A check for each accountant that claims something where nobody else takes part.
+
+    Raises:
+        ValueError: a value outside its range.
+        ShufflerError: the shuffler does not start, does not answer or refuses.
+    """
+    event = plan.event()
+    claims = [
+        accountant
+        for accountant in map(plan.make_accountant, accountants_for(event))
+        if not accountant.counts_on_others
+    ]
+    with ShufflerProcess() as shuffler:
+        repeated = replace(plan, rounds=rounds, minimum_batch=1)
+        worlds = run_canary(repeated, "absent", shuffler, seed)
+    score = likelihood_score(plan, "absent")
+    lower = delta_lower_bound(*worlds.scores(score), epsilon, confidence)
+    found = AuditResult("absent", epsilon, lower, lower, confidence, rounds, "events")
+    checks = []
+    for accountant in claims:
+        claimed = float(accountant.compose(event).get_delta(epsilon))
+        about = accountant.name, accountant.covers, accountant.holds_for, epsilon, claimed
+        checks.append(ClaimCheck(*about, lower > claimed, confidence, (found,)))
+    return checks
+
+
 def _replacement(plan: PrivacyPlan) -> Record:
     return "minus" if plan.adjacency == "replace" else "zero"
 
@@ -202,10 +247,11 @@ def _make_model() -> nn.Module:
     return model
 
 
-def _load_users(canary: Record, others: Record, clip_norm: float) -> UserRecords:
+def _load_users(canary: Record, others: Others, clip_norm: float) -> UserRecords:
     def records(user: int) -> tuple[torch.Tensor, torch.Tensor]:
         # Twice the clip norm over the gradient of one unit: clipping has something to do.
-        feature = 2.0 * np.sqrt(2.0) * clip_norm * _PLACES[canary if user == 0 else others]
+        place = _PLACES[canary if user == 0 else others]
+        feature = 2.0 * np.sqrt(2.0) * clip_norm * place
         return torch.full((1, 1), feature), torch.tensor([0])
 
     return records

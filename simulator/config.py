@@ -50,6 +50,12 @@ class Privacy(_Section):
     minimum_batch: int | None = Field(
         None, ge=1, description="a whole number from 1 to the number of users"
     )
+    shuffler_blankets: float = Field(
+        0.0, ge=0, le=1e7, allow_inf_nan=False, description="a number from 0 to 10^7"
+    )
+    least_present: int | None = Field(
+        None, ge=1, description="a whole number from 1 to the number of users"
+    )
 
 
 class Data(_Section):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from accounting import (
+    ACCOUNTANTS,
     PrivacyPlan,
     epsilon_of,
     least_noise,
@@ -17,7 +18,6 @@ from accounting import (
 )
 from clients.settings import LocalTraining
 from clients.update import local_update
-from server.aggregate import largest_honest_norm
 from server.settings import Optimiser
 from simulator.config import Config, ConfigError
 from simulator.datasets import Dataset, load_dataset
@@ -38,6 +38,7 @@ class Experiment:
         halting_round: rounds the budget allows under the plan's accountant, at least 1.
         parameters: number of model parameters d.
         gradients: how users' gradients are computed.
+        crowds: how many users report to each shuffler.
     """
 
     config: Config
@@ -45,6 +46,7 @@ class Experiment:
     halting_round: int
     parameters: int
     gradients: Method
+    crowds: tuple[int, ...]
 
     @property
     def seed(self) -> int | None:
@@ -55,9 +57,22 @@ class Experiment:
     def reproducible(self) -> bool:
         """Whether a round played again from the same model makes the same release, bit for bit.
 
-        On a GPU the order of some of torch's sums is not fixed.
+        On a GPU the order of some of torch's sums is not fixed. On Flower other nodes may be silent
+        than before, unless a batch is released with all users or not at all.
         """
-        return self.seed is not None and self.config.simulation.device == "cpu"
+        simulation, plan = self.config.simulation, self.plan
+        all_or_nothing = (
+            ACCOUNTANTS[plan.accountant].counts_on_others and plan.least_present == plan.users
+        )
+        return (
+            self.seed is not None
+            and simulation.device == "cpu"
+            and (simulation.engine == "vectorised" or all_or_nothing)
+        )
+
+    def shuffler_of(self, users: np.ndarray) -> np.ndarray:
+        """To which shuffler each of `users` reports, from 0: by its node, as on Flower."""
+        return _shuffler_of(self.config, users)
 
     @property
     def make_model(self) -> functools.partial:
@@ -105,9 +120,9 @@ def prepare(config: Config) -> Experiment:
         raise ConfigError(str(error)) from error
     gradients = _try_gradients(model, dataset, config)
     parameters = sum(p.numel() for p in model.parameters())
-    if not largest_honest_norm(plan, parameters) < _LARGEST_FLOAT32:
+    if not plan.mechanism.unit * 2**15 < _LARGEST_FLOAT32:
         raise ConfigError(
-            "privacy.clip_norm times the noise must fit float32 reports, got "
+            "privacy.clip_norm times the noise must fit float32 numbers, got "
             f"C = {plan.clip_norm:g}, z = {plan.noise_multiplier:g}"
         )
     halting_round = rounds_within_budget(plan)
@@ -117,7 +132,7 @@ def prepare(config: Config) -> Experiment:
             f"privacy.target_epsilon must be at least {one * 1.001:.4g}, the {plan.accountant} "
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
-    return Experiment(config, plan, halting_round, parameters, gradients)
+    return Experiment(config, plan, halting_round, parameters, gradients, _crowds(config))
 
 
 def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
@@ -250,7 +265,14 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
     if privacy.delta == "1/n" and users == 1:
         raise ConfigError('privacy.delta must be a number when there is one user, got "1/n"')
     delta = 1 / users if privacy.delta == "1/n" else privacy.delta
-    minimum = privacy.minimum_batch or max(1, int(users * privacy.check_in_rate / 2))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"users": users})})
+    if config.shuffler.number > min(config.simulation.nodes, users):
+        raise ConfigError(
+            "shuffler.number must be at most the number of nodes and of users, "
+            f"{min(config.simulation.nodes, users)}, got {config.shuffler.number}"
+        )
+    least = privacy.least_present or min(_crowds(config))
+    minimum = privacy.minimum_batch or max(1, int(least * privacy.check_in_rate / 2))
     on_flower = config.simulation.engine == "flower"
     if on_flower and config.simulation.nodes > users:
         raise ConfigError(
@@ -273,12 +295,20 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
             f'simulation.device must be "cpu" here: torch {torch.__version__} finds no CUDA '
             'device, got "cuda"'
         )
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(update={"users": users}),
-            "privacy": privacy.model_copy(update={"delta": delta, "minimum_batch": minimum}),
-        }
-    )
+    decided = {"delta": delta, "minimum_batch": minimum, "least_present": least}
+    return config.model_copy(update={"privacy": privacy.model_copy(update=decided)})
+
+
+def _shuffler_of(config: Config, users: np.ndarray) -> np.ndarray:
+    return users % config.simulation.nodes % config.shuffler.number
+
+
+def _crowds(config: Config) -> tuple[int, ...]:
+    """How many of a resolved config's users report to each shuffler."""
+    crowds = [0] * config.shuffler.number
+    for node in range(config.simulation.nodes):
+        crowds[node % len(crowds)] += len(range(node, config.data.users, config.simulation.nodes))
+    return tuple(crowds)
 
 
 def _data_seed(config: Config) -> int:

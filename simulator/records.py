@@ -45,7 +45,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 class RunRecorder:
     """Writes each round as it ends, with epsilon under every accountant; keeps the rows.
 
-    An accountant that does not price the plan's rounds has null. In the folder of an interrupted
+    An accountant that does not price the plan's rounds has null; so has one that counts on others
+    once `too_few_present` says so. In the folder of an interrupted
     run the rows go on where they ended: a row cut short is dropped, a round that has its row is not
     written again, and TensorBoard's events, which may lag behind, are made anew from the rows.
     """
@@ -72,15 +73,32 @@ class RunRecorder:
         if self.rows and record.round <= self.rows[-1]["round"]:
             return
         epsilons: dict[str, float | None] = dict.fromkeys(ACCOUNTANTS)
+        row = {**asdict(record), "epsilons": epsilons}
+        self.rows.append(row)
+        too_few = self.too_few_present(record.round)
         for name, accountant in self._accountants.items():
+            if too_few and accountant.counts_on_others:
+                continue
             accountant.compose(self._plan.event(), record.round - self._composed)
             epsilons[name] = accountant.get_epsilon(self._plan.delta)
         self._composed = record.round
-        row = {**asdict(record), "epsilons": epsilons}
-        self.rows.append(row)
         self._file.write(to_json(row) + "\n")
         self._file.flush()
         self._to_tensorboard(row)
+
+    def too_few_present(self, rounds: int) -> bool:
+        """Whether, of the first `rounds` rounds, one may have been released with too few users.
+
+        Too few is less than the plan's `least_present`, which accountants that count on others
+        price. Where such an accountant halts, a batch of too few is destroyed; any other releases
+        it. Of a round that has no row, because it was lost in an interruption, nobody knows.
+        """
+        if ACCOUNTANTS[self._plan.accountant].counts_on_others:
+            return False
+        least = self._plan.least_present
+        return len(self.rows) < rounds or any(
+            row["outcome"] == "released" and row["smallest_crowd"] < least for row in self.rows
+        )
 
     def close(self) -> None:
         """Closes both outputs."""
@@ -91,6 +109,7 @@ class RunRecorder:
         scalars: dict[str, float | None] = {
             "reports": row["reports"],
             "rejected": row["rejected"],
+            "users_present": row["users_present"],
             "silent_nodes": row["silent_nodes"],
             "test/accuracy": row["accuracy"],
             "test/loss": row["loss"],

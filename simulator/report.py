@@ -30,8 +30,16 @@ _DRAWN = {
 }
 
 
-def summarise(result: RunResult, experiment: Experiment) -> dict[str, Any]:
-    """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon."""
+def summarise(
+    result: RunResult, experiment: Experiment, too_few_present: bool = False
+) -> dict[str, Any]:
+    """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon.
+
+    Args:
+        result: how the run ended.
+        experiment: what was run.
+        too_few_present: as for `accounting.epsilon_table`.
+    """
     plan, simulation = experiment.plan, experiment.config.simulation
     return {
         "engine": simulation.engine,
@@ -45,11 +53,13 @@ def summarise(result: RunResult, experiment: Experiment) -> dict[str, Any]:
         "loss": result.loss,
         "delta": plan.delta,
         "adjacency": plan.adjacency,
+        "shuffler_blankets": plan.shuffler_blankets,
+        "least_present": plan.least_present,
         "accountant": plan.accountant,
         "target_epsilon": plan.target_epsilon,
         "epsilon": {
             row.name: {"epsilon": row.epsilon, "covers": row.covers, "warning": row.warning}
-            for row in epsilon_table(plan, result.rounds)
+            for row in epsilon_table(plan, result.rounds, too_few_present)
         },
     }
 
@@ -64,6 +74,7 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
     run.add_row("test accuracy", f"{summary['accuracy']:.2%}")
     run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
+    run.add_row("blankets", f"{summary['shuffler_blankets']:g} a round expected of each shuffler")
     run.add_row("δ, adjacency", f"{summary['delta']:.3g}, {summary['adjacency']}")
     run.add_row("run folder", str(folder))
     console.print(run)
@@ -83,9 +94,10 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: P
     evaluated = [row for row in rows if row["accuracy"] is not None]
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for name in accountants_for(plan.event()):
+        priced = [row for row in evaluated if row["epsilons"][name] is not None]
         axes.plot(
-            [row["epsilons"][name] for row in evaluated],
-            [100 * row["accuracy"] for row in evaluated],
+            [row["epsilons"][name] for row in priced],
+            [100 * row["accuracy"] for row in priced],
             marker=".",
             label=name,
         )
@@ -96,7 +108,8 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: P
         xscale="log",
         xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
         ylabel="test accuracy (%)",
-        title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, z = {plan.noise_multiplier:g}",
+        title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, z = {plan.noise_multiplier:g}, "
+        f"λ = {plan.shuffler_blankets:g}",
     )
     axes.grid(alpha=0.3)
     axes.legend()

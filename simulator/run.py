@@ -186,7 +186,7 @@ def _run_in(
         raise
     finally:
         recorder.close()
-    summary = summarise(result, experiment)
+    summary = summarise(result, experiment, recorder.too_few_present(result.rounds))
     print_summary(console, summary, folder)
     (folder / "summary.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
     plot_accuracy_epsilon(recorder.rows, experiment.plan, folder / "accuracy_epsilon.png")

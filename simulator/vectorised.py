@@ -1,7 +1,7 @@
 """The vectorised engine: a round as one computation over the users who checked in, no messages.
 
-Plan, coins, clipping, noise and training are those of the Flower engine. There is no shuffler, no
-sealing and no node: what those are for cannot be studied here.
+Plan, coins, clipping, noise, blankets and training are those of the Flower engine. There is no
+shuffler, no sealing and no node: what those are for cannot be studied here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from clients import make_randomness, record_orders
-from server import Aggregate, PlayedRound, expected_updates, unit_of_sums
+from accounting.mechanisms import Randomness, make_randomness, seed_of_shuffler
+from clients import record_orders
+from server import Aggregate, PlayedRound, mean_update
 from simulator.experiment import Experiment, PartitionedRecords
 from simulator.user_gradients import clipped_sum_of_updates, ready_for
 
 _NUMBERS_AT_ONCE = 2**18  # of noise: they stay in a core's cache
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names for what `keep_freed_memory` sets
 
-SumReports = Callable[[int, nn.Module, np.ndarray], np.ndarray]
+Blankets = tuple[int, int, int]
+"""Some blankets of a round: which shuffler's, and the numbers of the first and behind the last."""
+
+SumReports = Callable[[int, nn.Module, np.ndarray, list[Blankets]], np.ndarray]
 """What `ReportSum.sum` does."""
 
 
@@ -36,30 +40,54 @@ class VectorisedRounds:
     def __init__(self, experiment: Experiment, sum_reports: SumReports):
         self._plan = experiment.plan
         self._dimension = experiment.parameters
-        self._randomness = make_randomness(experiment.seed)
+        self._seed = experiment.seed
+        self._randomness = make_randomness(self._seed)
+        self._crowds = experiment.crowds
+        self._shuffler_of = experiment.shuffler_of
         self._noise_at_once = experiment.config.simulation.noise == "aggregate"
         self._sum_reports = sum_reports
 
     def __call__(self, round: int, model: nn.Module) -> PlayedRound:
-        """One round: coins, and unless too few checked in, the mean update with its noise."""
+        """One round: coins, blankets, and the mean update of the batches that are large enough."""
         plan = self._plan
         users = self._randomness.checked_in(round, plan.users, plan.check_in_rate)
-        if len(users) < plan.minimum_batch:
-            return PlayedRound("below-minimum")
-        total = self._sum_reports(round, model, users) * unit_of_sums(plan, self._dimension)
+        shufflers = self._shuffler_of(users)
+        reports = np.bincount(shufflers, minlength=len(self._crowds))
+        blankets = [
+            blanket_randomness(self._seed, number).number_of_blankets(round, plan.shuffler_blankets)
+            for number in range(len(self._crowds))
+        ]
+        released = np.flatnonzero(reports + blankets >= plan.minimum_batch).tolist()
+        if not released:
+            return PlayedRound("below-minimum", None, plan.users, 0)
+        users = users[np.isin(shufflers, released)]
+        added = [(number, 0, blankets[number]) for number in released]
+        count = len(users) + sum(last for *_, last in added)
+        total = self._sum_reports(round, model, users, added).astype(np.float64)
         if self._noise_at_once:
-            noise = self._randomness.summed_noise(round, len(users), self._dimension)
-            total += plan.noise_multiplier * plan.clip_norm * noise
-        estimate = (total / expected_updates(plan)).astype(np.float32)
-        return PlayedRound("released", Aggregate(estimate, len(users), 0, {}))
+            scale = plan.noise_multiplier * plan.clip_norm / plan.mechanism.unit
+            total += scale * self._randomness.summed_noise(round, count, self._dimension)
+        crowds = [self._crowds[number] for number in released]
+        estimate = mean_update(total, plan, sum(crowds))
+        return PlayedRound(
+            "released", Aggregate(estimate, count, 0, {}), plan.users, smallest_crowd=min(crowds)
+        )
+
+
+def blanket_randomness(seed: int | None, shuffler: int) -> Randomness:
+    """Where the blankets of a simulated shuffler come from, the same as in its process."""
+    return make_randomness(None if seed is None else seed_of_shuffler(seed, shuffler))
 
 
 class ReportSum:
-    """Sums reports of users whose records it has; with `noise = "aggregate"`, without the noise.
+    """Sums reports of users whose records it has, and blankets.
+
+    With `noise = "aggregate"` without the noise, so that nothing is left of the blankets.
 
     Users are taken in blocks of neighbouring ids, each of about `users_per_chunk` who checked in,
-    and the blocks' sums are added as integers: whoever sums which blocks, in whatever order, the
-    sum of all is the same to the bit.
+    and the blocks' sums are rounded to the unit of reports and added as integers: whoever sums
+    which blocks, in whatever order, the sum of all is the same to the bit. (A client rounds each
+    report, which this engine never has; both errors are far below the noise.)
     """
 
     def __init__(self, experiment: Experiment, records: PartitionedRecords):
@@ -73,7 +101,8 @@ class ReportSum:
         self._turn = contextlib.nullcontext() if self._device == "cpu" else threading.Lock()
         self._records = records.to(self._device)
         self._model = ready_for(self._method, experiment.make_model(), self._device)
-        self._randomness = make_randomness(experiment.seed)
+        self._seed = experiment.seed
+        self._randomness = make_randomness(self._seed)
         self._noise_in_reports = simulation.noise == "report"
         self._block = users_per_block(experiment)
         keep_freed_memory()
@@ -81,8 +110,10 @@ class ReportSum:
             torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
         )
 
-    def sum(self, round: int, model: nn.Module, users: np.ndarray) -> np.ndarray:
-        """The sum of the reports of `users`.
+    def sum(
+        self, round: int, model: nn.Module, users: np.ndarray, blankets: list[Blankets]
+    ) -> np.ndarray:
+        """The sum of the reports of `users`, and of blankets.
 
         Threads of one core each are faster than torch's own, which wait for each other after
         every operation.
@@ -91,9 +122,10 @@ class ReportSum:
             round: from 1.
             model: the round's, which stays as it is.
             users: ids of users who checked in, increasing, shape (k,).
+            blankets: which ones are this sum's to add.
 
         Returns:
-            int64 of shape (d,), in `unit_of_sums`.
+            int64 of shape (d,), in units of the plan's mechanism.
         """
         total = np.zeros(self._dimension, dtype=np.int64)
         # Not in this thread: its OpenMP threads would copy too, and then wait on busy cores.
@@ -104,6 +136,26 @@ class ReportSum:
         blocks = np.split(users, np.flatnonzero(np.diff(users // self._block)) + 1)
         for part in self._threads.map(functools.partial(self._sum_block, round), blocks):
             total += part
+        if self._noise_in_reports:
+            parts = [part for each in blankets for part in self._parts(each)]
+            for part in self._threads.map(functools.partial(self._sum_blankets, round), parts):
+                total += part
+        return total
+
+    def _parts(self, blankets: Blankets) -> list[Blankets]:
+        """The same blankets in parts whose noise stays in a core's cache."""
+        shuffler, first, last = blankets
+        step = max(1, _NUMBERS_AT_ONCE // self._dimension)
+        return [(shuffler, at, min(at + step, last)) for at in range(first, last, step)]
+
+    def _sum_blankets(self, round: int, blankets: Blankets) -> np.ndarray:
+        """The same reports as the shuffler's process makes, int64 of shape (d,)."""
+        shuffler, first, last = blankets
+        randomness = blanket_randomness(self._seed, shuffler)
+        zero = np.zeros(self._dimension)
+        total = np.zeros(self._dimension, dtype=np.int64)
+        for noise in randomness.blanket_noise(round, np.arange(first, last), self._dimension):
+            total += self._plan.mechanism.report(zero, noise)
         return total
 
     def _sum_block(self, round: int, users: np.ndarray) -> np.ndarray:
@@ -122,7 +174,7 @@ class ReportSum:
             for part in np.split(users, range(size, len(users), size)):
                 noise += self._randomness.standard_normal(round, part, self._dimension).sum(0)
             total = total + torch.from_numpy(scale * noise)
-        units = np.divide(total.numpy(), unit_of_sums(self._plan, self._dimension), dtype=float)
+        units = np.divide(total.numpy(), self._plan.mechanism.unit, dtype=float)
         return np.rint(units, out=units).astype(np.int64)
 
     def _orders(self, round: int, users: np.ndarray, records: int) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from torch import nn
 from simulator.config import ConfigError
 from simulator.engine import EngineFailed, path_for_workers
 from simulator.experiment import Experiment, PartitionedRecords
-from simulator.vectorised import ReportSum, SumReports, users_per_block
+from simulator.vectorised import Blankets, ReportSum, SumReports, users_per_block
 
 _CONNECT_SECONDS = 5.0
 _START_SECONDS = 120.0
@@ -41,7 +41,7 @@ def ray_workers(experiment: Experiment) -> Iterator[SumReports]:
     """
     try:
         workers = _start(experiment, experiment.config.simulation.workers)
-        yield lambda round, model, users: _sum(workers, round, model, users)
+        yield lambda *what: _sum(workers, *what)
     finally:
         ray.shutdown()
 
@@ -132,16 +132,25 @@ def _shards(experiment: Experiment, number: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _sum(workers: list[_Worker], round: int, model: nn.Module, users: np.ndarray) -> np.ndarray:
-    """`ReportSum.sum`, each worker for its own users."""
+def _sum(
+    workers: list[_Worker],
+    round: int,
+    model: nn.Module,
+    users: np.ndarray,
+    blankets: list[Blankets],
+) -> np.ndarray:
+    """`ReportSum.sum`, each worker for its own users and its share of the blankets."""
     shared = ray.put(model)
     left = {
-        worker: users[np.searchsorted(users, worker.start) : np.searchsorted(users, worker.end)]
-        for worker in workers
+        worker: (
+            users[np.searchsorted(users, worker.start) : np.searchsorted(users, worker.end)],
+            [_share(each, number, len(workers)) for each in blankets],
+        )
+        for number, worker in enumerate(workers)
     }
     total = 0
     for _ in range(_TRIES):
-        parts = {worker: worker.actor.sum.remote(round, shared, left[worker]) for worker in left}
+        parts = {worker: worker.actor.sum.remote(round, shared, *left[worker]) for worker in left}
         for worker, part in parts.items():
             try:
                 total = total + ray.get(part)
@@ -155,6 +164,13 @@ def _sum(workers: list[_Worker], round: int, model: nn.Module, users: np.ndarray
         if not left:
             return total
     raise EngineFailed(f"round {round}: a Ray worker died {_TRIES} times")
+
+
+def _share(blankets: Blankets, number: int, of: int) -> Blankets:
+    """The part of some blankets that one of the workers adds."""
+    shuffler, first, last = blankets
+    count = last - first
+    return shuffler, first + count * number // of, first + count * (number + 1) // of
 
 
 def _cause(error: Exception) -> str:

@@ -69,7 +69,7 @@ def test_json_is_byte_stable_and_comes_back_equal():
     text = plan.to_json()
     assert text == (
         '{"accountant":"theorem3","adjacency":"replace","check_in_rate":0.1,"clip_norm":1.0,'
-        '"delta":1e-05,"minimum_batch":10,"noise_multiplier":5.0,"rounds":100,'
+        '"delta":1e-05,"least_present":60000,"minimum_batch":10,"noise_multiplier":5.0,"rounds":100,'
         '"shuffler_blankets":0.0,"target_epsilon":2.0,"users":60000}'
     )
     again = accounting.PrivacyPlan.from_json(text)
@@ -92,11 +92,24 @@ def test_a_plan_with_blankets_comes_back_equal_and_has_its_own_digest():
         accounting.PrivacyPlan.from_json(json.dumps(values))
 
 
-def test_a_plan_with_blankets_is_refused_where_it_would_be_run():
-    accounting.PrivacyPlan(**GOOD).check_runnable()
-    message = "^this version's shuffler adds no blankets to a run: .* must be 0, got 0.5$"
-    with pytest.raises(ValueError, match=message):
-        accounting.PrivacyPlan(**GOOD, shuffler_blankets=0.5).check_runnable()
+def test_rounds_are_priced_at_the_fewest_users_who_may_be_present():
+    plan = accounting.PrivacyPlan(**GOOD, least_present=40_000)
+    assert plan.event().users == 40_000
+    assert accounting.PrivacyPlan(**GOOD).least_present == 60_000
+    assert accounting.PrivacyPlan.from_json(plan.to_json()) == plan
+    for wrong in (0, 60_001, 2.5):
+        with pytest.raises(ValueError, match="^least users present must be"):
+            accounting.PrivacyPlan(**GOOD, least_present=wrong)
+
+
+def test_accountants_that_count_on_others_have_no_epsilon_when_too_few_were_there():
+    plan = accounting.PrivacyPlan(**GOOD, shuffler_blankets=300, accountant="blanket")
+    rows = {row.name: row for row in accounting.epsilon_table(plan, 10, too_few_present=True)}
+    priced = {name for name, row in rows.items() if row.epsilon is not None}
+    assert priced == {"blanket", "local"}
+    assert rows["crowd"].warning == "counts on more users than were present in some rounds"
+    everybody = accounting.epsilon_table(plan, 10)
+    assert all(row.epsilon is not None for row in everybody)
 
 
 def test_an_accountant_that_does_not_price_the_plans_rounds_is_refused(fixed_size_only):

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from accounting import PrivacyPlan, make_accountant, mean_update_error
-from clients import SeededRandomness
+from accounting.mechanisms import SeededRandomness
 from clients.worker import Worker
 from shuffler import ShufflerProcess
 from simulator.canary import canary_rounds, likelihood_score, projections, run_canary

@@ -22,7 +22,7 @@ from run_world import (
 )
 
 from accounting import ACCOUNTANTS, Ledger, PrivacyPlan
-from clients import SeededRandomness
+from accounting.mechanisms import SeededRandomness
 from simulator.config import load
 from simulator.experiment import prepare
 

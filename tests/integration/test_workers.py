@@ -12,7 +12,7 @@ from rich.console import Console
 from run_world import only_folder, running, shufl, tiny_config, wait_until
 
 from accounting import Ledger
-from clients import SeededRandomness
+from accounting.mechanisms import SeededRandomness
 from simulator.config import ConfigError, load
 from simulator.engine import EngineFailed
 from simulator.experiment import prepare

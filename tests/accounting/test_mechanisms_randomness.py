@@ -2,12 +2,22 @@
 
 import itertools
 
+import mpmath
 import numpy as np
 import pytest
 from scipy import stats
 
-from clients import SeededRandomness, SystemRandomness, make_randomness, record_orders
-from clients.randomness import _normals, split_mix
+from accounting.mechanisms import (
+    SeededRandomness,
+    SystemRandomness,
+    make_randomness,
+    most_blankets,
+    seed_of_shuffler,
+    split_mix,
+)
+from accounting.mechanisms import randomness as source
+from accounting.mechanisms.randomness import _normals
+from clients import record_orders
 
 USERS = np.arange(20_000)
 
@@ -107,6 +117,73 @@ def test_a_seeded_coin_is_the_users_uniform_in_the_rounds_own_philox_stream(user
             for rate in (uniform, np.nextafter(uniform, 1)):
                 drawn = SeededRandomness(3).check_ins(round, np.array(users), rate)
                 assert drawn.tolist() == (uniforms < rate).tolist()
+
+
+def test_system_noise_has_the_tails_of_the_law_on_both_sides():
+    draws = SystemRandomness().standard_normal(1, USERS[:100], 26_010)
+    for bound in (0, 1, 2, 3, 4, 5):
+        for beyond in (draws > bound, draws < -bound):
+            count = int(beyond.sum())
+            assert stats.binomtest(count, draws.size, stats.norm.sf(bound)).pvalue > 1e-7
+
+
+def test_system_noise_is_the_exact_inverse_of_its_words_far_into_the_tails(monkeypatch):
+    """To the last bits of a double, so that what a device adds is the law that is accounted for."""
+    words = np.array([2**64 - 1, 2**64 - 2, 2**63, 2**53 + 3, 2**40, 3, 2, 1, 0], np.uint64)
+    monkeypatch.setattr(source, "_secret_words", lambda size: words[:size])
+    monkeypatch.setattr(source, "_system_uniform", lambda size: np.full(size, 0.25))
+    drawn = SystemRandomness().standard_normal(1, np.arange(1), len(words))[0]
+    with mpmath.workdps(60):
+        for word, normal in zip(words.tolist(), drawn.tolist(), strict=True):
+            magnitude, sign = divmod(word, 2)
+            uniform = (mpmath.mpf(magnitude) + mpmath.mpf("0.25")) / mpmath.mpf(2) ** 64
+            exact = -mpmath.sqrt(2) * mpmath.erfinv(1 - 2 * uniform)
+            exact = -exact if sign else exact
+            # For the largest words the quarter is below a double's resolution, near 0 exactly so.
+            assert abs(normal - exact) <= 1e-15 * (1 + abs(exact))
+    assert np.abs(drawn).max() > 9  # the rarest
+
+
+@pytest.mark.parametrize("expected", [0.1, 3.0, 50.0, 6600.0])
+def test_the_number_of_blankets_is_poisson_and_within_the_most(randomness, expected):
+    drawn = [randomness.number_of_blankets(round, expected) for round in range(3000)]
+    assert max(drawn) <= most_blankets(expected)
+    law = stats.poisson(expected)
+    bounds = np.unique(law.ppf(np.linspace(0, 1, 12)[1:-1]))
+    cells = np.searchsorted(bounds, drawn)
+    chances = np.diff([0, *law.cdf(bounds), 1])
+    counts = np.bincount(cells, minlength=len(chances))
+    assert stats.chisquare(counts, chances * len(drawn)).pvalue > 1e-6
+
+
+def test_no_blankets_are_expected_none_are_drawn(randomness):
+    assert randomness.number_of_blankets(1, 0.0) == most_blankets(0.0) == 0
+
+
+@pytest.mark.parametrize("expected", [1e-3, 0.1, 1.0, 50.0, 6600.0, 1e6, 1e7])
+def test_the_most_blankets_are_exceeded_never_and_not_many_too_many(expected):
+    most = most_blankets(expected)
+    assert stats.poisson.sf(most, expected) < 2.0**-64 <= stats.poisson.sf(most - 1, expected)
+
+
+def test_seeded_blankets_are_reproducible_and_of_no_other_stream():
+    def drawn(seed, round, blanket):
+        return SeededRandomness(seed).blanket_noise(round, np.array([blanket]), 500)
+
+    base = drawn(3, 1, 0)
+    assert (base == drawn(3, 1, 0)).all()
+    for other in (drawn(4, 1, 0), drawn(3, 2, 0), drawn(3, 1, 1)):
+        assert not np.isin(other, base).any()
+    assert not np.isin(SeededRandomness(3).standard_normal(1, np.array([0]), 500), base).any()
+    assert SeededRandomness(3).number_of_blankets(1, 1e6) != SeededRandomness(3).number_of_blankets(
+        2, 1e6
+    )
+
+
+def test_shufflers_of_one_simulation_have_seeds_of_their_own():
+    seeds = [seed_of_shuffler(seed, shuffler) for seed in (0, 7, 2**63 - 1) for shuffler in (0, 1)]
+    assert len(set(seeds)) == 6
+    assert all(SeededRandomness(seed) for seed in seeds)
 
 
 def test_system_draws_never_repeat():

@@ -1,27 +1,33 @@
-"""Where check-in coins and Gaussian noise come from.
+"""Where check-in coins, Gaussian noise and the number of blankets come from.
 
 Simulation: a pure function of (seed, round, user), so that every engine and every number of workers
-draws the same coins and the same noise. Deployment: the operating system's entropy, nothing else.
+draws the same coins and the same noise. Deployment: the operating system's entropy, nothing else;
+the many draws of noise from a stream cipher that it keys afresh for every call.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from scipy import special
 
 # separate Philox keys, so the streams never overlap
-_COIN, _NOISE, _TRAINING, _SUMMED_NOISE = 1, 2, 3, 5
+_COIN, _NOISE, _TRAINING, _SUMMED_NOISE, _BLANKETS, _BLANKET_NOISE = 1, 2, 3, 5, 6, 7
 
 _BLOCK = 2**18  # coins drawn at once: they stay in a core's cache
+_NORMALS_AT_ONCE = 2**15  # for the same reason
+_ZEROS = bytes(8 * _NORMALS_AT_ONCE)
+_NEVER = 2.0**-64  # a probability that is taken for zero
 
 
 class Randomness(Protocol):
-    """The draws a client makes."""
+    """The draws that a client makes, and those that a shuffler makes for its blankets."""
 
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
         """Whether each of `users` (int, shape (u,)) checks in, bool of shape (u,)."""
@@ -52,6 +58,17 @@ class Randomness(Protocol):
         """
         ...
 
+    def number_of_blankets(self, round: int, expected: float) -> int:
+        """How many blankets a shuffler adds to a round: a draw of Poisson(`expected`).
+
+        At most `most_blankets(expected)`.
+        """
+        ...
+
+    def blanket_noise(self, round: int, blankets: np.ndarray, size: int) -> np.ndarray:
+        """Like `standard_normal`, for `blankets` of a round, numbered from 0 (int, shape (k,))."""
+        ...
+
 
 class SeededRandomness:
     """Reproducible draws for simulation: Philox keyed by (seed, purpose, round).
@@ -73,7 +90,8 @@ class SeededRandomness:
             return np.zeros(0, dtype=bool)
         block = int(users.min()) // 4  # Philox makes four at a time
         uniforms = self._stream(_COIN, round, block).random(int(users.max()) + 1 - 4 * block)
-        return uniforms[users - 4 * block] < rate
+        below: np.ndarray = uniforms[users - 4 * block] < rate
+        return below
 
     def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
         """By the coins of `check_ins`."""
@@ -81,14 +99,7 @@ class SeededRandomness:
 
     def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
         """From the stream of each of (seed, round, user), whoever else is asked; see `_normals`."""
-        words = np.empty((len(users), -(-size // 2)), dtype=np.uint64)
-        stream = self._stream(_NOISE, round).bit_generator
-        start = stream.state  # setting it takes a fifth of the time of making another stream
-        for row, user in zip(words, users.tolist(), strict=True):
-            start["state"]["counter"][3] = user
-            stream.state = start
-            row[:] = stream.random_raw(len(row))
-        return _normals(words)[:, :size]
+        return self._noise(_NOISE, round, users, size)
 
     def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
         """From the stream (seed, round) of its own; not the sum of the users' streams."""
@@ -96,7 +107,27 @@ class SeededRandomness:
 
     def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
         """User u's is the u-th draw of a SplitMix64 that the round's stream seeds."""
-        return split_mix(self._stream(_TRAINING, round).integers(2**64, dtype=np.uint64), users)
+        start = self._stream(_TRAINING, round).integers(2**64, size=1, dtype=np.uint64)
+        return split_mix(start, users)
+
+    def number_of_blankets(self, round: int, expected: float) -> int:
+        """From the stream (seed, round) of its own."""
+        drawn = int(self._stream(_BLANKETS, round).poisson(expected))
+        return min(drawn, most_blankets(expected))
+
+    def blanket_noise(self, round: int, blankets: np.ndarray, size: int) -> np.ndarray:
+        """From the stream of each of (seed, round, blanket), whichever others are asked."""
+        return self._noise(_BLANKET_NOISE, round, blankets, size)
+
+    def _noise(self, purpose: int, round: int, numbers: np.ndarray, size: int) -> np.ndarray:
+        words = np.empty((len(numbers), -(-size // 2)), dtype=np.uint64)
+        stream = self._stream(purpose, round).bit_generator
+        start = stream.state  # setting it takes a fifth of the time of making another stream
+        for row, number in zip(words, numbers.tolist(), strict=True):
+            start["state"]["counter"][3] = number
+            stream.state = start
+            row[:] = stream.random_raw(len(row))
+        return _normals(words)[:, :size]
 
     def _stream(self, purpose: int, round: int, block: int = 0) -> np.random.Generator:
         key = np.array([self._seed, (purpose << 32) | round], dtype=np.uint64)
@@ -115,27 +146,54 @@ class SystemRandomness:
         return _below(_system_uniform, users, rate)
 
     def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
-        """N(0, 1) draws, each the sum of four halved normals.
+        """One inverted uniform each, by `_system_normals`.
 
-        The holes of one double-precision normal can identify the value it was added to; against a
-        sum of several that attack is infeasible (Holohan and Braghin, "Secure random sampling in
-        differential privacy", 2021). Opacus' secure mode does the same.
+        A double-precision normal has holes that can identify the value it was added to (Mironov
+        2012, "On significance of the least significant bits for differential privacy"). Reports
+        are rounded to a grid far coarser than the holes; docs/theory.md bounds what is left.
         """
-        normals = special.ndtri(_system_uniform(4 * len(users) * size))
-        return normals.reshape(4, len(users), size).sum(axis=0) / 2
+        return _system_normals(len(users) * size).reshape(len(users), size)
 
     def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
         """From one draw of `standard_normal`, scaled."""
-        return math.sqrt(reports) * self.standard_normal(round, np.arange(1), size)[0]
+        return math.sqrt(reports) * self.standard_normal(round, np.arange(1), size).ravel()
 
     def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
         """64 bits of system entropy each."""
         return np.frombuffer(os.urandom(8 * len(users)), dtype=np.uint64)
 
+    def number_of_blankets(self, round: int, expected: float) -> int:
+        """By inversion of one uniform of 52 bits."""
+        (uniform,) = _system_uniform(1).tolist()
+        most = most_blankets(expected)
+        return _least(lambda number: special.pdtr(number, expected) >= uniform, most)
+
+    def blanket_noise(self, round: int, blankets: np.ndarray, size: int) -> np.ndarray:
+        """As `standard_normal`."""
+        return self.standard_normal(round, blankets, size)
+
 
 def make_randomness(seed: int | None) -> Randomness:
     """Seeded draws for a seed, the operating system's entropy for None."""
     return SystemRandomness() if seed is None else SeededRandomness(seed)
+
+
+def most_blankets(expected: float) -> int:
+    """A number that Poisson(`expected`) exceeds with probability below 2^-64; 0 for 0.
+
+    A shuffler does the work of so many blankets in every round, so that the time tells nothing of
+    how many of them it keeps.
+    """
+    if expected == 0:
+        return 0
+    beyond = math.ceil(expected + 20 * math.sqrt(expected) + 60)
+    return _least(lambda number: special.pdtrc(number, expected) < _NEVER, beyond)
+
+
+def seed_of_shuffler(seed: int, shuffler: int) -> int:
+    """The seed of the blankets of one of several shufflers, numbered from 0, in a simulation."""
+    name = f"shuffler {shuffler} of {seed}".encode()
+    return int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
 
 
 def split_mix(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -152,9 +210,10 @@ def split_mix(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
         uint64 of the broadcast shape.
     """
     mixed = seeds + (places.astype(np.uint64) + 1) * 0x9E3779B97F4A7C15
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
-    return mixed ^ (mixed >> 31)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = np.bitwise_xor(mixed, mixed >> np.uint64(shift)) * np.uint64(factor)
+    last: np.ndarray = np.bitwise_xor(mixed, mixed >> np.uint64(31))
+    return last
 
 
 def _normals(words: np.ndarray) -> np.ndarray:
@@ -169,6 +228,43 @@ def _normals(words: np.ndarray) -> np.ndarray:
     angle = 2 * np.pi * uniforms[:, 1]
     pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
     return pairs.reshape(rows, 2 * size)
+
+
+def _system_normals(size: int) -> np.ndarray:
+    """N(0, 1) draws, float64 of shape (size,): a sign, and the inverse of a uniform below 1/2.
+
+    The uniform is m/2^64 with m of 63 random bits. One below 2^-12 gets 52 more bits, so that every
+    one is as exact as float64 allows, far out in the tails too.
+    """
+    normals = np.empty(size)
+    for start in range(0, size, _NORMALS_AT_ONCE):
+        part = normals[start : start + _NORMALS_AT_ONCE]
+        words = _secret_words(len(part))
+        part[:] = words >> np.uint64(1)
+        small = np.flatnonzero(part < 2.0**52)
+        part[small] += _system_uniform(len(small))
+        part *= 2.0**-64
+        special.ndtri(part, out=part)
+        part *= 1.0 - 2.0 * (words & np.uint64(1)).astype(np.float64)
+    return normals
+
+
+def _secret_words(size: int) -> np.ndarray:
+    """At most `_NORMALS_AT_ONCE` random words, uint64 of shape (size,).
+
+    ChaCha20's key stream under a key from the operating system that is used this once.
+    """
+    stream = Cipher(algorithms.ChaCha20(os.urandom(32), bytes(16)), mode=None).encryptor()
+    return np.frombuffer(stream.update(_ZEROS[: 8 * size]), dtype=np.uint64)
+
+
+def _least(holds: Callable[[int], bool], highest: int) -> int:
+    """The least number from 0 on that a property holds of, once true always true; or `highest`."""
+    low, high = 0, highest
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
 
 
 def _below(uniforms: Callable[[int], np.ndarray], size: int, bound: float) -> np.ndarray:

@@ -1,0 +1,85 @@
+from .accountant_base import ShuffleAccountant
+from .adjacency import ADJACENCIES, effective_sigma
+from .blanket_accountant import BlanketAccountant
+from .budget import (
+    NOT_PRICED,
+    BudgetExceeded,
+    EpsilonRow,
+    PrivacyBudget,
+    epsilon_table,
+    price,
+    rounds_within_budget,
+)
+from .calibration import (
+    CalibrationError,
+    epsilon_of,
+    largest_rate,
+    least_blankets,
+    least_error_blankets,
+    least_noise,
+    mean_update_error,
+    most_rounds,
+    participation_note,
+)
+from .crowd_accountant import CrowdAccountant
+from .events import (
+    FixedSizeShuffledGaussianDpEvent,
+    ShuffledCheckInGaussianDpEvent,
+    ShuffledGaussianDpEvent,
+)
+from .ledger import Ledger, LedgerContent, LedgerEntry, LedgerError
+from .local_accountant import LocalAccountant
+from .plan import PrivacyPlan
+from .pld_accountant import PldAccountant
+from .rdp_accountants import (
+    CheckInRdpAccountant,
+    OrderRangeWarning,
+    Theorem3Accountant,
+)
+from .registry import (
+    ACCOUNTANTS,
+    accountants_for,
+    check_accountant,
+    make_accountant,
+)
+
+__all__ = [
+    "ACCOUNTANTS",
+    "ADJACENCIES",
+    "NOT_PRICED",
+    "BlanketAccountant",
+    "BudgetExceeded",
+    "CalibrationError",
+    "CheckInRdpAccountant",
+    "CrowdAccountant",
+    "EpsilonRow",
+    "FixedSizeShuffledGaussianDpEvent",
+    "Ledger",
+    "LedgerContent",
+    "LedgerEntry",
+    "LedgerError",
+    "LocalAccountant",
+    "OrderRangeWarning",
+    "PldAccountant",
+    "PrivacyBudget",
+    "PrivacyPlan",
+    "ShuffleAccountant",
+    "ShuffledCheckInGaussianDpEvent",
+    "ShuffledGaussianDpEvent",
+    "Theorem3Accountant",
+    "accountants_for",
+    "check_accountant",
+    "effective_sigma",
+    "epsilon_of",
+    "epsilon_table",
+    "largest_rate",
+    "least_blankets",
+    "least_error_blankets",
+    "least_noise",
+    "make_accountant",
+    "mean_update_error",
+    "most_rounds",
+    "participation_note",
+    "price",
+    "rounds_within_budget",
+]

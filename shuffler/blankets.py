@@ -1,0 +1,56 @@
+"""Blankets: reports of the zero update that the shuffler adds to a round and seals itself.
+
+A blanket comes from the same mechanism and the same source of randomness as a user's report, and is
+sealed in the same way, so that nothing in it tells the two apart. docs/theory-blanket.md proves
+what Poisson many of them hide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from accounting.mechanisms import GaussianMechanism, Randomness
+from shuffler.reports import encode_report
+from shuffler.sealing import RoundHeader, seal
+
+__all__ = ["BlanketMaker"]
+
+_BYTES_AT_ONCE = 2**22
+_MOST_AT_ONCE = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class BlanketMaker:
+    """Makes the blankets of one round, in any thread.
+
+    Attributes:
+        header: the round.
+        public_key: the server's, to which users' reports of this round are sealed too.
+        mechanism: of the plan.
+        dimension: entries of a report.
+        randomness: where the noise comes from.
+    """
+
+    header: RoundHeader
+    public_key: bytes
+    mechanism: GaussianMechanism
+    dimension: int
+    randomness: Randomness
+
+    @property
+    def at_once(self) -> int:
+        """How many to make in one call: memory holds so many."""
+        return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // (2 * self.dimension)))
+
+    def make(self, first: int, count: int) -> list[bytes]:
+        """The sealed blankets of the round from number `first` on."""
+        zero = np.zeros(self.dimension)
+        return [
+            seal(encode_report(self.mechanism.report(zero, noise)), self.public_key, self.header)
+            for number in range(first, first + count)
+            for noise in self.randomness.blanket_noise(
+                self.header.round, np.array([number]), self.dimension
+            )
+        ]
