@@ -42,7 +42,7 @@ class ClientSettings:
         load_users: gives access to the records of the users on this node.
         training: local computation.
         shufflers: host:port of the shuffler, and this node's credentials there; None only for one
-            without TLS. Of several workers of a front: node i submits to the (i mod k)-th of k.
+            without TLS. Of several shufflers side by side: node i submits to the (i mod k)-th of k.
         seed: simulation's seed; None takes coins and noise from the operating system.
         reply_after: seconds from a message to its acknowledgement. Work takes longer for those who
             checked in, so outside simulation set it above the longest local work, or the moment of

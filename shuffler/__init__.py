@@ -17,7 +17,7 @@ from shuffler.errors import (
     Verdict,
 )
 from shuffler.keys import Credentials
-from shuffler.process import ShufflerProcess, start_shufflers
+from shuffler.process import ShufflerProcess
 from shuffler.reports import decode_report, encode_report, model_version, report_length
 from shuffler.sealing import (
     PrivateKey,
@@ -55,5 +55,4 @@ __all__ = [
     "report_length",
     "seal",
     "sealed_length",
-    "start_shufflers",
 ]

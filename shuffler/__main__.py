@@ -1,22 +1,20 @@
-"""`python -m shuffler`, and `python -m shuffler front`."""
+"""`python -m shuffler`."""
 
 import sys
 
 import click
 import typer
 
-from shuffler.cli import front_command, shuffler_command
+from shuffler.cli import shuffler_command
 
 
 def main() -> int:
     """Runs the command; a usage error is one line on standard error and exit code 2."""
     app = typer.Typer(add_completion=False)
-    arguments = sys.argv[1:]
-    front = arguments[:1] == ["front"]
-    app.command()(front_command if front else shuffler_command)
+    app.command()(shuffler_command)
     command = typer.main.get_command(app)
     try:
-        return command.main(arguments[front:], "python -m shuffler", standalone_mode=False) or 0
+        return command.main(prog_name="python -m shuffler", standalone_mode=False) or 0
     except click.ClickException as error:
         click.echo(f"shuffler: {error.format_message()}", err=True)
         return 2

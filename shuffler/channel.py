@@ -12,7 +12,6 @@ __all__ = [
     "SERVER_OPTIONS",
     "TOKEN_KEY",
     "TOKEN_VARIABLE",
-    "WORKER_KEY",
     "join_address",
     "parse_address",
 ]
@@ -32,12 +31,9 @@ TOKEN_VARIABLE = "SHUFL_CONTROL_TOKEN"
 TOKEN_KEY = "authorization"
 """Metadata key of the control token; its value is `Bearer <token>`."""
 
-WORKER_KEY = "worker"
-"""Metadata key of the worker that a front's call is for; its value is the worker's name."""
-
 _LENGTHS = [
     ("grpc.max_send_message_length", -1),
-    # The longest: a plan, its run's name and a front's workers.
+    # The longest: a plan and its run's name.
     ("grpc.max_receive_message_length", 2**20 + 2**16),
 ]
 

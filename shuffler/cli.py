@@ -21,23 +21,14 @@ from typing import Annotated, Optional
 import typer
 
 from shuffler.channel import READY, TOKEN_VARIABLE
-from shuffler.config import FrontConfig, ShufflerConfig, Tls, load_config
+from shuffler.config import Tls, load_config
 from shuffler.errors import ShufflerError
-from shuffler.front import FrontServer
-from shuffler.keys import (
-    MAX_DAYS,
-    Authority,
-    Credentials,
-    Revoked,
-    Role,
-    caller_of,
-    check_server_files,
-)
+from shuffler.keys import MAX_DAYS, Authority, Credentials, Revoked, Role, check_server_files
 from shuffler.operations import Metrics, log_to
 from shuffler.runs import RunStore
-from shuffler.service import MIN_TOKEN_CHARACTERS, ControlServer, ShufflerServer
+from shuffler.service import MIN_TOKEN_CHARACTERS, ShufflerServer
 
-__all__ = ["front_command", "keys_command", "shuffler_command"]
+__all__ = ["keys_command", "shuffler_command"]
 
 _log = logging.getLogger("shuffler")
 
@@ -53,7 +44,6 @@ class Kind(StrEnum):
     AUTHORITY = "authority"
     SHUFFLER = "shuffler"
     SERVER = "server"
-    FRONT = "front"
     NODE = "node"
     MONITOR = "monitor"
 
@@ -72,7 +62,7 @@ def shuffler_command(
     parent = os.getppid()
     with ExitStack() as stack:
         try:
-            settings = load_config(config, ShufflerConfig)
+            settings = load_config(config)
             if settings.spool is None and not exit_with_parent:
                 # A temporary one would be left behind, with reports in it, by kill -9.
                 raise ValueError(f"{config}: spool is missing: the directory for accepted reports")
@@ -83,42 +73,18 @@ def shuffler_command(
             spool = settings.spool
             if spool is None:
                 spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
-            worker = settings.worker or ""
-            store = RunStore(spool, worker=worker)
+            store = RunStore(spool)
             stack.callback(store.close)
+            metrics = Metrics()
+            if settings.metrics is not None:
+                stack.callback(metrics.serve(settings.metrics).shutdown)
             make_server = functools.partial(
-                ShufflerServer, store, security, revoked, settings.limits, worker=worker
+                ShufflerServer, store, security, revoked, settings.limits, metrics
             )
-            _run(stack, settings, revoked, make_server, parent if exit_with_parent else None)
+            watch = functools.partial(_watch_parent, parent) if exit_with_parent else None
+            asyncio.run(_serve(make_server, settings.listen, revoked, watch))
         except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
             typer.echo(f"shuffler: {error}", err=True)
-            raise typer.Exit(2) from None
-
-
-def front_command(
-    config: Annotated[Path, typer.Option(help="TOML file; see docs/scale-out.md for the keys.")],
-    exit_with_parent: Annotated[
-        bool, typer.Option(help="Shut down when standard input ends or the parent is gone.")
-    ] = False,
-) -> None:
-    """Run a front: several shufflers as its workers, one shuffler for the server."""
-    parent = os.getppid()
-    with ExitStack() as stack:
-        try:
-            settings = load_config(config, FrontConfig)
-            security = _read_tls(settings.tls)
-            caller = caller_of(security.certificate)
-            if caller is None or caller.role is not Role.FRONT:
-                raise ValueError(f"{settings.tls.certificate}: not a front's certificate")
-            revoked = Revoked(settings.tls.revoked)
-            os.umask(0o077)
-            log_to(settings.log_file)
-            make_server = functools.partial(
-                FrontServer, settings.workers, security, revoked, settings.limits
-            )
-            _run(stack, settings, revoked, make_server, parent if exit_with_parent else None)
-        except (ShufflerError, ValueError, OSError) as error:
-            typer.echo(f"front: {error}", err=True)
             raise typer.Exit(2) from None
 
 
@@ -133,14 +99,9 @@ def keys_command(
     ] = None,
     host: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            help="For a shuffler or a front: a DNS name or IP address it is known by. Repeatable."
-        ),
+        typer.Option(help="For a shuffler: a DNS name or IP address it is known by. Repeatable."),
     ] = None,
     users: Annotated[int, typer.Option(help="For a node: how many users report through it.")] = 0,
-    worker: Annotated[
-        str, typer.Option(help="For a node: the worker of a front where it reports, if any.")
-    ] = "",
     days: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
@@ -149,7 +110,7 @@ def keys_command(
         ),
     ] = None,
 ) -> None:
-    """Make certificates: the authority, a shuffler's, a front's, a server's, a node's, a monitor's.
+    """Make certificates: the authority, a shuffler's, a server's, a node's, a monitor's.
 
     Keep authority.key on no machine of the running system: whoever has it can enrol users.
     """
@@ -165,7 +126,7 @@ def keys_command(
             return
         name = name or role.value
         issued = Authority.read(directory).issue(
-            Role(role.value), name, hosts=host or (), users=users, worker=worker, days=days
+            Role(role.value), name, hosts=host or (), users=users, days=days
         )
         issued.write(directory, name)
         typer.echo(str(directory / f"{name}.pem"))
@@ -181,23 +142,8 @@ def keys_command(
         raise typer.Exit(2) from None
 
 
-def _run(
-    stack: ExitStack,
-    settings: ShufflerConfig | FrontConfig,
-    revoked: Revoked,
-    make_server: Callable[..., ControlServer],
-    parent: int | None,
-) -> None:
-    """Serves, with metrics, until a signal or the end of the parent, if one is given."""
-    metrics = Metrics()
-    if settings.metrics is not None:
-        stack.callback(metrics.serve(settings.metrics).shutdown)
-    watch = None if parent is None else functools.partial(_watch_parent, parent)
-    asyncio.run(_serve(lambda: make_server(metrics=metrics), settings.listen, revoked, watch))
-
-
 async def _serve(
-    make_server: Callable[[], ControlServer],
+    make_server: Callable[[], ShufflerServer],
     listen: str,
     revoked: Revoked,
     watch: Callable[[Callable[[], None]], None] | None,

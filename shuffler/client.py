@@ -14,8 +14,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,8 +44,6 @@ _WINDOW_BYTES = 32 * 2**20
 
 class _Client:
     """One lazily made channel for each process."""
-
-    _options: Sequence[tuple[str, int]] = CHANNEL_OPTIONS
 
     def __init__(self, address: str, credentials: Credentials | None, timeout: float) -> None:
         host, port, loopback = parse_address(address)
@@ -92,14 +90,14 @@ class _Client:
         with self._lock:
             if self._channel is None:
                 if self._credentials is None:
-                    self._channel = grpc.insecure_channel(self.address, self._options)
+                    self._channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
                 else:
                     tls = grpc.ssl_channel_credentials(
                         self._credentials.authority,
                         self._credentials.private_key,
                         self._credentials.certificate,
                     )
-                    self._channel = grpc.secure_channel(self.address, tls, self._options)
+                    self._channel = grpc.secure_channel(self.address, tls, CHANNEL_OPTIONS)
             return self._channel
 
     @contextmanager
@@ -319,8 +317,7 @@ class ControlClient(_Client):
             The plan's digest as the shuffler computed it: SHA-256 of `plan`, hexadecimal.
 
         Raises:
-            ShufflerRefused: `MALFORMED`; `RUN_EXISTS` with another plan or length; `RUN_ENDED`;
-                like every call, of a front `WORKER_UNAVAILABLE`: ask again later.
+            ShufflerRefused: `MALFORMED`; `RUN_EXISTS` with another plan or length; `RUN_ENDED`.
             ShufflerUnavailable: if the shuffler does not answer.
         """
         request = shuffler_pb2.CreateRunRequest(run_id=run_id, plan=plan, report_bytes=report_bytes)
@@ -371,9 +368,18 @@ class ControlClient(_Client):
                 `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`, `STORAGE_FULL`.
             ShufflerUnavailable: if the shuffler does not answer; the batch may then be incomplete.
         """
+        stub = _stubs.ControlStub(self._connected())
+        request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
+        with self._errors():
+            call = stub.Release(request, metadata=self._metadata)
+        stall = _Stall(call, self.timeout)
         pieces: list[bytes] = []
-        with closing(self.release_chunks(run_id, round)) as chunks:
-            for chunk in chunks:
+        try:
+            while True:
+                with self._errors(stall):
+                    chunk = stall.next()
+                if chunk is None:
+                    return
                 if chunk.more or pieces:
                     pieces += chunk.sealed
                     if not chunk.more:
@@ -381,21 +387,6 @@ class ControlClient(_Client):
                         pieces.clear()
                 else:
                     yield from chunk.sealed
-
-    def release_chunks(self, run_id: str, round: int) -> Generator[Any, None, None]:
-        """The same in the messages as they come: whole reports, or a piece of one. For a front."""
-        stub = _stubs.ControlStub(self._connected())
-        request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
-        with self._errors():
-            call = stub.Release(request, metadata=self._metadata)
-        stall = _Stall(call, self.timeout)
-        try:
-            while True:
-                with self._errors(stall):
-                    chunk = stall.next()
-                if chunk is None:
-                    return
-                yield chunk
         finally:
             stall.stop()
             call.cancel()

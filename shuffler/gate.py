@@ -12,7 +12,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from shuffler.channel import TOKEN_KEY, WORKER_KEY
+from shuffler.channel import TOKEN_KEY
 from shuffler.errors import Refusal, ShufflerRefused
 from shuffler.keys import Caller, Revoked, Role, caller_of
 from shuffler.operations import Metrics
@@ -38,46 +38,30 @@ _STATUS = {
     Refusal.BATCH_LOST: grpc.StatusCode.DATA_LOSS,
     Refusal.STORAGE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Refusal.STORAGE_FAILED: grpc.StatusCode.INTERNAL,
-    Refusal.WORKER_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
 
 
 class Gate:
-    """Lets a call through only with the credential of its role.
+    """Lets a call through only with the credential of its role."""
 
-    A worker of a front serves its front in the place of the server, which must not see a part
-    alone, and nodes that are enrolled there and nowhere else: else a user could report twice.
-    """
-
-    def __init__(
-        self, token: str | None, revoked: Revoked, metrics: Metrics, worker: str = ""
-    ) -> None:
-        """Remembers who may call: with this token, or for this worker; empty: with no front."""
+    def __init__(self, token: str | None, revoked: Revoked, metrics: Metrics) -> None:
+        """Remembers who may call: with this token; None: with a certificate."""
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._revoked = revoked
         self._metrics = metrics
-        self._worker = worker
 
     async def admit(self, context: grpc.aio.ServicerContext, role: Role) -> Caller:
         """Who calls; ends the call if it may not make it."""
         if self._expected is None:
             (certificate,) = context.auth_context().get("x509_pem_cert", [b""])
             caller = caller_of(certificate)
-            if role is Role.SERVER and self._worker:
-                role = Role.FRONT
-            refused = NOT_PERMITTED
             if caller is not None and caller.role is role and self.still_admits(caller):
-                meant = caller.worker
-                if role is not Role.NODE:
-                    meant = _metadata(context, WORKER_KEY).decode(errors="replace")
-                if meant == self._worker:
-                    return caller
-                refused = ShufflerRefused(
-                    Refusal.NOT_PERMITTED,
-                    f"for worker {meant or 'none'}, this is worker {self._worker or 'none'}",
-                )
+                return caller
+            refused = NOT_PERMITTED
         else:
-            given = _metadata(context, TOKEN_KEY)
+            given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
+            if isinstance(given, str):
+                given = given.encode()
             if role is Role.NODE or hmac.compare_digest(given, self._expected):
                 return Caller(role, "", _ANY_USERS)
             refused = ShufflerRefused(Refusal.UNAUTHENTICATED, "wrong or missing token")
@@ -88,11 +72,6 @@ class Gate:
     def still_admits(self, caller: Caller) -> bool:
         """Whether a caller's certificate has neither expired nor been withdrawn by now."""
         return not caller.expired and caller not in self._revoked
-
-
-def _metadata(context: grpc.aio.ServicerContext, key: str) -> bytes:
-    given = dict(context.invocation_metadata() or ()).get(key, "")
-    return given if isinstance(given, bytes) else given.encode()
 
 
 async def abort(

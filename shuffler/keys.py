@@ -4,11 +4,9 @@ One authority (X.509, P-256, `cryptography`) issues every certificate of a deplo
 certificate carries its role as a URI among its alternative names, and the shuffler reads nothing
 else from it:
 
-    urn:shufl:node:USERS:NAME          may submit, for its users 0 to USERS - 1
-    urn:shufl:node:USERS:NAME:WORKER   the same, at this worker of a front and nowhere else
-    urn:shufl:server:NAME              may run rounds and fetch releases, of a shuffler or a front
-    urn:shufl:front:NAME               may do that at workers; a server for the server
-    urn:shufl:monitor:NAME             may ask whether the shuffler is healthy
+    urn:shufl:node:USERS:NAME   may submit, for its users 0 to USERS - 1
+    urn:shufl:server:NAME       may run rounds and fetch releases
+    urn:shufl:monitor:NAME      may ask whether the shuffler is healthy
 
 Whoever holds the authority's key can enrol any number of users, and so fill a crowd with its own:
 it belongs to neither the server nor the shuffler's machine. See docs/threat-model.md.
@@ -33,7 +31,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 __all__ = [
     "MAX_DAYS",
-    "NAME",
     "Authority",
     "Caller",
     "Credentials",
@@ -46,9 +43,7 @@ _PREFIX = "urn:shufl:"
 MAX_DAYS = 36_500
 """Longest life of a certificate."""
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""What a credential's or a worker's name looks like."""
-
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FINGERPRINT = re.compile(r"([0-9A-Fa-f]{2}:?){32}")  # SHA-256, as openssl prints it or without `:`
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*\.?")
 _EARLY = datetime.timedelta(minutes=5)  # clocks differ
@@ -60,7 +55,6 @@ class Role(StrEnum):
     SHUFFLER = "shuffler"
     NODE = "node"
     SERVER = "server"
-    FRONT = "front"
     MONITOR = "monitor"
 
 
@@ -72,7 +66,6 @@ class Caller:
         role: what it may do.
         name: which credential; in the log and the metrics never.
         users: of a node: how many users report through it. Otherwise 0.
-        worker: of a node: the worker of a front where it reports. Empty: at a shuffler alone.
         until: when its certificate expires; None: it has none.
         fingerprint: SHA-256 of its certificate, hexadecimal; empty: it has none.
     """
@@ -80,7 +73,6 @@ class Caller:
     role: Role
     name: str
     users: int
-    worker: str = ""
     until: datetime.datetime | None = field(default=None, compare=False)
     fingerprint: str = field(default="", compare=False)
 
@@ -134,7 +126,7 @@ class Revoked:
                 continue
             if _FINGERPRINT.fullmatch(entry):
                 entry = entry.replace(":", "").lower()
-            if not NAME.fullmatch(entry):
+            if not _NAME.fullmatch(entry):
                 # Without the line: this goes into the log, which names nobody.
                 raise ValueError(
                     f"{self.path}, line {number}: not a credential's name or SHA-256 fingerprint"
@@ -242,7 +234,6 @@ class Authority:
         *,
         hosts: Sequence[str] = (),
         users: int = 0,
-        worker: str = "",
         days: float = 365,
     ) -> Credentials:
         """A new key and its certificate.
@@ -250,32 +241,27 @@ class Authority:
         Args:
             role: what it is for.
             name: 1 to 64 letters, digits, `.`, `_` or `-`.
-            hosts: for a shuffler or a front: the DNS names and IP addresses it is known by.
+            hosts: for a shuffler: the DNS names and IP addresses that clients know it by.
             users: for a node: how many users report through it.
-            worker: for a node: the worker of a front where it reports, if any; a name, too.
             days: how long it is valid.
 
         Raises:
             ValueError: if an argument does not fit the role.
         """
-        for given in [name, *([worker] if worker else [])]:
-            if not NAME.fullmatch(given):
-                raise ValueError(
-                    f"a name has 1 to 64 letters, digits, '.', '_' or '-', got {given!r}"
-                )
-        if (role in (Role.SHUFFLER, Role.FRONT)) != bool(hosts):
-            raise ValueError("a shuffler's or front's certificate needs hosts, no other has any")
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"a name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
+        if (role is Role.SHUFFLER) != bool(hosts):
+            raise ValueError("a shuffler's certificate needs hosts, and no other has any")
         if (role is Role.NODE) != (users > 0):
             raise ValueError("a node's certificate needs a number of users, and no other has one")
-        if worker and role is not Role.NODE:
-            raise ValueError("a node's certificate may name a worker, and no other")
         names: list[x509.GeneralName] = [_host(host) for host in hosts]
-        if role is not Role.SHUFFLER:
-            parts = [role, *([str(users)] if users else []), name, *([worker] if worker else [])]
-            names.append(x509.UniformResourceIdentifier(_PREFIX + ":".join(parts)))
-        usages = [ExtendedKeyUsageOID.SERVER_AUTH] if hosts else []
-        if role is not Role.SHUFFLER:
-            usages.append(ExtendedKeyUsageOID.CLIENT_AUTH)
+        if role is Role.NODE:
+            names.append(x509.UniformResourceIdentifier(f"{_PREFIX}{role}:{users}:{name}"))
+        elif role is not Role.SHUFFLER:
+            names.append(x509.UniformResourceIdentifier(f"{_PREFIX}{role}:{name}"))
+        usage = ExtendedKeyUsageOID.CLIENT_AUTH
+        if role is Role.SHUFFLER:
+            usage = ExtendedKeyUsageOID.SERVER_AUTH
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = (
@@ -288,7 +274,7 @@ class Authority:
             )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(signs_certificates=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .sign(self._key, hashes.SHA256())
         )
@@ -310,11 +296,11 @@ def caller_of(certificate: bytes) -> Caller | None:
         role, *rest = uri.removeprefix(_PREFIX).split(":")
         until, fingerprint = loaded.not_valid_after_utc, _fingerprint(loaded)
         if role == Role.NODE:
-            users, name, worker = rest if len(rest) == 3 else (*rest, "")
-            caller = Caller(Role.NODE, name, int(users), worker, until, fingerprint)
+            users, name = rest
+            caller = Caller(Role.NODE, name, int(users), until, fingerprint)
         else:
             (name,) = rest
-            caller = Caller(Role(role), name, 0, until=until, fingerprint=fingerprint)
+            caller = Caller(Role(role), name, 0, until, fingerprint)
         return None if caller.expired else caller
     except (ValueError, x509.ExtensionNotFound):
         return None

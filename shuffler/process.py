@@ -1,4 +1,4 @@
-"""The shuffler, or a front and its workers, as child processes of the run that needs them."""
+"""The shuffler as a child process of the run that needs it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -22,7 +20,7 @@ from shuffler.channel import READY, TOKEN_VARIABLE, parse_address
 from shuffler.errors import ShufflerError, ShufflerUnavailable
 from shuffler.keys import Authority, Credentials, Role
 
-__all__ = ["FrontProcess", "ShufflerProcess", "Shufflers", "start_shufflers"]
+__all__ = ["ShufflerProcess"]
 
 _TAIL_BYTES = 2000
 # One credential serves all nodes of a run, and they train between two reports.
@@ -33,52 +31,79 @@ _DAYS = 30  # the longest such a process may live
 _ANY_USERS = 2**32  # a plan has no more
 
 
-class _ServerProcess:
-    """A child process that says where it listens; the two below say what it is.
+class ShufflerProcess:
+    """Starts a shuffler as a process of its own, and stops it at the end of the `with` block.
+
+    The child ends when this process does, even if that is killed. It finds the package from
+    whatever working directory. What it writes to standard error is kept for error messages; give
+    `log_file` to keep its log.
+
+    By default it speaks TLS, with an authority and certificates made for this process and kept in
+    memory, but for the shuffler's own.
 
     Attributes:
         control: what `ControlClient` needs: a server's credentials, or a token in plaintext.
+        submit: what `IntakeClient` needs: a node's credentials for any number of users, or None.
         monitor: credentials that may ask for its health, or None.
         address: `HOST:PORT` where it listens; set when the block is entered.
     """
 
-    _command: Sequence[str] = ()
-
     def __init__(
         self,
-        role: Role,
-        authority: Authority | None,
-        settings: dict[str, Any],
+        spool: Path | None = None,
         *,
-        listen: str,
-        log_file: Path | None,
-        metrics: str | None,
-        start_timeout: float,
-        stop_timeout: float | None,
+        listen: str = "127.0.0.1:0",
+        log_file: Path | None = None,
+        metrics: str | None = None,
+        limits: Mapping[str, float] | None = None,
+        plaintext: bool = False,
+        authority: Authority | None = None,
+        start_timeout: float = 30.0,
+        stop_timeout: float | None = None,
     ) -> None:
-        """Makes the configuration and, with an authority, the certificates."""
+        """Remembers how to start; `__enter__` does it.
+
+        Args:
+            spool: where accepted reports are kept, also for a later start on the same directory.
+                Default: a temporary directory that goes with the process.
+            listen: `HOST:PORT`; port 0 picks a free one.
+            log_file: where the shuffler logs.
+            metrics: `HOST:PORT` for Prometheus.
+            limits: what its configuration has in `[limits]`. Defaults that differ: one credential
+                may have 24 streams, each silent for an hour, and `stop_seconds` is 30.
+            plaintext: no TLS; a fresh token instead of certificates. On loopback only.
+            authority: issues the certificates; default: a fresh one.
+            start_timeout: longest wait in seconds for the child to listen.
+            stop_timeout: wait in seconds after SIGTERM before SIGKILL. Default: 10 more than
+                the limit `stop_seconds`.
+        """
         self.address = ""
         self.control: Credentials | str = secrets.token_urlsafe(32)
+        self.submit: Credentials | None = None
         self.monitor: Credentials | None = None
         self._own: Credentials | None = None
-        self._config = {"listen": listen, **settings}
-        if log_file is not None:
-            self._config["log_file"] = str(Path(log_file).absolute())
-        if metrics is not None:
-            self._config["metrics"] = metrics
-        if authority is not None:
+        self._config: dict[str, Any] = {"listen": listen, "plaintext": plaintext}
+        if not plaintext:
+            authority = authority or Authority.create(_DAYS)
             host = parse_address(listen)[0]
-            self._own = authority.issue(role, role, hosts=[host], days=_DAYS)
+            self._own = authority.issue(Role.SHUFFLER, "shuffler", hosts=[host], days=_DAYS)
             self.control = authority.issue(Role.SERVER, "server", days=_DAYS)
+            self.submit = authority.issue(Role.NODE, "node", users=_ANY_USERS, days=_DAYS)
             self.monitor = authority.issue(Role.MONITOR, "monitor", days=_DAYS)
             self._config["tls"] = {
-                "certificate": "own.pem",
-                "key": "own.key",
+                "certificate": "shuffler.pem",
+                "key": "shuffler.key",
                 "authority": "authority.pem",
             }
+        for key, path in (("spool", spool), ("log_file", log_file)):
+            if path is not None:
+                self._config[key] = str(Path(path).absolute())
+        if metrics is not None:
+            self._config["metrics"] = metrics
+        self._config["limits"] = {**_LIMITS, **(limits or {})}
         self._start_timeout = start_timeout
         if stop_timeout is None:
-            stop_timeout = settings["limits"]["stop_seconds"] + _STOP_SECONDS
+            stop_timeout = self._config["limits"]["stop_seconds"] + _STOP_SECONDS
         self._stop_timeout = stop_timeout
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
@@ -115,14 +140,14 @@ class _ServerProcess:
         config = scratch / "config.toml"
         config.write_text(tomli_w.dumps(self._config), encoding="utf-8")
         if self._own is not None:
-            self._own.write(scratch, "own")
+            self._own.write(scratch, "shuffler")
         package_parent = str(Path(__file__).resolve().parent.parent)
         paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             self._child = subprocess.Popen(
                 # -P: the working directory is not ours and may hold a folder named `shuffler`.
                 [
-                    *(sys.executable, "-P", "-m", "shuffler", *self._command),
+                    *(sys.executable, "-P", "-m", "shuffler"),
                     *("--config", str(config), "--exit-with-parent"),
                 ],
                 stdin=subprocess.PIPE,
@@ -200,173 +225,3 @@ class _ServerProcess:
             self._errors.close()
         if self._scratch is not None:
             self._scratch.cleanup()
-
-
-class ShufflerProcess(_ServerProcess):
-    """Starts a shuffler as a process of its own, and stops it at the end of the `with` block.
-
-    The child ends when this process does, even if that is killed. It finds the package from
-    whatever working directory. What it writes to standard error is kept for error messages; give
-    `log_file` to keep its log.
-
-    By default it speaks TLS, with an authority and certificates made for this process and kept in
-    memory, but for the shuffler's own.
-
-    Attributes:
-        control: what `ControlClient` needs: a server's credentials, or a token in plaintext.
-        submit: what `IntakeClient` needs: a node's credentials for any number of users, or None.
-        monitor: credentials that may ask for its health, or None.
-        address: `HOST:PORT` where it listens; set when the block is entered.
-    """
-
-    def __init__(
-        self,
-        spool: Path | None = None,
-        *,
-        listen: str = "127.0.0.1:0",
-        log_file: Path | None = None,
-        metrics: str | None = None,
-        limits: Mapping[str, float] | None = None,
-        plaintext: bool = False,
-        authority: Authority | None = None,
-        worker: str = "",
-        start_timeout: float = 30.0,
-        stop_timeout: float | None = None,
-    ) -> None:
-        """Remembers how to start; `__enter__` does it.
-
-        Args:
-            spool: where accepted reports are kept, also for a later start on the same directory.
-                Default: a temporary directory that goes with the process.
-            listen: `HOST:PORT`; port 0 picks a free one.
-            log_file: where the shuffler logs.
-            metrics: `HOST:PORT` for Prometheus.
-            limits: what its configuration has in `[limits]`. Defaults that differ: one credential
-                may have 24 streams, each silent for an hour, and `stop_seconds` is 30.
-            plaintext: no TLS; a fresh token instead of certificates. On loopback only.
-            authority: issues the certificates; default: a fresh one.
-            worker: its name as a worker of a front; needs the front's `authority`.
-            start_timeout: longest wait in seconds for the child to listen.
-            stop_timeout: wait in seconds after SIGTERM before SIGKILL. Default: 10 more than
-                the limit `stop_seconds`.
-        """
-        self.submit: Credentials | None = None
-        settings: dict[str, Any] = {"plaintext": plaintext}
-        if plaintext:
-            authority = None
-        else:
-            authority = authority or Authority.create(_DAYS)
-            self.submit = authority.issue(
-                Role.NODE, "node", users=_ANY_USERS, worker=worker, days=_DAYS
-            )
-        if spool is not None:
-            settings["spool"] = str(Path(spool).absolute())
-        if worker:
-            settings["worker"] = worker
-        settings["limits"] = {**_LIMITS, **(limits or {})}
-        super().__init__(
-            Role.SHUFFLER,
-            authority,
-            settings,
-            listen=listen,
-            log_file=log_file,
-            metrics=metrics,
-            start_timeout=start_timeout,
-            stop_timeout=stop_timeout,
-        )
-
-
-class FrontProcess(_ServerProcess):
-    """Starts a front as a process of its own, as `ShufflerProcess` does a shuffler."""
-
-    _command = ("front",)
-
-    def __init__(
-        self,
-        workers: Sequence[tuple[str, str, int]],
-        authority: Authority,
-        *,
-        listen: str = "127.0.0.1:0",
-        log_file: Path | None = None,
-        metrics: str | None = None,
-        limits: Mapping[str, float] | None = None,
-        start_timeout: float = 30.0,
-        stop_timeout: float | None = None,
-    ) -> None:
-        """Remembers how to start; `__enter__` does it.
-
-        Args:
-            workers: of each its name, its address, and the most users enrolled there.
-            authority: that of the workers; issues the front's certificate.
-            listen, log_file, metrics, start_timeout, stop_timeout: as for `ShufflerProcess`.
-            limits: what its configuration has in `[limits]`. `stop_seconds` is 30 by default.
-        """
-        keys = ("name", "address", "users")
-        settings = {
-            "workers": [dict(zip(keys, worker, strict=True)) for worker in workers],
-            "limits": {"stop_seconds": _LIMITS["stop_seconds"], **(limits or {})},
-        }
-        super().__init__(
-            Role.FRONT,
-            authority,
-            settings,
-            listen=listen,
-            log_file=log_file,
-            metrics=metrics,
-            start_timeout=start_timeout,
-            stop_timeout=stop_timeout,
-        )
-
-
-@dataclass(frozen=True)
-class Shufflers:
-    """One shuffler, or a front and its workers: what the two sides of a run need.
-
-    Attributes:
-        address: where the server runs rounds.
-        control: with what credentials.
-        intakes: where nodes submit and with what credentials: node i at the (i mod k)-th of k.
-    """
-
-    address: str
-    control: Credentials | str
-    intakes: tuple[tuple[str, Credentials | None], ...]
-
-
-@contextmanager
-def start_shufflers(workers: int, users: int, log_folder: Path) -> Iterator[Shufflers]:
-    """Runs so many shufflers for the block; more than one behind a front.
-
-    Args:
-        workers: how many.
-        users: the most that report to one of them.
-        log_folder: gets `shuffler.log`; or `front.log` and the log of each worker.
-
-    Raises:
-        ShufflerUnavailable: if one does not start; with its last words.
-    """
-    with ExitStack() as stack:
-        if workers == 1:
-            one = stack.enter_context(ShufflerProcess(log_file=log_folder / "shuffler.log"))
-            yield Shufflers(one.address, one.control, ((one.address, one.submit),))
-            return
-        authority = Authority.create(_DAYS)
-        names = [f"shuffler-{number}" for number in range(1, workers + 1)]
-        parts = [
-            stack.enter_context(
-                ShufflerProcess(
-                    log_file=log_folder / f"{name}.log", authority=authority, worker=name
-                )
-            )
-            for name in names
-        ]
-        addresses = [part.address for part in parts]
-        front = stack.enter_context(
-            FrontProcess(
-                [(name, address, users) for name, address in zip(names, addresses, strict=True)],
-                authority,
-                log_file=log_folder / "front.log",
-            )
-        )
-        intakes = tuple((part.address, part.submit) for part in parts)
-        yield Shufflers(front.address, front.control, intakes)

@@ -7,9 +7,6 @@ acknowledged report are there. A crash *while releasing* loses that batch. It is
 twice: two releases would be two random orders of the same reports, and a server that saw half of
 one could match it with the other.
 
-At a worker of a front a batch is a *part* of one: sized for the users enrolled at this worker, and
-compared with the plan's minimum not here but, together with the other parts, by the front.
-
 Nothing here knows gRPC. Everything is blocking and for one thread, except the reading of a batch
 that `begin_release` handed out.
 """
@@ -27,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.runs_file import Round, RoundState, Run, RunsFile, Workers, naming, parse_run
+from shuffler.runs_file import Round, RoundState, Run, RunsFile, naming, parse_run
 from shuffler.spool import RoundSpool, Slot, file_bytes, slot_bytes
 from shuffler.storage import (
     PAGE_BYTES,
@@ -40,7 +37,7 @@ from shuffler.storage import (
     sync_directory,
 )
 
-__all__ = ["Draft", "Report", "RunStore", "Workers"]
+__all__ = ["Draft", "Report", "RunStore"]
 
 _MAX_NAME = 256  # characters of a run id or a model version
 _MAX_ROUND = 2**63 - 1
@@ -48,7 +45,6 @@ _MAX_RUNS = 64  # at once
 _MAX_WAITING = 4  # closed batches of a run that were not fetched
 _KEPT_OVER = 8  # finished rounds of a run that are remembered; the latest always is
 _RESERVE_BYTES = 128 * 2**10
-_OTHER_WORKERS = "this run was created with other workers"
 _OVERHEAD_BYTES = 2 * (PAGE_BYTES + 8)  # of the journal, for the two pages of a report's marks
 
 
@@ -121,31 +117,27 @@ class Draft:
 class RunStore:
     """All runs of one shuffler process, in one directory that only it uses."""
 
-    def __init__(
-        self, directory: Path, reserve_bytes: int = _RESERVE_BYTES, worker: str = ""
-    ) -> None:
+    def __init__(self, directory: Path, reserve_bytes: int = _RESERVE_BYTES) -> None:
         """Opens the directory (made with mode 0700 if missing) and takes up what is in it.
 
         Args:
             directory: where `runs.db` and one file for each batch are kept.
             reserve_bytes: free space in bytes that reports may not use, so that rounds can still
                 be closed and released when they have filled the disk.
-            worker: which worker of a front this is; empty: a shuffler alone.
 
         Raises:
             ValueError: if others may enter the directory, another process uses it, or `runs.db` is
-                damaged, of another format or of another worker. Nothing is then changed.
+                damaged or of another format. Nothing is then changed.
             OSError: if a file can not be made or used; no open or closed batch is then given up.
             sqlite3.Error: if `runs.db` can not be read or written.
         """
         self._directory = directory
         self._reserve = reserve_bytes
-        self._worker = worker
         self._lock = claim_directory(directory)
         self._runs: dict[str, Run] = {}
         runs = directory / "runs.db"
         try:
-            self._file = RunsFile(runs, worker)
+            self._file = RunsFile(runs)
             try:
                 self._recover()
             except BaseException:
@@ -161,14 +153,13 @@ class RunStore:
                 ) from error
             raise
 
-    def create_run(self, run_id: str, plan: bytes, report_bytes: int, workers: Workers = ()) -> str:
+    def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
         """Registers a run; the same call again changes nothing.
 
         Args:
             run_id: the run's name, not used before.
             plan: the privacy plan, a JSON object with integers `users` ≥ `minimum_batch` ≥ 1.
             report_bytes: the length of every *sealed* report in bytes.
-            workers: all workers of the front, this one among them; none: a shuffler alone.
 
         Returns:
             The plan's digest: SHA-256 of its bytes, lower-case hexadecimal.
@@ -179,22 +170,18 @@ class RunStore:
         """
         if not 1 <= len(run_id) <= _MAX_NAME:
             _refuse(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
-        if bool(workers) != bool(self._worker):
-            _refuse(Refusal.MALFORMED, "a front names its workers, and a server none")
-        run = parse_run(plan, report_bytes, workers, self._worker)
+        run = parse_run(plan, report_bytes)
         known = self._runs.get(run_id)
         if known is None:
             if self._file.has_ended(run_id):
                 _refuse(Refusal.RUN_ENDED, "this run has ended and its id can not be used again")
             if len(self._runs) == _MAX_RUNS:
                 _refuse(Refusal.TOO_MANY_RUNS, f"{_MAX_RUNS} runs have not ended")
-            self._try_length(file_bytes(report_bytes, run.room))
-            self._file.add_run(run_id, plan, report_bytes, workers)
+            self._try_length(file_bytes(report_bytes, run.users))
+            self._file.add_run(run_id, plan, report_bytes)
             self._runs[run_id] = run
         elif (known.digest, known.report_bytes) != (run.digest, report_bytes):
             _refuse(Refusal.RUN_EXISTS, "this run has another plan or report length")
-        elif known.workers != run.workers:
-            _refuse(Refusal.RUN_EXISTS, _OTHER_WORKERS)
         return run.digest
 
     def open_round(self, run_id: str, number: int, model_version: str) -> None:
@@ -226,7 +213,7 @@ class RunStore:
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
             with storage_errors():
-                spool = RoundSpool(path, run.report_bytes, run.room)
+                spool = RoundSpool(path, run.report_bytes, run.users)
             self._file.add_round(run_id, number, model_version, forgotten)
         except ShufflerRefused:
             if spool is not None:
@@ -283,9 +270,7 @@ class RunStore:
         except (sqlite3.Error, OSError) as error:
             return _storage_verdict(error)
 
-    def close_round(
-        self, run_id: str, number: int, discard: bool = False, below_minimum: bool = False
-    ) -> Outcome:
+    def close_round(self, run_id: str, number: int, discard: bool = False) -> Outcome:
         """Ends a round's intake; a batch below the plan's minimum or not wanted is destroyed.
 
         Closing a closed round again answers the same, but destroys a batch that is not wanted and
@@ -295,16 +280,14 @@ class RunStore:
             run_id: the run.
             number: the round.
             discard: whether to destroy the batch unseen, whatever its size.
-            below_minimum: the same, because all parts together are below the minimum.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`, or storage.
         """
         run, entry = self._entry(run_id, number)
-        unwanted = discard or below_minimum
         before = entry.outcome
         if entry.state is not RoundState.OPEN and not (
-            unwanted and entry.state is RoundState.CLOSED
+            discard and entry.state is RoundState.CLOSED
         ):
             if before is None:
                 _refuse(
@@ -314,7 +297,7 @@ class RunStore:
         assert entry.spool is not None
         if discard:
             entry.outcome = Outcome.DISCARDED
-        elif not below_minimum and (run.workers or entry.spool.count >= run.minimum_batch):
+        elif entry.spool.count >= run.minimum_batch:
             entry.outcome = Outcome.RELEASABLE
         else:
             entry.outcome = Outcome.BELOW_MINIMUM
@@ -328,30 +311,6 @@ class RunStore:
             self._destroy(entry)
         return entry.outcome
 
-    def count(self, run_id: str, number: int, workers: Workers) -> tuple[int, int, str]:
-        """What a front must know before a release. Never for a server.
-
-        Args:
-            run_id: the run.
-            number: the closed round.
-            workers: all workers of the front: those that the run was created with.
-
-        Returns:
-            Number of reports in this worker's part, the plan's minimum batch, the plan's digest.
-
-        Raises:
-            ShufflerRefused: `NOT_PERMITTED` at a shuffler alone, `RUN_EXISTS` with other workers,
-                or what `begin_release` would refuse with.
-        """
-        if not self._worker:
-            _refuse(Refusal.NOT_PERMITTED, "this shuffler is no worker of a front")
-        run = self._run(run_id)
-        if run.workers != tuple(workers):
-            _refuse(Refusal.RUN_EXISTS, _OTHER_WORKERS)
-        spool = self._releasable(run_id, number).spool
-        assert spool is not None
-        return spool.count, run.minimum_batch, run.digest
-
     def begin_release(self, run_id: str, number: int) -> RoundSpool:
         """Marks the batch as being released, which can happen once, and hands it out.
 
@@ -362,13 +321,6 @@ class RunStore:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `ROUND_NOT_CLOSED`,
                 `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`, `BATCH_LOST`, or storage.
         """
-        entry = self._releasable(run_id, number)
-        assert entry.spool is not None
-        self._file.move(run_id, entry, RoundState.RELEASING)
-        return entry.spool
-
-    def _releasable(self, run_id: str, number: int) -> Round:
-        """The round, if its batch can be released."""
         _, entry = self._entry(run_id, number)
         if entry.state is RoundState.OPEN:
             _refuse(Refusal.ROUND_NOT_CLOSED, "close the round first")
@@ -382,7 +334,9 @@ class RunStore:
             _refuse(Refusal.DISCARDED, "the batch was destroyed when the round was closed")
         if entry.state is not RoundState.CLOSED:
             _refuse(Refusal.ALREADY_RELEASED, "a batch is released once")
-        return entry
+        assert entry.spool is not None
+        self._file.move(run_id, entry, RoundState.RELEASING)
+        return entry.spool
 
     def finish_release(self, run_id: str, number: int) -> None:
         """Destroys a batch that was being released, whether or not all of it was read."""
@@ -541,7 +495,7 @@ class RunStore:
                     with naming(path):
                         if not exists(path):
                             raise DamagedFile("the batch's file is missing")
-                        entry.spool = RoundSpool(path, run.report_bytes, run.room)
+                        entry.spool = RoundSpool(path, run.report_bytes, run.users)
                     continue
                 except DamagedFile:
                     # Lost, and the other rounds go on. The files go before the entry again.

@@ -25,20 +25,16 @@ from shuffler.storage import (
     transaction,
 )
 
-__all__ = ["Round", "RoundState", "Run", "RunsFile", "Workers", "naming", "parse_run"]
-
-Workers = Sequence[tuple[str, int]]
-"""All workers of a front: each one's name, and the most users enrolled there."""
+__all__ = ["Round", "RoundState", "Run", "RunsFile", "naming", "parse_run"]
 
 _T = TypeVar("_T")
 
 _MAX_USERS = 2**24  # a round's file has 32 bytes for each, made when it is opened
 _MAX_PLAN_BYTES = 2**20
-_FORMAT = 2  # of all files in the directory; another shuffler's are refused
+_FORMAT = 3  # of all files in the directory; another shuffler's are refused
 _SCHEMA = f"""
 CREATE TABLE runs(
-    run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL,
-    worker TEXT NOT NULL, workers TEXT NOT NULL
+    run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE rounds(
     run_id TEXT, round INTEGER, model_version TEXT NOT NULL, state TEXT NOT NULL, outcome INTEGER,
@@ -84,8 +80,6 @@ class Run:
         digest: of its plan.
         users, minimum_batch: as in its plan.
         report_bytes: length of every sealed report.
-        workers: all workers of the front; none: a shuffler alone.
-        room: most reports of a round here.
         rounds: by number; old ones are forgotten.
     """
 
@@ -93,8 +87,6 @@ class Run:
     users: int
     minimum_batch: int
     report_bytes: int
-    workers: Workers
-    room: int
     rounds: dict[int, Round] = dataclasses.field(default_factory=dict)
 
     def open_round(self) -> Round | None:
@@ -108,19 +100,14 @@ class RunsFile:
     Methods that change it raise `ShufflerRefused` for a full or failing disk.
     """
 
-    def __init__(self, path: Path, worker: str) -> None:
+    def __init__(self, path: Path) -> None:
         """Opens the file, or makes it where there are no batches either.
-
-        Args:
-            path: of the file.
-            worker: which worker of a front this is; empty: a shuffler alone.
 
         Raises:
             DamagedFile: if it is no database, or missing beside batches.
             OSError: if it can not be opened or made.
         """
         self._path = path
-        self._worker = worker
         with naming(path):
             self._connection = _connect(path)
 
@@ -132,7 +119,7 @@ class RunsFile:
         """All runs that have not ended, with their rounds; no batch is opened.
 
         Raises:
-            ValueError: if the file is of another format, or holds a run of another worker.
+            ValueError: if the file is of another format.
             DamagedFile: if it is damaged.
         """
         with naming(self._path), damage():
@@ -150,27 +137,16 @@ class RunsFile:
         if (found := self._connection.execute("PRAGMA integrity_check(1)").fetchone()) != ("ok",):
             raise DamagedFile(str(found[0]))
         runs = self._connection.execute(
-            "SELECT run_id, plan, report_bytes, worker, workers FROM runs WHERE NOT ended"
+            "SELECT run_id, plan, report_bytes FROM runs WHERE NOT ended"
         ).fetchall()
-        for worker in {worker for *_, worker, _ in runs} - {self._worker}:
-            raise ValueError(
-                f"spool directory {self._path.parent} holds a run of {_whose(worker)}, "
-                f"this is {_whose(self._worker)}"
-            )
         rounds = self._connection.execute(
             "SELECT run_id, round, model_version, state, outcome FROM rounds"
         ).fetchall()
         found_runs: dict[str, Run] = {}
         try:
-            for run_id, plan, report_bytes, worker, workers in runs:
+            for run_id, plan, report_bytes in runs:
                 found_runs[_typed(run_id, str)] = parse_run(
-                    _typed(plan, bytes),
-                    _typed(report_bytes, int),
-                    [
-                        (_typed(name, str), _typed(users, int))
-                        for name, users in json.loads(workers)
-                    ],
-                    worker,
+                    _typed(plan, bytes), _typed(report_bytes, int)
                 )
             for run_id, number, model_version, state, outcome in rounds:
                 found_runs[run_id].rounds[number] = Round(
@@ -189,13 +165,10 @@ class RunsFile:
         row = self._connection.execute("SELECT ended FROM runs WHERE run_id = ?", (run_id,))
         return bool(row.fetchone() == (1,))
 
-    def add_run(self, run_id: str, plan: bytes, report_bytes: int, workers: Workers) -> None:
+    def add_run(self, run_id: str, plan: bytes, report_bytes: int) -> None:
         """Enters a new run."""
         with self._durably() as rows:
-            rows.execute(
-                "INSERT INTO runs VALUES (?, ?, ?, 0, ?, ?)",
-                (run_id, plan, report_bytes, self._worker, json.dumps(workers)),
-            )
+            rows.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run_id, plan, report_bytes))
 
     def add_round(
         self, run_id: str, number: int, model_version: str, forgotten: Sequence[int]
@@ -224,9 +197,7 @@ class RunsFile:
         """Drops all of a run but its id."""
         with self._durably() as rows:
             rows.execute("DELETE FROM rounds WHERE run_id = ?", (run_id,))
-            rows.execute(
-                "UPDATE runs SET plan = NULL, ended = 1, workers = '' WHERE run_id = ?", (run_id,)
-            )
+            rows.execute("UPDATE runs SET plan = NULL, ended = 1 WHERE run_id = ?", (run_id,))
 
     @contextmanager
     def _durably(self) -> Iterator[sqlite3.Connection]:
@@ -275,8 +246,8 @@ def _typed(value: Any, kind: type[_T]) -> _T:
     return value
 
 
-def parse_run(plan: bytes, report_bytes: int, workers: Workers, worker: str) -> Run:
-    """The run that a plan describes, at this worker if there are any."""
+def parse_run(plan: bytes, report_bytes: int) -> Run:
+    """The run that a plan describes."""
     if not 1 <= report_bytes <= MAX_REPORT_BYTES:
         _refuse(
             Refusal.MALFORMED,
@@ -296,25 +267,9 @@ def parse_run(plan: bytes, report_bytes: int, workers: Workers, worker: str) -> 
             Refusal.MALFORMED,
             f"the plan needs integers users >= minimum_batch >= 1, got {users!r} and {minimum!r}",
         )
-    room = users
-    if workers:
-        shares = dict(workers)
-        if worker not in shares:
-            _refuse(Refusal.MALFORMED, f"worker {worker} is not among {', '.join(shares)}")
-        if (enrolled := sum(shares.values())) < users:
-            _refuse(
-                Refusal.MALFORMED,
-                f"the workers have room for {enrolled} users, the plan needs {users}",
-            )
-        room = min(users, shares[worker])
-    if room > _MAX_USERS:
-        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_USERS} users here, got {room}")
-    digest = hashlib.sha256(plan).hexdigest()
-    return Run(digest, users, minimum, report_bytes, tuple(workers), room)
-
-
-def _whose(worker: str) -> str:
-    return f"worker {worker}" if worker else "a shuffler without a front"
+    if users > _MAX_USERS:
+        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_USERS} users here, got {users}")
+    return Run(hashlib.sha256(plan).hexdigest(), users, minimum, report_bytes)
 
 
 def _refuse(reason: Refusal, detail: str) -> NoReturn:

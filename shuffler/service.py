@@ -1,11 +1,9 @@
-"""The gRPC servers: of a shuffler, and of whatever else offers the server runs and rounds."""
+"""The shuffler's gRPC server."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -13,8 +11,8 @@ from grpc_health.v1 import health, health_pb2
 
 from shuffler import shuffler_pb2
 from shuffler.channel import SERVER_OPTIONS, join_address, parse_address
-from shuffler.config import FrontLimits, Limits
-from shuffler.control_service import Calls, ControlService, Rounds
+from shuffler.config import Limits
+from shuffler.control_service import ControlService
 from shuffler.gate import Gate, add_service
 from shuffler.intake import Intake
 from shuffler.intake_service import IntakeService
@@ -22,7 +20,7 @@ from shuffler.keys import Credentials, Revoked
 from shuffler.operations import Metrics
 from shuffler.runs import RunStore
 
-__all__ = ["MIN_TOKEN_CHARACTERS", "ControlServer", "ShufflerServer"]
+__all__ = ["MIN_TOKEN_CHARACTERS", "ShufflerServer"]
 
 MIN_TOKEN_CHARACTERS = 32
 """Shortest control token that a server accepts."""
@@ -31,41 +29,48 @@ _STOP_SECONDS = 2.0
 _POLL_SECONDS = 0.05  # how soon the end of the last release is seen
 
 
-class ControlServer:
-    """A gRPC server of the `Control` service and of health. Use inside one running event loop."""
+class ShufflerServer:
+    """The shuffler's gRPC server on top of a store. Use inside one running event loop."""
 
     def __init__(
         self,
-        rounds: Rounds,
-        calls: Calls,
-        gate: Gate,
-        credentials: Credentials | None,
-        limits: Limits | FrontLimits,
+        store: RunStore,
+        security: Credentials | str,
+        revoked: Revoked,
+        limits: Limits,
         metrics: Metrics,
-        intakes: Sequence[IntakeService] = (),
     ) -> None:
         """Prepares the server; nothing listens yet.
 
         Args:
-            rounds: what the service is about.
-            calls: what calls `rounds`.
-            gate: who may call the service.
-            credentials: the server's side of TLS; None: plaintext.
-            limits: how long things may take.
+            store: runs and rounds.
+            security: the shuffler's side of TLS; or, in plaintext, the server's control token.
+            revoked: whose calls and reports are refused, also on connections that are open.
+            limits: how much at once.
             metrics: what is counted.
-            intakes: the service for user devices, if it has one.
+
+        Raises:
+            ValueError: if a token is shorter than `MIN_TOKEN_CHARACTERS` or not printable ASCII.
         """
-        self._credentials = credentials
-        self._calls = calls
+        token = security if isinstance(security, str) else None
+        if token is not None and len(token) < MIN_TOKEN_CHARACTERS:
+            raise ValueError(f"the control token needs at least {MIN_TOKEN_CHARACTERS} characters")
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ValueError("the control token must be printable ASCII")
+        gate = Gate(token, revoked, metrics)
+        self._credentials = security if isinstance(security, Credentials) else None
+        self._intake = Intake(store)
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
+        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
-        control = ControlService(gate, calls, rounds, self._readers, limits, metrics)
+        intake = IntakeService(gate, self._intake, store, self._writers, limits, metrics)
+        control = ControlService(gate, self._intake, store, self._readers, limits, metrics)
         self._releases = control.releases
         self._stop_seconds = limits.stop_seconds
         ours, theirs = shuffler_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR
         for service, servicer in (
-            *((ours.services_by_name["Intake"], each) for each in intakes),
+            (ours.services_by_name["Intake"], intake),
             (ours.services_by_name["Control"], control),
             (theirs.services_by_name["Health"], self._health),
         ):
@@ -138,53 +143,8 @@ class ControlServer:
             hurry.cancel()
         await self._server.stop(None)
         await stopping
-        await self._calls.close()
+        await self._intake.close()
         self._readers.shutdown()
-
-
-class ShufflerServer(ControlServer):
-    """The shuffler's gRPC server on top of a store. Use inside one running event loop."""
-
-    def __init__(
-        self,
-        store: RunStore,
-        security: Credentials | str,
-        revoked: Revoked,
-        limits: Limits,
-        metrics: Metrics,
-        worker: str = "",
-    ) -> None:
-        """Prepares the server; nothing listens yet.
-
-        Args:
-            store: runs and rounds.
-            security: the shuffler's side of TLS; or, in plaintext, the server's control token.
-            revoked: whose calls and reports are refused, also on connections that are open.
-            limits: how much at once.
-            metrics: what is counted.
-            worker: which worker of a front this is; empty: a shuffler alone.
-
-        Raises:
-            ValueError: if a token is shorter than `MIN_TOKEN_CHARACTERS` or not printable ASCII.
-        """
-        token = security if isinstance(security, str) else None
-        if token is not None and len(token) < MIN_TOKEN_CHARACTERS:
-            raise ValueError(f"the control token needs at least {MIN_TOKEN_CHARACTERS} characters")
-        if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("the control token must be printable ASCII")
-        gate = Gate(token, revoked, metrics, worker)
-        queue = Intake(store)
-        credentials = security if isinstance(security, Credentials) else None
-        if worker:
-            # A front reads this part only as the others' turns allow: how long is its own limit.
-            limits = limits.model_copy(update={"release_idle_seconds": math.inf})
-        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
-        intake = IntakeService(gate, queue, store, self._writers, limits, metrics)
-        super().__init__(store, queue, gate, credentials, limits, metrics, [intake])
-
-    async def stop(self, at_once: asyncio.Event | None = None) -> None:
-        """Stops as `ControlServer` does, and writes what is being written."""
-        await super().stop(at_once)
         self._writers.shutdown()
 
 

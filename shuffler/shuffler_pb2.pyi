@@ -2,7 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from collections.abc import Iterable as _Iterable
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -70,24 +70,14 @@ class SubmitReply(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, str]]] = ...) -> None: ...
 
 class CreateRunRequest(_message.Message):
-    __slots__ = ("run_id", "plan", "report_bytes", "workers")
+    __slots__ = ("run_id", "plan", "report_bytes")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     REPORT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     plan: bytes
     report_bytes: int
-    workers: _containers.RepeatedCompositeFieldContainer[Worker]
-    def __init__(self, run_id: _Optional[str] = ..., plan: _Optional[bytes] = ..., report_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ...) -> None: ...
-
-class Worker(_message.Message):
-    __slots__ = ("name", "users")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    USERS_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    users: int
-    def __init__(self, name: _Optional[str] = ..., users: _Optional[int] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., plan: _Optional[bytes] = ..., report_bytes: _Optional[int] = ...) -> None: ...
 
 class CreateRunReply(_message.Message):
     __slots__ = ("plan_digest",)
@@ -110,16 +100,14 @@ class OpenRoundReply(_message.Message):
     def __init__(self) -> None: ...
 
 class CloseRoundRequest(_message.Message):
-    __slots__ = ("run_id", "round", "discard", "below_minimum")
+    __slots__ = ("run_id", "round", "discard")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     DISCARD_FIELD_NUMBER: _ClassVar[int]
-    BELOW_MINIMUM_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     discard: bool
-    below_minimum: bool
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., discard: _Optional[bool] = ..., below_minimum: _Optional[bool] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., discard: _Optional[bool] = ...) -> None: ...
 
 class CloseRoundReply(_message.Message):
     __slots__ = ("outcome",)
@@ -152,23 +140,3 @@ class EndRunRequest(_message.Message):
 class EndRunReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class CountRequest(_message.Message):
-    __slots__ = ("run_id", "round", "workers")
-    RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    run_id: str
-    round: int
-    workers: _containers.RepeatedCompositeFieldContainer[Worker]
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ...) -> None: ...
-
-class CountReply(_message.Message):
-    __slots__ = ("reports", "minimum_batch", "plan_digest")
-    REPORTS_FIELD_NUMBER: _ClassVar[int]
-    MINIMUM_BATCH_FIELD_NUMBER: _ClassVar[int]
-    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    reports: int
-    minimum_batch: int
-    plan_digest: str
-    def __init__(self, reports: _Optional[int] = ..., minimum_batch: _Optional[int] = ..., plan_digest: _Optional[str] = ...) -> None: ...

@@ -103,9 +103,8 @@ class Intake:
 
 
 class ControlStub:
-    """For the server, of a shuffler or of a front; and for a front, of its workers. In plaintext every
-    call carries the metadata `authorization: Bearer <control token>`; those of a front carry
-    `worker: <name>`, the worker that they are for.
+    """For the server. In plaintext every call carries the metadata `authorization: Bearer <control
+    token>`.
     """
 
     def __init__(self, channel):
@@ -139,17 +138,11 @@ class ControlStub:
                 request_serializer=shuffler_dot_shuffler__pb2.EndRunRequest.SerializeToString,
                 response_deserializer=shuffler_dot_shuffler__pb2.EndRunReply.FromString,
                 _registered_method=True)
-        self.Count = channel.unary_unary(
-                '/shufl.v1.Control/Count',
-                request_serializer=shuffler_dot_shuffler__pb2.CountRequest.SerializeToString,
-                response_deserializer=shuffler_dot_shuffler__pb2.CountReply.FromString,
-                _registered_method=True)
 
 
 class ControlServicer:
-    """For the server, of a shuffler or of a front; and for a front, of its workers. In plaintext every
-    call carries the metadata `authorization: Bearer <control token>`; those of a front carry
-    `worker: <name>`, the worker that they are for.
+    """For the server. In plaintext every call carries the metadata `authorization: Bearer <control
+    token>`.
     """
 
     def CreateRun(self, request, context):
@@ -189,14 +182,6 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Count(self, request, context):
-        """For a front only: how many reports there are in a worker's part of a closed round. Refused
-        with the reason that a release would be refused with.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -225,11 +210,6 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=shuffler_dot_shuffler__pb2.EndRunRequest.FromString,
                     response_serializer=shuffler_dot_shuffler__pb2.EndRunReply.SerializeToString,
             ),
-            'Count': grpc.unary_unary_rpc_method_handler(
-                    servicer.Count,
-                    request_deserializer=shuffler_dot_shuffler__pb2.CountRequest.FromString,
-                    response_serializer=shuffler_dot_shuffler__pb2.CountReply.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'shufl.v1.Control', rpc_method_handlers)
@@ -239,9 +219,8 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control:
-    """For the server, of a shuffler or of a front; and for a front, of its workers. In plaintext every
-    call carries the metadata `authorization: Bearer <control token>`; those of a front carry
-    `worker: <name>`, the worker that they are for.
+    """For the server. In plaintext every call carries the metadata `authorization: Bearer <control
+    token>`.
     """
 
     @staticmethod
@@ -369,33 +348,6 @@ class Control:
             '/shufl.v1.Control/EndRun',
             shuffler_dot_shuffler__pb2.EndRunRequest.SerializeToString,
             shuffler_dot_shuffler__pb2.EndRunReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Count(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/shufl.v1.Control/Count',
-            shuffler_dot_shuffler__pb2.CountRequest.SerializeToString,
-            shuffler_dot_shuffler__pb2.CountReply.FromString,
             options,
             channel_credentials,
             insecure,

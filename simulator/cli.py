@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shuffler.cli import front_command, keys_command, shuffler_command
+from shuffler.cli import keys_command, shuffler_command
 from simulator.account_cli import account_command, calibrate_command, compare_command
 from simulator.audit_cli import audit_command
 
@@ -111,7 +111,6 @@ app.command("calibrate")(calibrate_command)
 app.command("compare")(compare_command)
 app.command("audit")(audit_command)
 app.command("shuffler")(shuffler_command)
-app.command("front")(front_command)
 app.command("keys")(keys_command)
 
 

@@ -123,7 +123,6 @@ class Shuffler(_Section):
     """How reports travel."""
 
     sealing: Literal["x25519", "mlkem768-x25519"] = "x25519"
-    workers: int = Field(1, ge=1, le=64, description="a whole number from 1 to 64")
 
 
 class Config(_Section):
@@ -143,15 +142,6 @@ class Config(_Section):
     training: Training
     simulation: Simulation = Field(default_factory=Simulation)
     shuffler: Shuffler = Field(default_factory=Shuffler)
-
-    @model_validator(mode="after")
-    def _every_worker_has_a_node(self) -> Config:
-        workers, nodes = self.shuffler.workers, self.simulation.nodes
-        if self.simulation.engine == "flower" and workers > nodes:
-            raise ValueError(
-                f"shuffler.workers must be at most simulation.nodes, {nodes}, got {workers}"
-            )
-        return self
 
 
 def load(source: str, overrides: list[str] | None = None) -> Config:

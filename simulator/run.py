@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import itertools
-import math
 import os
 import secrets
 import threading
@@ -30,7 +29,7 @@ from server import (
     load_checkpoint,
     make_server_app,
 )
-from shuffler import start_shufflers
+from shuffler import ShufflerProcess
 from simulator.config import Config, ConfigError, dumps, load
 from simulator.engine import interrupts, logs_to, run_on_flower
 from simulator.experiment import Experiment, prepare
@@ -252,21 +251,19 @@ def _on_flower(
     observe: Callable[[RoundRecord], None],
     stop: threading.Event,
 ) -> RunResult:
-    """Starts the shuffler, or several behind a front, then Flower, and waits for the end."""
+    """Starts the shuffler, then Flower, and waits for the end."""
     config, folder = experiment.config, settings.folder
-    nodes, workers = config.simulation.nodes, config.shuffler.workers
-    most_users = math.ceil(experiment.plan.users / nodes) * math.ceil(nodes / workers)
     results: list[RunResult] = []
     with (
-        start_shufflers(workers, most_users, folder) as shufflers,
+        ShufflerProcess(log_file=folder / "shuffler.log") as shuffler,
         logs_to(folder / "server.log", "server"),
     ):
         server_app = make_server_app(
             ServerSettings(
                 **vars(settings),
-                nodes=nodes,
-                shuffler_address=shufflers.address,
-                shuffler_credentials=shufflers.control,
+                nodes=config.simulation.nodes,
+                shuffler_address=shuffler.address,
+                shuffler_credentials=shuffler.control,
                 round_timeout=config.simulation.round_timeout,
                 sealing=config.shuffler.sealing,
             ),
@@ -281,7 +278,7 @@ def _on_flower(
                 make_model=experiment.make_model,
                 load_users=experiment.load_users,
                 training=experiment.local_training,
-                shufflers=shufflers.intakes,
+                shufflers=((shuffler.address, shuffler.submit),),
                 seed=experiment.seed,
                 reply_after=config.simulation.reply_after,
             )
@@ -290,7 +287,7 @@ def _on_flower(
         run_on_flower(
             server_app,
             client_app,
-            nodes,
+            config.simulation.nodes,
             config.simulation.cpus_per_node,
             stop,
             folder / "flower.log",

@@ -196,6 +196,16 @@ def test_the_reply_is_the_same_when_the_shuffler_is_gone(make_round):
     assert reply_content(round.announce()) == {"acknowledgement": {"received": True}}
 
 
+def test_a_node_reports_at_its_own_of_several_shufflers(make_round):
+    address, credentials, _ = make_round.args
+    with ShufflerProcess() as gone:
+        elsewhere = (gone.address, gone.submit)
+    shufflers = (elsewhere, (address, credentials))
+    round = make_round(rate=1.0, shufflers=shufflers).open()  # of partition 1
+    round.announce()
+    assert len(round.released()) == 4
+
+
 def test_system_entropy_gives_reports_no_seed_predicts(make_round):
     round = make_round(rate=1.0, seed=None).open()
     round.announce()

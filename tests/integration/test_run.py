@@ -102,19 +102,18 @@ def test_the_final_model_is_the_one_computed_by_hand(finished):
 
 
 def test_the_same_seed_gives_the_same_model_to_the_bit(finished, tmp_path):
-    """Although order, keys and timing differ, as do the numbers of nodes and of shufflers."""
+    """Although order, keys and timing differ, as does the number of nodes."""
     _, one = finished
     result = shufl(
         "run", one / "config.toml", "--runs", tmp_path / "runs",
-        "--set", "simulation.nodes=4", "--set", "shuffler.workers=3",
+        "--set", "simulation.nodes=4",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     folder = only_folder(tmp_path / "runs")
     models = [torch.load(place / "model.pt", weights_only=True) for place in (one, folder)]
     assert all(torch.equal(models[0][name], value) for name, value in models[1].items())
-    for log in ("front", "shuffler-1", "shuffler-2", "shuffler-3"):
-        events = [(line["event"], line.get("round")) for line in json_lines(folder / f"{log}.log")]
-        assert events.count(("batch released", ROUNDS)) == 1
+    events = [(line["event"], line.get("round")) for line in json_lines(folder / "shuffler.log")]
+    assert events.count(("batch released", ROUNDS)) == 1
     reports = [[row["reports"] for row in json_lines(f / "metrics.jsonl")] for f in (one, folder)]
     assert reports[0] == reports[1]
 

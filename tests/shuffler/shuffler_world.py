@@ -39,14 +39,8 @@ def raw_channel(
     """A channel without our client; with a node's credentials, or those given."""
     given = credentials or world.process.submit
     assert given is not None
-    return channel_to(world.process.address, given, options)
-
-
-def channel_to(
-    address: str, given: Credentials, options: Sequence[tuple[str, int]] = CHANNEL_OPTIONS
-) -> grpc.Channel:
     tls = grpc.ssl_channel_credentials(given.authority, given.private_key, given.certificate)
-    return grpc.secure_channel(address, tls, options)
+    return grpc.secure_channel(world.process.address, tls, options)
 
 
 class World:

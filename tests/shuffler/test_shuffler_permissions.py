@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import re
 import signal
 import subprocess
 import sys
@@ -18,15 +19,7 @@ import grpc
 import pytest
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from shuffler_world import (
-    PAYLOAD_BYTES,
-    World,
-    channel_to,
-    free_port,
-    plan,
-    raw_channel,
-    scrape,
-)
+from shuffler_world import PAYLOAD_BYTES, World, free_port, plan, raw_channel, scrape
 
 from shuffler import (
     ControlClient,
@@ -46,7 +39,6 @@ from shuffler import (
 from shuffler.config import Limits
 from shuffler.keys import Authority, Caller, Revoked, Role, caller_of
 from shuffler.operations import Metrics
-from shuffler.process import FrontProcess
 from shuffler.runs import RunStore
 from shuffler.service import ShufflerServer
 
@@ -54,12 +46,12 @@ ROOT = Path(__file__).parents[2]
 AUTHORITY = Authority.create()
 LENGTH = sealed_length(PAYLOAD_BYTES)
 ROUNDS = {"CreateRun", "OpenRound", "CloseRound", "Release", "EndRun"}
-CALLS = ["Submit", *sorted(ROUNDS), "Count", "Check"]
-# Where, for each role, the calls that are let through.
+CALLS = ["Submit", *sorted(ROUNDS), "Check"]
+# For each role, the calls that are let through.
 ALLOWED = {
-    "shuffler": {"node": {"Submit"}, "server": ROUNDS},
-    "worker": {"node of worker": {"Submit"}, "front": {*ROUNDS, "Count"}},
-    "front": {"server": ROUNDS},
+    "node": {"Submit", "Check"},
+    "server": {*ROUNDS, "Check"},
+    "monitor": {"Check"},
 }
 
 
@@ -71,47 +63,24 @@ def guarded():
         world.close()
 
 
-@pytest.fixture(scope="module")
-def addresses(guarded: World):
-    """A shuffler, a worker of a front, and the front."""
-    with (
-        ShufflerProcess(authority=AUTHORITY, worker="a") as worker,
-        FrontProcess([("a", worker.address, 100)], AUTHORITY) as front,
-    ):
-        yield {
-            "shuffler": guarded.process.address,
-            "worker": worker.address,
-            "front": front.address,
-        }
-
-
 def credentials(role: str, authority: Authority = AUTHORITY, **options) -> Credentials:
     options.setdefault("users", 10 if role == "node" else 0)
-    options.setdefault("hosts", ["127.0.0.1"] if role in ("shuffler", "front") else ())
+    options.setdefault("hosts", ["127.0.0.1"] if role == "shuffler" else ())
     return authority.issue(Role(role), f"a-{role}", **options)
 
 
-def attempt(channel: grpc.Channel, call: str, *metadata: tuple[str, str]) -> grpc.StatusCode:
+def attempt(channel: grpc.Channel, call: str) -> grpc.StatusCode:
     """The status that a call ends with; a run `nobody` knows nothing, if it is let through."""
     control, pb = shuffler_pb2_grpc.ControlStub(channel), shuffler_pb2
     calls: dict[str, Callable[[], object]] = {
         "Submit": lambda: list(
             shuffler_pb2_grpc.IntakeStub(channel).Submit(iter([pb.SubmitRequest(run_id="nobody")]))
         ),
-        "CreateRun": lambda: control.CreateRun(
-            pb.CreateRunRequest(run_id="x", plan=b""), metadata=metadata
-        ),
-        "OpenRound": lambda: control.OpenRound(
-            pb.OpenRoundRequest(run_id="nobody"), metadata=metadata
-        ),
-        "CloseRound": lambda: control.CloseRound(
-            pb.CloseRoundRequest(run_id="nobody"), metadata=metadata
-        ),
-        "Count": lambda: control.Count(pb.CountRequest(run_id="nobody"), metadata=metadata),
-        "Release": lambda: list(
-            control.Release(pb.ReleaseRequest(run_id="nobody"), metadata=metadata)
-        ),
-        "EndRun": lambda: control.EndRun(pb.EndRunRequest(run_id="nobody"), metadata=metadata),
+        "CreateRun": lambda: control.CreateRun(pb.CreateRunRequest(run_id="x", plan=b"")),
+        "OpenRound": lambda: control.OpenRound(pb.OpenRoundRequest(run_id="nobody")),
+        "CloseRound": lambda: control.CloseRound(pb.CloseRoundRequest(run_id="nobody")),
+        "Release": lambda: list(control.Release(pb.ReleaseRequest(run_id="nobody"))),
+        "EndRun": lambda: control.EndRun(pb.EndRunRequest(run_id="nobody")),
         "Check": lambda: health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(), timeout=20
         ),
@@ -130,36 +99,25 @@ LET_THROUGH = {
 }
 
 
-@pytest.mark.parametrize("place", ALLOWED)
-@pytest.mark.parametrize("role", ["node", "node of worker", "server", "front", "monitor"])
-def test_each_role_may_make_its_own_calls_and_no_others(
-    addresses: dict[str, str], place: str, role: str
-):
-    name, _, of_worker = role.partition(" of ")
-    given = credentials(name, worker="a" if of_worker else "")
-    metadata = [("worker", "a")] if (place, role) == ("worker", "front") else []
-    with channel_to(addresses[place], given) as channel:
+@pytest.mark.parametrize("role", ALLOWED)
+def test_each_role_may_make_its_own_calls_and_no_others(guarded: World, role: str):
+    with raw_channel(guarded, credentials(role)) as channel:
         for call in CALLS:
             expected = grpc.StatusCode.PERMISSION_DENIED
-            if call == "Submit" and place == "front":
-                expected = grpc.StatusCode.UNIMPLEMENTED
-            elif call == "Check" or call in ALLOWED[place].get(role, ()):
+            if call in ALLOWED[role]:
                 expected = LET_THROUGH.get(call, grpc.StatusCode.NOT_FOUND)
-            assert attempt(channel, call, *metadata) is expected, call
+            assert attempt(channel, call) is expected, call
 
 
-@pytest.mark.parametrize("worker", ["", "b", "A"])
-def test_a_front_s_call_for_another_worker_is_refused(addresses: dict[str, str], worker: str):
-    with channel_to(addresses["worker"], credentials("front")) as channel:
-        for call in (*ROUNDS, "Count"):
-            denied = attempt(channel, call, *([("worker", worker)] if worker else []))
-            assert denied is grpc.StatusCode.PERMISSION_DENIED
-
-
-@pytest.mark.parametrize("worker", ["", "b"])
-def test_a_node_of_another_worker_is_refused(addresses: dict[str, str], worker: str):
-    with channel_to(addresses["worker"], credentials("node", worker=worker)) as channel:
-        assert attempt(channel, "Submit") is grpc.StatusCode.PERMISSION_DENIED
+@pytest.mark.parametrize(("role", "call"), [("node", "Submit"), ("server", "EndRun")])
+def test_a_certificate_that_says_more_than_it_should_is_nobody_s(
+    guarded: World, monkeypatch: pytest.MonkeyPatch, role: str, call: str
+):
+    monkeypatch.setattr("shuffler.keys._NAME", re.compile(".*"))
+    issued = AUTHORITY.issue(Role(role), "a:b", users=10 if role == "node" else 0)
+    assert caller_of(issued.certificate) is None
+    with raw_channel(guarded, issued) as channel:
+        assert attempt(channel, call) is grpc.StatusCode.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -333,10 +291,7 @@ def test_in_plaintext_control_needs_the_token(start: Callable[..., World]):
 
 def test_what_a_certificate_says():
     assert caller_of(credentials("node", users=7).certificate) == Caller(Role.NODE, "a-node", 7)
-    of_worker = credentials("node", users=7, worker="b").certificate
-    assert caller_of(of_worker) == Caller(Role.NODE, "a-node", 7, "b")
     assert caller_of(credentials("server").certificate) == Caller(Role.SERVER, "a-server", 0)
-    assert caller_of(credentials("front").certificate) == Caller(Role.FRONT, "a-front", 0)
     assert caller_of(credentials("shuffler").certificate) is None
     assert caller_of(AUTHORITY.certificate) is None
     assert caller_of(b"") is None
@@ -348,7 +303,7 @@ def test_what_a_certificate_says():
         ("node", {"users": 0}),
         ("server", {"users": 3}),
         ("server", {"hosts": ["x"]}),
-        ("front", {"hosts": []}),
+        ("shuffler", {"hosts": []}),
     ],
 )
 def test_certificates_that_make_no_sense_are_not_issued(role: str, options: dict):
@@ -357,10 +312,6 @@ def test_certificates_that_make_no_sense_are_not_issued(role: str, options: dict
     for name in ("", "a:b", "a/../b", "é", "x" * 65):
         with pytest.raises(ValueError, match="a name has"):
             AUTHORITY.issue(Role.SERVER, name)
-    with pytest.raises(ValueError, match="a name has"):
-        credentials("node", worker="a:b")
-    with pytest.raises(ValueError, match="a node's certificate may name a worker, and no other"):
-        credentials("server", worker="a")
 
 
 @pytest.mark.parametrize("host", ["", "a/b", "/", "a b", "a:9000", "http://a", "é", "a..b", "-a"])

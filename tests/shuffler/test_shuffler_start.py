@@ -138,7 +138,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda runs: os.truncate(runs, 0), "damaged: it has no format number"),
     (lambda runs: runs.unlink(), "damaged: it is missing, and there are batches"),
     (lambda runs: (runs.unlink(), runs.mkdir()), "can not be opened: unable to open"),
-    (execute("PRAGMA user_version = 3"), "has format 3, this shuffler reads format 2"),
+    (execute("PRAGMA user_version = 2"), "has format 2, this shuffler reads format 3"),
     (execute("UPDATE runs SET plan = '{}' WHERE run_id = 'run 3'"), "a row does not parse"),
     (execute("UPDATE runs SET plan = x'00' WHERE run_id = 'run 3'"), "a row does not parse"),
     (execute("UPDATE runs SET report_bytes = 0"), "a row does not parse"),

@@ -57,22 +57,6 @@ def test_one_line_for_each_mistake(override, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["shuffler.workers=0"], "shuffler.workers must be a whole number from 1 to 64, got 0"),
-        (
-            ["shuffler.workers=4", "simulation.nodes=3"],
-            "shuffler.workers must be at most simulation.nodes, 3, got 4",
-        ),
-    ],
-)
-def test_values_that_do_not_fit_together_are_one_line(overrides, message):
-    with pytest.raises(ConfigError, match=message) as error:
-        load("quickstart", overrides)
-    assert "\n" not in str(error.value)
-
-
 def without(*keys):
     """The lines of the quickstart configuration without some keys."""
     text = Path(__file__).parents[2].joinpath("configs", "quickstart.toml").read_text()
