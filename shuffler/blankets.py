@@ -23,7 +23,7 @@ _MOST_AT_ONCE = 256
 
 @dataclasses.dataclass(frozen=True)
 class BlanketMaker:
-    """Makes the blankets of one round, in any thread.
+    """Makes the blankets of one round that are still to be made.
 
     Attributes:
         header: the round.
@@ -31,6 +31,7 @@ class BlanketMaker:
         mechanism: of the plan.
         dimension: entries of a report.
         randomness: where the noise comes from.
+        first, last: numbers of the next one and the one after the last.
     """
 
     header: RoundHeader
@@ -38,19 +39,18 @@ class BlanketMaker:
     mechanism: GaussianMechanism
     dimension: int
     randomness: Randomness
+    first: int
+    last: int
 
-    @property
-    def at_once(self) -> int:
-        """How many to make in one call: memory holds so many."""
-        return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // (2 * self.dimension)))
-
-    def make(self, first: int, count: int) -> list[bytes]:
-        """The sealed blankets of the round from number `first` on."""
+    def next(self) -> list[bytes]:
+        """The next of them, sealed, as many as memory is given to; in any thread."""
         zero = np.zeros(self.dimension)
-        return [
-            seal(encode_report(self.mechanism.report(zero, noise)), self.public_key, self.header)
-            for number in range(first, first + count)
-            for noise in self.randomness.blanket_noise(
+        count = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // (2 * self.dimension)))
+        sealed = []
+        for number in range(self.first, min(self.first + count, self.last)):
+            (noise,) = self.randomness.blanket_noise(
                 self.header.round, np.array([number]), self.dimension
             )
-        ]
+            report = encode_report(self.mechanism.report(zero, noise))
+            sealed.append(seal(report, self.public_key, self.header))
+        return sealed

@@ -7,6 +7,7 @@ import ipaddress
 __all__ = [
     "CHANNEL_OPTIONS",
     "MAX_REPORT_BYTES",
+    "MOST_USERS",
     "PIECE_BYTES",
     "READY",
     "SERVER_OPTIONS",
@@ -18,6 +19,9 @@ __all__ = [
 
 MAX_REPORT_BYTES = 64 * 2**20
 """Longest sealed report that a run may declare, in bytes."""
+
+MOST_USERS = 2**24
+"""Most users of one round at a shuffler: its file has 32 bytes for each, made when it opens."""
 
 PIECE_BYTES = 2**18
 """A longer report travels in pieces of this many bytes."""

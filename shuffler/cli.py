@@ -20,6 +20,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from accounting.mechanisms import make_randomness
 from shuffler.channel import READY, TOKEN_VARIABLE
 from shuffler.config import Tls, load_config
 from shuffler.errors import ShufflerError
@@ -66,6 +67,8 @@ def shuffler_command(
             if settings.spool is None and not exit_with_parent:
                 # A temporary one would be left behind, with reports in it, by kill -9.
                 raise ValueError(f"{config}: spool is missing: the directory for accepted reports")
+            if settings.simulation_seed is not None and not exit_with_parent:
+                raise ValueError(f"{config}: simulation_seed is for a simulation's own shuffler")
             security = _read_tls(settings.tls) if settings.tls else _read_token()
             revoked = Revoked(settings.tls.revoked if settings.tls else None)
             os.umask(0o077)
@@ -73,7 +76,8 @@ def shuffler_command(
             spool = settings.spool
             if spool is None:
                 spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
-            store = RunStore(spool)
+            randomness = make_randomness(settings.simulation_seed)
+            store = RunStore(spool, most_users=settings.limits.users, randomness=randomness)
             stack.callback(store.close)
             metrics = Metrics()
             if settings.metrics is not None:

@@ -40,6 +40,7 @@ _stubs: Any = shuffler_pb2_grpc  # generated without types
 
 _WINDOW_REPORTS = 256  # of one stream, sent and not yet answered
 _WINDOW_BYTES = 32 * 2**20
+_BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
 
 
 class _Client:
@@ -310,7 +311,8 @@ class ControlClient(_Client):
 
         Args:
             run_id: the run's name, 1 to 256 characters.
-            plan: the privacy plan, a JSON object with `users` and `minimum_batch`.
+            plan: the privacy plan, a JSON object with `users`, `minimum_batch` and
+                `shuffler_blankets`; with blankets also `clip_norm` and `noise_multiplier`.
             report_bytes: length of every sealed report in bytes (`sealed_length` of the payload).
 
         Returns:
@@ -323,8 +325,10 @@ class ControlClient(_Client):
         request = shuffler_pb2.CreateRunRequest(run_id=run_id, plan=plan, report_bytes=report_bytes)
         return str(self._call("CreateRun", request).plan_digest)
 
-    def open_round(self, run_id: str, round: int, model_version: str) -> None:
-        """Opens a round for reports on this model version.
+    def open_round(self, run_id: str, round: int, model_version: str, public_key: bytes) -> None:
+        """Opens a round for reports on this model version, sealed to this key.
+
+        The shuffler begins to make the round's blankets.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
@@ -332,12 +336,14 @@ class ControlClient(_Client):
             ShufflerUnavailable: if the shuffler does not answer.
         """
         request = shuffler_pb2.OpenRoundRequest(
-            run_id=run_id, round=round, model_version=model_version
+            run_id=run_id, round=round, model_version=model_version, public_key=public_key
         )
         self._call("OpenRound", request)
 
     def close_round(self, run_id: str, round: int, discard: bool = False) -> Outcome:
-        """Ends a round's intake; asking again gives the same answer.
+        """Ends the round's intake; asking again gives the same answer.
+
+        Waits until the round's blankets are made, an hour at most.
 
         Args:
             run_id: the run.
@@ -347,7 +353,7 @@ class ControlClient(_Client):
 
         Returns:
             `RELEASABLE`, or `BELOW_MINIMUM` or `DISCARDED`: then the batch has been destroyed. How
-            many reports there were is not told.
+            many reports and blankets there were is not told.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`,
@@ -355,7 +361,8 @@ class ControlClient(_Client):
             ShufflerUnavailable: if the shuffler does not answer.
         """
         request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round, discard=discard)
-        return Outcome(self._call("CloseRound", request).outcome)
+        patience = max(self.timeout, _BLANKET_SECONDS)
+        return Outcome(self._call("CloseRound", request, patience).outcome)
 
     def release(self, run_id: str, round: int) -> Iterator[bytes]:
         """The sealed reports of a closed round in uniformly random order.
@@ -400,10 +407,10 @@ class ControlClient(_Client):
         """
         self._call("EndRun", shuffler_pb2.EndRunRequest(run_id=run_id))
 
-    def _call(self, name: str, request: Any) -> Any:
+    def _call(self, name: str, request: Any, timeout: float | None = None) -> Any:
         method = getattr(_stubs.ControlStub(self._connected()), name)
         with self._errors():
-            return method(request, timeout=self.timeout, metadata=self._metadata)
+            return method(request, timeout=timeout or self.timeout, metadata=self._metadata)
 
 
 class _Stall:
@@ -448,6 +455,7 @@ def _requests(header: RoundHeader, user: int, sealed: bytes) -> Iterator[Any]:
         round=header.round,
         model_version=header.model_version,
         plan_digest=header.plan_digest,
+        key_digest=header.key_digest,
         user=user,
         sealed=sealed[:PIECE_BYTES],
         more=len(sealed) > PIECE_BYTES,

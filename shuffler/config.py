@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shuffler.channel import parse_address
+from shuffler.channel import MOST_USERS, parse_address
 
 __all__ = ["ConfigError", "Limits", "ShufflerConfig", "Tls", "load_config"]
 
@@ -44,6 +44,7 @@ class Limits(_Section):
     """What one shuffler takes at once.
 
     Attributes:
+        users: for how many users' reports it makes room in a round, if the plan has more.
         streams: of reports, at once; each may take 5 MB of memory.
         streams_per_sender: of them with one credential.
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
@@ -53,6 +54,7 @@ class Limits(_Section):
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
+    users: Annotated[int, Field(ge=1, le=MOST_USERS)] = MOST_USERS
     streams: Count = 24
     streams_per_sender: Count = 4
     reports_per_second: Annotated[float, Field(gt=0)] | None = None
@@ -74,6 +76,8 @@ class ShufflerConfig(_Section):
         plaintext: no TLS, and a token instead of certificates; on loopback only.
         tls: files for both sides of TLS; needed unless `plaintext` is set.
         limits: how much at once.
+        simulation_seed: makes the blankets a function of it, so that they protect nobody; with
+            `--exit-with-parent` only, where the shuffler is part of a simulation.
     """
 
     listen: str = "127.0.0.1:0"
@@ -83,6 +87,7 @@ class ShufflerConfig(_Section):
     plaintext: bool = False
     tls: Tls | None = None
     limits: Limits = Limits()
+    simulation_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

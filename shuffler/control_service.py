@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from shuffler import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.blanket_tasks import BlanketTasks
 from shuffler.config import Limits
 from shuffler.errors import ShufflerRefused
 from shuffler.gate import Gate, abort
@@ -36,11 +37,13 @@ class ControlService(shuffler_pb2_grpc.ControlServicer):
         gate: Gate,
         intake: Intake,
         store: RunStore,
+        blankets: BlanketTasks,
         readers: ThreadPoolExecutor,
         limits: Limits,
         metrics: Metrics,
     ) -> None:
         self._gate = gate
+        self._blankets = blankets
         self._intake = intake
         self._store = store
         self._readers = readers
@@ -61,14 +64,25 @@ class ControlService(shuffler_pb2_grpc.ControlServicer):
         """Opens a round for reports."""
         await self._gate.admit(context, Role.SERVER)
         await self._call(
-            context, self._store.open_round, request.run_id, request.round, request.model_version
+            context,
+            self._store.open_round,
+            request.run_id,
+            request.round,
+            request.model_version,
+            request.public_key,
         )
+        self._blankets.start(request.run_id, request.round)
         _log.info("round opened", extra=_about(request))
         return shuffler_pb2.OpenRoundReply()
 
     async def CloseRound(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        """Ends a round's intake."""
+        """Ends a round's intake, when its blankets are made."""
         await self._gate.admit(context, Role.SERVER)
+        if not request.discard:
+            try:
+                await self._blankets.finish(request.run_id, request.round)
+            except ShufflerRefused as refused:
+                await abort(context, refused, self._metrics)
         outcome = await self._call(
             context, self._store.close_round, request.run_id, request.round, request.discard
         )

@@ -35,6 +35,7 @@ class Verdict(IntEnum):
     ROUND_FULL = 9
     STORAGE_FULL = 10
     STORAGE_FAILED = 11
+    WRONG_KEY = 12
 
 
 class Outcome(IntEnum):
@@ -105,7 +106,6 @@ class RejectReason(StrEnum):
     REPLAYED = "replayed"
     WRONG_LENGTH = "wrong-length"
     TOO_LONG = "too-long"
-    NOT_FINITE = "not-finite"
 
 
 class ReportRejected(Exception):

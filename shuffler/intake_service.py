@@ -257,6 +257,7 @@ def _report(request: Any, caller: Caller) -> Report:
         request.round,
         request.model_version,
         request.plan_digest,
+        request.key_digest,
         caller.name,
         request.user,
         caller.users,

@@ -58,6 +58,7 @@ class ShufflerProcess:
         limits: Mapping[str, float] | None = None,
         plaintext: bool = False,
         authority: Authority | None = None,
+        simulation_seed: int | None = None,
         start_timeout: float = 30.0,
         stop_timeout: float | None = None,
     ) -> None:
@@ -73,6 +74,8 @@ class ShufflerProcess:
                 may have 24 streams, each silent for an hour, and `stop_seconds` is 30.
             plaintext: no TLS; a fresh token instead of certificates. On loopback only.
             authority: issues the certificates; default: a fresh one.
+            simulation_seed: makes its blankets a function of this, for a simulation; default: they
+                come from the operating system.
             start_timeout: longest wait in seconds for the child to listen.
             stop_timeout: wait in seconds after SIGTERM before SIGKILL. Default: 10 more than
                 the limit `stop_seconds`.
@@ -98,8 +101,9 @@ class ShufflerProcess:
         for key, path in (("spool", spool), ("log_file", log_file)):
             if path is not None:
                 self._config[key] = str(Path(path).absolute())
-        if metrics is not None:
-            self._config["metrics"] = metrics
+        for name, value in (("metrics", metrics), ("simulation_seed", simulation_seed)):
+            if value is not None:
+                self._config[name] = value
         self._config["limits"] = {**_LIMITS, **(limits or {})}
         self._start_timeout = start_timeout
         if stop_timeout is None:

@@ -23,8 +23,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from accounting.mechanisms import Randomness, SystemRandomness, most_blankets
+from shuffler.blankets import BlanketMaker
+from shuffler.channel import MOST_USERS
 from shuffler.errors import Outcome, Refusal, ShufflerRefused, Verdict
+from shuffler.reports import report_length
 from shuffler.runs_file import Round, RoundState, Run, RunsFile, naming, parse_run
+from shuffler.sealing import RoundHeader, key_digest, payload_length, seal
 from shuffler.spool import RoundSpool, Slot, file_bytes, slot_bytes
 from shuffler.storage import (
     PAGE_BYTES,
@@ -64,6 +69,7 @@ class Report:
     round: int
     model_version: str
     plan_digest: str
+    key_digest: str
     sender: str
     user: int
     users: int
@@ -117,13 +123,21 @@ class Draft:
 class RunStore:
     """All runs of one shuffler process, in one directory that only it uses."""
 
-    def __init__(self, directory: Path, reserve_bytes: int = _RESERVE_BYTES) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        reserve_bytes: int = _RESERVE_BYTES,
+        most_users: int = MOST_USERS,
+        randomness: Randomness | None = None,
+    ) -> None:
         """Opens the directory (made with mode 0700 if missing) and takes up what is in it.
 
         Args:
             directory: where `runs.db` and one file for each batch are kept.
             reserve_bytes: free space in bytes that reports may not use, so that rounds can still
                 be closed and released when they have filled the disk.
+            most_users: for how many users' reports a round makes room here, at most.
+            randomness: where the blankets come from; None: from the operating system.
 
         Raises:
             ValueError: if others may enter the directory, another process uses it, or `runs.db` is
@@ -133,6 +147,8 @@ class RunStore:
         """
         self._directory = directory
         self._reserve = reserve_bytes
+        self._most_users = most_users
+        self._randomness = randomness or SystemRandomness()
         self._lock = claim_directory(directory)
         self._runs: dict[str, Run] = {}
         runs = directory / "runs.db"
@@ -158,7 +174,8 @@ class RunStore:
 
         Args:
             run_id: the run's name, not used before.
-            plan: the privacy plan, a JSON object with integers `users` ≥ `minimum_batch` ≥ 1.
+            plan: the privacy plan, a JSON object with integers `users` ≥ `minimum_batch` ≥ 1; and
+                with positive `shuffler_blankets`, `clip_norm` and `noise_multiplier`.
             report_bytes: the length of every *sealed* report in bytes.
 
         Returns:
@@ -177,15 +194,15 @@ class RunStore:
                 _refuse(Refusal.RUN_ENDED, "this run has ended and its id can not be used again")
             if len(self._runs) == _MAX_RUNS:
                 _refuse(Refusal.TOO_MANY_RUNS, f"{_MAX_RUNS} runs have not ended")
-            self._try_length(file_bytes(report_bytes, run.users))
+            self._try_length(file_bytes(report_bytes, sum(self._room_for(run))))
             self._file.add_run(run_id, plan, report_bytes)
             self._runs[run_id] = run
         elif (known.digest, known.report_bytes) != (run.digest, report_bytes):
             _refuse(Refusal.RUN_EXISTS, "this run has another plan or report length")
         return run.digest
 
-    def open_round(self, run_id: str, number: int, model_version: str) -> None:
-        """Opens a round for reports.
+    def open_round(self, run_id: str, number: int, model_version: str, public_key: bytes) -> None:
+        """Opens a round for reports, and draws the secret number of its blankets.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
@@ -197,6 +214,8 @@ class RunStore:
                 Refusal.MALFORMED,
                 f"a round is below 2**63, a model version has 1 to {_MAX_NAME} characters",
             )
+        entry = Round(number, model_version, public_key, RoundState.OPEN, None, None)
+        _check_key(run_id, run, entry)
         if run.open_round() is not None:
             _refuse(Refusal.ANOTHER_ROUND_OPEN, "close the open round first")
         if run.rounds and number <= max(run.rounds):
@@ -209,20 +228,19 @@ class RunStore:
         over = sorted(r.number for r in run.rounds.values() if r.state is RoundState.DONE)
         forgotten = over[:-_KEPT_OVER]
         path = self._path(run_id, number)
-        spool: RoundSpool | None = None
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
             with storage_errors():
-                spool = RoundSpool(path, run.report_bytes, run.users)
-            self._file.add_round(run_id, number, model_version, forgotten)
+                entry.spool = self._open_spool(path, run, number)
+            self._file.add_round(run_id, entry, forgotten)
         except ShufflerRefused:
-            if spool is not None:
-                spool.close()
+            if entry.spool is not None:
+                entry.spool.close()
             with suppress(OSError):
                 path.with_suffix(".reports").unlink(missing_ok=True)
                 delete_database(path)
             raise
-        run.rounds[number] = Round(number, model_version, RoundState.OPEN, None, spool)
+        run.rounds[number] = entry
         for old in forgotten:
             del run.rounds[old]
 
@@ -270,6 +288,47 @@ class RunStore:
         except (sqlite3.Error, OSError) as error:
             return _storage_verdict(error)
 
+    def blankets_of(self, run_id: str, number: int) -> BlanketMaker | None:
+        """What makes the blankets of an open round; None where all are made, or none are wanted."""
+        run = self._runs.get(run_id)
+        entry = run.rounds.get(number) if run is not None else None
+        if run is None or entry is None or entry.state is not RoundState.OPEN:
+            return None
+        assert entry.spool is not None
+        left = entry.spool.blankets
+        if run.mechanism is None or left.made == left.work:
+            return None
+        return BlanketMaker(
+            _header(run_id, run, entry),
+            entry.public_key,
+            run.mechanism,
+            payload_length(run.report_bytes, entry.public_key) // report_length(1),
+            self._randomness,
+            left.made,
+            left.work,
+        )
+
+    def add_blankets(self, run_id: str, number: int, sealed: Sequence[bytes]) -> None:
+        """Stores the next blankets of a round; those of a round that is over are dropped.
+
+        Raises:
+            ShufflerRefused: storage; then they are still to be made.
+        """
+        run = self._runs.get(run_id)
+        entry = run.rounds.get(number) if run is not None else None
+        if entry is None or entry.state is not RoundState.OPEN:
+            return
+        assert entry.spool is not None
+        with storage_errors():
+            if not self._has_room(sum(map(len, sealed))):
+                raise OSError(errno.ENOSPC, "no room for blankets")
+            entry.spool.add_blankets(sealed)
+
+    def open_rounds(self) -> list[tuple[str, int]]:
+        """Run and number of every open round."""
+        opened = ((run_id, run.open_round()) for run_id, run in self._runs.items())
+        return [(run_id, entry.number) for run_id, entry in opened if entry is not None]
+
     def close_round(self, run_id: str, number: int, discard: bool = False) -> Outcome:
         """Ends a round's intake; a batch below the plan's minimum or not wanted is destroyed.
 
@@ -278,7 +337,7 @@ class RunStore:
 
         Args:
             run_id: the run.
-            number: the round.
+            number: the round; unless it is discarded its blankets must have been made.
             discard: whether to destroy the batch unseen, whatever its size.
 
         Raises:
@@ -295,6 +354,8 @@ class RunStore:
                 )
             return before
         assert entry.spool is not None
+        if not discard and entry.spool.blankets.made < entry.spool.blankets.work:
+            _refuse(Refusal.STORAGE_FAILED, "the round's blankets are not stored")
         if discard:
             entry.outcome = Outcome.DISCARDED
         elif entry.spool.count >= run.minimum_batch:
@@ -389,6 +450,8 @@ class RunStore:
             return Verdict.ROUND_NOT_OPEN
         if report.model_version != entry.model_version:
             return Verdict.WRONG_MODEL_VERSION
+        if report.key_digest != key_digest(entry.public_key):
+            return Verdict.WRONG_KEY
         if report.user >= min(report.users, run.users):
             return Verdict.BAD_SENDER
         if report.draft is not None:
@@ -416,6 +479,16 @@ class RunStore:
             if report.draft is not None:
                 report.draft.give_up()
         return verdicts + [Verdict.STORAGE_FULL] * (len(reports) - len(rows))
+
+    def _room_for(self, run: Run) -> tuple[int, int]:
+        """For how many users' reports, and how many blankets, a round of a run makes room here."""
+        return min(run.users, self._most_users), most_blankets(run.blankets)
+
+    def _open_spool(self, path: Path, run: Run, number: int) -> RoundSpool:
+        def draw() -> int:
+            return self._randomness.number_of_blankets(number, run.blankets)
+
+        return RoundSpool(path, run.report_bytes, *self._room_for(run), draw)
 
     def _try_length(self, length: int) -> None:
         """Refuses a round's file of so many bytes if the file system does not allow it."""
@@ -495,7 +568,7 @@ class RunStore:
                     with naming(path):
                         if not exists(path):
                             raise DamagedFile("the batch's file is missing")
-                        entry.spool = RoundSpool(path, run.report_bytes, run.users)
+                        entry.spool = self._open_spool(path, run, entry.number)
                     continue
                 except DamagedFile:
                     # Lost, and the other rounds go on. The files go before the entry again.
@@ -507,6 +580,22 @@ class RunStore:
             with suppress(ShufflerRefused):
                 self._file.move(run_id, entry, RoundState.DONE)
             entry.state = RoundState.DONE
+
+
+def _header(run_id: str, run: Run, round: Round) -> RoundHeader:
+    digest = key_digest(round.public_key)
+    return RoundHeader(run_id, round.number, round.model_version, run.digest, digest)
+
+
+def _check_key(run_id: str, run: Run, round: Round) -> None:
+    """Refuses a public key to which this run's reports can not be sealed."""
+    try:
+        length = payload_length(run.report_bytes, round.public_key)
+        seal(b"", round.public_key, _header(run_id, run, round))
+    except Exception as error:
+        _refuse(Refusal.MALFORMED, f"the public key is not one to seal reports to: {error}")
+    if run.mechanism is not None and (length == 0 or length % report_length(1)):
+        _refuse(Refusal.MALFORMED, f"no report has {length} bytes, so it can have no blankets")
 
 
 def _storage_verdict(error: sqlite3.Error | OSError) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -12,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from accounting.mechanisms import GaussianMechanism
 from shuffler.channel import MAX_REPORT_BYTES
 from shuffler.errors import Outcome, Refusal, ShufflerRefused
 from shuffler.spool import RoundSpool
@@ -29,7 +31,7 @@ __all__ = ["Round", "RoundState", "Run", "RunsFile", "naming", "parse_run"]
 
 _T = TypeVar("_T")
 
-_MAX_USERS = 2**24  # a round's file has 32 bytes for each, made when it is opened
+_MAX_BLANKETS = 1e7  # in expectation
 _MAX_PLAN_BYTES = 2**20
 _FORMAT = 3  # of all files in the directory; another shuffler's are refused
 _SCHEMA = f"""
@@ -38,7 +40,7 @@ CREATE TABLE runs(
 ) WITHOUT ROWID;
 CREATE TABLE rounds(
     run_id TEXT, round INTEGER, model_version TEXT NOT NULL, state TEXT NOT NULL, outcome INTEGER,
-    PRIMARY KEY (run_id, round)
+    public_key BLOB NOT NULL, PRIMARY KEY (run_id, round)
 ) WITHOUT ROWID;
 PRAGMA user_version = {_FORMAT};
 """
@@ -60,6 +62,7 @@ class Round:
     Attributes:
         number: from 1.
         model_version: of the model that it is about.
+        public_key: the server's, to which its reports are sealed.
         state: how far it is.
         outcome: of closing; None before, and for a lost batch.
         spool: its batch; None when it is gone, or not opened yet.
@@ -67,6 +70,7 @@ class Round:
 
     number: int
     model_version: str
+    public_key: bytes
     state: RoundState
     outcome: Outcome | None
     spool: RoundSpool | None
@@ -79,6 +83,8 @@ class Run:
     Attributes:
         digest: of its plan.
         users, minimum_batch: as in its plan.
+        blankets: how many of them a round gets in expectation.
+        mechanism: what makes a blanket; None without blankets.
         report_bytes: length of every sealed report.
         rounds: by number; old ones are forgotten.
     """
@@ -86,6 +92,8 @@ class Run:
     digest: str
     users: int
     minimum_batch: int
+    blankets: float
+    mechanism: GaussianMechanism | None
     report_bytes: int
     rounds: dict[int, Round] = dataclasses.field(default_factory=dict)
 
@@ -140,7 +148,7 @@ class RunsFile:
             "SELECT run_id, plan, report_bytes FROM runs WHERE NOT ended"
         ).fetchall()
         rounds = self._connection.execute(
-            "SELECT run_id, round, model_version, state, outcome FROM rounds"
+            "SELECT run_id, round, model_version, state, outcome, public_key FROM rounds"
         ).fetchall()
         found_runs: dict[str, Run] = {}
         try:
@@ -148,10 +156,11 @@ class RunsFile:
                 found_runs[_typed(run_id, str)] = parse_run(
                     _typed(plan, bytes), _typed(report_bytes, int)
                 )
-            for run_id, number, model_version, state, outcome in rounds:
+            for run_id, number, model_version, state, outcome, public_key in rounds:
                 found_runs[run_id].rounds[number] = Round(
                     _typed(number, int),
                     _typed(model_version, str),
+                    _typed(public_key, bytes),
                     RoundState(state),
                     None if outcome is None else Outcome(outcome),
                     None,
@@ -170,14 +179,12 @@ class RunsFile:
         with self._durably() as rows:
             rows.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run_id, plan, report_bytes))
 
-    def add_round(
-        self, run_id: str, number: int, model_version: str, forgotten: Sequence[int]
-    ) -> None:
+    def add_round(self, run_id: str, round: Round, forgotten: Sequence[int]) -> None:
         """Enters an open round, and drops some old ones."""
         with self._durably() as rows:
             rows.execute(
-                "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL)",
-                (run_id, number, model_version, RoundState.OPEN),
+                "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL, ?)",
+                (run_id, round.number, round.model_version, round.state, round.public_key),
             )
             rows.executemany(
                 "DELETE FROM rounds WHERE run_id = ? AND round = ?",
@@ -267,9 +274,26 @@ def parse_run(plan: bytes, report_bytes: int) -> Run:
             Refusal.MALFORMED,
             f"the plan needs integers users >= minimum_batch >= 1, got {users!r} and {minimum!r}",
         )
-    if users > _MAX_USERS:
-        _refuse(Refusal.MALFORMED, f"a plan has at most {_MAX_USERS} users here, got {users}")
-    return Run(hashlib.sha256(plan).hexdigest(), users, minimum, report_bytes)
+    blankets, mechanism = _blankets(fields)
+    digest = hashlib.sha256(plan).hexdigest()
+    return Run(digest, users, minimum, blankets, mechanism, report_bytes)
+
+
+def _blankets(fields: dict[str, Any]) -> tuple[float, GaussianMechanism | None]:
+    """How many blankets a round of a plan gets in expectation, and what makes them."""
+
+    def number(name: str, most: float = math.inf) -> float:
+        value: Any = fields.get(name)
+        if type(value) not in (int, float) or not 0 < value <= most or math.isinf(value):
+            _refuse(
+                Refusal.MALFORMED, f"the plan's {name} must lie in (0, {most:g}], got {value!r}"
+            )
+        return float(value)
+
+    if fields.get("shuffler_blankets", 0) == 0:
+        return 0.0, None
+    expected = number("shuffler_blankets", _MAX_BLANKETS)
+    return expected, GaussianMechanism(number("clip_norm"), number("noise_multiplier"))
 
 
 def _refuse(reason: Refusal, detail: str) -> NoReturn:

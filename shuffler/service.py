@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 
 from shuffler import shuffler_pb2
+from shuffler.blanket_tasks import BlanketTasks
 from shuffler.channel import SERVER_OPTIONS, join_address, parse_address
 from shuffler.config import Limits
 from shuffler.control_service import ControlService
@@ -65,7 +66,12 @@ class ShufflerServer:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         intake = IntakeService(gate, self._intake, store, self._writers, limits, metrics)
-        control = ControlService(gate, self._intake, store, self._readers, limits, metrics)
+        self._blankets = BlanketTasks(self._intake, store)
+        control = ControlService(
+            gate, self._intake, store, self._blankets, self._readers, limits, metrics
+        )
+        for run_id, number in store.open_rounds():
+            self._blankets.start(run_id, number)
         self._releases = control.releases
         self._stop_seconds = limits.stop_seconds
         ours, theirs = shuffler_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR
@@ -143,6 +149,7 @@ class ShufflerServer:
             hurry.cancel()
         await self._server.stop(None)
         await stopping
+        await self._blankets.stop()
         await self._intake.close()
         self._readers.shutdown()
         self._writers.shutdown()

@@ -24,43 +24,43 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17shuffler/shuffler.proto\x12\x08shufl.v1\"\x86\x01\n\rSubmitRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12\x13\n\x0bplan_digest\x18\x04 \x01(\t\x12\x0c\n\x04user\x18\x05 \x01(\x04\x12\x0e\n\x06sealed\x18\x06 \x01(\x0c\x12\x0c\n\x04more\x18\x07 \x01(\x08\"2\n\x0bSubmitReply\x12#\n\x08verdicts\x18\x01 \x03(\x0e\x32\x11.shufl.v1.Verdict\"F\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12\x14\n\x0creport_bytes\x18\x03 \x01(\x04\"%\n\x0e\x43reateRunReply\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\"H\n\x10OpenRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x15\n\rmodel_version\x18\x03 \x01(\t\"\x10\n\x0eOpenRoundReply\"C\n\x11\x43loseRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0f\n\x07\x64iscard\x18\x03 \x01(\x08\"5\n\x0f\x43loseRoundReply\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.shufl.v1.Outcome\"/\n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\",\n\x0cReleaseChunk\x12\x0e\n\x06sealed\x18\x01 \x03(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\x1f\n\rEndRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\r\n\x0b\x45ndRunReply*\xe5\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x0f\n\x0bUNKNOWN_RUN\x10\x02\x12\x12\n\x0eROUND_NOT_OPEN\x10\x03\x12\r\n\tDUPLICATE\x10\x04\x12\x10\n\x0cWRONG_LENGTH\x10\x05\x12\x0e\n\nWRONG_PLAN\x10\x06\x12\x17\n\x13WRONG_MODEL_VERSION\x10\x07\x12\x0e\n\nBAD_SENDER\x10\x08\x12\x0e\n\nROUND_FULL\x10\t\x12\x10\n\x0cSTORAGE_FULL\x10\n\x12\x12\n\x0eSTORAGE_FAILED\x10\x0b*T\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nRELEASABLE\x10\x01\x12\x11\n\rBELOW_MINIMUM\x10\x02\x12\r\n\tDISCARDED\x10\x03\x32\x46\n\x06Intake\x12<\n\x06Submit\x12\x17.shufl.v1.SubmitRequest\x1a\x15.shufl.v1.SubmitReply(\x01\x30\x01\x32\xce\x02\n\x07\x43ontrol\x12\x41\n\tCreateRun\x12\x1a.shufl.v1.CreateRunRequest\x1a\x18.shufl.v1.CreateRunReply\x12\x41\n\tOpenRound\x12\x1a.shufl.v1.OpenRoundRequest\x1a\x18.shufl.v1.OpenRoundReply\x12\x44\n\nCloseRound\x12\x1b.shufl.v1.CloseRoundRequest\x1a\x19.shufl.v1.CloseRoundReply\x12=\n\x07Release\x12\x18.shufl.v1.ReleaseRequest\x1a\x16.shufl.v1.ReleaseChunk0\x01\x12\x38\n\x06\x45ndRun\x12\x17.shufl.v1.EndRunRequest\x1a\x15.shufl.v1.EndRunReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17shuffler/shuffler.proto\x12\x08shufl.v1\"\x9a\x01\n\rSubmitRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12\x13\n\x0bplan_digest\x18\x04 \x01(\t\x12\x0c\n\x04user\x18\x05 \x01(\x04\x12\x0e\n\x06sealed\x18\x06 \x01(\x0c\x12\x0c\n\x04more\x18\x07 \x01(\x08\x12\x12\n\nkey_digest\x18\x08 \x01(\t\"2\n\x0bSubmitReply\x12#\n\x08verdicts\x18\x01 \x03(\x0e\x32\x11.shufl.v1.Verdict\"F\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12\x14\n\x0creport_bytes\x18\x03 \x01(\x04\"%\n\x0e\x43reateRunReply\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\"\\\n\x10OpenRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12\x12\n\npublic_key\x18\x04 \x01(\x0c\"\x10\n\x0eOpenRoundReply\"C\n\x11\x43loseRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0f\n\x07\x64iscard\x18\x03 \x01(\x08\"5\n\x0f\x43loseRoundReply\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.shufl.v1.Outcome\"/\n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\",\n\x0cReleaseChunk\x12\x0e\n\x06sealed\x18\x01 \x03(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\x1f\n\rEndRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\r\n\x0b\x45ndRunReply*\xf4\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x0f\n\x0bUNKNOWN_RUN\x10\x02\x12\x12\n\x0eROUND_NOT_OPEN\x10\x03\x12\r\n\tDUPLICATE\x10\x04\x12\x10\n\x0cWRONG_LENGTH\x10\x05\x12\x0e\n\nWRONG_PLAN\x10\x06\x12\x17\n\x13WRONG_MODEL_VERSION\x10\x07\x12\x0e\n\nBAD_SENDER\x10\x08\x12\x0e\n\nROUND_FULL\x10\t\x12\x10\n\x0cSTORAGE_FULL\x10\n\x12\x12\n\x0eSTORAGE_FAILED\x10\x0b\x12\r\n\tWRONG_KEY\x10\x0c*T\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nRELEASABLE\x10\x01\x12\x11\n\rBELOW_MINIMUM\x10\x02\x12\r\n\tDISCARDED\x10\x03\x32\x46\n\x06Intake\x12<\n\x06Submit\x12\x17.shufl.v1.SubmitRequest\x1a\x15.shufl.v1.SubmitReply(\x01\x30\x01\x32\xce\x02\n\x07\x43ontrol\x12\x41\n\tCreateRun\x12\x1a.shufl.v1.CreateRunRequest\x1a\x18.shufl.v1.CreateRunReply\x12\x41\n\tOpenRound\x12\x1a.shufl.v1.OpenRoundRequest\x1a\x18.shufl.v1.OpenRoundReply\x12\x44\n\nCloseRound\x12\x1b.shufl.v1.CloseRoundRequest\x1a\x19.shufl.v1.CloseRoundReply\x12=\n\x07Release\x12\x18.shufl.v1.ReleaseRequest\x1a\x16.shufl.v1.ReleaseChunk0\x01\x12\x38\n\x06\x45ndRun\x12\x17.shufl.v1.EndRunRequest\x1a\x15.shufl.v1.EndRunReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shuffler.shuffler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICT']._serialized_start=697
-  _globals['_VERDICT']._serialized_end=926
-  _globals['_OUTCOME']._serialized_start=928
-  _globals['_OUTCOME']._serialized_end=1012
+  _globals['_VERDICT']._serialized_start=737
+  _globals['_VERDICT']._serialized_end=981
+  _globals['_OUTCOME']._serialized_start=983
+  _globals['_OUTCOME']._serialized_end=1067
   _globals['_SUBMITREQUEST']._serialized_start=38
-  _globals['_SUBMITREQUEST']._serialized_end=172
-  _globals['_SUBMITREPLY']._serialized_start=174
-  _globals['_SUBMITREPLY']._serialized_end=224
-  _globals['_CREATERUNREQUEST']._serialized_start=226
-  _globals['_CREATERUNREQUEST']._serialized_end=296
-  _globals['_CREATERUNREPLY']._serialized_start=298
-  _globals['_CREATERUNREPLY']._serialized_end=335
-  _globals['_OPENROUNDREQUEST']._serialized_start=337
-  _globals['_OPENROUNDREQUEST']._serialized_end=409
-  _globals['_OPENROUNDREPLY']._serialized_start=411
-  _globals['_OPENROUNDREPLY']._serialized_end=427
-  _globals['_CLOSEROUNDREQUEST']._serialized_start=429
-  _globals['_CLOSEROUNDREQUEST']._serialized_end=496
-  _globals['_CLOSEROUNDREPLY']._serialized_start=498
-  _globals['_CLOSEROUNDREPLY']._serialized_end=551
-  _globals['_RELEASEREQUEST']._serialized_start=553
-  _globals['_RELEASEREQUEST']._serialized_end=600
-  _globals['_RELEASECHUNK']._serialized_start=602
-  _globals['_RELEASECHUNK']._serialized_end=646
-  _globals['_ENDRUNREQUEST']._serialized_start=648
-  _globals['_ENDRUNREQUEST']._serialized_end=679
-  _globals['_ENDRUNREPLY']._serialized_start=681
-  _globals['_ENDRUNREPLY']._serialized_end=694
-  _globals['_INTAKE']._serialized_start=1014
-  _globals['_INTAKE']._serialized_end=1084
-  _globals['_CONTROL']._serialized_start=1087
-  _globals['_CONTROL']._serialized_end=1421
+  _globals['_SUBMITREQUEST']._serialized_end=192
+  _globals['_SUBMITREPLY']._serialized_start=194
+  _globals['_SUBMITREPLY']._serialized_end=244
+  _globals['_CREATERUNREQUEST']._serialized_start=246
+  _globals['_CREATERUNREQUEST']._serialized_end=316
+  _globals['_CREATERUNREPLY']._serialized_start=318
+  _globals['_CREATERUNREPLY']._serialized_end=355
+  _globals['_OPENROUNDREQUEST']._serialized_start=357
+  _globals['_OPENROUNDREQUEST']._serialized_end=449
+  _globals['_OPENROUNDREPLY']._serialized_start=451
+  _globals['_OPENROUNDREPLY']._serialized_end=467
+  _globals['_CLOSEROUNDREQUEST']._serialized_start=469
+  _globals['_CLOSEROUNDREQUEST']._serialized_end=536
+  _globals['_CLOSEROUNDREPLY']._serialized_start=538
+  _globals['_CLOSEROUNDREPLY']._serialized_end=591
+  _globals['_RELEASEREQUEST']._serialized_start=593
+  _globals['_RELEASEREQUEST']._serialized_end=640
+  _globals['_RELEASECHUNK']._serialized_start=642
+  _globals['_RELEASECHUNK']._serialized_end=686
+  _globals['_ENDRUNREQUEST']._serialized_start=688
+  _globals['_ENDRUNREQUEST']._serialized_end=719
+  _globals['_ENDRUNREPLY']._serialized_start=721
+  _globals['_ENDRUNREPLY']._serialized_end=734
+  _globals['_INTAKE']._serialized_start=1069
+  _globals['_INTAKE']._serialized_end=1139
+  _globals['_CONTROL']._serialized_start=1142
+  _globals['_CONTROL']._serialized_end=1476
 # @@protoc_insertion_point(module_scope)

@@ -21,6 +21,7 @@ class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROUND_FULL: _ClassVar[Verdict]
     STORAGE_FULL: _ClassVar[Verdict]
     STORAGE_FAILED: _ClassVar[Verdict]
+    WRONG_KEY: _ClassVar[Verdict]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -40,13 +41,14 @@ BAD_SENDER: Verdict
 ROUND_FULL: Verdict
 STORAGE_FULL: Verdict
 STORAGE_FAILED: Verdict
+WRONG_KEY: Verdict
 OUTCOME_UNSPECIFIED: Outcome
 RELEASABLE: Outcome
 BELOW_MINIMUM: Outcome
 DISCARDED: Outcome
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("run_id", "round", "model_version", "plan_digest", "user", "sealed", "more")
+    __slots__ = ("run_id", "round", "model_version", "plan_digest", "user", "sealed", "more", "key_digest")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +56,7 @@ class SubmitRequest(_message.Message):
     USER_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    KEY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     model_version: str
@@ -61,7 +64,8 @@ class SubmitRequest(_message.Message):
     user: int
     sealed: bytes
     more: bool
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_version: _Optional[str] = ..., plan_digest: _Optional[str] = ..., user: _Optional[int] = ..., sealed: _Optional[bytes] = ..., more: _Optional[bool] = ...) -> None: ...
+    key_digest: str
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_version: _Optional[str] = ..., plan_digest: _Optional[str] = ..., user: _Optional[int] = ..., sealed: _Optional[bytes] = ..., more: _Optional[bool] = ..., key_digest: _Optional[str] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("verdicts",)
@@ -86,14 +90,16 @@ class CreateRunReply(_message.Message):
     def __init__(self, plan_digest: _Optional[str] = ...) -> None: ...
 
 class OpenRoundRequest(_message.Message):
-    __slots__ = ("run_id", "round", "model_version")
+    __slots__ = ("run_id", "round", "model_version", "public_key")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     model_version: str
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_version: _Optional[str] = ...) -> None: ...
+    public_key: bytes
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_version: _Optional[str] = ..., public_key: _Optional[bytes] = ...) -> None: ...
 
 class OpenRoundReply(_message.Message):
     __slots__ = ()

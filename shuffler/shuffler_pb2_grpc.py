@@ -154,14 +154,16 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def OpenRound(self, request, context):
-        """Opens a round for reports. Rounds of a run strictly increase; one is open at a time.
+        """Opens a round for reports, and begins to make its blankets. Rounds of a run strictly increase;
+        one is open at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseRound(self, request, context):
-        """Ends the round's intake. Tells whether the batch may be released, not how large it is. With
+        """Ends the round's intake, once its blankets are made, which takes the same time whatever their
+        number. Tells whether the batch may be released, not how large it is. With
         `discard` the batch is destroyed unseen, whatever its size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

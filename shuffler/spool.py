@@ -1,7 +1,7 @@
 """One round's batch on disk, in an order that says nothing.
 
 Reports of a run have one length, so a batch is a file of equal slots, twice as many as there may be
-reports, with holes where nothing is stored. Each accepted report is written into a slot that is drawn
+reports, with holes where nothing is stored. Each accepted report is written into a slot drawn
 uniformly among the free ones, from the operating system's entropy. Whatever the order of arrival,
 the reports in the order of their slots are a uniformly random permutation (each sequence of
 distinct slots is equally likely), so reading the file from front to back *is* the shuffle.

@@ -74,7 +74,7 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
     run.add_row("test accuracy", f"{summary['accuracy']:.2%}")
     run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
-    run.add_row("blankets", f"{summary['shuffler_blankets']:g} a round expected of each shuffler")
+    run.add_row("blankets", f"{summary['shuffler_blankets']:g} expected of each shuffler a round")
     run.add_row("δ, adjacency", f"{summary['delta']:.3g}, {summary['adjacency']}")
     run.add_row("run folder", str(folder))
     console.print(run)

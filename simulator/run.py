@@ -10,13 +10,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from accounting import Ledger, LedgerError
+from accounting.mechanisms import seed_of_shuffler
 from clients import ClientSettings, make_client_app
 from server import (
     Checkpoint,
@@ -251,19 +252,20 @@ def _on_flower(
     observe: Callable[[RoundRecord], None],
     stop: threading.Event,
 ) -> RunResult:
-    """Starts the shuffler, then Flower, and waits for the end."""
+    """Starts the shufflers, then Flower, and waits for the end."""
     config, folder = experiment.config, settings.folder
     results: list[RunResult] = []
-    with (
-        ShufflerProcess(log_file=folder / "shuffler.log") as shuffler,
-        logs_to(folder / "server.log", "server"),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(logs_to(folder / "server.log", "server"))
+        shufflers = [
+            stack.enter_context(_shuffler(experiment, folder, number))
+            for number in range(config.shuffler.number)
+        ]
         server_app = make_server_app(
             ServerSettings(
                 **vars(settings),
                 nodes=config.simulation.nodes,
-                shuffler_address=shuffler.address,
-                shuffler_credentials=shuffler.control,
+                shufflers=tuple((each.address, each.control) for each in shufflers),
                 round_timeout=config.simulation.round_timeout,
                 sealing=config.shuffler.sealing,
             ),
@@ -278,7 +280,7 @@ def _on_flower(
                 make_model=experiment.make_model,
                 load_users=experiment.load_users,
                 training=experiment.local_training,
-                shufflers=((shuffler.address, shuffler.submit),),
+                shufflers=tuple((each.address, each.submit) for each in shufflers),
                 seed=experiment.seed,
                 reply_after=config.simulation.reply_after,
             )
@@ -293,6 +295,15 @@ def _on_flower(
             folder / "flower.log",
         )
     return results[0]
+
+
+def _shuffler(experiment: Experiment, folder: Path, number: int) -> ShufflerProcess:
+    """One of the run's shufflers, each with an authority of its own: it serves its users alone."""
+    seed = experiment.seed
+    return ShufflerProcess(
+        log_file=folder / ("shuffler.log" if number == 0 else f"shuffler-{number + 1}.log"),
+        simulation_seed=None if seed is None else seed_of_shuffler(seed, number),
+    )
 
 
 def _make_folder(runs: Path, experiment: Experiment) -> Path:
@@ -326,7 +337,8 @@ def _describe(console: Console, experiment: Experiment, folder: Path) -> None:
         f"{config.model.name}, {experiment.parameters} parameters",
         "privacy": f"γ = {plan.check_in_rate:g}, C = {plan.clip_norm:g}, "
         f"z = {plan.noise_multiplier:g}, {plan.adjacency} (σ = {plan.sigma:g}), "
-        f"δ = {plan.delta:.3g}, minimum batch {plan.minimum_batch}; "
+        f"δ = {plan.delta:.3g}, minimum batch {plan.minimum_batch}, "
+        f"{plan.shuffler_blankets:g} blankets a round expected; "
         f"coins and noise from {randomness}",
         "budget": f"ε ≤ {plan.target_epsilon:g} by {plan.accountant}, which allows "
         f"{experiment.halting_round} rounds of at most {plan.rounds}",
