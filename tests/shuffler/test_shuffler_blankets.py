@@ -1,0 +1,409 @@
+"""Blankets in the shuffler: their law, crashes, and nothing that a server reads tells their number.
+
+What a server can read: the answers to its five calls and the health status, how long each takes,
+how many sealed reports a release has, how long they are and in which order they come. The order is
+tested with the spool, the health status with the service.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from shuffler_world import World, raw_channel
+
+from accounting.mechanisms import GaussianMechanism, SeededRandomness, most_blankets
+from shuffler import (
+    Outcome,
+    Refusal,
+    ReportOpener,
+    RoundHeader,
+    ShufflerRefused,
+    Verdict,
+    decode_report,
+    encode_report,
+    generate_key_pair,
+    key_digest,
+    report_length,
+    seal,
+    sealed_length,
+    shuffler_pb2,
+    shuffler_pb2_grpc,
+)
+from shuffler import spool as spool_module
+from shuffler.runs import RunStore
+from shuffler.spool import RoundSpool
+from shuffler.spool_rows import BlanketsLeft
+
+DIMENSION = 40
+EXPECTED = 200.0
+MECHANISM = GaussianMechanism(0.5, 1.5)
+LENGTH = sealed_length(report_length(DIMENSION))
+
+
+def plan(expected: float = EXPECTED, users: int = 1000, minimum: int = 1) -> bytes:
+    fields = {
+        "users": users,
+        "minimum_batch": minimum,
+        "shuffler_blankets": expected,
+        "clip_norm": MECHANISM.clip_norm,
+        "noise_multiplier": MECHANISM.noise_multiplier,
+    }
+    return json.dumps(fields).encode()
+
+
+def opened(world: World, round: int = 1, length: int = LENGTH, **of_plan: float) -> RoundHeader:
+    digest = world.control.create_run("run", plan(**of_plan), length)
+    world.control.open_round("run", round, "model", world.public_key)
+    return RoundHeader("run", round, "model", digest, key_digest(world.public_key))
+
+
+def released(world: World, header: RoundHeader) -> np.ndarray:
+    """Closes the round and opens what it releases: int16 of shape (k, d)."""
+    assert world.control.close_round("run", header.round) is Outcome.RELEASABLE
+    opener = ReportOpener(world.private_key, header)
+    batch = list(world.control.release("run", header.round))
+    assert {len(sealed) for sealed in batch} <= {LENGTH}
+    return np.array([decode_report(opener.open(sealed), DIMENSION) for sealed in batch])
+
+
+def kept(spool: Path) -> BlanketsLeft:
+    """What the file of the open round says of its blankets; only while no shuffler runs."""
+    (path,) = spool.glob("batch-*.db")
+    with sqlite3.connect(path) as connection:
+        return BlanketsLeft.read(connection)
+
+
+def test_a_simulations_blankets_are_reports_of_the_zero_update_from_its_seed(
+    start: Callable[..., World],
+):
+    world = start(simulation_seed=11)
+    for round in (1, 2):
+        found = released(world, opened(world, round))
+        count = SeededRandomness(11).number_of_blankets(round, EXPECTED)
+        noise = SeededRandomness(11).blanket_noise(round, np.arange(count), DIMENSION)
+        made = [MECHANISM.report(np.zeros(DIMENSION), row) for row in noise]
+        assert Counter(map(bytes, found)) == Counter(map(bytes, made))
+        assert [bytes(row) for row in found] != [bytes(row) for row in made]  # shuffled
+
+
+def test_blankets_from_the_system_have_the_mechanisms_law_and_never_come_again(
+    start: Callable[..., World],
+):
+    world = start()
+    batches = [released(world, opened(world, round)) for round in (1, 2, 3)]
+    rows = np.concatenate(batches)
+    noise = rows * MECHANISM.unit / (MECHANISM.clip_norm * MECHANISM.noise_multiplier)
+    assert stats.kstest(noise.ravel(), "norm").pvalue > 1e-6
+    assert len(set(map(bytes, rows))) == len(rows)
+    counts = [len(batch) for batch in batches]
+    assert all(stats.poisson.ppf(1e-9, EXPECTED) <= n <= most_blankets(EXPECTED) for n in counts)
+
+
+def test_the_number_of_blankets_is_poisson_over_rounds(start: Callable[..., World]):
+    world = start()
+    counts = []
+    for round in range(1, 201):
+        header = opened(world, round, expected=3.0)
+        submitted(world, header, 1)  # an empty batch would be below the minimum
+        counts.append(len(released(world, header)) - 1)
+    cells = np.bincount(np.clip(counts, 0, 7), minlength=8)
+    chances = [*stats.poisson.pmf(np.arange(7), 3.0), stats.poisson.sf(6, 3.0)]
+    assert stats.chisquare(cells, np.array(chances) * 200).pvalue > 1e-6
+
+
+def submitted(world: World, header: RoundHeader, count: int) -> list[Verdict]:
+    noise = np.random.default_rng(0).standard_normal((count, DIMENSION))
+    update = np.full(DIMENSION, 0.05)
+    reports = (
+        (user, seal(encode_report(MECHANISM.report(update, row)), world.public_key, header))
+        for user, row in enumerate(noise)
+    )
+    return list(world.intake.submit(header, reports))
+
+
+def test_users_reports_and_blankets_are_one_batch_and_users_keep_their_room(
+    start: Callable[..., World],
+):
+    world = start(simulation_seed=5)
+    header = opened(world, users=30)
+    assert submitted(world, header, 30) == [Verdict.ACCEPTED] * 30
+    assert submitted(world, header, 30) == [Verdict.DUPLICATE] * 30
+    count = SeededRandomness(5).number_of_blankets(1, EXPECTED)
+    assert len(released(world, header)) == 30 + count
+
+
+@pytest.mark.parametrize(("minimum", "outcome"), [(1000, "below"), (20, "releasable")])
+def test_the_minimum_batch_counts_users_reports_and_blankets_together(
+    start: Callable[..., World], minimum: int, outcome: str
+):
+    world = start(simulation_seed=5)
+    header = opened(world, minimum=minimum)
+    submitted(world, header, 3)
+    expected = Outcome.BELOW_MINIMUM if outcome == "below" else Outcome.RELEASABLE
+    assert world.control.close_round("run", 1) is expected
+
+
+def test_killed_at_ten_moments_of_a_round_it_never_draws_a_second_number(
+    start: Callable[..., World], tmp_path: Path
+):
+    place = tmp_path / "spool"
+    length = sealed_length(report_length(20_000))  # so that the blankets take some seconds
+    world = start(place)
+    keys = world.private_key, world.public_key
+    header = opened(world, length=length, expected=2000.0)
+    drawn, made = set(), []
+    for moment in range(10):
+        time.sleep(0.03 * moment)
+        os.kill(world.process.pid, signal.SIGKILL)
+        while world.process.alive:
+            time.sleep(0.01)
+        left = kept(place)
+        drawn.add((left.kept, left.work))
+        made.append(left.made)
+        world = start(place)
+        world.private_key, world.public_key = keys
+    assert made == sorted(made)  # it goes on where it was
+    assert world.control.close_round("run", 1) is Outcome.RELEASABLE
+    batch = list(world.control.release("run", 1))
+    assert drawn == {(len(batch), most_blankets(2000.0))}
+    opener = ReportOpener(world.private_key, header)  # refuses what it has seen
+    assert len({opener.open(sealed) for sealed in batch}) == len(batch)
+
+
+def test_killed_between_closing_and_the_release_the_number_stays(
+    start: Callable[..., World], tmp_path: Path
+):
+    place = tmp_path / "spool"
+    world = start(place, simulation_seed=5)
+    keys = world.private_key, world.public_key
+    header = opened(world)
+    world.control.close_round("run", 1)
+    os.kill(world.process.pid, signal.SIGKILL)
+    while world.process.alive:
+        time.sleep(0.01)
+    world = start(place, simulation_seed=6)  # another source: nothing is drawn any more
+    world.private_key, world.public_key = keys
+    count = SeededRandomness(5).number_of_blankets(1, EXPECTED)
+    assert len(released(world, header)) == count
+
+
+class Kept(SeededRandomness):
+    """Keeps as many blankets as it is told."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(1)
+        self._number = number
+
+    def number_of_blankets(self, round: int, expected: float) -> int:
+        return self._number
+
+
+def system_calls(
+    place: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[tuple[str, int]], int]:
+    """What the spool asks of the system while a round's blankets are made, and the batch's size."""
+    calls: list[tuple[str, int]] = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> object:
+            function = getattr(os, name)
+            if name not in ("pwritev", "fdatasync", "pread"):
+                return function
+
+            def recorded(*arguments: object) -> object:
+                length = sum(map(len, arguments[1])) if name == "pwritev" else 0  # type: ignore
+                calls.append((name, length))
+                return function(*arguments)
+
+            return recorded
+
+    store = RunStore(place, randomness=Kept(number))
+    key = generate_key_pair()[1]
+    store.create_run("run", plan(), LENGTH)
+    store.open_round("run", 1, "model", key)
+    monkeypatch.setattr(spool_module, "os", Recorder())
+    while maker := store.blankets_of("run", 1):
+        sealed = maker.next()
+        calls.append(("made", len(sealed)))
+        store.add_blankets("run", 1, sealed)
+    monkeypatch.undo()
+    assert store.close_round("run", 1) is (Outcome.RELEASABLE if number else Outcome.BELOW_MINIMUM)
+    store.close()
+    return calls, number
+
+
+def test_the_same_work_is_done_and_written_whatever_the_number_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """So that the time until a round is closed does not tell it."""
+    most = most_blankets(EXPECTED)
+    done = [
+        system_calls(tmp_path / str(number), number, monkeypatch)[0]
+        for number in (0, 1, int(EXPECTED), most)
+    ]
+    assert all(calls == done[0] for calls in done)
+    assert sum(count for what, count in done[0] if what == "made") == most
+    assert sum(1 for what, _ in done[0] if what == "pwritev") == most
+
+
+def test_closing_waits_until_the_blankets_are_made_and_discarding_does_not(
+    start: Callable[..., World], tmp_path: Path
+):
+    world = start(tmp_path / "spool")
+    length = sealed_length(report_length(50_000))
+    header = opened(world, length=length, expected=20_000.0)
+    begun = time.monotonic()
+    assert world.control.close_round("run", 1, discard=True) is Outcome.DISCARDED
+    assert time.monotonic() - begun < 20  # making them takes longer
+    assert submitted(world, dataclasses.replace(header, round=1), 1) == [Verdict.ROUND_NOT_OPEN]
+    world.control.open_round("run", 2, "model", world.public_key)
+    world.control.end_run("run")  # nor does the end of the run
+    assert time.monotonic() - begun < 40
+
+
+def answers(world: World, reports: int) -> list[bytes]:
+    """Every message that the server gets in a round, but for the sealed reports themselves."""
+    stub = shuffler_pb2_grpc.ControlStub(raw_channel(world, world.process.control))
+    pb = shuffler_pb2
+    found = [stub.CreateRun(pb.CreateRunRequest(run_id="run", plan=plan(), report_bytes=LENGTH))]
+    opening = pb.OpenRoundRequest(
+        run_id="run", round=1, model_version="model", public_key=world.public_key
+    )
+    found.append(stub.OpenRound(opening))
+    digest = found[0].plan_digest
+    header = RoundHeader("run", 1, "model", digest, key_digest(world.public_key))
+    assert set(submitted(world, header, reports)) == {Verdict.ACCEPTED}
+    found.append(stub.CloseRound(pb.CloseRoundRequest(run_id="run", round=1)))
+    chunks = list(stub.Release(pb.ReleaseRequest(run_id="run", round=1)))
+    assert {field.name for chunk in chunks for field, _ in chunk.ListFields()} == {"sealed"}
+    found.append(stub.EndRun(pb.EndRunRequest(run_id="run")))
+    return [each.SerializeToString() for each in found]
+
+
+def test_no_answer_log_or_metric_tells_how_many_blankets_or_reports_there_were(
+    start: Callable[..., World], tmp_path: Path
+):
+    """A round of few users' reports, and one of many, with other numbers of blankets."""
+    said, logs = [], []
+    for seed, reports in ((5, 3), (6, 300)):
+        log = tmp_path / f"log-{seed}"
+        world = start(simulation_seed=seed, log_file=log)
+        said.append(answers(world, reports))
+        world.process.__exit__(None, None, None)
+        lines = map(json.loads, log.read_text().splitlines())
+        logs.append([{key: line[key] for key in line if key != "time"} for line in lines])
+    assert said[0] == said[1]
+    assert logs[0] == logs[1] != []
+
+
+def test_a_report_for_another_key_than_the_rounds_is_refused(start: Callable[..., World]):
+    """So that no server can tell blankets from reports by the key that opens them."""
+    world = start()
+    header = opened(world)
+    own = world.public_key
+    world.public_key = generate_key_pair()[1]
+    header = dataclasses.replace(header, key_digest=key_digest(world.public_key))
+    assert submitted(world, header, 2) == [Verdict.WRONG_KEY] * 2
+    world.public_key = own
+    header = dataclasses.replace(header, key_digest=key_digest(own))
+    assert submitted(world, header, 2) == [Verdict.ACCEPTED] * 2
+
+
+@pytest.mark.parametrize("key", [b"", bytes(31), bytes(32), bytes(1216)])
+def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(
+    start: Callable[..., World], key: bytes
+):
+    world = start()
+    world.control.create_run("run", plan(), LENGTH)
+    with pytest.raises(ShufflerRefused, match="the public key is not one to seal") as refused:
+        world.control.open_round("run", 1, "model", key)
+    assert refused.value.reason is Refusal.MALFORMED
+    world.control.open_round("run", 1, "model", world.public_key)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"shuffler_blankets": -1.0}, "shuffler_blankets must lie"),
+        ({"shuffler_blankets": 1e8}, "shuffler_blankets must lie"),
+        ({"shuffler_blankets": "50"}, "shuffler_blankets must lie"),
+        ({"shuffler_blankets": None}, "shuffler_blankets must lie"),
+        ({"clip_norm": 0}, "clip_norm must lie"),
+        ({"noise_multiplier": None}, "noise_multiplier must lie"),
+        ({"noise_multiplier": True}, "noise_multiplier must lie"),
+    ],
+)
+def test_a_plan_without_what_blankets_need_is_refused(
+    shared: World, change: dict[str, object], named: str
+):
+    fields = {**json.loads(plan()), **change}
+    with pytest.raises(ShufflerRefused, match=named) as refused:
+        shared.control.create_run("run", json.dumps(fields).encode(), LENGTH)
+    assert refused.value.reason is Refusal.MALFORMED
+
+
+def test_reports_that_are_no_whole_numbers_of_entries_can_have_no_blankets(shared: World):
+    shared.control.create_run("odd", plan(), LENGTH + 1)
+    with pytest.raises(ShufflerRefused, match="can have no blankets"):
+        shared.control.open_round("odd", 1, "model", shared.public_key)
+
+
+def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(tiny_disk: Path):
+    store = RunStore(tiny_disk, reserve_bytes=64 * 2**10)
+    length = sealed_length(report_length(2000))
+    store.create_run("run", plan(users=10), length)
+    store.open_round("run", 1, "model", generate_key_pair()[1])
+    with pytest.raises(ShufflerRefused) as refused:
+        while maker := store.blankets_of("run", 1):
+            store.add_blankets("run", 1, maker.next())
+    assert refused.value.reason is Refusal.STORAGE_FULL
+    with pytest.raises(ShufflerRefused, match="blankets are not stored"):
+        store.close_round("run", 1)
+    assert store.close_round("run", 1, discard=True) is Outcome.DISCARDED
+    store.close()
+
+
+def test_blankets_and_reports_never_share_a_slot(memory_path: Path):
+    """With blankets that are thrown away, whose slots are given to the next reports."""
+    spool = RoundSpool(memory_path / "batch-1.db", 100, 60, 80, lambda: 37)
+    sent = [os.urandom(100) for _ in range(60)]
+    blankets = [os.urandom(100) for _ in range(80)]
+    for step in range(20):
+        spool.add_blankets(blankets[4 * step : 4 * step + 4])
+        spool.add([("node", user, sent[user]) for user in range(3 * step, 3 * step + 3)])
+        if step == 9:
+            spool.close()
+            spool = RoundSpool(memory_path / "batch-1.db", 100, 60, 80, lambda: 99)
+    assert spool.count == 60 + 37
+    found, _ = spool.next_chunk(10**6)
+    assert sorted(found) == sorted(sent + blankets[:37])
+    spool.destroy()
+
+
+def test_a_seed_for_blankets_is_for_a_simulations_own_shuffler_only(tmp_path: Path):
+    config = tmp_path / "shuffler.toml"
+    config.write_text('plaintext = true\nsimulation_seed = 3\nspool = "spool"\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "shuffler", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SHUFL_CONTROL_TOKEN": "x" * 40},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"shuffler: {config}: simulation_seed is for a simulation's own shuffler\n"
+    )
