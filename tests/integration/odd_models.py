@@ -1,5 +1,6 @@
 """Models with side effects, for runs that must show or survive them."""
 
+import hashlib
 import os
 import signal
 import time
@@ -58,3 +59,22 @@ class always_hangs(_Linear):
 
     def in_training(self, folder):
         time.sleep(600)
+
+
+class fails_on_some_records(nn.Module):
+    """Logistic regression that raises for records named in the folder `failing`."""
+
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.linear = nn.Linear(64, classes)
+
+    def forward(self, records):
+        failing = Path(os.environ["TEST_FOLDER"], "failing")
+        if self.training and (failing / fingerprint(records)).exists():
+            raise RuntimeError("this user's records fail")
+        return self.linear(records.flatten(1))
+
+
+def fingerprint(records):
+    """A name for one user's records."""
+    return hashlib.sha256(records.detach().numpy().tobytes()).hexdigest()

@@ -1,0 +1,250 @@
+"""Blankets end to end: what one user alone costs, silent nodes, shufflers side by side."""
+
+import json
+import os
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from odd_models import fingerprint
+from run_world import json_lines, only_folder, shufl
+from typer.testing import CliRunner
+
+from accounting import PrivacyPlan, make_accountant
+from accounting.audit import delta_lower_bound
+from accounting.mechanisms import SeededRandomness, seed_of_shuffler
+from shuffler import ShufflerProcess
+from simulator.canary import likelihood_score, projections, run_canary
+from simulator.cli import app
+from simulator.config import load
+from simulator.experiment import prepare
+
+ALONE = PrivacyPlan(
+    users=40,
+    check_in_rate=1.0,
+    clip_norm=0.5,
+    noise_multiplier=0.6,
+    rounds=800,
+    delta=0.1,
+    target_epsilon=1.0,
+    minimum_batch=1,
+    shuffler_blankets=8.0,
+    accountant="blanket",
+)
+EPSILON = 0.5
+
+
+def claimed(plan=ALONE):
+    accountant = make_accountant("blanket", plan.adjacency).compose(plan.event())
+    return accountant.get_delta(EPSILON)
+
+
+def shown(plan, shuffler, score):
+    """δ(ε) that an adversary shows by whom the server sends every round to one user alone."""
+    worlds = run_canary(plan, "absent", shuffler, seed=4)
+    return delta_lower_bound(*worlds.scores(score), EPSILON, 0.99)
+
+
+@pytest.fixture
+def shuffler(memory_path):
+    with ShufflerProcess(memory_path / "spool", simulation_seed=9) as process:
+        yield process
+
+
+@pytest.mark.slow
+def test_a_server_that_asks_one_user_alone_stays_below_the_claim(shuffler):
+    found = shown(ALONE, shuffler, likelihood_score(ALONE, "absent"))
+    assert 0.4 * claimed() < found <= claimed()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_shuffler_that_adds_none_or_half_is_caught(shuffler, share):
+    rounds = 1800 if share else 300
+    lying = replace(ALONE, rounds=rounds, shuffler_blankets=8.0 * share, accountant="local")
+    assert shown(lying, shuffler, likelihood_score(ALONE, "absent")) > claimed()
+
+
+@pytest.fixture
+def shuffler_that_repeats_blankets(memory_path, tmp_path, monkeypatch):
+    """The real process, but every round gets the blankets of the first one again."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+            from accounting.mechanisms import SeededRandomness
+            honest = SeededRandomness.blanket_noise
+            SeededRandomness.blanket_noise = lambda self, round, numbers, size: honest(
+                self, 1, numbers, size
+            )
+        """)
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with ShufflerProcess(memory_path / "spool", simulation_seed=9) as process:
+        yield process
+
+
+@pytest.mark.slow
+def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(shuffler_that_repeats_blankets):
+    """By a server that leaves out what it has seen before."""
+    seen = set()
+
+    def first_seen(round):
+        fresh = [row for row in projections(round, ALONE).tolist() if row not in seen]
+        seen.update(fresh)
+        return max(-10.0, min(10.0, sum(fresh)))
+
+    plan = replace(ALONE, rounds=300)
+    assert shown(plan, shuffler_that_repeats_blankets, first_seen) > claimed()
+
+
+def test_the_command_attacks_a_users_own_configuration(tmp_path):
+    config = blankets_config(tmp_path, rounds=50)
+    arguments = ["audit", "--end-to-end", str(config), "--samples", "60", "--seed", "3", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    checks = json.loads(result.stdout)
+    assert set(checks) == {"blanket", "local"}
+    for check in checks.values():
+        assert 0 <= check["delta_lower"] <= check["claimed_delta"]
+        assert (check["placement"], check["violated_for_every_pair"]) == ("absent", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.toml"], "nowhere.toml cannot be read"),
+        (["quickstart", "--n", "10"], "--end-to-end takes the plan from CONFIG"),
+        (["quickstart", "--samples", "1"], "at least 2"),
+    ],
+)
+def test_a_mistake_in_an_attack_is_one_line(arguments, message):
+    result = CliRunner().invoke(app, ["audit", "--end-to-end", *arguments])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def blankets_config(folder, rounds, users=600, **values):
+    """A run of as many rounds as `blanket` allows, `rounds` at most by the budget."""
+    accountant = make_accountant("blanket", "replace")
+    settings = {"nodes": 3, "number": 1, "blankets": 30.0, **values}
+    path = Path(folder) / "blankets.toml"
+    text = f"""
+        name = "blankets"
+        seed = 5
+        [privacy]
+        check_in_rate = 0.5
+        noise_multiplier = 1.0
+        shuffler_blankets = {settings["blankets"]}
+        accountant = "blanket"
+        target_epsilon = TARGET
+        delta = 1e-3
+        rounds = 1000
+        minimum_batch = 5
+        [data]
+        dataset = "digits"
+        users = {users}
+        [model]
+        name = "logistic-regression"
+        [training]
+        learning_rate = 1.0
+        [simulation]
+        nodes = {settings["nodes"]}
+        round_timeout = 120.0
+        [shuffler]
+        number = {settings["number"]}
+    """
+    path.write_text(textwrap.dedent(text).replace("TARGET", "1e6"))
+    event = prepare(load(str(path))).plan.event()
+    ends = [accountant.epsilon_after(event, 1e-3, count) for count in (rounds, rounds + 1)]
+    path.write_text(textwrap.dedent(text).replace("TARGET", repr(sum(ends) / 2)))
+    return path
+
+
+def rows_and_model(folder):
+    rows = json_lines(folder / "metrics.jsonl")
+    return rows, torch.load(folder / "model.pt", weights_only=True)
+
+
+def test_a_third_of_the_nodes_silent_the_run_trains_to_its_budget(tmp_path):
+    """Node 2 of three fails whenever one of its users trains; `blanket` counts on nobody else."""
+    config = blankets_config(tmp_path, rounds=12)
+    (tmp_path / "failing").mkdir()
+    records = prepare(load(str(config))).load_users()
+    for user in range(2, 600, 3):
+        features, _ = records(user)
+        (tmp_path / "failing" / fingerprint(features)).touch()
+    result = shufl(
+        "run", config, "--runs", tmp_path / "runs",
+        "--set", "model.name=odd_models:fails_on_some_records",
+        cwd=Path(__file__).parent,
+        env={**os.environ, "TEST_FOLDER": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    folder = only_folder(tmp_path / "runs")
+    rows, _ = rows_and_model(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (len(rows), summary["stopped_by"]) == (12, "budget")
+    assert summary["accuracy"] > 0.5
+    for row in rows:
+        assert (row["outcome"], row["silent_nodes"]) == ("released", 1)
+        assert (row["users_present"], row["smallest_crowd"]) == (400, 400)
+        assert {name for name, value in row["epsilons"].items() if value is not None} == {
+            "blanket",
+            "local",
+        }
+    assert summary["epsilon"]["crowd"]["epsilon"] is None
+    assert "counts on more users" in summary["epsilon"]["crowd"]["warning"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path, number):
+    """With two shufflers side by side each adds its own, and nobody merges anything."""
+    config = blankets_config(tmp_path, rounds=3, nodes=4, number=number)
+    found = {}
+    for engine in ("flower", "vectorised"):
+        runs = tmp_path / engine
+        result = shufl("run", config, "--runs", runs, "--engine", engine)
+        assert result.returncode == 0, result.stderr
+        found[engine] = rows_and_model(only_folder(runs))
+    _, model = found["flower"]
+    expected = []
+    for round in (1, 2, 3):
+        coins = SeededRandomness(5).check_ins(round, np.arange(600), 0.5).sum()
+        seeds = [seed_of_shuffler(5, shuffler) for shuffler in range(number)]
+        added = [SeededRandomness(seed).number_of_blankets(round, 30.0) for seed in seeds]
+        expected.append(coins + sum(added))
+    for each, _ in found.values():
+        assert [row["reports"] for row in each] == expected
+        assert {row["smallest_crowd"] for row in each} == {600 // number}
+        assert {row["users_present"] for row in each} == {600}
+    unit = prepare(load(str(config))).plan.mechanism.unit
+    for name, value in found["vectorised"][1].items():
+        # Rounding of some 330 reports a round, each within half a unit, in three rounds.
+        assert torch.allclose(value, model[name], atol=10 * unit * np.sqrt(330) / 300, rtol=0)
+    logs = [path.name for path in only_folder(tmp_path / "flower").glob("shuffler*.log")]
+    assert len(logs) == number
+
+
+def test_accountants_that_count_on_others_are_priced_at_the_smallest_crowd(tmp_path):
+    config = blankets_config(tmp_path, rounds=3, users=601, nodes=5, number=2)
+    experiment = prepare(load(str(config)))
+    assert experiment.crowds == (361, 240)
+    assert experiment.plan.least_present == 240
+    assert experiment.plan.event().users == 240
+    assert np.bincount(experiment.shuffler_of(np.arange(601))).tolist() == [361, 240]
+
+
+def test_one_seed_gives_one_model_whatever_the_engines_workers(tmp_path):
+    """To the bit, with blankets and noise for each report."""
+    config = blankets_config(tmp_path, rounds=2, users=300)
+    models = []
+    for workers in (1, 2):
+        runs = tmp_path / str(workers)
+        arguments = ["run", config, "--runs", runs, "--engine", "vectorised"]
+        result = shufl(*arguments, "--set", f"simulation.workers={workers}")
+        assert result.returncode == 0, result.stderr
+        models.append(rows_and_model(only_folder(runs))[1])
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
