@@ -31,7 +31,7 @@ _RARE = 1e-12  # tilted probability
 _LEAST_TOTAL = 1e-300  # more than terms that underflow can add up to
 _MAX_WINDOW = 2**22
 _LONG_WINDOW = 2**18
-_COARSENED = 1e-4  # of ε, what the mesh of a long window may cost
+_COARSENED = 5e-5  # of ε, what the mesh of a long window may cost
 _EVEN = 12.0  # θ times the deviation of the tilted sum; 8 for a Gaussian at δ = 1e-15
 _FEW_FREQUENCIES = 512
 # A rare large loss can call for a tilt far below that of a Gaussian of the same deviation.
