@@ -14,6 +14,7 @@ import numpy as np
 from accounting.registry import make_accountant
 
 _PRECISION = 1e-3  # relative, of continuous answers
+_ROUGH = 1e-2  # of blankets while their noise is searched
 _LARGEST_NOISE = 1e6
 _FIRST_STEP = 1.25  # of noise, squared from step to step, to 4
 # Less is never recommended, whatever ε says: where few rounds at a small γ leave a user's chance
@@ -184,7 +185,7 @@ def least_error_blankets(
     reports = users * check_in_rate
 
     def least(noise: float, guess: float) -> float:
-        return least_blankets(lambda count: epsilon_at(noise, count), target_epsilon, guess, 1e-2)
+        return least_blankets(lambda count: epsilon_at(noise, count), target_epsilon, guess, _ROUGH)
 
     def error(noise: Any, blankets: Any) -> Any:  # squared, but for a factor and what is fixed
         return noise * noise * (1.0 + blankets / reports)
@@ -225,9 +226,11 @@ def least_error_blankets(
             if epsilon_at(other, most) <= target_epsilon:
                 noise, blankets, better = other, least(other, most), True
                 break
-    return noise, least_blankets(
-        lambda count: epsilon_at(noise, count), target_epsilon, blankets / 1.01
-    )
+    # The least λ to 1 % is known: it has been found that fewer do not reach the target.
+    fewer = max(blankets * math.exp(-_ROUGH), _LEAST_BLANKETS)
+    if fewer == blankets:
+        return noise, blankets
+    return noise, _close_in(lambda count: epsilon_at(noise, count), target_epsilon, blankets, fewer)
 
 
 def mean_update_error(

@@ -34,11 +34,14 @@ from scipy import special
 from accounting.jump_counts import ComplexArray, Count, PoissonCount, Tilt
 from accounting.loss_pmf import FloatArray
 
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(10)
+_RULE = np.polynomial.legendre.leggauss(10)
 # A panel of t: its width in standard deviations, and over the scale 1/w of e^{wt}; and how far
 # e^{θx} may turn or grow from end to end. 10 nodes integrate that to 1e-14.
 _WIDEST, _STEEPEST = 0.7, 1.4
 _PHASE = 5.0
+# Where e^{θx} turns fast: 20 nodes for panels twice as wide that turn by so much, to 1e-14 too.
+_FINE_RULE = np.polynomial.legendre.leggauss(20)
+_FINE_PHASE = 16.0
 _REACH = 10.5  # t beyond which fewer than 1e-25 of the jumps are
 _FAINT = -36.0  # exponent below which a part of the sum is a rounding error
 _DEVIATIONS = 5.0  # how far the rest of the sum may be below zero for a jump of the cap to lift it
@@ -171,11 +174,13 @@ def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
     return _Line(c, level, omega, values, slack, period, out > 0.0)
 
 
-def _quadrature(edges: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _quadrature(
+    edges: FloatArray, rule: tuple[FloatArray, FloatArray] = _RULE
+) -> tuple[FloatArray, FloatArray]:
     """Nodes t and their weights under the normal density, between increasing edges."""
     half = 0.5 * np.diff(edges)
-    t = ((edges[:-1] + half)[:, None] + half[:, None] * _NODES).ravel()
-    weights = (half[:, None] * _WEIGHTS).ravel()
+    t = ((edges[:-1] + half)[:, None] + half[:, None] * rule[0]).ravel()
+    weights = (half[:, None] * rule[1]).ravel()
     return t, weights * np.exp(-0.5 * t * t) / _ROOT_TAU
 
 
@@ -265,22 +270,23 @@ class _Law:
 
     def _fine(self, c: float, highest: float) -> tuple[FloatArray, FloatArray]:
         """Jumps at nodes fit for all frequencies up to `highest`, and their tilted weights."""
-        fine, weights = _quadrature(self._edges(c, math.hypot(c, highest) / _PHASE))
+        edges = self._edges(c, math.hypot(c, highest) / _FINE_PHASE, 2.0 * self._widest)
+        fine, weights = _quadrature(edges, _FINE_RULE)
         x = np.append(self._jumps.value(fine), self.cap)
         return x, np.append(weights, self._weights[-1]) * np.exp(c * x)
 
     def refine(self, c: float) -> None:
         """Takes nodes fit for e^{3cx}, the most that is asked for once c is known."""
-        self._t, weights = _quadrature(self._edges(c, 3.0 * c / _PHASE))
+        self._t, weights = _quadrature(self._edges(c, 3.0 * c / _PHASE, self._widest))
         self._weights = np.append(weights, self._weights[-1])
         self._x = np.append(self._jumps.value(self._t), self.cap)
 
-    def _edges(self, c: float, density: float) -> FloatArray:
+    def _edges(self, c: float, density: float, widest: float) -> FloatArray:
         """Edges of panels, so many for each unit of x, where e^{cx} counts."""
         t = np.linspace(*self._ends, 1500)
         weight = c * self._jumps.value(t) - 0.5 * t * t + math.log(max(self._count.jumps, 1.0))
         slope = np.where(weight > _FAINT, self._jumps.slope(t), 0.0)
-        each = np.maximum(1.0 / self._widest, density * slope)
+        each = np.maximum(1.0 / widest, density * slope)
         panels = np.append(0.0, np.cumsum(0.5 * (each[1:] + each[:-1])) * (t[1] - t[0]))
         edges = np.interp(np.linspace(0.0, panels[-1], math.ceil(panels[-1]) + 1), panels, t)
         return self._with_flat(np.asarray(edges))

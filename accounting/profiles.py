@@ -74,7 +74,6 @@ _COMPOSITIONS = Lru(64)
 
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
 _WIDEST = 1e-3
-_MOST_POINTS = 2**22
 
 # Fourier transforms of dp_accounting were seen to err by 1e-15 a round in δ; they bound nothing.
 _FFT_ERROR = 1e-14
@@ -178,10 +177,9 @@ class ProfileShuffleAccountant(ShuffleAccountant):
                 interval = self._pmf(event, variant, interval).interval
             pmfs = [self._pmf(event, variant, interval) for event, _ in lossy]
             # ... and where rare losses make the window long.
-            tilt, points = fitted_tilt(pmfs, blocks, target)
-            if points > _MOST_POINTS:
-                interval *= 2.0 ** math.ceil(math.log2(points / _MOST_POINTS))
-                pmfs = [self._pmf(event, variant, interval) for event, _ in lossy]
+            tilt, coarser = fitted_tilt(pmfs, blocks, target)
+            if coarser > interval:
+                pmfs = [self._pmf(event, variant, coarser) for event, _ in lossy]
             return Composition(pmfs, blocks, target, tilt)
 
         return _COMPOSITIONS.find(key, make), tuple(count for _, count in lossy)

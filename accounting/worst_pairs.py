@@ -120,6 +120,8 @@ def upper_profile(
         return epsilons, alone(epsilons)
     losses, deltas = [0.0], [max(divergence(1.0, pair, False) for pair in pairs)]
     for loss in _losses(deltas[0], noise_multiplier, coarseness):
+        if deltas[-1] > 0.5 * deltas[0] and math.expm1(loss) < 1.25 * math.expm1(losses[-1]):
+            continue  # flat still: few are enough
         losses.append(loss)
         deltas.append(max(divergence(math.exp(loss), pair, False) for pair in pairs))
         if deltas[-1] < _NEGLIGIBLE:
