@@ -1,7 +1,7 @@
 """`crowd`: the noise that the other users add anyway hides a user's own report.
 
-Two bounds, each for every pair of neighbours in any dimension; where one is clearly the smaller the
-other is asked only now and then.
+Two bounds, each for every pair of neighbours in any dimension; the larger is asked only now and
+then.
 
 *Swaps* (`accounting.swap_bound`): user 1's report is taken to have changed places with another's.
 
@@ -19,7 +19,8 @@ between records x and x' of user 1 is at most
 first part is largest for the pairs of `accounting.worst_pairs`.
 
 Both give up some total variation, and hide the more the more they give up. Every choice is a bound
-at every α: a ladder of choices is gone down as α rises.
+at every α: a ladder of choices is gone down as α rises. And as H_α does not rise in α, every bound
+at a smaller α is one, too: where a good one would be of no use, that is taken.
 """
 
 import math
@@ -35,13 +36,18 @@ from accounting.jump_sum import positive_part
 from accounting.loss_pmf import FloatArray
 from accounting.profiles import ProfileShuffleAccountant
 from accounting.swap_bound import SwapBound
-from accounting.worst_pairs import Pair, apart, note_on, upper_profile
+from accounting.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
 
-# What is given up falls from step to step of the ladder, and at the end is nothing.
-_LADDER_STEP, _LADDER_END = 0.25, 1e-26
-_FIRST_STEP, _FIRST_STEPS = 0.1, 7
-_SMALL = 0.005  # what is given up, beside the bound, that is worth no further step
-_STALLED, _OTHERS_EACH = 0.9, 4
+# What is given up falls down a ladder by steps, the second where the first would be too far.
+_LADDER_STEPS, _LADDER_END = (0.2, 0.45), 1e-26
+_SMALL = 0.015  # what is given up, beside the bound, that is worth no further step
+_MOST = 0.4  # what may be given up, beside the last bound
+_GAIN = 0.99  # of the bound, by a step worth taking
+_AGAIN, _STALLED = 1.5, 0.95
+_HOPELESS = 3.0  # times the other bound: not worth a step
+_OTHERS_EACH = 2.0  # times α - 1, until the other bound is asked again
+_NEGLIGIBLE = 1e-24
+_AS_ALONE = 0.97  # of the report's own bound, from where on that does as well
 _LEAST_RATE = 1e-25  # with less the report's own coin is all that is counted on
 _COARSENESS = 1.5  # of the steps of α: chords cost 0.4 % of ε
 
@@ -68,15 +74,20 @@ class CrowdAccountant(ProfileShuffleAccountant):
 
     def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
         crowd = crowd_of(event)
+        shift = apart(self.neighboring_relation, crowd.noise)
         if crowd.rate < _LEAST_RATE:
-            shift = apart(self.neighboring_relation, crowd.noise)
             return np.zeros(1), crowd.rate * np.exp(log_gaussian_delta(shift, np.zeros(1)))
-        searches: dict[Pair, _Search] = {}
+        searches = {pair: _Search(crowd, pair) for pair in pairs_of(self.neighboring_relation)}
+        found = (0.0, 0.0)
 
         def divergence(alpha: float, pair: Pair, lower: bool) -> float:
-            if pair not in searches:
-                searches[pair] = _Search(crowd, pair)
-            return searches[pair].divergence(alpha)
+            nonlocal found
+            # The larger direction counts: the second need not be better than the first.
+            first = found[1] if found[0] == alpha else 0.0
+            value = searches[pair].divergence(alpha, first)
+            alone = crowd.rate * math.exp(float(log_gaussian_delta(shift, math.log(alpha))))
+            found = alpha, alone if value > _AS_ALONE * alone else value
+            return found[1]
 
         return upper_profile(
             divergence, crowd.rate, crowd.noise, self.neighboring_relation, _COARSENESS
@@ -110,7 +121,7 @@ class Crowd(NamedTuple):
         return self.terms == self.users
 
     def by_swaps(self, alpha: float, pair: Pair, lost: float) -> float:
-        """Upper bound of H_α that gives up about `lost`; 1 where there are too few others."""
+        """Upper bound of H_α that gives up about α `lost`; 1 where there are too few others."""
         swap = SwapBound(self.users, self.rate, self.noise, lost)
         return swap.divergence(alpha, pair) if swap.holds else 1.0
 
@@ -120,15 +131,15 @@ class Crowd(NamedTuple):
         return math.exp(-least_loss(1.0 / self.noise, min(target, 0.0)))
 
     def by_blankets(self, alpha: float, pair: Pair, lost: float) -> float:
-        """Upper bound of H_α that gives up about `lost`: 2γη at α = 1."""
-        defect = 0.5 * lost / self.rate
+        """Upper bound of H_α that gives up α `lost`."""
+        defect = alpha * lost / (alpha - 1.0 + 2.0 * self.rate)
         share = self.share(defect)
         step = share * (alpha - 1.0)
         count = TermsCount(
             self.terms, self.coins * share, 1.0 - self.coins, step, -step * self.absent
         )
         hidden = positive_part(pair(1.0 / self.noise, alpha), count) / (self.users * share)
-        return hidden + (alpha - 1.0 + 2.0 * self.rate) * defect
+        return hidden + alpha * lost
 
 
 def crowd_of(event: Any) -> Crowd:
@@ -142,44 +153,59 @@ def crowd_of(event: Any) -> Crowd:
 
 
 class _Search:
-    """The least bound at increasing α: less and less is given up."""
+    """The least bound at increasing α, for one direction of the worst pair."""
 
     def __init__(self, crowd: Crowd, pair: Pair) -> None:
-        self._pair = pair
-        self._bounds: list[Callable[[float, Pair, float], float]] = [crowd.by_blankets]
-        if crowd.has_coins:
-            self._bounds.insert(0, crowd.by_swaps)
-        self._lost = [crowd.rate / 8.0] * len(self._bounds)
-        self._last: float = math.inf
-        self._first, self._asked = 0, 0
+        bounds = [crowd.by_swaps] * crowd.has_coins + [crowd.by_blankets]
+        self._ladders = [_Ladder(bound, pair, crowd.rate) for bound in bounds]
+        # H_α does not rise in α: what bounded it before still does.
+        self._least = crowd.rate
+        self._others_at = 0.0
 
-    def divergence(self, alpha: float) -> float:
-        """Returns an upper bound of H_α, a good one if α rises from call to call, from 1."""
-        bounds = range(len(self._bounds))
-        if alpha == 1.0:
-            starts = self._lost[0] * _FIRST_STEP ** np.arange(_FIRST_STEPS)
-            for which in bounds:
-                found = [self._bounds[which](alpha, self._pair, lost) for lost in starts.tolist()]
-                self._lost[which] = float(starts[int(np.argmin(found))])
-                if min(found) < self._last:
-                    self._first, self._last = which, min(found)
-            return self._last
-        value = self._least(self._first, alpha)
-        self._asked += 1
-        # Far out the other bound may become the smaller.
-        if value > _STALLED * self._last or self._asked % _OTHERS_EACH == 0:
-            values = [self._least(which, alpha) for which in bounds]
-            self._first, value = int(np.argmin(values)), min(values)
-        self._last = value
-        return value
+    def divergence(self, alpha: float, enough: float) -> float:
+        """Returns an upper bound of H_α, a good one if α rises from call to call, from 1.
 
-    def _least(self, which: int, alpha: float) -> float:
-        lost = self._lost[which]
-        value = self._bounds[which](alpha, self._pair, lost)
-        while lost > max(_LADDER_END, _SMALL * value / alpha):
-            lower = self._bounds[which](alpha, self._pair, lost * _LADDER_STEP)
-            if lower >= value:
-                break
-            value, lost = lower, lost * _LADDER_STEP
-        self._lost[which] = lost
+        One below `enough` need not be good.
+        """
+        if self._least <= max(enough, _NEGLIGIBLE):
+            return self._least
+        first, *others = self._ladders
+        self._least = min(self._least, first.descend(alpha, self._least))
+        if alpha - 1.0 >= self._others_at:
+            self._others_at = _OTHERS_EACH * (alpha - 1.0)
+            for other in others:
+                value = other.descend(alpha, self._least)
+                if value < self._least:
+                    self._least = value
+                    self._ladders.reverse()
+        return self._least
+
+
+class _Ladder:
+    """One bound at increasing α: less and less is given up."""
+
+    def __init__(
+        self, bound: Callable[[float, Pair, float], float], pair: Pair, rate: float
+    ) -> None:
+        self._bound, self._pair = bound, pair
+        self._lost, self._small = rate / 8.0, _SMALL
+
+    def descend(self, alpha: float, known: float) -> float:
+        """Returns an upper bound of H_α, a good one if it is to be below `known`."""
+        self._lost = min(self._lost, _MOST * known / alpha)
+        value = self._bound(alpha, self._pair, self._lost)
+        # A step that was no gain is tried again once more is given up, or if the bound stalls.
+        small = _SMALL if value > _STALLED * known else self._small
+        self._small = _SMALL
+        for step in _LADDER_STEPS:
+            while self._lost > max(_LADDER_END, small * value / alpha):
+                if value - 2.0 * alpha * self._lost > _HOPELESS * known:
+                    return value
+                lower = self._bound(alpha, self._pair, self._lost * step)
+                if lower > _GAIN * value:
+                    self._small = _AGAIN * alpha * self._lost / value
+                    value = min(value, lower)
+                    break
+                value, self._lost = lower, self._lost * step
+                small = self._small = _SMALL
         return value

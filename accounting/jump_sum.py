@@ -256,10 +256,11 @@ class _Law:
             real = -np.einsum("ij,ij->i", sines, weighed)
             return np.asarray(real + 1j * np.einsum("ij,ij->i", np.cos(half), weighed))
         # Where there are many frequencies, by multiplication: `rounding` knows.
-        turns = np.ones((_ROWS, x.size), dtype=np.complex128)
-        known = 1
+        turns = np.empty((_ROWS, x.size), dtype=np.complex128)
+        turns[0], known = 1.0, 1
         while known < _ROWS:
-            turns[known : 2 * known] = turns[:known] * np.exp(1j * omega[known] * x)
+            turn = np.exp(1j * omega[known] * x)
+            np.multiply(turns[:known], turn, out=turns[known : 2 * known])
             known *= 2
         block, weights = np.exp(1j * omega[_ROWS] * x), tilted.astype(np.complex128)
         parts = []

@@ -26,7 +26,7 @@ from accounting.worst_pairs import Pair, against_zero, opposite, zero_against
 
 # Of what is given up, the part that goes to π.
 _RARE_SHARE = 0.1
-_REACH, _CELLS = 8.5, 240
+_REACH, _CELLS = 8.5, 160
 
 
 class SwapBound:

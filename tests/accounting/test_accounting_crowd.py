@@ -90,7 +90,7 @@ def test_one_rounds_profile_is_the_formula(event, relation):
             part = np.maximum(jumps - (alpha - 1) * absent, 0) / n
             mean, error = part.mean() + price, part.std() / math.sqrt(draws)
             assert error < 0.02 * mean
-            found = crowd.by_blankets(alpha, pair, 2 * rate * 2.0**-v)
+            found = crowd.by_blankets(alpha, pair, price / alpha)
             assert found == pytest.approx(mean, abs=5 * error)
 
 
