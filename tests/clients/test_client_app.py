@@ -211,8 +211,8 @@ def test_system_entropy_gives_reports_no_seed_predicts(make_round):
     assert len(reports) == 4
     for report in reports:
         for noise in SeededRandomness(3).standard_normal(1, np.arange(USERS), DIMENSION):
-            # With this user's seeded noise taken off, only the clipped update would be left, and what
-            # rounding adds: half a unit of 7.6e-4 in each of 82 entries.
+            # With this user's seeded noise taken off, only the clipped update would be left, and
+            # what rounding adds: half a unit of 7.6e-4 in each of 82 entries.
             assert np.linalg.norm(report - 2.0 * noise) > 1.005
 
 
