@@ -41,6 +41,7 @@ from shuffler import (
     ShufflerProcess,
     Verdict,
     generate_key_pair,
+    key_digest,
     seal,
     sealed_length,
     shuffler_pb2,
@@ -188,8 +189,8 @@ def compare(
     content = os.urandom(payload)
     rates: dict[str, list[float]] = {"sink": [], "shuffler": [], "release": [], "disk": []}
     for round in range(options.rounds + 1):  # the first warms up
-        header = RoundHeader(run_id, round, "model", digest)
-        control.open_round(run_id, round, "model")
+        header = RoundHeader(run_id, round, "model", digest, key_digest(public_key))
+        control.open_round(run_id, round, "model", public_key)
         for name, client in (("sink", sink), ("shuffler", intake)):
             begun = time.perf_counter()
             stream = reports(header, count, content, public_key, sealing)

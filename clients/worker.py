@@ -82,12 +82,12 @@ class Worker:
         self.agree(header)
         if header.model_version != model_version(array.data for array in model.values()):
             raise RoundRefused("the model received is not the one that the round's header names")
-        if header.key_digest != key_digest(public_key):
-            raise RoundRefused("the key received is not the one that the round's header names")
         try:
             seal(b"", public_key, header)
         except Exception as error:
             raise RoundRefused("the round's public key is not one to seal to") from error
+        if header.key_digest != key_digest(public_key):
+            raise RoundRefused("the key received is not the one that the round's header names")
         if header.round <= answered:
             raise RoundRefused(
                 f"round must be above {answered}, the last answered, got {header.round}"

@@ -100,11 +100,11 @@ def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
     )  # fmt: skip
     model, records = of.make_model(), of.load_users()
     users = np.flatnonzero(SeededRandomness(5).check_ins(1, np.arange(60), 0.5))
-    whole = ReportSum(of, records).sum(1, model, users)
+    whole = ReportSum(of, records).sum(1, model, users, [])
     total = np.zeros_like(whole)
     for start, end in zip([0, *ends], ends, strict=False):
         shard = users[(start <= users) & (users < end)]
-        total += ReportSum(of, records.of(start, end)).sum(1, model, shard)
+        total += ReportSum(of, records.of(start, end)).sum(1, model, shard, [])
     assert np.array_equal(total, whole) and np.abs(whole).max() > 2**40
 
 

@@ -39,10 +39,11 @@ class Engine:
             raise Crash
         if round in self._discard:
             self._discard.remove(round)
-            return PlayedRound("discarded")
+            return PlayedRound("discarded", None, PLAN.users, 0)
         draw = np.random.default_rng(round).normal(size=2)
         estimate = draw + model.weight.detach().numpy().ravel()
-        return PlayedRound("released", Aggregate(estimate.astype(np.float32), 25, 0, {}))
+        aggregate = Aggregate(estimate.astype(np.float32), 25, 0, {})
+        return PlayedRound("released", aggregate, PLAN.users, PLAN.users)
 
 
 def train(folder, engine, reproducible, stop=lambda rounds: False, observe=lambda round: None):

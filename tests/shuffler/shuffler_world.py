@@ -18,6 +18,7 @@ from shuffler import (
     ShufflerProcess,
     Verdict,
     generate_key_pair,
+    key_digest,
     seal,
     sealed_length,
     shuffler_pb2,
@@ -25,6 +26,10 @@ from shuffler import (
 from shuffler.channel import CHANNEL_OPTIONS
 
 PAYLOAD_BYTES = 100
+PUBLIC_KEY = generate_key_pair()[1]
+"""For rounds whose reports nobody opens."""
+
+KEY_DIGEST = key_digest(PUBLIC_KEY)
 
 
 def plan(users: int = 100_000, minimum_batch: int = 1) -> bytes:
@@ -65,8 +70,8 @@ class World:
         report_bytes: int = sealed_length(PAYLOAD_BYTES),
     ) -> RoundHeader:
         digest = self.control.create_run(run_id, plan(users, minimum_batch), report_bytes)
-        self.control.open_round(run_id, round, f"model {round}")
-        return RoundHeader(run_id, round, f"model {round}", digest)
+        self.control.open_round(run_id, round, f"model {round}", self.public_key)
+        return RoundHeader(run_id, round, f"model {round}", digest, key_digest(self.public_key))
 
     def reports(self, header: RoundHeader, count: int, first: int = 0) -> list[tuple[int, bytes]]:
         return [

@@ -99,7 +99,7 @@ def test_killed_while_releasing_the_batch_is_lost_and_not_released_again(
         list(world.control.release("run", 1))
     assert refused.value.reason is Refusal.ALREADY_RELEASED
     assert not list((tmp_path / "spool").glob("batch-*"))
-    world.control.open_round("run", 2, "model 2")
+    world.control.open_round("run", 2, "model 2", world.public_key)
 
 
 def test_stopped_in_order_it_keeps_a_given_spool(start: Callable[..., World], tmp_path: Path):

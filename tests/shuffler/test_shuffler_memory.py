@@ -64,6 +64,7 @@ def pieces(header, count: int, more: bool, user: int = 0):
             round=header.round,
             model_version=header.model_version,
             plan_digest=header.plan_digest,
+            key_digest=header.key_digest,
             user=user,
             sealed=bytes(PIECE_BYTES),
             more=more or number < count - 1,

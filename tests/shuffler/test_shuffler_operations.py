@@ -18,7 +18,17 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shuffler_world import Silence, World, free_port, in_release, plan, raw_channel, scrape
+from shuffler_world import (
+    KEY_DIGEST,
+    PUBLIC_KEY,
+    Silence,
+    World,
+    free_port,
+    in_release,
+    plan,
+    raw_channel,
+    scrape,
+)
 
 from shuffler import (
     ControlClient,
@@ -51,7 +61,7 @@ def test_metrics_count_reasons_and_the_log_names_nobody(
         list(world.control.release("run", 1))
     world.control.close_round("run", 1)
     list(world.control.release("run", 1))
-    world.control.open_round("run", 2, "m")
+    world.control.open_round("run", 2, "m", world.public_key)
     world.control.close_round("run", 2)
     values = scrape(address)
     assert values == {
@@ -287,7 +297,7 @@ def fuzzed():
     with ShufflerProcess(metrics=address) as process:
         world = World(process)
         world.control.create_run("run", plan(50, 1), 64)
-        world.control.open_round("run", 1, "m")
+        world.control.open_round("run", 1, "m", PUBLIC_KEY)
         yield world, address
         assert process.alive
         world.close()
@@ -299,6 +309,7 @@ REQUESTS = st.builds(
     round=st.integers(0, 2**64 - 1) | st.just(1),
     model_version=st.sampled_from(["m", "", "x" * 300]),
     plan_digest=st.text(max_size=70),
+    key_digest=st.text(max_size=70),
     user=st.integers(0, 2**64 - 1) | st.integers(0, 60),
     sealed=st.binary(max_size=100) | st.binary(min_size=64, max_size=64),
     more=st.booleans(),
@@ -315,6 +326,7 @@ def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, 
     for request in requests:
         if right:
             request.plan_digest, request.round, request.run_id = digest, 1, "run"
+            request.key_digest = KEY_DIGEST
     whole = sum(not request.more for request in requests)
     with raw_channel(world) as channel:
         call = channel.stream_stream(
@@ -343,12 +355,20 @@ def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, 
 
 METHODS = {
     "/shufl.v1.Intake/Submit": shuffler_pb2.SubmitRequest(
-        run_id="run", round=1, model_version="m", sealed=b"x" * 64, user=3, more=True
+        run_id="run",
+        round=1,
+        model_version="m",
+        key_digest=KEY_DIGEST,
+        sealed=b"x" * 64,
+        user=3,
+        more=True,
     ),
     "/shufl.v1.Control/CreateRun": shuffler_pb2.CreateRunRequest(
         run_id="run", plan=plan(50, 1), report_bytes=64
     ),
-    "/shufl.v1.Control/OpenRound": shuffler_pb2.OpenRoundRequest(run_id="run", round=1),
+    "/shufl.v1.Control/OpenRound": shuffler_pb2.OpenRoundRequest(
+        run_id="run", round=1, model_version="m", public_key=PUBLIC_KEY
+    ),
     "/shufl.v1.Control/CloseRound": shuffler_pb2.CloseRoundRequest(run_id="no", discard=True),
     "/shufl.v1.Control/Release": shuffler_pb2.ReleaseRequest(run_id="no", round=1),
     "/shufl.v1.Control/EndRun": shuffler_pb2.EndRunRequest(run_id="no"),

@@ -19,7 +19,16 @@ import grpc
 import pytest
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from shuffler_world import PAYLOAD_BYTES, World, free_port, plan, raw_channel, scrape
+from shuffler_world import (
+    KEY_DIGEST,
+    PAYLOAD_BYTES,
+    PUBLIC_KEY,
+    World,
+    free_port,
+    plan,
+    raw_channel,
+    scrape,
+)
 
 from shuffler import (
     ControlClient,
@@ -207,7 +216,7 @@ def test_clients_refuse_a_shuffler_that_is_not_the_one(tmp_path: Path, wrong: st
 
 
 def header_of(run_id: str):
-    return RoundHeader(run_id, 1, "model 1", "0" * 64)
+    return RoundHeader(run_id, 1, "model 1", "0" * 64, KEY_DIGEST)
 
 
 def test_a_credential_reports_for_its_own_users_and_each_once(guarded: World):
@@ -277,7 +286,7 @@ def test_in_plaintext_control_needs_the_token(start: Callable[..., World]):
         with ControlClient(world.process.address, token) as stranger:
             for call, arguments in (
                 (stranger.create_run, ("new", plan(), 64)),
-                (stranger.open_round, ("run", 2, "m")),
+                (stranger.open_round, ("run", 2, "m", PUBLIC_KEY)),
                 (stranger.close_round, ("run", 1)),
                 (stranger.release, ("run", 1)),
                 (stranger.end_run, ("run",)),
@@ -387,8 +396,8 @@ def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
         IntakeClient(address, Credentials.read(place, "phone-7")) as intake,
     ):
         digest = control.create_run("run", plan(), LENGTH)
-        control.open_round("run", 1, "m")
-        header = RoundHeader("run", 1, "m", digest)
+        control.open_round("run", 1, "m", PUBLIC_KEY)
+        header = RoundHeader("run", 1, "m", digest, KEY_DIGEST)
         verdicts = list(intake.submit(header, [(0, bytes(LENGTH)), (1, bytes(LENGTH))]))
         assert verdicts == [Verdict.ACCEPTED, Verdict.BAD_SENDER]
         control.close_round("run", 1)
@@ -458,8 +467,8 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
             IntakeClient(address, credentials("node")) as again,
         ):
             digest = control.create_run("run", plan(), LENGTH)
-            control.open_round("run", 1, "m")
-            header = RoundHeader("run", 1, "m", digest)
+            control.open_round("run", 1, "m", PUBLIC_KEY)
+            header = RoundHeader("run", 1, "m", digest, KEY_DIGEST)
             withdrawn = phone.fingerprint.upper()
             withdrawn = ":".join(withdrawn[at : at + 2] for at in range(0, 64, 2))
 

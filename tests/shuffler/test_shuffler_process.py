@@ -70,7 +70,11 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         (PLAIN + 'spool = "/dev/null"', TOKEN, "/dev/null"),
         (PLAIN + SPOOL + 'log_file = "/nowhere/log"', TOKEN, "/nowhere/log"),
         (PLAIN + "spol = 3", TOKEN, "unknown key spol; allowed: listen"),
-        (PLAIN + "[limits]\nstreems = 1", TOKEN, "unknown key limits.streems; allowed: streams"),
+        (
+            PLAIN + "[limits]\nstreems = 1",
+            TOKEN,
+            "unknown key limits.streems; allowed: users, streams",
+        ),
         (PLAIN + "[limits]\nidle_seconds = 1e10", TOKEN, "limits.idle_seconds: Input should be"),
         (PLAIN + "[limits]\nstreams = 0", TOKEN, "limits.streams: Input should be greater than"),
         ("plaintext = yes", TOKEN, "is not valid TOML"),
@@ -161,7 +165,7 @@ def test_a_store_that_refuses_at_the_start_is_one_line(tmp_path: Path):
     config.write_text(PLAIN + 'spool = "spool"\n')
     code = (
         "import sys, shuffler.cli as cli; from shuffler import Refusal, ShufflerRefused\n"
-        "def full(spool): raise ShufflerRefused(Refusal.STORAGE_FULL, 'the disk is full')\n"
+        "def full(*_, **__): raise ShufflerRefused(Refusal.STORAGE_FULL, 'the disk is full')\n"
         "cli.RunStore = full\n"
         f"sys.argv[1:] = ['--config', {str(config)!r}]\n"
         "from shuffler.__main__ import main; sys.exit(main())"

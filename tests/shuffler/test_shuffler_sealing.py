@@ -24,10 +24,8 @@ from shuffler import (
 )
 
 ROOT = Path(__file__).parents[2]
-HEADER = RoundHeader("run", 7, "model 7", "ab" * 32)
-HEADERS = st.builds(
-    RoundHeader, st.text(), st.integers(0, 2**63 - 1), st.text(max_size=4), st.text(max_size=4)
-)
+HEADER = RoundHeader("run", 7, "model 7", "ab" * 32, "cd" * 32)
+HEADERS = st.builds(RoundHeader, st.text(), st.integers(0, 2**63 - 1), *[st.text(max_size=4)] * 3)
 
 
 SUITES = ["x25519", "mlkem768-x25519"]
@@ -53,7 +51,13 @@ def test_a_report_opens_and_has_the_announced_length(keys, sealing, length):
 
 @pytest.mark.parametrize(
     "change",
-    [{"run_id": "run2"}, {"round": 8}, {"model_version": "model 8"}, {"plan_digest": "ac" * 32}],
+    [
+        {"run_id": "run2"},
+        {"round": 8},
+        {"model_version": "model 8"},
+        {"plan_digest": "ac" * 32},
+        {"key_digest": "ce" * 32},
+    ],
 )
 def test_a_report_of_another_round_does_not_open(keys, change):
     sealed = seal(b"payload", keys[1], HEADER)
@@ -134,7 +138,7 @@ def held():
                 del data
         result.append(count > 0)
     return result
-header = RoundHeader("r", 1, "m", "d")
+header = RoundHeader("r", 1, "m", "d", "k")
 sealed = seal(b"x", public, header)
 assert ReportOpener(key, header).open(sealed) == b"x"
 before = held()
@@ -195,9 +199,10 @@ def test_a_report_of_another_length_does_not_open_even_if_its_seal_fits(keys):
 
 def test_text_moved_between_fields_changes_the_binding():
     assert (
-        RoundHeader("ab", 1, "c", "").binding(1)
-        != RoundHeader("a", 1, "bc", "").binding(1)
-        != RoundHeader("a", 1, "b", "c").binding(1)
+        RoundHeader("ab", 1, "c", "", "").binding(1)
+        != RoundHeader("a", 1, "bc", "", "").binding(1)
+        != RoundHeader("a", 1, "b", "c", "").binding(1)
+        != RoundHeader("a", 1, "b", "", "c").binding(1)
     )
 
 
@@ -216,13 +221,13 @@ def test_a_header_with_other_fields_is_refused(fields):
 @pytest.mark.parametrize("number", [-1, 2**63])
 def test_a_round_out_of_range_is_refused(number):
     with pytest.raises(ValueError, match="round must lie in"):
-        RoundHeader("run", number, "m", "d")
+        RoundHeader("run", number, "m", "d", "k")
 
 
 @pytest.mark.parametrize("number", [1.0, True, "1"])
 def test_a_round_that_is_no_integer_is_refused(number):
     with pytest.raises(TypeError, match="round must be an integer"):
-        RoundHeader("run", number, "m", "d")
+        RoundHeader("run", number, "m", "d", "k")
 
 
 def test_keys_of_another_length_are_refused():

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from scipy.stats import chisquare
-from shuffler_world import PAYLOAD_BYTES, World, payload, plan
+from shuffler_world import PAYLOAD_BYTES, PUBLIC_KEY, World, payload, plan
 
 from shuffler import (
     ControlClient,
@@ -28,6 +28,7 @@ from shuffler import (
     ShufflerRefused,
     ShufflerUnavailable,
     Verdict,
+    generate_key_pair,
     open_report,
     sealed_length,
     shuffler_pb2,
@@ -93,6 +94,7 @@ def test_every_rule_has_its_verdict(shared: World):
     assert verdict(round=6) is Verdict.ROUND_NOT_OPEN
     assert verdict(plan_digest="0" * 64) is Verdict.WRONG_PLAN
     assert verdict(model_version="model 4") is Verdict.WRONG_MODEL_VERSION
+    assert verdict(key_digest="0" * 64) is Verdict.WRONG_KEY
     assert verdict(sealed=sealed + b"\0") is Verdict.WRONG_LENGTH
     assert verdict(sealed=b"") is Verdict.WRONG_LENGTH
     assert verdict(user=100_000) is Verdict.BAD_SENDER
@@ -167,19 +169,37 @@ def test_rounds_increase_one_at_a_time_and_a_plan_never_changes(shared: World):
     assert control.create_run("rules", plan(10, 2), 64) == digest
     assert refusal(control.create_run, "rules", plan(10, 1), 64) is Refusal.RUN_EXISTS
     assert refusal(control.create_run, "rules", plan(10, 2), 65) is Refusal.RUN_EXISTS
-    assert refusal(control.open_round, "nobody's", 1, "m") is Refusal.UNKNOWN_RUN
-    control.open_round("rules", 3, "m")
-    assert refusal(control.open_round, "rules", 3, "m") is Refusal.ANOTHER_ROUND_OPEN
-    assert refusal(control.open_round, "rules", 4, "m") is Refusal.ANOTHER_ROUND_OPEN
+    assert refusal(control.open_round, "nobody's", 1, "m", PUBLIC_KEY) is Refusal.UNKNOWN_RUN
+    control.open_round("rules", 3, "m", PUBLIC_KEY)
+    assert refusal(control.open_round, "rules", 3, "m", PUBLIC_KEY) is Refusal.ANOTHER_ROUND_OPEN
+    assert refusal(control.open_round, "rules", 4, "m", PUBLIC_KEY) is Refusal.ANOTHER_ROUND_OPEN
     control.close_round("rules", 3)
     for round in (2, 3):
-        assert refusal(control.open_round, "rules", round, "m") is Refusal.ROUND_NOT_INCREASING
-    control.open_round("rules", 4, "m")
+        reason = refusal(control.open_round, "rules", round, "m", PUBLIC_KEY)
+        assert reason is Refusal.ROUND_NOT_INCREASING
+    control.open_round("rules", 4, "m", PUBLIC_KEY)
     control.end_run("rules")
     control.end_run("rules")
-    assert refusal(control.open_round, "rules", 5, "m") is Refusal.RUN_ENDED
+    assert refusal(control.open_round, "rules", 5, "m", PUBLIC_KEY) is Refusal.RUN_ENDED
     assert refusal(control.create_run, "rules", plan(10, 2), 64) is Refusal.RUN_ENDED
     assert refusal(control.end_run, "nobody's") is Refusal.UNKNOWN_RUN
+
+
+@pytest.mark.parametrize("key", [b"", bytes(31), bytes(32), b"\xff" * 1216])
+def test_a_key_that_nothing_can_be_sealed_to_opens_no_round(shared: World, key: bytes):
+    shared.control.create_run("bad key", plan(), sealed_length(0, "mlkem768-x25519"))
+    reason = refusal(shared.control.open_round, "bad key", 1, "m", key)
+    assert reason is Refusal.MALFORMED
+
+
+@pytest.mark.parametrize("sealing", ["x25519", "mlkem768-x25519"])
+def test_a_round_whose_reports_are_too_short_to_be_sealed_is_not_opened(shared: World, sealing):
+    length, key = sealed_length(0, sealing), generate_key_pair(sealing)[1]
+    shared.control.create_run(f"short {sealing}", plan(), length - 1)
+    reason = refusal(shared.control.open_round, f"short {sealing}", 1, "m", key)
+    assert reason is Refusal.MALFORMED
+    shared.control.create_run(f"empty {sealing}", plan(), length)
+    shared.control.open_round(f"empty {sealing}", 1, "m", key)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +227,7 @@ def test_a_round_longer_than_the_file_system_allows_is_refused_with_the_run(
     assert refused.value.reason is Refusal.MALFORMED
     assert f"a round's file would have {limit + 8192} bytes" in refused.value.detail
     world.control.create_run("long", plan(users), 4096)
-    world.control.open_round("long", 1, "model")
+    world.control.open_round("long", 1, "model", PUBLIC_KEY)
     names = {path.name for path in (tmp_path / "spool").iterdir()}
     assert "batch-probe" not in names
 
@@ -295,7 +315,7 @@ def test_a_shuffler_that_is_not_there_or_hangs_is_unavailable(start):
     os.kill(world.process.pid, signal.SIGSTOP)
     try:
         for call in (
-            lambda: control.open_round("run", 2, "m"),
+            lambda: control.open_round("run", 2, "m", PUBLIC_KEY),
             lambda: list(control.release("run", 1)),
             lambda: list(intake.submit(header, world.reports(header, 1))),
         ):

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, spearmanr
-from shuffler_world import plan
+from shuffler_world import KEY_DIGEST, PUBLIC_KEY, plan
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shuffler.runs import Report, RunStore
@@ -38,7 +38,7 @@ def p_value(counts: Counter, cells: list) -> float:
 
 def report(user: int, digest: str, round: int = 1, length: int = 64) -> Report:
     content = bytes([user % 256]) * length
-    return Report("run", round, "model", digest, "node", user, 2**32, content)
+    return Report("run", round, "model", digest, KEY_DIGEST, "node", user, 2**32, content)
 
 
 def read(spool: RoundSpool, limit: int = 3 * 64) -> list[bytes]:
@@ -157,13 +157,15 @@ def test_every_byte_of_the_files_is_the_same_whatever_the_order_of_arrival(
     assert filled(memory_path, rising[1:], 7) != first
 
 
-def test_the_files_hold_two_sets_and_a_key(tmp_path):
+def test_the_files_hold_two_sets_a_key_and_how_far_the_blankets_are(tmp_path):
     spool = RoundSpool(tmp_path / "batch.db", 40, 50)
     spool.add([("node", 1, bytes(40))])
     spool.close()
     rows = sqlite3.connect(tmp_path / "batch.db")
     tables = rows.execute("SELECT name FROM sqlite_master WHERE sql IS NOT NULL")
-    assert {name for (name,) in tables.fetchall()} == {"slots", "reported", "hash_key"}
+    names = {"slots", "reported", "hash_key", "blankets"}
+    assert {name for (name,) in tables.fetchall()} == names
+    assert rows.execute("SELECT counts FROM blankets").fetchall() == [(bytes(24),)]
     rows.close()
     spool.destroy()
 
@@ -293,7 +295,7 @@ def test_the_directory_is_private(tmp_path):
     try:
         store = RunStore(place)
         store.create_run("run", plan(), 64)
-        store.open_round("run", 1, "model")
+        store.open_round("run", 1, "model", PUBLIC_KEY)
     finally:
         os.umask(mask)
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
@@ -320,7 +322,7 @@ def test_a_restart_keeps_open_and_closed_rounds_and_deletes_leftovers(tmp_path):
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(), 64)
     for round in (1, 2):
-        store.open_round("run", round, "model")
+        store.open_round("run", round, "model", PUBLIC_KEY)
         store.accept([report(user, digest, round) for user in range(10)])
         if round == 1:
             store.close_round("run", 1)
@@ -345,7 +347,7 @@ def test_a_restart_keeps_open_and_closed_rounds_and_deletes_leftovers(tmp_path):
 def test_a_crash_while_releasing_loses_the_batch(tmp_path):
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(), 64)
-    store.open_round("run", 1, "model")
+    store.open_round("run", 1, "model", PUBLIC_KEY)
     store.accept([report(1, digest)])
     store.close_round("run", 1)
     store.begin_release("run", 1)
@@ -362,7 +364,7 @@ def test_a_crash_while_releasing_loses_the_batch(tmp_path):
 def test_a_batch_whose_file_is_gone_is_reported_lost_and_not_released_empty(tmp_path, gone):
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(), 64)
-    store.open_round("run", 1, "model")
+    store.open_round("run", 1, "model", PUBLIC_KEY)
     store.accept([report(1, digest)])
     store.close()
     for path in tmp_path.glob(gone):
@@ -372,7 +374,7 @@ def test_a_batch_whose_file_is_gone_is_reported_lost_and_not_released_empty(tmp_
         with pytest.raises(ShufflerRefused) as refused:
             call("run", 1)
         assert refused.value.reason is Refusal.BATCH_LOST
-    store.open_round("run", 2, "model")
+    store.open_round("run", 2, "model", PUBLIC_KEY)
     store.close()
 
 
@@ -398,13 +400,13 @@ def test_a_damaged_batch_is_reported_lost_and_the_other_runs_go_on(
 ):
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(1000), 64)
-    store.open_round("run", 1, "model")
+    store.open_round("run", 1, "model", PUBLIC_KEY)
     store.accept([report(1, digest)])
     if closed:
         store.close_round("run", 1)
     (file,) = tmp_path.glob(f"batch-*{suffix}")
     store.create_run("other", plan(1000), 64)
-    store.open_round("other", 1, "model")
+    store.open_round("other", 1, "model", PUBLIC_KEY)
     mine = dataclasses.replace(report(2, digest), run_id="other")
     assert store.accept([mine]) == [Verdict.ACCEPTED]
     store.close()
@@ -419,7 +421,7 @@ def test_a_damaged_batch_is_reported_lost_and_the_other_runs_go_on(
         assert store.accept([mine]) == [Verdict.DUPLICATE]
         store.close()
     store = RunStore(tmp_path)
-    store.open_round("run", 2, "model")
+    store.open_round("run", 2, "model", PUBLIC_KEY)
     assert store.accept([report(1, digest, 2)]) == [Verdict.ACCEPTED]
     assert store.close_round("other", 1) is Outcome.RELEASABLE
     assert read(store.begin_release("other", 1)) == [mine.sealed]
@@ -442,7 +444,7 @@ def test_after_a_crash_while_releasing_it_starts_on_a_disk_that_others_filled(
     place = tiny_disk / "spool"
     store = RunStore(place)
     digest = store.create_run("run", plan(1000), 64)
-    store.open_round("run", 1, "model")
+    store.open_round("run", 1, "model", PUBLIC_KEY)
     store.accept([report(1, digest)])
     store.close_round("run", 1)
     store.begin_release("run", 1)
@@ -461,14 +463,14 @@ def test_after_a_crash_while_releasing_it_starts_on_a_disk_that_others_filled(
         assert refused.value.reason is Refusal.ALREADY_RELEASED
         store.close()
         store = RunStore(place)
-    store.open_round("run", 2, "model")
+    store.open_round("run", 2, "model", PUBLIC_KEY)
     store.close()
 
 
 def test_ending_a_run_while_it_is_released_stops_the_release(tmp_path):
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(), 64)
-    store.open_round("run", 1, "model")
+    store.open_round("run", 1, "model", PUBLIC_KEY)
     store.accept([report(user, digest) for user in range(10)])
     store.close_round("run", 1)
     spool = store.begin_release("run", 1)
@@ -484,7 +486,7 @@ def test_a_disk_that_others_fill_is_a_verdict_and_the_reports_stay(tiny_disk: Pa
     """Without the reserve it is SQLite that meets the full disk."""
     store = RunStore(tiny_disk / "spool", reserve_bytes=-(2**40))
     digest = store.create_run("run", plan(1000), 20_000)
-    store.open_round("run", 1, "model")
+    store.open_round("run", 1, "model", PUBLIC_KEY)
     assert store.accept([report(0, digest, length=20_000)]) == [Verdict.ACCEPTED]
     filler = fill(tiny_disk)
     group = [report(user, digest, length=20_000) for user in range(1, 20)]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shuffler_world import plan
+from shuffler_world import KEY_DIGEST, PUBLIC_KEY, plan
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shuffler.runs import Report, RunStore
@@ -28,8 +28,10 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = RunStore(spool)
     for number in range(RUNS):
         digest = store.create_run(f"run {number}", plan(1000), 64)
-        store.open_round(f"run {number}", 1, "model")
-        report = Report(f"run {number}", 1, "model", digest, "node", 7, 2**32, bytes([number]) * 64)
+        store.open_round(f"run {number}", 1, "model", PUBLIC_KEY)
+        sealed = bytes([number]) * 64
+        about = (f"run {number}", 1, "model", digest, KEY_DIGEST)
+        report = Report(*about, "node", 7, 2**32, sealed)
         assert store.accept([report]) == [Verdict.ACCEPTED]
         if number % 2:
             store.close_round(f"run {number}", 1)
@@ -147,6 +149,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (execute("UPDATE rounds SET state = 'ajar'"), "a row does not parse"),
     (execute("UPDATE rounds SET outcome = 9"), "a row does not parse"),
     (execute("UPDATE rounds SET round = 'one'"), "a row does not parse"),
+    (execute("UPDATE rounds SET public_key = 'one'"), "a row does not parse"),
     (execute("UPDATE rounds SET model_version = CAST(x'ff' AS TEXT)"), "damaged: "),
     (execute("DROP TABLE rounds"), "damaged: no such table: rounds"),
 ]
@@ -209,6 +212,6 @@ def test_a_crash_while_the_directory_is_made_leaves_nothing_in_the_way(tmp_path:
     store = RunStore(spool)
     assert sorted(path.name for path in spool.iterdir()) == ["lock", "runs.db"]
     with pytest.raises(ShufflerRefused) as refused:
-        store.open_round("run", 1, "model")
+        store.open_round("run", 1, "model", PUBLIC_KEY)
     assert refused.value.reason is Refusal.UNKNOWN_RUN
     store.close()

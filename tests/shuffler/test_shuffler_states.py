@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from shuffler_world import plan
+from shuffler_world import KEY_DIGEST, PUBLIC_KEY, plan
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.runs import Report, RunStore
+from shuffler.runs import Draft, Report, RunStore
 from shuffler.spool import RoundSpool
 
 USERS, MINIMUM, LENGTH = 6, 3, 64
@@ -56,6 +56,10 @@ class Rounds(RuleBasedStateMachine):
             return refused.reason
         return None
 
+    def report(self, number: int, user: int, sealed: bytes, draft: Draft | None = None) -> Report:
+        about = ("run", number, "model", self.digest, KEY_DIGEST)
+        return Report(*about, "node", user, 2**32, sealed, draft)
+
     @rule(number=ROUNDS)
     def open_round(self, number):
         waiting = sum(state == "closed" for state, _ in self.rounds.values())
@@ -68,7 +72,7 @@ class Rounds(RuleBasedStateMachine):
         else:
             expected = None
             self.rounds[number] = ("open", {})
-        assert self.refusal(self.store.open_round, "run", number, "model") is expected
+        assert self.refusal(self.store.open_round, "run", number, "model", PUBLIC_KEY) is expected
 
     @rule(number=ROUNDS, users=st.lists(st.integers(0, USERS), max_size=4))
     def submit(self, number, users):
@@ -77,7 +81,7 @@ class Rounds(RuleBasedStateMachine):
         for user in users:
             self.content += 1
             sealed = self.content.to_bytes(LENGTH, "big")
-            reports.append(Report("run", number, "model", self.digest, "node", user, 2**32, sealed))
+            reports.append(self.report(number, user, sealed))
             if state != "open":
                 expected.append(Verdict.ROUND_NOT_OPEN)
             elif user == USERS:
@@ -94,7 +98,7 @@ class Rounds(RuleBasedStateMachine):
         """Four pieces are a report; the round may end before `accept` in another rule's way."""
         self.content += 1
         sealed = self.content.to_bytes(LENGTH, "big")
-        head = Report("run", number, "model", self.digest, "node", user, 2**32, b"")
+        head = self.report(number, user, b"")
         draft = self.store.begin(head)
         state, held = self.rounds.get(number, ("unknown", {}))
         if state != "open":
@@ -104,7 +108,7 @@ class Rounds(RuleBasedStateMachine):
         else:
             for piece in range(pieces):
                 draft.write([(sealed * 2)[piece * 16 : (piece + 1) * 16]])
-            whole = Report("run", number, "model", self.digest, "node", user, 2**32, b"", draft)
+            whole = self.report(number, user, b"", draft)
             expected = Verdict.ACCEPTED if pieces == 4 else Verdict.WRONG_LENGTH
             assert self.store.accept([whole]) == [expected]
             if pieces == 4:
@@ -185,11 +189,11 @@ def test_a_day_of_rounds_leaves_nothing_that_grows(tmp_path):
         digest = store.create_run("run", plan(USERS, MINIMUM), LENGTH)
         sizes = []
         for number in range(3600):
-            store.open_round("run", number, "model")
+            store.open_round("run", number, "model", PUBLIC_KEY)
             users = range(USERS if number % 2 else MINIMUM - 1)
             store.accept(
                 [
-                    Report("run", number, "model", digest, "n", u, 2**32, bytes(LENGTH))
+                    Report("run", number, "model", digest, KEY_DIGEST, "n", u, 2**32, bytes(LENGTH))
                     for u in users
                 ]
             )

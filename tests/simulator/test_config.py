@@ -39,7 +39,16 @@ from simulator.experiment import prepare
             f"must be one of {', '.join(ACCOUNTANTS)}, got 'moments'",
         ),
         ("privacy.accountant=3", "privacy.accountant must be one of theorem3, .* got 3"),
-        ("privacy.shuffler_blankets=5", "unknown key privacy.shuffler_blankets; "),
+        ("privacy.shuffler_blanket=5", "unknown key privacy.shuffler_blanket; did you mean"),
+        (
+            "privacy.shuffler_blankets=-1",
+            r"privacy.shuffler_blankets must be a number from 0 to 10\^7, got -1",
+        ),
+        (
+            "privacy.least_present=0",
+            "privacy.least_present must be a whole number from 1 to .*got 0",
+        ),
+        ("shuffler.number=0", "shuffler.number must be a whole number from 1 to 64, got 0"),
         ("data.dataset=mnits", "data.dataset must be one of digits, mnist, .* got 'mnits'"),
         ("learning_rate=1.0", "unknown key learning_rate; allowed: name, seed"),
         ("seed=-1", r'seed must be a whole number in \[0, 2\^63\), or "system"'),
@@ -55,6 +64,15 @@ def test_one_line_for_each_mistake(override, message):
     with pytest.raises(ConfigError, match=message) as error:
         load("quickstart", [override])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "most"), [("simulation.nodes=3", 3), ("data.users=2", 2), ("data.users=3", 3)]
+)
+def test_more_shufflers_than_nodes_or_users_are_one_line(override, most):
+    message = f"^shuffler.number must be at most the number of nodes and of users, {most}, got 4$"
+    with pytest.raises(ConfigError, match=message):
+        prepare(load("quickstart", ["shuffler.number=4", override]))
 
 
 def without(*keys):

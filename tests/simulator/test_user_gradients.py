@@ -11,7 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from clients import LocalTraining, clip, local_update, record_orders
+from accounting.mechanisms import clip
+from clients import LocalTraining, local_update, record_orders
 from simulator.models import logistic_regression, mlp, small_cnn
 from simulator.user_gradients import (
     clipped_sum,
