@@ -112,7 +112,8 @@ def main() -> None:
         rows = read_rows(made / "metrics.jsonl")
         plain = plain_flower(prepare(config), arguments.rounds, Path(folder))
     reports = float(np.mean([row["reports"] for row in rows]))
-    table = Table(title=f"{config.name}: {reports:.0f} reports a round, {arguments.rounds} rounds")
+    what = f"{reports:.0f} reports and blankets a round, {arguments.rounds} rounds"
+    table = Table(title=f"{config.name}: {what}")
     for column in ("path", "median s/round", "rounds/min", "reports/s", "ratio"):
         table.add_column(column, justify="right")
     timings = {"plain Flower": plain, "shufl": [row["seconds"] for row in rows]}

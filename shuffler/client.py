@@ -361,7 +361,7 @@ class ControlClient(_Client):
             ShufflerUnavailable: if the shuffler does not answer.
         """
         request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round, discard=discard)
-        patience = max(self.timeout, _BLANKET_SECONDS)
+        patience = None if discard else max(self.timeout, _BLANKET_SECONDS)
         return Outcome(self._call("CloseRound", request, patience).outcome)
 
     def release(self, run_id: str, round: int) -> Iterator[bytes]:

@@ -566,11 +566,12 @@ class RunStore:
                 try:
                     run = self._runs[run_id]
                     with naming(path):
+                        _check_key(run_id, run, entry)
                         if not exists(path):
                             raise DamagedFile("the batch's file is missing")
                         entry.spool = self._open_spool(path, run, entry.number)
                     continue
-                except DamagedFile:
+                except (DamagedFile, ShufflerRefused):
                     # Lost, and the other rounds go on. The files go before the entry again.
                     entry.outcome = None
                     with suppress(OSError):

@@ -18,7 +18,7 @@ from simulator.engine import EngineFailed
 from simulator.experiment import prepare
 from simulator.run import run
 from simulator.vectorised import ReportSum
-from simulator.workers import needs_of_a_worker, ray_workers
+from simulator.workers import _share, needs_of_a_worker, ray_workers
 
 HERE = Path(__file__).parent
 SETTINGS = [
@@ -91,7 +91,7 @@ def test_workers_that_always_die_end_the_run_in_one_line_and_the_cluster_stays(
 @pytest.mark.parametrize("noise", ["report", "aggregate"])
 @pytest.mark.parametrize("ends", [[32, 60], [16, 48, 60], [0, 60, 60]])
 def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
-    """Shards of whole blocks: four of sixteen ids here."""
+    """Shards of whole blocks: four of sixteen ids here; and blankets of two shufflers."""
     of = prepare(
         load(str(tiny_config(tmp_path, 4)), [
             "simulation.engine=vectorised", f"simulation.noise={noise}",
@@ -100,11 +100,12 @@ def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
     )  # fmt: skip
     model, records = of.make_model(), of.load_users()
     users = np.flatnonzero(SeededRandomness(5).check_ins(1, np.arange(60), 0.5))
-    whole = ReportSum(of, records).sum(1, model, users, [])
+    whole = ReportSum(of, records).sum(1, model, users, [(0, 0, 41), (1, 0, 7)])
     total = np.zeros_like(whole)
-    for start, end in zip([0, *ends], ends, strict=False):
+    for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         shard = users[(start <= users) & (users < end)]
-        total += ReportSum(of, records.of(start, end)).sum(1, model, shard, [])
+        blankets = [_share(each, number, len(ends)) for each in ((0, 0, 41), (1, 0, 7))]
+        total += ReportSum(of, records.of(start, end)).sum(1, model, shard, blankets)
     assert np.array_equal(total, whole) and np.abs(whole).max() > 500
 
 
