@@ -15,6 +15,11 @@ Two ways of calling, with TLS:
 `shuffler` has every acknowledged report on disk. `ratio` is shuffler/sink, the median over rounds
 that alternate between the two. `disk` is the same disk in the same round without anything else:
 4 MB written and synced, again and again. Peak memory is VmHWM of the shuffler's process.
+
+`blankets` is the shuffler again, in a round that gets as many blankets as reports in expectation,
+made while the reports come in: reports a second until all are acknowledged; how many blankets a
+second of the shuffler's core, by its CPU time beyond that of a round without; and `ready`, the time
+from opening the round until it is closed, over the same without blankets.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from pathlib import Path
 
 import grpc
 
+from accounting.mechanisms import most_blankets
 from shuffler import (
     ControlClient,
     IntakeClient,
@@ -145,7 +151,7 @@ def measure(directory: Path, options: argparse.Namespace) -> list[dict]:
     rows = []
     print(
         f"{'payload':>9} {'':9} {'sink':>17} {'shuffler':>17} {'ratio':>6} "
-        f"{'disk':>8} {'release':>8} {'peak':>8}"
+        f"{'disk':>8} {'release':>8} {'peak':>8} {'with blankets':>13} {'blankets':>8} ready"
     )
     try:
         address = f"127.0.0.1:{int(sink.stdout.readline())}"
@@ -159,8 +165,9 @@ def measure(directory: Path, options: argparse.Namespace) -> list[dict]:
                     IntakeClient(address, process.submit) as sink_intake,
                 ):
                     pin(process.pid, SERVER_CORE)
+                    clients = control, intake, sink_intake
                     rows.append(
-                        compare(control, intake, sink_intake, directory, payload, sealing, options)
+                        compare(*clients, process.pid, directory, payload, sealing, options)
                     )
                     rows[-1]["peak_mb"] = peak_mb(process.pid)
                     show(rows[-1])
@@ -174,12 +181,13 @@ def compare(
     control: ControlClient,
     intake: IntakeClient,
     sink: IntakeClient,
+    pid: int,
     directory: Path,
     payload: int,
     sealing: bool,
     options: argparse.Namespace,
 ) -> dict:
-    """Rounds that alternate between the sink and the shuffler."""
+    """Rounds that alternate between the sink, the shuffler, and the shuffler with blankets."""
     count = max(20, min(options.reports, int(options.megabytes * 1e6 / payload)))
     length = sealed_length(payload)
     plan = json.dumps({"users": count, "minimum_batch": count}).encode()
@@ -187,22 +195,45 @@ def compare(
     digest = control.create_run(run_id, plan, length)
     _, public_key = generate_key_pair()
     content = os.urandom(payload)
-    rates: dict[str, list[float]] = {"sink": [], "shuffler": [], "release": [], "disk": []}
+    names = "sink", "shuffler", "release", "disk", "blanketed", "blankets"
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    ready = []
+    blanketed = f"{run_id}-blankets"
+    noisy = {"shuffler_blankets": float(count), "clip_norm": 1.0, "noise_multiplier": 1.0}
+    noisy |= {"users": count, "minimum_batch": count}
+    noisy_digest = control.create_run(blanketed, json.dumps(noisy).encode(), length)
     for round in range(options.rounds + 1):  # the first warms up
         header = RoundHeader(run_id, round, "model", digest, key_digest(public_key))
+        opened, before = time.perf_counter(), cpu_seconds(pid)
         control.open_round(run_id, round, "model", public_key)
-        for name, client in (("sink", sink), ("shuffler", intake)):
+        for name, client in (("shuffler", intake), ("sink", sink)):
             begun = time.perf_counter()
             stream = reports(header, count, content, public_key, sealing)
             accepted = sum(verdict is Verdict.ACCEPTED for verdict in client.submit(header, stream))
             rates[name].append(count / (time.perf_counter() - begun))
             assert accepted == count, f"{accepted} of {count} accepted by the {name}"
+            if name == "shuffler":
+                assert control.close_round(run_id, round) is Outcome.RELEASABLE
+                plain = time.perf_counter() - opened
+                plain_cpu = cpu_seconds(pid) - before
         rates["disk"].append(disk_rate(directory, payload))
-        assert control.close_round(run_id, round) is Outcome.RELEASABLE
+        opened, before = time.perf_counter(), cpu_seconds(pid)
+        control.open_round(blanketed, round, "model", public_key)
+        header = RoundHeader(blanketed, round, "model", noisy_digest, key_digest(public_key))
+        stream = reports(header, count, content, public_key, sealing)
+        begun = time.perf_counter()
+        assert all(verdict is Verdict.ACCEPTED for verdict in intake.submit(header, stream))
+        rates["blanketed"].append(count / (time.perf_counter() - begun))
+        assert control.close_round(blanketed, round) is Outcome.RELEASABLE
+        ready.append((time.perf_counter() - opened) / plain)
+        beyond = cpu_seconds(pid) - before - plain_cpu
+        rates["blankets"].append(most_blankets(count) / max(beyond, 0.01))
+        assert sum(1 for _ in control.release(blanketed, round)) > count
         begun = time.perf_counter()
         assert sum(1 for _ in control.release(run_id, round)) == count
         rates["release"].append(count / (time.perf_counter() - begun))
     control.end_run(run_id)
+    control.end_run(blanketed)
     for values in rates.values():
         del values[0]
     pairs = zip(rates["shuffler"], rates["sink"], strict=True)
@@ -211,8 +242,15 @@ def compare(
         "sealed": sealing,
         "reports": count,
         "ratio": statistics.median(ours / theirs for ours, theirs in pairs),
+        "ready": statistics.median(ready[1:]),
         **{f"{name}_per_second": statistics.median(values) for name, values in rates.items()},
     }
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def show(row: dict) -> None:
@@ -224,7 +262,9 @@ def show(row: dict) -> None:
         f"{row['payload']:9} {'sealed' if row['sealed'] else 'presealed':9} {rate('sink'):>17} "
         f"{rate('shuffler'):>17} {row['ratio']:6.2f} "
         f"{row['disk_per_second'] * row['payload'] / 1e6:4.0f} MB/s "
-        f"{row['release_per_second'] * row['payload'] / 1e6:4.0f} MB/s {row['peak_mb']:5.0f} MB",
+        f"{row['release_per_second'] * row['payload'] / 1e6:4.0f} MB/s {row['peak_mb']:5.0f} MB "
+        f"{row['blanketed_per_second']:7.0f}/s {row['blankets_per_second']:7.0f}/s "
+        f"{row['ready']:5.2f}",
         flush=True,
     )
 
