@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
@@ -112,20 +113,29 @@ class RoundLoop:
                 f"{missing} of {len(nodes)} nodes did not get ready: "
                 f"{_first_reason(answers, timeout)}"
             )
-        known = {
-            node: _Node(int(said["users"]), int(said["shuffler"]))
-            for node, said in answers.received.items()
-        }
-        if strange := {node.shuffler for node in known.values()} - set(range(len(self._shufflers))):
-            raise RoundFailed(f"nodes report to shufflers {strange} of {len(self._shufflers)}")
+        known = {node: self._node(said) for node, said in answers.received.items()}
+        if (users := sum(node.users for node in known.values())) > settings.plan.users:
+            raise RoundFailed(
+                f"the nodes speak for {users} users, the plan has {settings.plan.users}"
+            )
         return known
+
+    def _node(self, said: dict[str, Any]) -> _Node:
+        """What a node said of itself; it is the node's word."""
+        users, shuffler = said.get("users"), said.get("shuffler")
+        if type(users) is not int or type(shuffler) is not int or users < 1:
+            raise RoundFailed(f"a node must say for how many users it speaks, it said {said}")
+        if not 0 <= shuffler < len(self._shufflers):
+            raise RoundFailed(f"a node reports to shuffler {shuffler} of {len(self._shufflers)}")
+        return _Node(users, shuffler)
 
     def _round(self, round: int, trained: nn.Module) -> PlayedRound:
         """Opens a round at every shuffler, plays it, and releases where enough users are present.
 
         A silent node costs nothing where ε counts on no other users: the batch is released with
         whoever answered. Otherwise ε is that of `least_present` users mixing, so that a batch with
-        fewer of them is destroyed unseen.
+        fewer of them is destroyed unseen. So is one whose round an interrupt cut short: it holds
+        reports of nodes that are not counted as present, and its mean would be wrong.
         """
         model = ArrayRecord(trained.state_dict())
         private_key, public_key = generate_key_pair(self.settings.sealing)
@@ -150,8 +160,11 @@ class RoundLoop:
         for reason in answers.errors:
             log.error("round %d: a node failed: %s", round, reason)
         present = self._users_present(answers)
+        cut_short = self._stop() and len(answers.received) < len(self._nodes)
         outcomes = {
-            number: shuffler.close_round(header.run_id, round, discard=not self._enough(users))
+            number: shuffler.close_round(
+                header.run_id, round, discard=cut_short or not self._enough(users)
+            )
             for (number, users), shuffler in zip(present.items(), self._shufflers, strict=True)
         }
         released = [number for number, each in outcomes.items() if each is Outcome.RELEASABLE]

@@ -231,6 +231,7 @@ class RunStore:
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
             with storage_errors():
+                self._make_sure_of_room(run, most_blankets(run.blankets))
                 entry.spool = self._open_spool(path, run, number)
             self._file.add_round(run_id, entry, forgotten)
         except ShufflerRefused:
@@ -316,12 +317,11 @@ class RunStore:
         """
         run = self._runs.get(run_id)
         entry = run.rounds.get(number) if run is not None else None
-        if entry is None or entry.state is not RoundState.OPEN:
+        if run is None or entry is None or entry.state is not RoundState.OPEN:
             return
         assert entry.spool is not None
         with storage_errors():
-            if not self._has_room(sum(map(len, sealed))):
-                raise OSError(errno.ENOSPC, "no room for blankets")
+            self._make_sure_of_room(run, len(sealed))
             entry.spool.add_blankets(sealed)
 
     def open_rounds(self) -> list[tuple[str, int]]:
@@ -465,8 +465,7 @@ class RunStore:
     def _store(self, run: Run, entry: Round, reports: list[Report]) -> list[Verdict]:
         """Stores as many of the reports as the disk has room for."""
         assert entry.spool is not None
-        cost = max(slot_bytes(run.report_bytes), PAGE_BYTES) + _OVERHEAD_BYTES
-        room = max(0, self._room() // cost)
+        room = max(0, self._room() // _cost(run))
         rows = [
             (report.sender, report.user, report.draft.slot if report.draft else report.sealed)
             for report in reports[:room]
@@ -511,6 +510,11 @@ class RunStore:
         """Bytes that reports may still take of the disk."""
         disk = os.statvfs(self._directory)
         return disk.f_bavail * disk.f_frsize - self._reserve
+
+    def _make_sure_of_room(self, run: Run, reports: int) -> None:
+        """Raises the error of a full disk where there is no room for so many."""
+        if self._room() < reports * _cost(run):
+            raise OSError(errno.ENOSPC, "no room for blankets")
 
     def _has_room(self, length: int) -> bool:
         return self._room() >= length + PAGE_BYTES
@@ -581,6 +585,11 @@ class RunStore:
             with suppress(ShufflerRefused):
                 self._file.move(run_id, entry, RoundState.DONE)
             entry.state = RoundState.DONE
+
+
+def _cost(run: Run) -> int:
+    """Bytes of the disk that a report, or a blanket, takes at most."""
+    return max(slot_bytes(run.report_bytes), PAGE_BYTES) + _OVERHEAD_BYTES
 
 
 def _header(run_id: str, run: Run, round: Round) -> RoundHeader:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -32,6 +31,7 @@ __all__ = ["Round", "RoundState", "Run", "RunsFile", "naming", "parse_run"]
 _T = TypeVar("_T")
 
 _MAX_BLANKETS = 1e7  # in expectation
+_MAX_NUMBER = 1e100  # of a plan: so that products of two are finite
 _MAX_PLAN_BYTES = 2**20
 _FORMAT = 3  # of all files in the directory; another shuffler's are refused
 _SCHEMA = f"""
@@ -282,18 +282,21 @@ def parse_run(plan: bytes, report_bytes: int) -> Run:
 def _blankets(fields: dict[str, Any]) -> tuple[float, GaussianMechanism | None]:
     """How many blankets a round of a plan gets in expectation, and what makes them."""
 
-    def number(name: str, most: float = math.inf) -> float:
+    def number(name: str, most: float) -> float:
         value: Any = fields.get(name)
-        if type(value) not in (int, float) or not 0 < value <= most or math.isinf(value):
-            _refuse(
-                Refusal.MALFORMED, f"the plan's {name} must lie in (0, {most:g}], got {value!r}"
-            )
+        if type(value) not in (int, float) or not 0 < value <= most:
+            _refuse(Refusal.MALFORMED, f"the plan's {name} must lie in (0, {most:g}]")
         return float(value)
 
     if fields.get("shuffler_blankets", 0) == 0:
         return 0.0, None
     expected = number("shuffler_blankets", _MAX_BLANKETS)
-    return expected, GaussianMechanism(number("clip_norm"), number("noise_multiplier"))
+    mechanism = GaussianMechanism(
+        number("clip_norm", _MAX_NUMBER), number("noise_multiplier", _MAX_NUMBER)
+    )
+    if not mechanism.unit > 0:
+        _refuse(Refusal.MALFORMED, "the plan's clip_norm is too small for blankets")
+    return expected, mechanism
 
 
 def _refuse(reason: Refusal, detail: str) -> NoReturn:

@@ -18,7 +18,8 @@ their buckets, and hides nothing from whoever has the file.
 
 The shuffler's own reports, the blankets, lie among the others in slots drawn alike. How many are
 kept is decided when the round is opened and lies in the SQLite file, so that a crash does not draw
-it anew. A fixed number is made and written, and those beyond the number kept get no mark.
+it anew. A fixed number is made and written, and those beyond the number kept are marked as thrown
+away, a bit in the same row; their slots are not used again.
 
 A group of reports is stored in this order: into free slots; `fdatasync`; then one commit that marks
 slots and users, synced. What has no mark was never acknowledged and is never read. The kernel
@@ -259,8 +260,8 @@ class RoundSpool:
     def add_blankets(self, sealed: Sequence[bytes]) -> None:
         """Stores the next blankets with one commit, synced to disk on return.
 
-        All are written, and those beyond the number that is kept get no mark: that takes as long,
-        so that nobody can tell from the time how many are kept.
+        All get a slot, are written and marked, and those beyond the number that is kept as thrown
+        away: that takes as long, so that nobody can tell from the time how many are kept.
 
         Args:
             sealed: no more than are still to be made, each as long as a report.
@@ -283,19 +284,13 @@ class RoundSpool:
                             raise OSError("no slot is free")
                         drawn.append(self._draw(slots))
                         self._pwrite(drawn[-1] * self._stride, content)
-                        if index < keep:
-                            slots.put(drawn[-1])
-                        else:
-                            self._reserved.add(drawn[-1])  # else it could be drawn again
+                        slots.put(drawn[-1], keep=index < keep)
                     self._sync()
                     slots.save()
                     after.write(connection)
             except BaseException:
-                keep = 0
+                self._spoilt += drawn
                 raise
-            finally:
-                self._reserved.difference_update(drawn[keep:])
-                self._spoilt += drawn[keep:]
             self._count += keep
             self._blankets = after
 
@@ -387,7 +382,8 @@ class RoundSpool:
 
     def _has_slot(self, taken: int) -> bool:
         """Whether there is one to draw, when so many are taken."""
-        return bool(self._spoilt) or taken + len(self._reserved) < self._slots
+        thrown_away = self._blankets.made - self._blankets.stored
+        return bool(self._spoilt) or taken + thrown_away + len(self._reserved) < self._slots
 
     def _draw(self, slots: TakenSlots) -> int:
         """A slot that is uniformly random among those that were never drawn, or a spoilt one."""

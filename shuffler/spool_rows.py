@@ -22,7 +22,8 @@ from shuffler.storage import DamagedFile, transaction
 
 __all__ = ["BlanketsLeft", "ReportedUsers", "TakenSlots", "count_rows", "make_rows"]
 
-_BITS = 4096  # of one row
+_BITS = 4096  # slots of one row
+_ROW_BYTES = _BITS // 8  # of one row, for one of its two sets
 _HASH_BYTES = 16
 _BUCKET_HASHES = 253  # of one row: what fits into a page
 _BUCKET_BYTES = _BUCKET_HASHES * _HASH_BYTES
@@ -52,8 +53,8 @@ _REPORTED_ROW = "SELECT hashes FROM reported WHERE bucket = ?"
 class BlanketsLeft:
     """How far a round's blankets are: of `work` that are made, `kept` of them are in the batch.
 
-    `kept` is the secret number M, drawn once, when the round was opened; the others are made all
-    the same and thrown away, so that the time does not tell M.
+    `kept` is the secret number M, drawn once, when the round was opened; the others are made,
+    written and marked all the same, as thrown away, so that the time does not tell M.
 
     Attributes:
         work: how many are made in all.
@@ -111,7 +112,7 @@ def make_rows(
         blankets.write(rows)
         rows.executemany(
             "INSERT INTO slots VALUES (?, zeroblob(?))",
-            ((part, _BITS // 8) for part in range(_parts(slots))),
+            ((part, 2 * _ROW_BYTES) for part in range(_parts(slots))),
         )
         rows.executemany(
             "INSERT INTO reported VALUES (?, zeroblob(?))",
@@ -129,7 +130,7 @@ def count_rows(connection: sqlite3.Connection, slots: int, users: int) -> int:
     keys = connection.execute("SELECT key FROM hash_key").fetchall()
     parts = connection.execute(
         "SELECT count(*) FROM slots WHERE typeof(bits) = 'blob' AND length(bits) = ?",
-        (_BITS // 8,),
+        (2 * _ROW_BYTES,),
     )
     buckets = connection.execute(
         "SELECT count(*) FROM reported WHERE typeof(hashes) = 'blob' AND length(hashes) = ?",
@@ -139,11 +140,16 @@ def count_rows(connection: sqlite3.Connection, slots: int, users: int) -> int:
     if found != ([bytes], _parts(slots), _buckets(users)):
         raise DamagedFile("rows of the batch's file are missing")
     bits = connection.execute("SELECT bits FROM slots")
-    return sum(int.from_bytes(b, "little").bit_count() for (b,) in bits)
+    return sum(int.from_bytes(b[:_ROW_BYTES], "little").bit_count() for (b,) in bits)
 
 
 class TakenSlots:
-    """The set of taken slots, as rows of bits; changes are kept here until they are saved."""
+    """Which slots are taken, and which were thrown away, as rows of bits.
+
+    A row has a bit for each of some slots that says whether it is taken, and behind these as many
+    that say whether a blanket was written there that is not kept. Both kinds change one bit of one
+    row, so that they take the same time. Changes are kept here until they are saved.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -151,20 +157,21 @@ class TakenSlots:
         self._changed: set[int] = set()
 
     def holds(self, number: int) -> bool:
-        """Whether the slot is taken."""
+        """Whether the slot is taken or thrown away."""
         part, bit = divmod(number, _BITS)
-        return bool(self._row(part)[bit >> 3] & 1 << (bit & 7))
+        row = self._row(part)
+        return bool((row[bit >> 3] | row[_ROW_BYTES + (bit >> 3)]) & 1 << (bit & 7))
 
-    def put(self, number: int) -> None:
-        """Takes the slot."""
+    def put(self, number: int, keep: bool = True) -> None:
+        """Takes the slot, or throws it away."""
         part, bit = divmod(number, _BITS)
-        self._row(part)[bit >> 3] |= 1 << (bit & 7)
+        self._row(part)[(0 if keep else _ROW_BYTES) + (bit >> 3)] |= 1 << (bit & 7)
         self._changed.add(part)
 
     def rising(self) -> Iterator[int]:
         """The numbers of the taken slots, as saved."""
         for part, bits in self._connection.execute("SELECT part, bits FROM slots ORDER BY part"):
-            for index, byte in enumerate(bits):
+            for index, byte in enumerate(bits[:_ROW_BYTES]):
                 for bit in range(8):
                     if byte >> bit & 1:
                         yield part * _BITS + index * 8 + bit

@@ -19,7 +19,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from accounting import PrivacyPlan, accountants_for
+from accounting import PrivacyPlan, accountants_for, validation
 from accounting.audit import AuditResult, ClaimCheck, delta_lower_bound, epsilon_lower_bound
 from accounting.audit_placements import AttackedRound, Placement
 from clients import ClientSettings, LocalTraining
@@ -216,6 +216,10 @@ def check_end_to_end(
         ValueError: a value outside its range.
         ShufflerError: the shuffler does not start, does not answer or refuses.
     """
+    validation.integer("samples", rounds, 4)
+    validation.real("epsilon", epsilon, "[0, 700]")
+    validation.real("confidence", confidence, "(0, 1)")
+    validation.integer("seed", seed, 0, 2**62 - 1)
     event = plan.event()
     claims = [
         accountant

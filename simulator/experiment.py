@@ -272,7 +272,13 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
             f"{min(config.simulation.nodes, users)}, got {config.shuffler.number}"
         )
     least = privacy.least_present or min(_crowds(config))
-    minimum = privacy.minimum_batch or max(1, int(least * privacy.check_in_rate / 2))
+    if least > min(_crowds(config)):
+        raise ConfigError(
+            f"privacy.least_present must be at most {min(_crowds(config))}, the users of the "
+            f"smallest shuffler, got {least}"
+        )
+    expected = least * privacy.check_in_rate + privacy.shuffler_blankets
+    minimum = privacy.minimum_batch or min(users, max(1, int(expected / 2)))
     on_flower = config.simulation.engine == "flower"
     if on_flower and config.simulation.nodes > users:
         raise ConfigError(

@@ -19,7 +19,7 @@ from accounting.mechanisms import SeededRandomness, seed_of_shuffler
 from shuffler import ShufflerProcess
 from simulator.canary import likelihood_score, projections, run_canary
 from simulator.cli import app
-from simulator.config import load
+from simulator.config import ConfigError, load
 from simulator.experiment import prepare
 
 ALONE = PrivacyPlan(
@@ -126,7 +126,10 @@ def test_the_command_attacks_a_users_own_configuration(tmp_path):
     [
         (["nowhere.toml"], "nowhere.toml cannot be read"),
         (["quickstart", "--n", "10"], "--end-to-end takes the plan from CONFIG"),
-        (["quickstart", "--samples", "1"], "at least 2"),
+        (["quickstart", "--samples", "3"], "samples must be at least 4"),
+        (["quickstart", "--confidence", "2"], "confidence must lie"),
+        (["quickstart", "--epsilon", "1e9"], "epsilon must lie"),
+        (["quickstart", "--seed", "-1"], "seed must be"),
     ],
 )
 def test_a_mistake_in_an_attack_is_one_line(arguments, message):
@@ -245,3 +248,5 @@ def test_accountants_that_count_on_others_are_priced_at_the_smallest_crowd(tmp_p
     assert experiment.plan.least_present == 240
     assert experiment.plan.event().users == 240
     assert np.bincount(experiment.shuffler_of(np.arange(601))).tolist() == [361, 240]
+    with pytest.raises(ConfigError, match=r"at most 240, the users of the smallest shuffler"):
+        prepare(load(str(config), ["privacy.least_present=241"]))
