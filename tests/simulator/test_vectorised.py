@@ -30,7 +30,8 @@ USERS, RATE, NOISE, CLIP = 60, 0.5, 1.0, 0.3
 SETTINGS = [
     "simulation.engine=vectorised", f"data.users={USERS}", f"privacy.check_in_rate={RATE}",
     f"privacy.noise_multiplier={NOISE}", f"privacy.clip_norm={CLIP}", "privacy.rounds=3",
-    "privacy.minimum_batch=1", "privacy.target_epsilon=1e9", "model.name=mlp", "seed=5",
+    "privacy.minimum_batch=1", "privacy.target_epsilon=1e9", "privacy.shuffler_blankets=0",
+    "model.name=mlp", "seed=5",
 ]  # fmt: skip
 
 
