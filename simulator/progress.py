@@ -38,14 +38,21 @@ class RoundProgress:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def __call__(self, record: RoundRecord) -> None:
-        """Shows one finished round."""
+    def __call__(self, record: RoundRecord, every_pair: float | None = None) -> None:
+        """Shows one finished round.
+
+        Args:
+            record: the round.
+            every_pair: ε so far by `blanket`, where another accountant halts; None: not shown.
+        """
         first = self._started is None
         if record.accuracy is not None:
             self._accuracy = record.accuracy
         accuracy = "" if self._accuracy is None else f"  accuracy {self._accuracy:.1%}"
         reports = f"{record.reports} reports" if record.outcome == "released" else record.outcome
         status = f"{reports}{accuracy}  ε {record.epsilon:.3f} of {self._target:g}"
+        if every_pair is not None:
+            status += f", {every_pair:.3f} for every pair"
         if self._started is None:  # after the first round, which warms up
             self._started, speed = time.monotonic(), 1 / record.seconds
         else:

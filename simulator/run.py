@@ -225,7 +225,8 @@ def _execute(
 
         def observe(record: RoundRecord) -> None:
             recorder(record)
-            progress(record)
+            blanket = recorder.rows[-1]["epsilons"]["blanket"]
+            progress(record, None if experiment.plan.accountant == "blanket" else blanket)
 
         if vectorised:
             with _report_sum(experiment) as sum_reports, interrupts(stop):  # Ray has put its own
