@@ -300,10 +300,9 @@ def _on_flower(
 
 def _shuffler(experiment: Experiment, folder: Path, number: int) -> ShufflerProcess:
     """One of the run's shufflers, each with an authority of its own: it serves its users alone."""
-    seed = experiment.seed
     return ShufflerProcess(
         log_file=folder / ("shuffler.log" if number == 0 else f"shuffler-{number + 1}.log"),
-        simulation_seed=None if seed is None else seed_of_shuffler(seed, number),
+        simulation_seed=seed_of_shuffler(experiment.seed, number),
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accounting.mechanisms import Randomness, make_randomness, seed_of_shuffler
+from accounting.mechanisms import make_randomness, seed_of_shuffler
 from clients import record_orders
 from server import Aggregate, PlayedRound, mean_update
 from simulator.experiment import Experiment, PartitionedRecords
@@ -54,7 +54,9 @@ class VectorisedRounds:
         shufflers = self._shuffler_of(users)
         reports = np.bincount(shufflers, minlength=len(self._crowds))
         blankets = [
-            blanket_randomness(self._seed, number).number_of_blankets(round, plan.shuffler_blankets)
+            make_randomness(seed_of_shuffler(self._seed, number)).number_of_blankets(
+                round, plan.shuffler_blankets
+            )
             for number in range(len(self._crowds))
         ]
         released = np.flatnonzero(reports + blankets >= plan.minimum_batch).tolist()
@@ -72,11 +74,6 @@ class VectorisedRounds:
         return PlayedRound(
             "released", Aggregate(estimate, count, 0, {}), plan.users, smallest_crowd=min(crowds)
         )
-
-
-def blanket_randomness(seed: int | None, shuffler: int) -> Randomness:
-    """Where the blankets of a simulated shuffler come from, the same as in its process."""
-    return make_randomness(None if seed is None else seed_of_shuffler(seed, shuffler))
 
 
 class ReportSum:
@@ -151,7 +148,7 @@ class ReportSum:
     def _sum_blankets(self, round: int, blankets: Blankets) -> np.ndarray:
         """The same reports as the shuffler's process makes, int64 of shape (d,)."""
         shuffler, first, last = blankets
-        randomness = blanket_randomness(self._seed, shuffler)
+        randomness = make_randomness(seed_of_shuffler(self._seed, shuffler))
         zero = np.zeros(self._dimension)
         total = np.zeros(self._dimension, dtype=np.int64)
         for noise in randomness.blanket_noise(round, np.arange(first, last), self._dimension):

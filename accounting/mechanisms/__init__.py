@@ -1,7 +1,7 @@
 """What a report is made of: the randomiser and its randomness, for the device and the shuffler.
 
-Numpy and scipy only: the shuffler process, which makes blankets, imports this and nothing else of
-`accounting`.
+It needs numpy, scipy and `cryptography` only: the shuffler process, which makes blankets, imports
+this and nothing else of `accounting`.
 """
 
 from accounting.mechanisms.gaussian import GaussianMechanism, clip

@@ -190,8 +190,13 @@ def most_blankets(expected: float) -> int:
     return _least(lambda number: special.pdtrc(number, expected) < _NEVER, beyond)
 
 
-def seed_of_shuffler(seed: int, shuffler: int) -> int:
-    """The seed of the blankets of one of several shufflers, numbered from 0, in a simulation."""
+def seed_of_shuffler(seed: int | None, shuffler: int) -> int | None:
+    """The seed of the blankets of one of a simulation's shufflers, numbered from 0.
+
+    None, the operating system's entropy, stays None.
+    """
+    if seed is None:
+        return None
     name = f"shuffler {shuffler} of {seed}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
 
