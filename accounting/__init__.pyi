@@ -1,6 +1,14 @@
-from .accountant_base import ShuffleAccountant
+from .accountants.base import ShuffleAccountant
+from .accountants.blanket import BlanketAccountant
+from .accountants.crowd import CrowdAccountant
+from .accountants.local import LocalAccountant
+from .accountants.pld import PldAccountant
+from .accountants.renyi import (
+    CheckInRdpAccountant,
+    OrderRangeWarning,
+    Theorem3Accountant,
+)
 from .adjacency import ADJACENCIES, effective_sigma
-from .blanket_accountant import BlanketAccountant
 from .budget import (
     NOT_PRICED,
     BudgetExceeded,
@@ -21,21 +29,13 @@ from .calibration import (
     most_rounds,
     participation_note,
 )
-from .crowd_accountant import CrowdAccountant
 from .events import (
     FixedSizeShuffledGaussianDpEvent,
     ShuffledCheckInGaussianDpEvent,
     ShuffledGaussianDpEvent,
 )
 from .ledger import Ledger, LedgerContent, LedgerEntry, LedgerError
-from .local_accountant import LocalAccountant
 from .plan import PrivacyPlan
-from .pld_accountant import PldAccountant
-from .rdp_accountants import (
-    CheckInRdpAccountant,
-    OrderRangeWarning,
-    Theorem3Accountant,
-)
 from .registry import (
     ACCOUNTANTS,
     accountants_for,

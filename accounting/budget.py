@@ -7,10 +7,10 @@ from typing import Any
 
 from dp_accounting import dp_event
 
-from accounting.accountant_base import ShuffleAccountant
+from accounting.accountants.base import ShuffleAccountant
+from accounting.accountants.renyi import OrderRangeWarning
 from accounting.ledger import Ledger, LedgerError
 from accounting.plan import PrivacyPlan
-from accounting.rdp_accountants import OrderRangeWarning
 from accounting.registry import ACCOUNTANTS, make_accountant
 
 

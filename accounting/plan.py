@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from accounting import adjacency, registry, validation
-from accounting.accountant_base import ShuffleAccountant
+from accounting.accountants.base import ShuffleAccountant
 from accounting.events import ShuffledCheckInGaussianDpEvent
 from accounting.mechanisms import GaussianMechanism
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from accounting import adjacency as adjacency_lib
 from accounting import validation
-from accounting.accountant_base import ShuffleAccountant
-from accounting.blanket_accountant import BlanketAccountant
-from accounting.crowd_accountant import CrowdAccountant
-from accounting.local_accountant import LocalAccountant
-from accounting.pld_accountant import PldAccountant
-from accounting.rdp_accountants import CheckInRdpAccountant, Theorem3Accountant
+from accounting.accountants.base import ShuffleAccountant
+from accounting.accountants.blanket import BlanketAccountant
+from accounting.accountants.crowd import CrowdAccountant
+from accounting.accountants.local import LocalAccountant
+from accounting.accountants.pld import PldAccountant
+from accounting.accountants.renyi import CheckInRdpAccountant, Theorem3Accountant
 
 ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
     cls.name: cls

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 import accounting
-from accounting import moments, rdp_bounds
+from accounting.numerics import moments
+from accounting.numerics import renyi as rdp_bounds
 
 RATE, NOISE, SIGMA = 0.1, 5.0, 5.0
 MANY = 10**9

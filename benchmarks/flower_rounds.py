@@ -28,7 +28,7 @@ from accounting import OrderRangeWarning
 from accounting.mechanisms import SeededRandomness
 from clients import local_update
 from simulator.config import load
-from simulator.engine import run_on_flower
+from simulator.engines.flower import run_on_flower
 from simulator.experiment import Experiment, prepare
 from simulator.records import read_rows
 from simulator.run import run

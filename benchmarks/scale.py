@@ -24,8 +24,8 @@ from rich.table import Table
 from accounting import OrderRangeWarning
 from accounting.mechanisms import make_randomness
 from simulator.config import load
+from simulator.engines.vectorised import ReportSum, VectorisedRounds
 from simulator.experiment import prepare
-from simulator.vectorised import ReportSum, VectorisedRounds
 
 
 def measure(

@@ -50,11 +50,10 @@ from shuffler import (
     key_digest,
     seal,
     sealed_length,
-    shuffler_pb2,
-    shuffler_pb2_grpc,
 )
-from shuffler.channel import SERVER_OPTIONS
 from shuffler.keys import Authority, Credentials, Role
+from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire.channel import SERVER_OPTIONS
 
 CLIENT_CORE, SERVER_CORE = 0, 1
 

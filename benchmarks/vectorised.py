@@ -45,10 +45,10 @@ from torch.nn import functional
 from accounting import OrderRangeWarning
 from accounting.mechanisms import SeededRandomness
 from simulator.config import Config, load
+from simulator.engines.vectorised import ReportSum, VectorisedRounds, keep_freed_memory
 from simulator.experiment import Experiment, prepare
 from simulator.records import read_rows
 from simulator.run import run
-from simulator.vectorised import ReportSum, VectorisedRounds, keep_freed_memory
 
 _PAUSE_SECONDS = 0.3  # OpenMP's threads spin for a while after their work
 _TURN_SECONDS = 0.5

@@ -9,16 +9,14 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from clients.node import Node
 from clients.settings import ClientSettings
-from clients.worker import Worker
 from shuffler import RoundHeader
 
 log = logging.getLogger(__name__)
 
 _STATE = "shufl"
-_workers: dict[
-    str, Worker
-] = {}  # this process's worker, by run; Flower rebuilds the app per message
+_nodes: dict[str, Node] = {}  # this process's node, by run; Flower rebuilds the app per message
 
 
 def make_client_app(settings: ClientSettings) -> ClientApp:
@@ -34,15 +32,15 @@ def make_client_app(settings: ClientSettings) -> ClientApp:
 
     @app.query()
     def ready(message: Message, context: Context) -> Message:
-        worker, partition, users = _worker(settings), *_partition(settings, context)
-        worker.agree(RoundHeader.from_dict(message.content["round"]))
-        about = {"users": len(users), "shuffler": worker.shuffler_of(partition)}
+        node, partition, users = _node(settings), *_partition(settings, context)
+        node.agree(RoundHeader.from_dict(message.content["round"]))
+        about = {"users": len(users), "shuffler": node.shuffler_of(partition)}
         return Message(_acknowledgement(about), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         reply_at = time.monotonic() + settings.reply_after
-        _take_part(_worker(settings), message, context)
+        _take_part(_node(settings), message, context)
         if (left := reply_at - time.monotonic()) < 0 < settings.reply_after:
             log.warning("local work took %.1f s longer than reply_after", -left)
         time.sleep(max(0.0, left))
@@ -51,15 +49,15 @@ def make_client_app(settings: ClientSettings) -> ClientApp:
     return app
 
 
-def _take_part(worker: Worker, message: Message, context: Context) -> None:
+def _take_part(node: Node, message: Message, context: Context) -> None:
     announcement = dict(message.content["round"])
     public_key = announcement.pop("public_key")
     header = RoundHeader.from_dict(announcement)
     model = message.content["model"]
-    worker.check(header, model, public_key, answered=_last_answered(context))
+    node.check(header, model, public_key, answered=_last_answered(context))
     context.state[_STATE] = ConfigRecord({"last_round": header.round})
-    partition, users = _partition(worker.settings, context)
-    worker.take_part(users, header, model, public_key, node=partition)
+    partition, users = _partition(node.settings, context)
+    node.take_part(users, header, model, public_key, node=partition)
 
 
 def _partition(settings: ClientSettings, context: Context) -> tuple[int, np.ndarray]:
@@ -77,8 +75,8 @@ def _last_answered(context: Context) -> int:
     return int(context.state[_STATE]["last_round"]) if _STATE in context.state else 0
 
 
-def _worker(settings: ClientSettings) -> Worker:
-    if settings.run_id not in _workers:
-        _workers.clear()
-        _workers[settings.run_id] = Worker(settings)
-    return _workers[settings.run_id]
+def _node(settings: ClientSettings) -> Node:
+    if settings.run_id not in _nodes:
+        _nodes.clear()
+        _nodes[settings.run_id] = Node(settings)
+    return _nodes[settings.run_id]

@@ -5,8 +5,10 @@ sealed to the server's key (`seal`), through the shuffler (`IntakeClient`, `Shuf
 the server (`ControlClient`, `ReportOpener`) in an order that says nothing.
 """
 
-from shuffler.client import ControlClient, IntakeClient
-from shuffler.errors import (
+from shuffler.keys import Credentials
+from shuffler.process import ShufflerProcess
+from shuffler.wire.client import ControlClient, IntakeClient
+from shuffler.wire.errors import (
     Outcome,
     Refusal,
     RejectReason,
@@ -16,10 +18,8 @@ from shuffler.errors import (
     ShufflerUnavailable,
     Verdict,
 )
-from shuffler.keys import Credentials
-from shuffler.process import ShufflerProcess
-from shuffler.reports import decode_report, encode_report, model_version, report_length
-from shuffler.sealing import (
+from shuffler.wire.reports import decode_report, encode_report, model_version, report_length
+from shuffler.wire.sealing import (
     PrivateKey,
     ReportOpener,
     RoundHeader,

@@ -21,13 +21,13 @@ from typing import Annotated, Optional
 import typer
 
 from accounting.mechanisms import make_randomness
-from shuffler.channel import READY, TOKEN_VARIABLE
 from shuffler.config import Tls, load_config
-from shuffler.errors import ShufflerError
 from shuffler.keys import MAX_DAYS, Authority, Credentials, Revoked, Role, check_server_files
-from shuffler.operations import Metrics, log_to
-from shuffler.runs import RunStore
-from shuffler.service import MIN_TOKEN_CHARACTERS, ShufflerServer
+from shuffler.service.operations import Metrics, log_to
+from shuffler.service.server import MIN_TOKEN_CHARACTERS, ShufflerServer
+from shuffler.store.runs import RunStore
+from shuffler.wire.channel import READY, TOKEN_VARIABLE
+from shuffler.wire.errors import ShufflerError
 
 __all__ = ["keys_command", "shuffler_command"]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shuffler.channel import MOST_USERS, parse_address
+from shuffler.wire.channel import MOST_USERS, parse_address
 
 __all__ = ["ConfigError", "Limits", "ShufflerConfig", "Tls", "load_config"]
 

@@ -16,9 +16,9 @@ from typing import IO, Any, Self
 
 import tomli_w
 
-from shuffler.channel import READY, TOKEN_VARIABLE, parse_address
-from shuffler.errors import ShufflerError, ShufflerUnavailable
 from shuffler.keys import Authority, Credentials, Role
+from shuffler.wire.channel import READY, TOKEN_VARIABLE, parse_address
+from shuffler.wire.errors import ShufflerError, ShufflerUnavailable
 
 __all__ = ["ShufflerProcess"]
 

@@ -1,6 +1,6 @@
 """A canary in the pipeline: its update goes through client, shuffler and server many times.
 
-Each round is a real one: the clients' `Worker` flips coins, computes updates from records, clips,
+Each round is a real one: the clients' `Node` flips coins, computes updates from records, clips,
 adds noise and seals; a shuffler process collects and releases; the server's code opens and sums.
 The model is one whose gradients are known, so that user 0, the canary, holds either of two records
 as far apart as the adjacency allows. What the server then has is compared between the two worlds.
@@ -20,11 +20,11 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from accounting import PrivacyPlan, accountants_for, validation
-from accounting.audit import AuditResult, ClaimCheck, delta_lower_bound, epsilon_lower_bound
-from accounting.audit_placements import AttackedRound, Placement
+from accounting.audit.attack import AuditResult, ClaimCheck, delta_lower_bound, epsilon_lower_bound
+from accounting.audit.placements import AttackedRound, Placement
 from clients import ClientSettings, LocalTraining
+from clients.node import Node
 from clients.settings import UserRecords
-from clients.worker import Worker
 from server import Aggregate, aggregate_reports
 from shuffler import (
     ControlClient,
@@ -94,7 +94,7 @@ def canary_rounds(
     others: Others,
     shuffler: ShufflerProcess,
     seed: int,
-    make_worker: Callable[[ClientSettings], Worker] = Worker,
+    make_node: Callable[[ClientSettings], Node] = Node,
 ) -> Iterator[CanaryRound]:
     """Runs `plan.rounds` rounds in one of the two worlds.
 
@@ -107,7 +107,7 @@ def canary_rounds(
         shuffler: a running one.
         seed: of the users' coins and noise; the two worlds need different ones. The shuffler draws
             its blankets and its order from its own source.
-        make_worker: builds the client's side.
+        make_node: builds the client's side.
 
     Raises:
         ShufflerError: the shuffler does not answer or refuses.
@@ -122,7 +122,7 @@ def canary_rounds(
         shufflers=((shuffler.address, shuffler.submit),),
         seed=seed,
     )
-    worker = make_worker(settings)
+    node = make_node(settings)
     model = ArrayRecord(_make_model().state_dict())
     version = model_version(array.data for array in model.values())
     users = np.arange(1 if others == "absent" else plan.users)
@@ -134,8 +134,8 @@ def canary_rounds(
             private_key, public_key = generate_key_pair()
             header = RoundHeader(settings.run_id, number, version, digest, key_digest(public_key))
             control.open_round(header.run_id, number, version, public_key)
-            worker.check(header, model, public_key, answered=number - 1)
-            worker.take_part(users, header, model, public_key)
+            node.check(header, model, public_key, answered=number - 1)
+            node.take_part(users, header, model, public_key)
             if control.close_round(header.run_id, number) is not Outcome.RELEASABLE:
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)
                 continue
@@ -184,7 +184,7 @@ def run_canary(
     others: Others,
     shuffler: ShufflerProcess,
     seed: int,
-    make_worker: Callable[[ClientSettings], Worker] = Worker,
+    make_node: Callable[[ClientSettings], Node] = Node,
 ) -> CanaryWorlds:
     """Runs both worlds; see `canary_rounds`. One round is audited, `plan.rounds` is how often.
 
@@ -192,8 +192,8 @@ def run_canary(
     """
     plan = replace(plan, target_epsilon=1e300, accountant="local")
     other = _replacement(plan)
-    present = canary_rounds(plan, "plus", others, shuffler, 2 * seed, make_worker)
-    replaced = canary_rounds(plan, other, others, shuffler, 2 * seed + 1, make_worker)
+    present = canary_rounds(plan, "plus", others, shuffler, 2 * seed, make_node)
+    replaced = canary_rounds(plan, other, others, shuffler, 2 * seed + 1, make_node)
     return CanaryWorlds(plan, tuple(present), tuple(replaced))
 
 

@@ -12,8 +12,8 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from accounting import ACCOUNTANTS
-from simulator.datasets import DATASETS
-from simulator.partition import SCHEMES
+from simulator.data.datasets import DATASETS
+from simulator.data.partition import SCHEMES
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number above 0")]
 Count = Annotated[int, Field(ge=1, description="a whole number, at least 1")]

@@ -20,10 +20,10 @@ from clients.settings import LocalTraining
 from clients.update import local_update
 from server.settings import Optimiser
 from simulator.config import Config, ConfigError
-from simulator.datasets import Dataset, load_dataset
+from simulator.data.datasets import Dataset, load_dataset
+from simulator.data.partition import partition, records_per_user
+from simulator.engines.user_gradients import Method, fastest_method
 from simulator.models import ModelError, build_model
-from simulator.partition import partition, records_per_user
-from simulator.user_gradients import Method, fastest_method
 
 _LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
 

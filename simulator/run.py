@@ -32,13 +32,13 @@ from server import (
 )
 from shuffler import ShufflerProcess
 from simulator.config import Config, ConfigError, dumps, load
-from simulator.engine import interrupts, logs_to, run_on_flower
+from simulator.engines.flower import interrupts, logs_to, run_on_flower
+from simulator.engines.vectorised import ReportSum, SumReports, VectorisedRounds
 from simulator.experiment import Experiment, prepare
 from simulator.plain_json import to_json
 from simulator.progress import RoundProgress
 from simulator.records import RunRecorder
 from simulator.report import plot_accuracy_epsilon, print_summary, summarise
-from simulator.vectorised import ReportSum, SumReports, VectorisedRounds
 
 
 def run(config: Config, runs: Path, console: Console) -> RunResult:
@@ -150,7 +150,7 @@ def _prepare(config: Config) -> Experiment:
     """The experiment, its model tried and its Ray cluster, if it names one, found."""
     experiment = prepare(config)
     if config.simulation.engine == "vectorised" and config.simulation.workers > 1:
-        from simulator.workers import check_cluster  # Ray takes its time
+        from simulator.engines.ray_workers import check_cluster  # Ray takes its time
 
         check_cluster()
     return experiment
@@ -241,7 +241,7 @@ def _report_sum(experiment: Experiment) -> Iterator[SumReports]:
     if experiment.config.simulation.workers == 1:
         yield ReportSum(experiment, experiment.load_users()).sum
     else:
-        from simulator.workers import ray_workers
+        from simulator.engines.ray_workers import ray_workers
 
         with ray_workers(experiment) as sum_reports:
             yield sum_reports

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from accounting.profiles import ProfileShuffleAccountant
+from accounting.accountants.profile import ProfileShuffleAccountant
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accounting
-from accounting import conversion, events
+from accounting import events
+from accounting.numerics import conversion
 
 RELATION = dp_accounting.NeighboringRelation
 CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent(60_000, 0.1, 5.0)

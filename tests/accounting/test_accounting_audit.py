@@ -15,7 +15,7 @@ from accounting import (
     ShuffledGaussianDpEvent,
     make_accountant,
 )
-from accounting.audit import (
+from accounting.audit.attack import (
     audit_round,
     check_claim,
     check_claims,
@@ -23,7 +23,7 @@ from accounting.audit import (
     delta_lower_bound,
     epsilon_lower_bound,
 )
-from accounting.audit_placements import (
+from accounting.audit.placements import (
     AttackedRound,
     Placement,
     make_placement,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 import accounting
-from accounting.blanket_accountant import BlanketAccountant, divergence_of
-from accounting.worst_pairs import against_zero, opposite, zero_against
+from accounting.accountants.blanket import BlanketAccountant, divergence_of
+from accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 PAIRS = {opposite: (1.0, -1.0), against_zero: (1.0, 0.0), zero_against: (0.0, 1.0)}

@@ -11,8 +11,8 @@ from dp_accounting import NeighboringRelation
 from scipy import stats
 
 import accounting
-from accounting import clones, clones_accountant, comparisons
-from accounting.clones_accountant import ClonesAccountant, reports_of
+from accounting.peers import clones, clones_accountant, comparisons
+from accounting.peers.clones_accountant import ClonesAccountant, reports_of
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
-from accounting import comparisons
+from accounting.peers import comparisons
 
 
 def enumerated_response(n, k, local, epsilon, adversary):

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accounting
-from accounting.clones_accountant import ClonesAccountant
-from accounting.crowd_accountant import CrowdAccountant, crowd_of
-from accounting.worst_pairs import pairs_of
+from accounting.accountants.crowd import CrowdAccountant, crowd_of
+from accounting.numerics.worst_pairs import pairs_of
+from accounting.peers.clones_accountant import ClonesAccountant
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent

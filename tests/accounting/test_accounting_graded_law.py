@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, special, stats
 
-from accounting.graded_law import Summand, law_of_sum
-from accounting.pld_accountant import _report
+from accounting.accountants.pld import _report
+from accounting.numerics.graded_law import Summand, law_of_sum
 
 
 def bounds(summand, count, threshold, points=60, put=False):

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from accounting.graded_law import Summand, law_of_sum
-from accounting.jump_counts import PoissonCount, TermsCount
-from accounting.jump_sum import positive_part
-from accounting.worst_pairs import against_zero, opposite, zero_against
+from accounting.numerics.graded_law import Summand, law_of_sum
+from accounting.numerics.jump_counts import PoissonCount, TermsCount
+from accounting.numerics.jump_sum import positive_part
+from accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
 PAIRS = [opposite, against_zero, zero_against]
 

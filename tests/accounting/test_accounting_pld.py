@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 import accounting
-from accounting.gaussian import log_gaussian_delta
-from accounting.lower_profile import LowerProfile
-from accounting.pld_accountant import PldAccountant, round_profile
+from accounting.accountants.pld import PldAccountant, round_profile
+from accounting.numerics.gaussian import log_gaussian_delta
+from accounting.numerics.lower_profile import LowerProfile
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent

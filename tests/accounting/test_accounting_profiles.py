@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from scipy import special
 
 import accounting
-from accounting import composition, loss_pmf, profiles
-from accounting.gaussian import gaussian_epsilon, log_gaussian_delta
+from accounting.accountants import profile as profiles
+from accounting.numerics import composition, loss_pmf
+from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
 
 ZERO_OUT = NeighboringRelation.REPLACE_SPECIAL
 

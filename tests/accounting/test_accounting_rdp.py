@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from accounting import (
-    CheckInRdpAccountant,
-    ShuffledCheckInGaussianDpEvent,
-    moments,
-    rdp_bounds,
-)
-from accounting.reverse_moments import _integrated, larger_direction
+from accounting import CheckInRdpAccountant, ShuffledCheckInGaussianDpEvent
+from accounting.numerics import moments
+from accounting.numerics import renyi as rdp_bounds
+from accounting.numerics.reverse_moments import _integrated, larger_direction
 
 CASES = [
     (1, 1.0, 2.0),

@@ -8,12 +8,12 @@ import pytest
 from scipy import special
 
 import accounting
-from accounting import audit_placements
-from accounting.audit_placements import AttackedRound, Placement
-from accounting.jump_counts import TermsCount
-from accounting.jump_sum import positive_parts
-from accounting.swap_bound import _WORST, SwapBound
-from accounting.worst_pairs import against_zero, opposite, zero_against
+from accounting.audit import placements as audit_placements
+from accounting.audit.placements import AttackedRound, Placement
+from accounting.numerics.jump_counts import TermsCount
+from accounting.numerics.jump_sum import positive_parts
+from accounting.numerics.swap_bound import _WORST, SwapBound
+from accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
 # User 1's two records on a line, in the unit ball.
 PAIRS = {opposite: (1.0, -1.0), against_zero: (1.0, 0.0), zero_against: (0.0, 1.0)}

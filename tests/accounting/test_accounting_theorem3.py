@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from accounting import rdp_bounds
-from accounting import theorem3 as t3
+from accounting.numerics import renyi as rdp_bounds
+from accounting.numerics import theorem3 as t3
 
 PARAMETERS = {
     "users": st.integers(1, 200_000),

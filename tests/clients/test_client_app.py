@@ -14,7 +14,7 @@ from torch import nn
 from accounting import PrivacyPlan, rounds_within_budget
 from accounting.mechanisms import SeededRandomness
 from clients import ClientSettings, LocalTraining, make_client_app
-from clients.worker import ReportFailed, RoundRefused
+from clients.node import ReportFailed, RoundRefused
 from shuffler import (
     ControlClient,
     Outcome,

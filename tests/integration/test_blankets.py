@@ -14,11 +14,11 @@ from run_world import json_lines, only_folder, shufl
 from typer.testing import CliRunner
 
 from accounting import PrivacyPlan, make_accountant
-from accounting.audit import clopper_pearson, delta_lower_bound
+from accounting.audit.attack import clopper_pearson, delta_lower_bound
 from accounting.mechanisms import SeededRandomness, seed_of_shuffler
 from shuffler import ShufflerProcess
 from simulator.canary import likelihood_score, projections, run_canary
-from simulator.cli import app
+from simulator.cli.__main__ import app
 from simulator.config import ConfigError, load
 from simulator.experiment import prepare
 

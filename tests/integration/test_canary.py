@@ -12,7 +12,7 @@ from scipy import stats
 
 from accounting import PrivacyPlan, make_accountant, mean_update_error
 from accounting.mechanisms import SeededRandomness
-from clients.worker import Worker
+from clients.node import Node
 from shuffler import ShufflerProcess
 from simulator.canary import canary_rounds, likelihood_score, projections, run_canary
 
@@ -53,7 +53,7 @@ class HalvedNoise(SeededRandomness):
 
 
 def worker_with_halved_noise(settings):
-    worker = Worker(settings)
+    worker = Node(settings)
     worker._randomness = HalvedNoise(settings.seed)
     return worker
 

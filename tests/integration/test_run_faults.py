@@ -13,7 +13,7 @@ from run_world import USERS, json_lines, only_folder, running, shufl, tiny_confi
 from typer.testing import CliRunner
 
 from accounting import Ledger
-from simulator.cli import app
+from simulator.cli.__main__ import app
 from simulator.config import load
 from simulator.experiment import prepare
 

@@ -14,11 +14,11 @@ from run_world import only_folder, running, shufl, tiny_config, wait_until
 from accounting import Ledger
 from accounting.mechanisms import SeededRandomness
 from simulator.config import ConfigError, load
-from simulator.engine import EngineFailed
+from simulator.engines.flower import EngineFailed
+from simulator.engines.ray_workers import _share, needs_of_a_worker, ray_workers
+from simulator.engines.vectorised import ReportSum
 from simulator.experiment import prepare
 from simulator.run import run
-from simulator.vectorised import ReportSum
-from simulator.workers import _share, needs_of_a_worker, ray_workers
 
 HERE = Path(__file__).parent
 SETTINGS = [

@@ -21,9 +21,9 @@ from shuffler import (
     key_digest,
     seal,
     sealed_length,
-    shuffler_pb2,
 )
-from shuffler.channel import CHANNEL_OPTIONS
+from shuffler.wire import shuffler_pb2
+from shuffler.wire.channel import CHANNEL_OPTIONS
 
 PAYLOAD_BYTES = 100
 PUBLIC_KEY = generate_key_pair()[1]

@@ -40,13 +40,12 @@ from shuffler import (
     report_length,
     seal,
     sealed_length,
-    shuffler_pb2,
-    shuffler_pb2_grpc,
 )
-from shuffler import spool as spool_module
-from shuffler.runs import RunStore
-from shuffler.spool import RoundSpool
-from shuffler.spool_rows import BlanketsLeft
+from shuffler.store import spool as spool_module
+from shuffler.store.runs import RunStore
+from shuffler.store.spool import RoundSpool
+from shuffler.store.spool_rows import BlanketsLeft
+from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
 
 DIMENSION = 40
 EXPECTED = 200.0

@@ -18,18 +18,10 @@ import grpc
 import pytest
 from shuffler_world import World, free_port, in_release, raw_channel, scrape
 
-from shuffler import (
-    IntakeClient,
-    Outcome,
-    Refusal,
-    ShufflerRefused,
-    ShufflerUnavailable,
-    Verdict,
-    shuffler_pb2,
-    shuffler_pb2_grpc,
-)
-from shuffler.channel import PIECE_BYTES
+from shuffler import IntakeClient, Outcome, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
 from shuffler.keys import Authority, Role
+from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire.channel import PIECE_BYTES
 
 IDLE = 1.0  # longer than a busy machine stands still
 

@@ -13,8 +13,9 @@ import grpc
 import pytest
 from shuffler_world import World, free_port, plan, raw_channel, scrape
 
-from shuffler import IntakeClient, Outcome, Verdict, shuffler_pb2, shuffler_pb2_grpc
-from shuffler.channel import PIECE_BYTES
+from shuffler import IntakeClient, Outcome, Verdict
+from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire.channel import PIECE_BYTES
 
 LIMIT_MB = 300
 

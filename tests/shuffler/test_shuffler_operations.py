@@ -38,12 +38,11 @@ from shuffler import (
     ShufflerRefused,
     ShufflerUnavailable,
     Verdict,
-    shuffler_pb2,
-    shuffler_pb2_grpc,
 )
 from shuffler.config import Limits
 from shuffler.keys import Authority, Role
-from shuffler.operations import Pace
+from shuffler.service.operations import Pace
+from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
 
 
 def test_metrics_count_reasons_and_the_log_names_nobody(

@@ -42,14 +42,13 @@ from shuffler import (
     ShufflerUnavailable,
     Verdict,
     sealed_length,
-    shuffler_pb2,
-    shuffler_pb2_grpc,
 )
 from shuffler.config import Limits
 from shuffler.keys import Authority, Caller, Revoked, Role, caller_of
-from shuffler.operations import Metrics
-from shuffler.runs import RunStore
-from shuffler.service import ShufflerServer
+from shuffler.service.operations import Metrics
+from shuffler.service.server import ShufflerServer
+from shuffler.store.runs import RunStore
+from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
 AUTHORITY = Authority.create()

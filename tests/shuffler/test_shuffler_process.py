@@ -17,9 +17,9 @@ from shuffler_world import World
 from typer.testing import CliRunner
 
 from shuffler import ShufflerProcess, ShufflerUnavailable
-from shuffler.channel import parse_address
 from shuffler.cli import shuffler_command
 from shuffler.keys import Authority, Role
+from shuffler.wire.channel import parse_address
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "t" * 32
@@ -269,7 +269,7 @@ def test_importing_the_package_does_not_load_the_service():
     code = (
         "import sys, shuffler; "
         "print([m for m in sys.modules if m in "
-        "('shuffler.service', 'shuffler.runs', 'sqlite3', 'typer', 'torch')])"
+        "('shuffler.service.server', 'shuffler.store.runs', 'sqlite3', 'typer', 'torch')])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

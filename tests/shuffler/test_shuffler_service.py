@@ -31,8 +31,8 @@ from shuffler import (
     generate_key_pair,
     open_report,
     sealed_length,
-    shuffler_pb2,
 )
+from shuffler.wire import shuffler_pb2
 
 FALSE_ALARM = 1e-6
 

@@ -22,9 +22,9 @@ from scipy.stats import chisquare, spearmanr
 from shuffler_world import KEY_DIGEST, PUBLIC_KEY, plan
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.runs import Report, RunStore
-from shuffler.runs_file import RunsFile
-from shuffler.spool import RoundSpool
+from shuffler.store.runs import Report, RunStore
+from shuffler.store.runs_file import RunsFile
+from shuffler.store.spool import RoundSpool
 
 # Every chi-square test below fails by chance once in a million runs.
 FALSE_ALARM = 1e-6
@@ -147,7 +147,7 @@ def test_every_byte_of_the_files_is_the_same_whatever_the_order_of_arrival(
     memory_path, monkeypatch
 ):
     """Many senders, slots in many parts, users in many buckets; the key and the slots fixed."""
-    monkeypatch.setattr("shuffler.spool.secrets.token_bytes", lambda n: bytes(range(n)))
+    monkeypatch.setattr("shuffler.store.spool.secrets.token_bytes", lambda n: bytes(range(n)))
     rising = list(range(3000))
     shuffled = random.Random(2).sample(rising, len(rising))
     first = filled(memory_path, rising, 7)
@@ -171,7 +171,7 @@ def test_the_files_hold_two_sets_a_key_and_how_far_the_blankets_are(tmp_path):
 
 
 def test_a_full_bucket_refuses_the_report_and_loses_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("shuffler.spool_rows._BUCKET_MEAN", 1000)
+    monkeypatch.setattr("shuffler.store.spool_rows._BUCKET_MEAN", 1000)
     spool = RoundSpool(tmp_path / "batch.db", 2, 1000)
     sent = [("node", user, user.to_bytes(2, "big")) for user in range(300)]
     verdicts = spool.add(sent)
@@ -234,7 +234,7 @@ def test_a_failed_sync_spoils_the_reports_that_were_being_written(tmp_path, monk
         raise OSError(errno.EIO, "lost pages")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="lost pages"):
-        patch.setattr("shuffler.spool.os.fdatasync", fails)
+        patch.setattr("shuffler.store.spool.os.fdatasync", fails)
         spool.add([("a", 3, before[3])])
     later = spool.reserve()
     later.append([before[4]])

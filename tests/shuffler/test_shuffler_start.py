@@ -15,7 +15,7 @@ import pytest
 from shuffler_world import KEY_DIGEST, PUBLIC_KEY, plan
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.runs import Report, RunStore
+from shuffler.store.runs import Report, RunStore
 
 ROOT = Path(__file__).parents[2]
 RUNS = 12
@@ -94,7 +94,7 @@ def test_too_few_open_files_stop_the_start_and_no_batch_is_lost(spool: Path):
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from shuffler.runs import RunStore
+from shuffler.store.runs import RunStore
 
 refusals = set()
 while True:

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shuffler_world import KEY_DIGEST, PUBLIC_KEY, plan
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.runs import Draft, Report, RunStore
-from shuffler.spool import RoundSpool
+from shuffler.store.runs import Draft, Report, RunStore
+from shuffler.store.spool import RoundSpool
 
 USERS, MINIMUM, LENGTH = 6, 3, 64
 ROUNDS = st.integers(1, 9)  # none is forgotten before the tenth

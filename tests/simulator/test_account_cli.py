@@ -17,7 +17,7 @@ from accounting import (
     make_accountant,
 )
 from shuffler import report_length, sealed_length
-from simulator.cli import app
+from simulator.cli.__main__ import app
 
 PAPER = "--n 60000 --gamma 0.1 --noise 5 --rounds 5540 --adjacency zero-out"
 SMALL = "--n 1000 --gamma 0.3 --delta 1e-5"

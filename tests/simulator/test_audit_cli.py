@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from accounting import ShuffledCheckInGaussianDpEvent, accountants_for
-from simulator.cli import app
+from simulator.cli.__main__ import app
 
 COUNTEREXAMPLE = (
     "audit --n 10 --noise 2 --adjacency zero-out --epsilon 0.3 --samples 20000 --seed 1"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from simulator.datasets import DatasetError, load_dataset
+from simulator.data.datasets import DatasetError, load_dataset
+from simulator.data.partition import SCHEMES, partition
 from simulator.models import ModelError, build_model
-from simulator.partition import SCHEMES, partition
 
 
 def test_digits_are_scikit_learns_split_in_fifths():
@@ -62,7 +62,7 @@ def test_a_data_folder_that_is_not_there_is_one_line(tmp_path, monkeypatch):
 
 
 def test_archives_are_copied_not_unpacked_in_place(tmp_path, monkeypatch):
-    from simulator.datasets import _copy_archives
+    from simulator.data.datasets import _copy_archives
 
     source = tmp_path / "given" / "MNIST" / "raw"
     source.mkdir(parents=True)

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from accounting.mechanisms import clip
 from clients import LocalTraining, local_update, record_orders
-from simulator.models import logistic_regression, mlp, small_cnn
-from simulator.user_gradients import (
+from simulator.engines.user_gradients import (
     clipped_sum,
     clipped_sum_of_updates,
     fastest_method,
     user_updates,
 )
+from simulator.models import logistic_regression, mlp, small_cnn
 
 GRADIENT = LocalTraining()
 METHODS = ["book-keeping", "vmap"]

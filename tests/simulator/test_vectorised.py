@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 from accounting import Ledger, LocalAccountant
 from accounting.mechanisms import SeededRandomness, clip, make_randomness
 from clients import local_update
-from simulator.cli import app
+from simulator.cli.__main__ import app
 from simulator.config import ConfigError, load
+from simulator.engines.vectorised import ReportSum, VectorisedRounds, users_per_block
 from simulator.experiment import PartitionedRecords, prepare
 from simulator.models import mlp
 from simulator.run import run
-from simulator.vectorised import ReportSum, VectorisedRounds, users_per_block
 
 USERS, RATE, NOISE, CLIP = 60, 0.5, 1.0, 0.3
 SETTINGS = [
@@ -305,7 +305,7 @@ def test_what_it_cannot_do_is_one_line_before_any_work(tmp_path, monkeypatch, ov
 
 FAULTS = """
 import resource, sys, torch
-from simulator.vectorised import keep_freed_memory
+from simulator.engines.vectorised import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

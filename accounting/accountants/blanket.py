@@ -1,0 +1,87 @@
+"""`blanket`: reports that the shuffler adds hide a user's own, for every pair of neighbours.
+
+The shuffler adds M ~ Poisson(λ) reports of noise alone to each round. `docs/theory-blanket.md`
+proves: if every other user's report is handed to the adversary, a round's hockey-stick divergence
+between records x and x' of user 1 is *exactly*
+
+    H_α = (γ/λ) E[(b + X_1 + ... + X_K)_+],   K ~ Poisson(λ),   b = (λ/γ) (1-γ) (1-α),
+
+X = E - αE', E the density ratio of a report of x to a blanket at a blanket; and it is largest for
+the pairs of `accounting.numerics.worst_pairs`.
+"""
+
+import functools
+from typing import Any
+
+from accounting.accountants.base import CompositionErrorDetails, leaves_of
+from accounting.accountants.profile import ProfileShuffleAccountant
+from accounting.events import ShuffledCheckInGaussianDpEvent
+from accounting.numerics.jump_counts import PoissonCount
+from accounting.numerics.jump_sum import positive_part
+from accounting.numerics.loss_pmf import FloatArray
+from accounting.numerics.lower_profile import LowerProfile
+from accounting.numerics.worst_pairs import LEAST_NOISE, Pair, lower_profile, note_on, upper_profile
+
+# Fewer expected blankets are priced as none, more as so many.
+_LEAST, _MOST = 1e-6, 1e12
+
+
+class BlanketAccountant(ProfileShuffleAccountant):
+    """(ε, δ) of rounds with shuffler blankets: tight once the others' reports are handed over.
+
+    Prices rounds with λ > 0 only. Source: docs/theory-blanket.md.
+    """
+
+    name = "blanket"
+    holds_for = "every pair"
+    counts_on_others = False
+    counts_on_blankets = True
+    covers = (
+        "every pair of neighbouring datasets, in any dimension, whoever else takes part; assumes "
+        "that the user's own device follows the protocol, that the shuffler adds its blankets, and "
+        "that the server gets nothing of the round but the shuffled reports"
+    )
+    events = (ShuffledCheckInGaussianDpEvent,)
+
+    def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
+        for leaf, _ in leaves_of(event, count):
+            if getattr(leaf, "shuffler_blankets", 1.0) == 0.0:
+                return CompositionErrorDetails(
+                    invalid_event=leaf,
+                    error_message="blanket prices rounds with shuffler blankets only",
+                )
+        return super()._maybe_compose(event, count, do_compose)
+
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        private = filter(self._is_private, self._counts)
+        notes = filter(None, (note_on(event.noise_multiplier) for event in private))
+        return next(notes, None) or super().note(delta)
+
+    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
+        divergence = functools.partial(divergence_of, event)
+        rate, noise = event.check_in_rate, event.noise_multiplier
+        return upper_profile(divergence, rate, noise, self.neighboring_relation)
+
+    def _lower_profile(self, event: Any) -> LowerProfile | None:
+        if event.noise_multiplier < LEAST_NOISE:
+            return None
+        divergence = functools.partial(divergence_of, event)
+        return lower_profile(divergence, event.noise_multiplier, self.neighboring_relation)
+
+
+def divergence_of(event: Any, alpha: float, pair: Pair, lower: bool = False) -> float:
+    """Returns an upper (or lower) bound of H_α for one direction of a pair.
+
+    Args:
+        event: A ShuffledCheckInGaussianDpEvent with λ > 0 and z > 0.
+        alpha: α >= 1.
+        pair: One of `accounting.numerics.worst_pairs`.
+        lower: Whether to bound from below.
+    """
+    rate, blankets = event.check_in_rate, min(event.shuffler_blankets, _MOST)  # more hide more
+    if blankets < _LEAST:
+        return 0.0 if lower else float(rate)
+    count = PoissonCount(blankets, -blankets / rate * (1.0 - rate) * (alpha - 1.0))
+    jumps = pair(1.0 / event.noise_multiplier, alpha)
+    return float(rate / blankets) * positive_part(jumps, count, lower)

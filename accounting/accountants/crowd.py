@@ -1,0 +1,211 @@
+"""`crowd`: the noise that the other users add anyway hides a user's own report.
+
+Two bounds, each for every pair of neighbours in any dimension; the larger is asked only now and
+then.
+
+*Swaps* (`numerics.swap_bound`): user 1's report is taken to have changed places with another's.
+
+*Implicit blankets*, for few users and rounds of a fixed size: every other user's report is, up to a
+defect in total variation, with probability β a blanket, noise alone. `docs/theory-blanket.md`
+proves: if all but the blankets is handed to the adversary, a round's hockey-stick divergence
+between records x and x' of user 1 is at most
+
+    H_α = (1/nβ) E[(V_1 + ... + V_n)_+] + (α - 1 + 2γ) η,      η = (n-1) γ β δ_G(log 1/β),
+    V = X = E - αE'      with probability γβ       (E the density ratio of a report to a blanket)
+        -β(α - 1)                      1-γ         (who did not check in)
+        0                              otherwise
+
+(with m of n users in a round, n - m terms -β(α - 1) and m terms without them, m/n for γ), and the
+first part is largest for the pairs of `accounting.numerics.worst_pairs`.
+
+Both give up some total variation, and hide the more the more they give up. Every choice is a bound
+at every α: a ladder of choices is gone down as α rises. And as H_α does not rise in α, every bound
+at a smaller α is one, too: where a good one would be of no use, that is taken.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accounting.accountants.profile import ProfileShuffleAccountant
+from accounting.events import FixedSizeShuffledGaussianDpEvent, ShuffledCheckInGaussianDpEvent
+from accounting.numerics.gaussian import least_loss, log_gaussian_delta
+from accounting.numerics.jump_counts import TermsCount
+from accounting.numerics.jump_sum import positive_part
+from accounting.numerics.loss_pmf import FloatArray
+from accounting.numerics.swap_bound import SwapBound
+from accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
+
+# What is given up falls down a ladder by steps, the second where the first would be too far.
+_LADDER_STEPS, _LADDER_END = (0.2, 0.45), 1e-26
+_SMALL = 0.015  # what is given up, beside the bound, that is worth no further step
+_MOST = 0.4  # what may be given up, beside the last bound
+_GAIN = 0.99  # of the bound, by a step worth taking
+_AGAIN, _STALLED = 1.5, 0.95
+_HOPELESS = 3.0  # times the other bound: not worth a step
+_OTHERS_EACH = 2.0  # times α - 1, until the other bound is asked again
+_NEGLIGIBLE = 1e-24
+_AS_ALONE = 0.97  # of the report's own bound, from where on that does as well
+_LEAST_RATE = 1e-25  # with less the report's own coin is all that is counted on
+_COARSENESS = 1.5  # of the steps of α: chords cost 0.4 % of ε
+
+
+class CrowdAccountant(ProfileShuffleAccountant):
+    """Every pair of neighbouring datasets, in any dimension, counting on the n users' noise.
+
+    Source: docs/theory-swap.md, and section 4 of docs/theory-blanket.md.
+    """
+
+    name = "crowd"
+    holds_for = "every pair"
+    covers = (
+        "every pair of neighbouring datasets, in any dimension; assumes that all n users flip "
+        "their coins and add their noise every round, and that the server gets nothing of the "
+        "round but the shuffled reports"
+    )
+
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        private = filter(self._is_private, self._counts)
+        notes = filter(None, (note_on(event.noise_multiplier) for event in private))
+        return next(notes, None) or super().note(delta)
+
+    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
+        crowd = crowd_of(event)
+        shift = apart(self.neighboring_relation, crowd.noise)
+        if crowd.rate < _LEAST_RATE:
+            return np.zeros(1), crowd.rate * np.exp(log_gaussian_delta(shift, np.zeros(1)))
+        searches = {pair: _Search(crowd, pair) for pair in pairs_of(self.neighboring_relation)}
+        found = (0.0, 0.0)
+
+        def divergence(alpha: float, pair: Pair, lower: bool) -> float:
+            nonlocal found
+            # The larger direction counts: the second need not be better than the first.
+            first = found[1] if found[0] == alpha else 0.0
+            value = searches[pair].divergence(alpha, first)
+            alone = crowd.rate * math.exp(float(log_gaussian_delta(shift, math.log(alpha))))
+            found = alpha, alone if value > _AS_ALONE * alone else value
+            return found[1]
+
+        return upper_profile(
+            divergence, crowd.rate, crowd.noise, self.neighboring_relation, _COARSENESS
+        )
+
+
+class Crowd(NamedTuple):
+    """Who may be in a round: of n users with their coins, or of m reports.
+
+    Attributes:
+        users: n.
+        rate: The chance that user 1 is in the round.
+        noise: z.
+        terms: n, or m.
+        coins: γ, or 1.
+        absent: 0, or n - m: terms that are steps down for certain.
+        others: How many other reports there are, on average, or at most.
+    """
+
+    users: int
+    rate: float
+    noise: float
+    terms: int
+    coins: float
+    absent: int
+    others: float
+
+    @property
+    def has_coins(self) -> bool:
+        """Whether users report independently of each other."""
+        return self.terms == self.users
+
+    def by_swaps(self, alpha: float, pair: Pair, lost: float) -> float:
+        """Upper bound of H_α that gives up about α `lost`; 1 where there are too few others."""
+        swap = SwapBound(self.users, self.rate, self.noise, lost)
+        return swap.divergence(alpha, pair) if swap.holds else 1.0
+
+    def share(self, defect: float) -> float:
+        """β at which the others' reports are blankets up to η in total variation."""
+        target = math.log(defect) - math.log(max(self.others, 1e-300))
+        return math.exp(-least_loss(1.0 / self.noise, min(target, 0.0)))
+
+    def by_blankets(self, alpha: float, pair: Pair, lost: float) -> float:
+        """Upper bound of H_α that gives up α `lost`."""
+        defect = alpha * lost / (alpha - 1.0 + 2.0 * self.rate)
+        share = self.share(defect)
+        step = share * (alpha - 1.0)
+        count = TermsCount(
+            self.terms, self.coins * share, 1.0 - self.coins, step, -step * self.absent
+        )
+        hidden = positive_part(pair(1.0 / self.noise, alpha), count) / (self.users * share)
+        return hidden + alpha * lost
+
+
+def crowd_of(event: Any) -> Crowd:
+    """Returns who may be in a round of `event`."""
+    n, noise = event.users, event.noise_multiplier
+    if isinstance(event, FixedSizeShuffledGaussianDpEvent):
+        m = event.reports
+        return Crowd(n, m / n, noise, m, 1.0, n - m, float(m))
+    rate = event.check_in_rate if isinstance(event, ShuffledCheckInGaussianDpEvent) else 1.0
+    return Crowd(n, rate, noise, n, rate, 0, (n - 1) * rate)
+
+
+class _Search:
+    """The least bound at increasing α, for one direction of the worst pair."""
+
+    def __init__(self, crowd: Crowd, pair: Pair) -> None:
+        bounds = [crowd.by_swaps] * crowd.has_coins + [crowd.by_blankets]
+        self._ladders = [_Ladder(bound, pair, crowd.rate) for bound in bounds]
+        # H_α does not rise in α: what bounded it before still does.
+        self._least = crowd.rate
+        self._others_at = 0.0
+
+    def divergence(self, alpha: float, enough: float) -> float:
+        """Returns an upper bound of H_α, a good one if α rises from call to call, from 1.
+
+        One below `enough` need not be good.
+        """
+        if self._least <= max(enough, _NEGLIGIBLE):
+            return self._least
+        first, *others = self._ladders
+        self._least = min(self._least, first.descend(alpha, self._least))
+        if alpha - 1.0 >= self._others_at:
+            self._others_at = _OTHERS_EACH * (alpha - 1.0)
+            for other in others:
+                value = other.descend(alpha, self._least)
+                if value < self._least:
+                    self._least = value
+                    self._ladders.reverse()
+        return self._least
+
+
+class _Ladder:
+    """One bound at increasing α: less and less is given up."""
+
+    def __init__(
+        self, bound: Callable[[float, Pair, float], float], pair: Pair, rate: float
+    ) -> None:
+        self._bound, self._pair = bound, pair
+        self._lost, self._small = rate / 8.0, _SMALL
+
+    def descend(self, alpha: float, known: float) -> float:
+        """Returns an upper bound of H_α, a good one if it is to be below `known`."""
+        self._lost = min(self._lost, _MOST * known / alpha)
+        value = self._bound(alpha, self._pair, self._lost)
+        # A step that was no gain is tried again once more is given up, or if the bound stalls.
+        small = _SMALL if value > _STALLED * known else self._small
+        self._small = _SMALL
+        for step in _LADDER_STEPS:
+            while self._lost > max(_LADDER_END, small * value / alpha):
+                if value - 2.0 * alpha * self._lost > _HOPELESS * known:
+                    return value
+                lower = self._bound(alpha, self._pair, self._lost * step)
+                if lower > _GAIN * value:
+                    self._small = _AGAIN * alpha * self._lost / value
+                    value = min(value, lower)
+                    break
+                value, self._lost = lower, self._lost * step
+                small = self._small = _SMALL
+        return value

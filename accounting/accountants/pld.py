@@ -1,0 +1,150 @@
+"""`pld`: the tight (ε, δ) of the homogeneous pair, from above and from below.
+
+Under the homogeneous pair the likelihood ratio of a round's shuffled reports is distributed as
+
+    W̄ = 1 + (1/n) Σ_{i ≤ n} Z_i,      Z_i = Y_i - 1 with probability γ, otherwise 0
+
+(`docs/theory.md`, section 2), so both hockey-stick divergences are expectations of convex functions
+of one sum, `δ(ε) = E[(W̄ - e^ε)_+]` and, reversed, `E[(1 - e^ε W̄)_+]`. `numerics.graded_law`
+bounds them from both sides; the rounds compose by the larger of the two.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from accounting.accountants.profile import ProfileShuffleAccountant
+from accounting.events import FixedSizeShuffledGaussianDpEvent
+from accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
+from accounting.numerics.graded_law import BoundedLaw, Summand, law_of_sum
+from accounting.numerics.loss_pmf import MAX_LOSS, FloatArray
+from accounting.numerics.lower_profile import LowerProfile
+
+# With less noise e^{t/σ} overflows in the tails; a user's own report is all that is accounted.
+LEAST_SIGMA = 0.08
+# Mesh points in the scale of the sum: the bounds are 1e-4 of ε apart where tails are light.
+_POINTS = 100
+
+
+class PldAccountant(ProfileShuffleAccountant):
+    """Numerically tight (ε, δ) of the homogeneous pair, and how far below it could still be.
+
+    Source: section 2 of docs/theory.md; composition as for every profile.
+    """
+
+    name = "pld"
+    holds_for = "homogeneous pair"
+    covers = (
+        "the homogeneous pair only (all other users hold the differing user's record), "
+        "numerically tight; the same assumptions as theorem3"
+    )
+
+    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
+        return round_profile(event, self._sigma(event))
+
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        if any(self._is_private(e) and self._sigma(e) < LEAST_SIGMA for e in self._counts):
+            return f"noise below {LEAST_SIGMA:g} of the sensitivity is priced as if unshuffled"
+        return super().note(delta)
+
+    def _lower_profile(self, event: Any) -> LowerProfile | None:
+        if getattr(event, "shuffler_blankets", 0.0):
+            return None  # blankets hide more than is counted on here
+        return _lower_profile(event, self._sigma(event))
+
+
+def _law_of(event: Any, sigma: float, lower: bool) -> BoundedLaw:
+    """The law of Σ Z."""
+    if isinstance(event, FixedSizeShuffledGaussianDpEvent):
+        return law_of_sum(_report(1.0, sigma), event.reports, _POINTS, lower)
+    return law_of_sum(_report(_chance(event), sigma), event.users, _POINTS, lower)
+
+
+def _chance(event: Any) -> float:
+    return float(getattr(event, "check_in_rate", 1.0))
+
+
+def round_profile(event: Any, sigma: float) -> tuple[FloatArray, FloatArray]:
+    """Returns a certified profile of one round: the larger direction, from above.
+
+    Args:
+        event: A Gaussian event of `accounting.events`, with at least one report.
+        sigma: σ, the noise in units of a report's sensitivity, > 0.
+
+    Returns:
+        epsilons from 0 and deltas, same shape.
+    """
+    # More summands, more privacy (section 1): one alone bounds both. Its exact values serve where
+    # the grid is too coarse for a ratio near 0, which only few reports can have.
+    share = event.reports / event.users if hasattr(event, "reports") else 1.0
+    one = (_chance(event), share, sigma)
+    if sigma < LEAST_SIGMA:
+        epsilons = gaussian_losses(1.0 / sigma)
+        return epsilons, np.maximum(_one_forward(*one, epsilons), _one_reverse(*one, epsilons))
+    law = _law_of(event, sigma, lower=False)
+    epsilons = _losses(law, event.users)
+    forward = law.call(event.users * np.expm1(epsilons)) / event.users
+    reverse = np.exp(epsilons) * law.put(event.users * np.expm1(-epsilons)) / event.users
+    forward = np.minimum(forward, _one_forward(*one, epsilons))
+    reverse = np.minimum(reverse, _one_reverse(*one, epsilons))
+    return epsilons, np.maximum(forward, reverse)
+
+
+def _lower_profile(event: Any, sigma: float) -> LowerProfile:
+    if sigma < LEAST_SIGMA:
+        return LowerProfile(np.zeros(1), np.zeros(1))
+    law = _law_of(event, sigma, lower=True)
+    ratios = 1.0 + law.places / event.users
+    ratios = ratios[ratios > math.exp(-MAX_LOSS)]
+    values = law.call(event.users * (ratios - 1.0)) / event.users
+    return LowerProfile(np.log(ratios), values)
+
+
+def _losses(law: BoundedLaw, users: int) -> FloatArray:
+    """ε >= 0 at which the profile bends: the logarithms of the ratios, of either sign."""
+    shares = law.places / users
+    losses = np.concatenate(
+        [[0.0], np.log1p(shares[shares > 0.0]), -np.log1p(shares[(shares < 0.0) & (shares > -1.0)])]
+    )
+    return np.unique(losses[losses <= MAX_LOSS])
+
+
+def _report(rate: float, sigma: float) -> Summand:
+    """Z: `e^{t/σ - 1/2σ²} - 1` with probability `rate`, otherwise 0."""
+    step = 1.0 / sigma
+    half = 0.5 * step * step
+
+    def inverse(z: FloatArray) -> FloatArray:
+        with np.errstate(divide="ignore"):
+            logs: FloatArray = np.log1p(np.maximum(z, -1.0))
+        return (logs + half) / step
+
+    return Summand(
+        atoms=((0.0, 1.0 - rate),),
+        rate=rate,
+        value=lambda t: np.expm1(step * t - half),
+        inverse=inverse,
+        tail=step,
+        jump=2.0 * math.erf(step / math.sqrt(8.0)),
+    )
+
+
+def _one_forward(chance: float, share: float, sigma: float, epsilons: FloatArray) -> FloatArray:
+    """`E[(1 + share Z - e^ε)_+]` for a single Z, which is Y - 1 with this chance."""
+    strike = np.log1p(np.minimum(np.expm1(epsilons) / share, 1e300))
+    call = np.exp(log_gaussian_delta(1.0 / sigma, strike))
+    values: FloatArray = chance * share * call
+    return values
+
+
+def _one_reverse(chance: float, share: float, sigma: float, epsilons: FloatArray) -> FloatArray:
+    """`E[(1 - e^ε (1 + share Z))_+]` for a single Z, which is Y - 1 with this chance."""
+    strike = 1.0 + np.expm1(-epsilons) / share
+    reached = strike > 0.0
+    # E[(k - Y)_+] = k E[(Y - 1/k)_+]: Y and its reciprocal are each other's image.
+    loss = -np.log(np.where(reached, strike, 1.0))
+    put = np.where(reached, strike * np.exp(log_gaussian_delta(1.0 / sigma, loss)), 0.0)
+    values: FloatArray = np.exp(epsilons) * chance * share * put
+    return values

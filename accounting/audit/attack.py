@@ -1,0 +1,368 @@
+"""Attacks on privacy claims: lower confidence bounds of δ(ε) and ε(δ) from draws.
+
+Events. For every event S, `δ(ε) >= P(S) - e^ε Q(S)` and `ε(δ) >= log((P(S) - δ)/Q(S))`, so
+S = {score above a threshold} gives a bound whatever the score is. Threshold and direction are
+chosen on one half of the draws; the other half bounds P(S) from below and Q(S) from above by
+Clopper and Pearson, each at half the allowed error.
+
+Ratios. Where the likelihood ratio L = P/Q is known, `δ(ε) = E_P[(1 - e^ε/L)_+]`, a mean of values
+in [0, 1]: its empirical Bernstein bound (Maurer and Pontil 2009, Theorem 4) is much closer.
+
+A bound above a claim refutes it; one below proves nothing.
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import dp_accounting
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from accounting import validation
+from accounting.accountants.base import ShuffleAccountant
+from accounting.adjacency import ADJACENCIES
+from accounting.audit.placements import PLACEMENTS, AttackedRound, Placement, make_placement
+
+FloatArray = npt.NDArray[np.float64]
+
+_MOST_THRESHOLDS = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditResult:
+    """What the draws show of one round at one placement.
+
+    Attributes:
+        placement: Its name.
+        epsilon: The ε of the question.
+        delta_lower: δ(ε) is at least this, with `confidence`.
+        delta_estimate: Not a bound: the mean of `(1 - e^ε/L)_+`, or `P(S) - e^ε Q(S)` as observed.
+        confidence: Of `delta_lower`, one-sided.
+        samples: Draws of each world.
+        method: "ratios" or "events": see the module.
+    """
+
+    placement: str
+    epsilon: float
+    delta_lower: float
+    delta_estimate: float
+    confidence: float
+    samples: int
+    method: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ClaimCheck:
+    """An accountant's δ(ε) of one round against what the draws show.
+
+    Attributes:
+        accountant: Its name.
+        covers: Which pairs it claims anything about; a violation elsewhere is no error in it, but
+            its δ is then no guarantee for every pair of neighbours.
+        holds_for: "every pair" or "homogeneous pair".
+        epsilon: The ε of the question.
+        claimed_delta: The δ it claims.
+        violated: Whether some placement's lower bound is above the claim.
+        confidence: The chance of no false violation, over all placements together.
+        results: One for each placement that it claims something about.
+    """
+
+    accountant: str
+    covers: str
+    holds_for: str
+    epsilon: float
+    claimed_delta: float
+    violated: bool
+    confidence: float
+    results: tuple[AuditResult, ...]
+
+    @property
+    def worst(self) -> AuditResult:
+        """The placement with the largest lower bound."""
+        return max(self.results, key=lambda result: result.delta_lower)
+
+
+class _Event(NamedTuple):
+    """{score > threshold} as evidence for D, or {-score > threshold} for D′."""
+
+    sign: float
+    threshold: float
+
+
+# Values an event on probabilities (least of P, most of Q, both arrays or both floats).
+_Value = Callable[[Any, Any], Any]
+
+
+def clopper_pearson(
+    successes: npt.ArrayLike, trials: int, error: float
+) -> tuple[FloatArray, FloatArray]:
+    """Returns one-sided lower and upper bounds of a probability, each wrong at most at `error`.
+
+    Args:
+        successes: Counts in 0..trials, any shape.
+        trials: At least 1.
+        error: In (0, 1).
+    """
+    k = np.asarray(successes, np.float64)
+    lower = np.where(k > 0, special.betaincinv(np.maximum(k, 1), trials - k + 1, error), 0.0)
+    inside = special.betaincinv(k + 1, np.maximum(trials - k, 1), 1.0 - error)
+    return lower, np.where(k < trials, inside, 1.0)
+
+
+def _halves(scores: FloatArray) -> tuple[FloatArray, FloatArray]:
+    middle = len(scores) // 2
+    return scores[:middle], scores[middle:]
+
+
+def _counts(scores: FloatArray, thresholds: FloatArray) -> npt.NDArray[np.int64]:
+    """How many scores lie above each threshold."""
+    return len(scores) - np.searchsorted(np.sort(scores), thresholds, side="right")
+
+
+def _bounds(
+    above: FloatArray, below: FloatArray, thresholds: FloatArray, error: float
+) -> tuple[FloatArray, FloatArray]:
+    least, _ = clopper_pearson(_counts(above, thresholds), len(above), error / 2.0)
+    _, most = clopper_pearson(_counts(below, thresholds), len(below), error / 2.0)
+    return least, most
+
+
+def _choose(first: FloatArray, second: FloatArray, error: float, value: _Value) -> _Event:
+    """The event of the largest value on these draws, among quantiles and both directions."""
+    levels = np.linspace(0.0, 1.0, _MOST_THRESHOLDS)
+    best, chosen = -math.inf, _Event(1.0, math.inf)
+    for sign, above, below in ((1.0, first, second), (-1.0, -second, -first)):
+        thresholds = np.unique(np.quantile(np.concatenate([above, below]), levels))
+        values = value(*_bounds(above, below, thresholds, error))
+        at = int(np.argmax(values))
+        if values[at] > best:
+            best, chosen = float(values[at]), _Event(sign, float(thresholds[at]))
+    return chosen
+
+
+def _evaluate(
+    first: npt.ArrayLike, second: npt.ArrayLike, confidence: float, value: _Value
+) -> tuple[float, float]:
+    """The value's lower bound on the second halves and as observed there."""
+    validation.real("confidence", confidence, "(0, 1)")
+    one, two = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    for scores in (one, two):
+        if scores.ndim != 1 or len(scores) < 2 or not np.isfinite(scores).all():
+            raise ValueError(
+                f"scores must be at least 2 finite numbers, got an array of shape {scores.shape}"
+            )
+    error = 1.0 - confidence
+    (choose_one, one), (choose_two, two) = _halves(one), _halves(two)
+    sign, threshold = _choose(choose_one, choose_two, error, value)
+    above, below = (one, two) if sign > 0.0 else (-two, -one)
+    least, most = _bounds(above, below, np.array([threshold]), error)
+    observed = value(np.mean(above > threshold), np.mean(below > threshold))
+    return float(value(least[0], most[0])), float(observed)
+
+
+def _from_ratios(
+    first: FloatArray, second: FloatArray, epsilon: float, confidence: float
+) -> tuple[float, float]:
+    """δ(ε)'s lower bound and estimate from exact log ratios, the worse direction."""
+    lower, estimate = 0.0, 0.0
+    log_term = math.log(4.0 / (1.0 - confidence))  # half the error for each direction
+    for scores in (first, -second):
+        values = -np.expm1(np.minimum(epsilon - scores, 0.0))
+        count, mean = len(values), float(np.mean(values))
+        slack = math.sqrt(2.0 * float(np.var(values, ddof=1)) * log_term / count)
+        lower = max(lower, mean - slack - 7.0 * log_term / (3.0 * (count - 1)))
+        estimate = max(estimate, mean)
+    return lower, estimate
+
+
+def delta_lower_bound(
+    first: npt.ArrayLike, second: npt.ArrayLike, epsilon: float, confidence: float
+) -> float:
+    """Returns a lower confidence bound of δ(ε) between two worlds, in the worse direction.
+
+    Args:
+        first: Scores of independent draws of the one world; the first half chooses the event.
+        second: Scores of the other.
+        epsilon: ε in [0, 700].
+        confidence: In (0, 1), one-sided.
+
+    Raises:
+        ValueError: A value outside its range.
+    """
+    return max(0.0, _evaluate(first, second, confidence, _delta_value(epsilon))[0])
+
+
+def epsilon_lower_bound(
+    first: npt.ArrayLike, second: npt.ArrayLike, delta: float, confidence: float
+) -> float:
+    """Returns a lower confidence bound of ε at `delta` between two worlds, in the worse direction.
+
+    Args:
+        first: Scores of independent draws of the one world; the first half chooses the event.
+        second: Scores of the other.
+        delta: δ in [0, 1).
+        confidence: In (0, 1), one-sided.
+
+    Raises:
+        ValueError: A value outside its range.
+    """
+    validation.real("delta", delta, "[0, 1)")
+
+    def value(least: Any, most: Any) -> Any:
+        return np.log(np.maximum(least - delta, 1e-300)) - np.log(np.maximum(most, 1e-300))
+
+    return max(0.0, _evaluate(first, second, confidence, value)[0])
+
+
+def _delta_value(epsilon: float) -> _Value:
+    factor = math.exp(validation.real("epsilon", epsilon, "[0, 700]"))
+    return lambda least, most: least - factor * most
+
+
+def audit_round(
+    event: Any,
+    adjacency: str,
+    placement: Placement,
+    epsilon: float,
+    samples: int = 100_000,
+    confidence: float = 0.99,
+    rng: np.random.Generator | None = None,
+    method: str = "auto",
+) -> AuditResult:
+    """Draws one round under D and D′ and bounds its δ(ε) from below.
+
+    Args:
+        event: An event of `accounting.events`, one round.
+        adjacency: "replace" or "zero-out".
+        placement: The two datasets; see `make_placement` and `placement_by_hand`.
+        epsilon: ε in [0, 700].
+        samples: Draws of each world, at least 2.
+        confidence: Of the lower bound, in (0, 1).
+        rng: Source of the draws; a fresh one if None.
+        method: "events", or "auto": "ratios" wherever the likelihood ratio can be computed.
+
+    Raises:
+        ValueError: A value outside its range, or a pair that is not one of neighbours.
+    """
+    placement.check_adjacency(adjacency)
+    count = validation.integer("samples", samples, 2)
+    value = _delta_value(epsilon)
+    validation.real("confidence", confidence, "(0, 1)")
+    validation.choice("method", method, ("auto", "events"))
+    generator = np.random.default_rng() if rng is None else rng
+    attacked = AttackedRound(event, placement)
+    ratios = attacked.exact and method == "auto"
+    first = attacked.scores(True, count, generator)
+    second = attacked.scores(False, count, generator)
+    if ratios:
+        lower, estimate = _from_ratios(first, second, epsilon, confidence)
+    else:
+        lower, estimate = _evaluate(first, second, confidence, value)
+    return AuditResult(
+        placement=placement.name,
+        epsilon=float(epsilon),
+        delta_lower=max(0.0, lower),
+        delta_estimate=max(0.0, estimate),
+        confidence=confidence,
+        samples=count,
+        method="ratios" if ratios else "events",
+    )
+
+
+def claims_something(accountant: type[ShuffleAccountant], placement: str | Placement) -> bool:
+    """Tells whether an accountant claims anything there: not where others it counts on are absent.
+
+    Args:
+        accountant: Its class.
+        placement: A name of `PLACEMENTS`, or a placement.
+    """
+    absent = placement == "absent" if isinstance(placement, str) else placement.absent
+    return not (absent and accountant.counts_on_others)
+
+
+def check_claims(
+    accountants: Sequence[ShuffleAccountant],
+    event: Any,
+    epsilon: float,
+    placements: Sequence[str | Placement] = PLACEMENTS,
+    samples: int = 100_000,
+    confidence: float = 0.99,
+    rng: np.random.Generator | None = None,
+) -> list[ClaimCheck]:
+    """Attacks the δ(ε) of one round that accountants claim, all by the same draws.
+
+    Args:
+        accountants: At least one, of one adjacency, which is attacked. They have spent nothing and
+            are left as they are.
+        event: One round, an event that all of them price.
+        epsilon: ε in [0, 700].
+        placements: Names of `PLACEMENTS`, or placements. Each accountant is checked at those that
+            it claims something about.
+        samples: Draws of each world for each placement.
+        confidence: The chance of no false violation, over all placements together.
+        rng: Source of the draws; a fresh one if None.
+
+    Raises:
+        ValueError: A value outside its range, no placement, or none that an accountant claims
+            anything about, or an accountant that has spent.
+        dp_accounting.UnsupportedEventError: An accountant does not price `event`.
+    """
+    if not placements:
+        raise ValueError("placements must be at least one, got none")
+    validation.real("confidence", confidence, "(0, 1)")
+    relations = {accountant.neighboring_relation for accountant in accountants}
+    if len(relations) != 1:
+        raise ValueError(f"accountants must be of one adjacency, got {len(relations)}")
+    adjacency = next(name for name, each in ADJACENCIES.items() if each in relations)
+    claims = []
+    for accountant in accountants:
+        if not isinstance(accountant.ledger, dp_accounting.NoOpDpEvent):
+            raise ValueError(f"accountant must have spent nothing, got {accountant.ledger}")
+        if not any(claims_something(type(accountant), item) for item in placements):
+            raise ValueError(
+                f"placement must not be absent only: {accountant.name} counts on the other users"
+            )
+        claims.append(float(copy.deepcopy(accountant).compose(event).get_delta(epsilon)))
+    generator = np.random.default_rng() if rng is None else rng
+    each = 1.0 - (1.0 - confidence) / len(placements)
+    results = []
+    for item in placements:
+        at = make_placement(item, adjacency, event.users) if isinstance(item, str) else item
+        results.append(audit_round(event, adjacency, at, epsilon, samples, each, generator))
+    checks = []
+    for accountant, claimed in zip(accountants, claims, strict=True):
+        own = tuple(
+            result
+            for item, result in zip(placements, results, strict=True)
+            if claims_something(type(accountant), item)
+        )
+        checks.append(
+            ClaimCheck(
+                accountant=accountant.name,
+                covers=accountant.covers,
+                holds_for=accountant.holds_for,
+                epsilon=float(epsilon),
+                claimed_delta=claimed,
+                violated=any(result.delta_lower > claimed for result in own),
+                confidence=confidence,
+                results=own,
+            )
+        )
+    return checks
+
+
+def check_claim(
+    accountant: ShuffleAccountant,
+    event: Any,
+    epsilon: float,
+    placements: Sequence[str | Placement] = PLACEMENTS,
+    samples: int = 100_000,
+    confidence: float = 0.99,
+    rng: np.random.Generator | None = None,
+) -> ClaimCheck:
+    """Attacks one accountant's δ(ε): see `check_claims`."""
+    return check_claims([accountant], event, epsilon, placements, samples, confidence, rng)[0]

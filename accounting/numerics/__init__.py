@@ -1,0 +1,1 @@
+"""The mathematics under the accountants; nothing here knows an event."""

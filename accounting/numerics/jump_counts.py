@@ -1,0 +1,214 @@
+"""How many jumps are in a sum: a Poisson number, or that of n independent terms.
+
+Each gives what `accounting.numerics.jump_sum` needs of the sum's law, from that of one jump. In
+docs/theory-blanket.md, section 6, are the proofs of the inequalities.
+"""
+
+import abc
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from accounting.numerics.loss_pmf import FloatArray
+
+ComplexArray = npt.NDArray[np.complex128]
+
+# 1 - cos u >= factor u² for |u| <= width
+_ARCS = ((math.pi, 2.0 / math.pi**2), (math.pi / 2.0, 4.0 / math.pi**2))
+
+
+class Tilt(NamedTuple):
+    """One jump weighed by e^{cx}: `E[e^{cX} - 1]`, `E[e^{cX}]`, `E[X e^{cX}]`, `E[X² e^{cX}]`."""
+
+    growth: float
+    whole: float
+    first: float
+    second: float
+
+
+class Count(abc.ABC):
+    """How many jumps the sum b + S has, and what else is in it.
+
+    Tilted means weighed by e^{cx}.
+    """
+
+    terms: float
+    """n, the independent terms; infinite for a Poisson number of jumps."""
+    jumps: float
+    """Their expected number, > 0."""
+    shift: float
+    """b <= 0."""
+    fixed: float
+    """The mean of all but the jumps, <= 0."""
+
+    @abc.abstractmethod
+    def cumulants(self, c: float, tilt: Tilt) -> tuple[float, float, float]:
+        """`log E[e^{c(b + S)}]` and two derivatives."""
+
+    @abc.abstractmethod
+    def log_ratios(self, c: float, tilt: Tilt, omega: FloatArray, grown: Any) -> ComplexArray:
+        """`log E[e^{θ(b + S)}] - log E[e^{c(b + S)}]`, from J(θ) - J(c)."""
+
+    @abc.abstractmethod
+    def log_nothing(self, theta: Any) -> Any:
+        """`log E[e^{θ(b + S)}; no jump]`."""
+
+    @abc.abstractmethod
+    def few(self, whole: Any, nothing: Any) -> Any:
+        """`E[e^{θ(b + S)}; so few jumps that they are taken out]` from `1 + J(θ)` and no jump's."""
+
+    @abc.abstractmethod
+    def many(self, c: float, jump: FloatArray) -> FloatArray:
+        """Upper bounds of `|E[e^{θ(b + S)}; more jumps]| / E[e^{c(b + S)}; no jump]`, Re θ = c,
+        where that of a jump, `|1 + J(θ)|`, is at most so much."""
+
+    @abc.abstractmethod
+    def decay(
+        self, c: float, tilt: Tilt, x: FloatArray, tilted: FloatArray, ladder: FloatArray
+    ) -> FloatArray:
+        """Lower bounds of `-Re log_ratios` between each frequency and the next, from the curvature
+        of the cosine. The last of the jumps x is the cap."""
+
+    @abc.abstractmethod
+    def roughness(self, c: float, tilt: Tilt, smooth: FloatArray, mass: float) -> FloatArray:
+        """The same from `|J(θ) + 1| <= smooth` but for the cap; `mass` is the tilted jumps' all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PoissonCount(Count):
+    """A Poisson number of jumps, and b <= 0."""
+
+    jumps: float
+    shift: float = 0.0
+    terms: float = math.inf
+
+    @property
+    def fixed(self) -> float:  # type: ignore[override]
+        """See `Count`."""
+        return self.shift
+
+    def cumulants(self, c: float, tilt: Tilt) -> tuple[float, float, float]:
+        """See `Count`."""
+        level = self.jumps * tilt.growth + c * self.shift
+        return level, self.jumps * tilt.first + self.shift, self.jumps * tilt.second
+
+    def log_ratios(self, c: float, tilt: Tilt, omega: FloatArray, grown: Any) -> ComplexArray:
+        """See `Count`."""
+        return np.asarray(self.jumps * grown + 1j * self.shift * omega)
+
+    def log_nothing(self, theta: Any) -> Any:
+        """See `Count`."""
+        return theta * self.shift - self.jumps
+
+    def few(self, whole: Any, nothing: Any) -> Any:
+        """See `Count`: none and one."""
+        return nothing * (1.0 + self.jumps * whole)
+
+    def many(self, c: float, jump: FloatArray) -> FloatArray:
+        """See `Count`: e^y - 1 - y."""
+        y = np.minimum(self.jumps * jump, 50.0)
+        return np.where(y < 1e-4, y * y, np.expm1(y) - y)
+
+    def decay(
+        self, c: float, tilt: Tilt, x: FloatArray, tilted: FloatArray, ladder: FloatArray
+    ) -> FloatArray:
+        """See `Count`."""
+        result = np.zeros(ladder.size - 1)
+        for width, factor in _ARCS:
+            inside = np.abs(x) <= width / ladder[1:, None]
+            squares = np.einsum("ij,j->i", inside, tilted * x * x)
+            result = np.maximum(result, factor * self.jumps * ladder[:-1] ** 2 * squares)
+        return result
+
+    def roughness(self, c: float, tilt: Tilt, smooth: FloatArray, mass: float) -> FloatArray:
+        """See `Count`."""
+        return self.jumps * (mass - smooth)
+
+
+@dataclasses.dataclass(frozen=True)
+class TermsCount(Count):
+    """n independent terms: a jump with this chance, a step down with that, otherwise nothing; and
+    b <= 0, the shift."""
+
+    terms: float
+    chance: float
+    down: float = 0.0
+    step: float = 0.0
+    shift: float = 0.0
+
+    @property
+    def jumps(self) -> float:  # type: ignore[override]
+        """See `Count`."""
+        return self.terms * self.chance
+
+    @property
+    def fixed(self) -> float:  # type: ignore[override]
+        """See `Count`."""
+        return self.shift - self.terms * self.down * self.step
+
+    def _fallen(self, c: float) -> float:
+        """E[e^{cV}; step down] of one term V."""
+        return self.down * math.exp(min(-c * self.step, 600.0))
+
+    def _total(self, c: float, tilt: Tilt) -> float:
+        """E[e^{cV}], a sum of positive terms."""
+        still = max(1.0 - self.chance - self.down, 0.0)
+        return still + self.chance * tilt.whole + self._fallen(c)
+
+    def cumulants(self, c: float, tilt: Tilt) -> tuple[float, float, float]:
+        """See `Count`."""
+        change = self.chance * tilt.growth + self.down * math.expm1(min(-c * self.step, 600.0))
+        total, fallen = self._total(c, tilt), self._fallen(c)
+        mean = (self.chance * tilt.first - fallen * self.step) / total
+        square = (self.chance * tilt.second + fallen * self.step**2) / total
+        variance = max(square - mean * mean, 0.0)
+        log_total = math.log1p(change) if abs(change) < 0.5 else math.log(total)
+        level = self.terms * log_total + c * self.shift
+        return level, self.terms * mean + self.shift, self.terms * variance
+
+    def log_ratios(self, c: float, tilt: Tilt, omega: FloatArray, grown: Any) -> ComplexArray:
+        """See `Count`."""
+        fallen = self._fallen(c) * np.expm1(-1j * self.step * omega)
+        change = (self.chance * grown + fallen) / self._total(c, tilt)
+        return np.asarray(self.terms * special.log1p(change) + 1j * self.shift * omega)
+
+    def log_nothing(self, theta: Any) -> Any:
+        """See `Count`."""
+        left = self.down * np.expm1(-theta * self.step) - self.chance
+        return self.terms * special.log1p(left) + theta * self.shift
+
+    def few(self, whole: Any, nothing: Any) -> Any:
+        """See `Count`: none."""
+        return nothing
+
+    def many(self, c: float, jump: FloatArray) -> FloatArray:
+        """See `Count`: (1 + y/n)^n - 1."""
+        nothing = 1.0 - self.chance + self.down * math.expm1(-c * self.step)
+        y = self.chance * jump / max(nothing, 1e-300)
+        return np.asarray(np.expm1(np.minimum(self.terms * np.log1p(y), 50.0)))
+
+    def decay(
+        self, c: float, tilt: Tilt, x: FloatArray, tilted: FloatArray, ladder: FloatArray
+    ) -> FloatArray:
+        """See `Count`: `-log |E e^{iωV}| >= ½ E[1 - cos ω(V - V')]`, V' another term."""
+        total, fallen = self._total(c, tilt), self._fallen(c)
+        still = 1.0 - self.chance - self.down
+        v = np.concatenate([x, [0.0, -self.step]])
+        p = np.concatenate([self.chance * tilted, [max(still, 0.0), fallen]]) / total
+        v = v - float(np.sum(p * v))
+        result = np.zeros(ladder.size - 1)
+        for width, factor in _ARCS:
+            inside = np.where(np.abs(v) <= 0.5 * width / ladder[1:, None], p, 0.0)
+            first, second = np.einsum("ij,j->i", inside, v), np.einsum("ij,j->i", inside, v * v)
+            spread = np.sum(inside, axis=1) * second - first**2
+            result = np.maximum(result, factor * self.terms * ladder[:-1] ** 2 * spread)
+        return result
+
+    def roughness(self, c: float, tilt: Tilt, smooth: FloatArray, mass: float) -> FloatArray:
+        """See `Count`."""
+        left = 1.0 - self.chance * (mass - smooth) / self._total(c, tilt)
+        return np.asarray(-self.terms * np.log(np.clip(left, 1e-300, 1.0)))

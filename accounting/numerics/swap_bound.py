@@ -1,0 +1,204 @@
+"""The swap bound: a user's report hides among those of n - 1 others, wherever these are.
+
+`docs/theory-swap.md` proves: with N = n - 1, any c >= 1 and M > c, and η = c/(M - c), a round's
+hockey-stick divergence between records x and x' of user 1 is at most
+
+    H_α = (1/M) E[(V_1 + ... + V_N + cU)_+] + α γ m N/(M - c) + π,        m = δ_G(log c; 1/z),
+    V = 1 - α with probability 1-γ, else of the law `worst`, its positive values times 1 + η,
+    U = 0     with probability 1-γ, else E - αE' + α - 1     (E as in `numerics.worst_pairs`),
+    π = exp(-t²/(2 (v + t/3))),   v = Nγ (e^{1/z²} - 1),   t = N (1 - γm) - M > 0,
+
+in any dimension. `worst` is to its right the law of `(f_x - αf_{x'})/f_j` where all others hold one
+of the ball's two ends on the line of x, and to its left where they hold the other.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from scipy import special
+
+from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
+from accounting.numerics.jump_counts import TermsCount
+from accounting.numerics.jump_sum import Jumps, positive_parts
+from accounting.numerics.loss_pmf import FloatArray
+from accounting.numerics.worst_pairs import Pair, against_zero, opposite, zero_against
+
+# Of what is given up, the part that goes to π.
+_RARE_SHARE = 0.1
+_REACH, _CELLS = 8.5, 160
+
+
+class SwapBound:
+    """H_α of one round, for all α, at one choice of c and M."""
+
+    def __init__(self, users: int, rate: float, noise_multiplier: float, lost: float) -> None:
+        """Fixes c and M.
+
+        Args:
+            users: n >= 1.
+            rate: γ in (0, 1].
+            noise_multiplier: z >= 0.2.
+            lost: About what is added to H_1 by the last two terms, in (0, γ/2].
+        """
+        self._others, self._rate, self._width = users - 1, rate, 1.0 / noise_multiplier
+        rare = _RARE_SHARE * lost
+        missing = min((1.0 - _RARE_SHARE) * lost / rate, 0.5)
+        self._cap = math.exp(min(gaussian_epsilon(self._width, missing), 700.0))
+        missing = math.exp(float(log_gaussian_delta(self._width, math.log(self._cap))))
+        variance = self._others * rate * math.expm1(min(self._width**2, 500.0))
+        log_rare = -math.log(rare)
+        short = log_rare / 3.0 + math.sqrt(log_rare**2 / 9.0 + 2.0 * variance * log_rare)
+        self._crowd = self._others * (1.0 - rate * missing) - short
+        self._rare = rare
+        room = self._crowd - self._cap
+        self._missed = rate * missing * self._others / room if room > 0.0 else math.inf
+        self._raised = self._cap / room if room > 0.0 else math.inf
+
+    @property
+    def holds(self) -> bool:
+        """Whether there are enough others for it."""
+        return self._raised < 1.0
+
+    def divergence(self, alpha: float, pair: Pair) -> float:
+        """Returns an upper bound of H_α, α >= 1, for one direction of the worst pair."""
+        worst = _WORST[pair](self._width, alpha, 1.0 + self._raised)
+        count = TermsCount(self._others, self._rate, 1.0 - self._rate, alpha - 1.0)
+        places, chances, excess = self._own(alpha, pair)
+        found = positive_parts(worst, count, np.append(places, 0.0))
+        # The expectation is convex in U: all of U's mass at the ends of its cells is a bound.
+        total = float(np.sum(chances * found[:-1])) + (1.0 - self._rate) * float(found[-1])
+        return (total + excess) / self._crowd + alpha * self._missed + self._rare
+
+    def _own(self, alpha: float, pair: Pair) -> tuple[FloatArray, FloatArray, float]:
+        """Places of cU and their chances, the mean of each cell kept; and what lies beyond them."""
+        w, (one, two) = self._width, _EXPONENTS[pair]
+        ends = np.linspace(-_REACH - w, _REACH + w, _CELLS + 1)
+        places = self._cap * (pair(w, alpha).value(ends) + alpha - 1.0)
+        mass = _in_cells(ends, 0.0)
+        ratios = _in_cells(ends, one * w) - alpha * _in_cells(ends, two * w)
+        means = self._cap * (ratios + (alpha - 1.0) * mass)
+        inner, mean = mass[1:-1], means[1:-1]
+        width = np.maximum(np.diff(places), 1e-300)  # 0 where U hardly changes any more
+        up = np.clip((mean - inner * places[:-1]) / width, 0.0, inner)
+        chances = np.append(inner - up, 0.0) + np.append(0.0, up)
+        chances[0] += mass[0]
+        chances[-1] += mass[-1]
+        excess = max(float(means[-1] - mass[-1] * places[-1]), 0.0)
+        return places, self._rate * chances, self._rate * excess
+
+
+def _in_cells(ends: FloatArray, shift: float) -> FloatArray:
+    """`E[e^{st - s²/2}; t in the cell]`, t ~ N(0, 1), for the cells between and beyond the ends."""
+    x = np.concatenate([[-np.inf], ends - shift, [np.inf]])
+    right = special.ndtr(-x[:-1]) - special.ndtr(-x[1:])
+    left = special.ndtr(x[1:]) - special.ndtr(x[:-1])
+    return np.asarray(np.where(x[:-1] > 0.0, right, left))
+
+
+# s/w of both of the pair's ratios.
+_EXPONENTS: dict[Pair, tuple[float, float]] = {
+    opposite: (1.0, -1.0),
+    against_zero: (1.0, 0.0),
+    zero_against: (0.0, -1.0),
+}
+
+
+# Each is a law as a function of t ~ N(0, 1), w = 1/z: from V above zero with the others at the one
+# end, V below zero with them at the other, zero between. Both parts increase in t.
+Part = Callable[[FloatArray], FloatArray]
+
+
+def _joined(
+    right: tuple[Part, Part],
+    left: tuple[Part, Part],
+    flat: tuple[float, float],
+    raised: float,
+    width: float,
+    moments: tuple[float, float],
+) -> Jumps:
+    """The law from value and slope of both parts; flat between; the right one raised.
+
+    `moments` are E[V] and E[V_+] before.
+    """
+    below, above = flat
+
+    def value(t: FloatArray) -> FloatArray:
+        high, low = np.maximum(t, above), np.minimum(t, below)
+        return raised * np.maximum(right[0](high), 0.0) + np.minimum(left[0](low), 0.0)
+
+    def slope(t: FloatArray) -> FloatArray:
+        high, low = np.maximum(t, above), np.minimum(t, below)
+        up = np.where(t > above, raised * right[1](high), 0.0)
+        return up + np.where(t < below, left[1](low), 0.0)
+
+    mean = moments[0] + (raised - 1.0) * moments[1]
+    return Jumps(value, slope, mean, width, flat)
+
+
+def _opposite(width: float, alpha: float, raised: float) -> Jumps:
+    """x against -x: others at -x give R - α, others at x give 1 - α/R."""
+    w, level = 2.0 * width, math.log(alpha)
+    half = 0.5 * w * w
+    return _joined(
+        (lambda t: np.exp(w * t - half) - alpha, lambda t: w * np.exp(w * t - half)),
+        (
+            lambda t: 1.0 - alpha * np.exp(-w * t - half),
+            lambda t: w * alpha * np.exp(-w * t - half),
+        ),
+        ((level - half) / w, (level + half) / w),
+        raised,
+        w,
+        (1.0 - alpha, math.exp(float(log_gaussian_delta(w, level)))),
+    )
+
+
+def _against_zero(width: float, alpha: float, raised: float) -> Jumps:
+    """x against zero: others at -x give R² e^{..} - α R e^{..}, others at x give 1 - α/R."""
+    w, level = width, math.log(alpha)
+    half = 0.5 * w * w
+
+    def high(t: FloatArray) -> FloatArray:  # f_x / f_{-x}; f_0 / f_{-x} is its root, by e^{w²/2}
+        return np.exp(w * (t - w))
+
+    def low(t: FloatArray) -> FloatArray:
+        return alpha * np.exp(-w * t - half)
+
+    lift = alpha * math.exp(half)
+    return _joined(
+        (lambda t: high(t) * (high(t) - lift), lambda t: w * high(t) * (2.0 * high(t) - lift)),
+        (lambda t: 1.0 - low(t), lambda t: w * low(t)),
+        ((level - half) / w, (level + half) / w + w),
+        raised,
+        2.0 * w,
+        (1.0 - alpha, math.exp(float(log_gaussian_delta(w, level)))),
+    )
+
+
+def _zero_against(width: float, alpha: float, raised: float) -> Jumps:
+    """Zero against x: others at x give 1/R - α, others at -x the mirror image of the above."""
+    w, level = width, math.log(alpha)
+    half = 0.5 * w * w
+
+    def low(t: FloatArray) -> FloatArray:
+        return np.exp(-w * (t + w))
+
+    lift = math.exp(half)
+    return _joined(
+        (lambda t: np.exp(w * t - half) - alpha, lambda t: w * np.exp(w * t - half)),
+        (
+            lambda t: low(t) * (lift - alpha * low(t)),
+            lambda t: w * low(t) * (2.0 * alpha * low(t) - lift),
+        ),
+        ((level - half) / w - w, (level + half) / w),
+        raised,
+        2.0 * w,
+        (1.0 - alpha, math.exp(float(log_gaussian_delta(w, level)))),
+    )
+
+
+_WORST: dict[Pair, Callable[[float, float, float], Jumps]] = {
+    opposite: _opposite,
+    against_zero: _against_zero,
+    zero_against: _zero_against,
+}

@@ -1,0 +1,314 @@
+"""Theorem 3: the printed Rényi bound of the shuffled check-in Gaussian, split exactly minimised.
+
+`(λ-1) ε_SCI(λ) <= log( P[K < m] e^{(λ-1) ε_SSG(γ,1)} + e^{(λ-1) ε_SSG(γ,m)} )` for every m, with
+the Chernoff factor `exp(-Δ_c² nγ/2)`, `Δ_c = 1 - (m-1)/(nγ)`, for the tail P[K < m]. K = 0 belongs
+to the first term: nobody reporting costs nothing, and the term allows for more.
+
+Everything rests on two facts. The first term rises with m. The second falls, and for each order it
+is a polynomial in 1/m with non-negative coefficients, because all cumulants of Y are positive: so
+it is convex, a value at any m costs one sum, and a bisection on the slope finds the minimum.
+
+Given k reports one user is among them with probability k/n, not γ. The printed theorem uses γ
+(`rate="nominal"`); where nγ < 1 that can fall below the true divergence, so `Theorem3Accountant`
+never uses it without a floor.
+`rate="conditional"` uses k/n and is sound for every parameter.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special, stats
+
+from accounting.numerics import moments
+from accounting.numerics import renyi as rdp_bounds
+from accounting.numerics.moments import FloatArray
+
+Split = Literal["chernoff", "binomial"]
+Rate = Literal["nominal", "conditional"]
+_Index = NDArray[np.int64]
+_TailFunction = Callable[[_Index], FloatArray]
+
+_TAIL_ROUND_UP = 1e-9  # relative; covers the incomplete beta function's own error
+_SMALLEST_EXACT_TAIL = 1e-250
+# How far above the mean the conditional form may cut, in standard deviations; the best is taken.
+_UPPER_CUTS = (2.0, 4.0, 6.0, 9.0, 13.0, 20.0, 40.0)
+
+
+def log_binomial_tails(k: NDArray[np.int64], n: int, p: float) -> tuple[FloatArray, FloatArray]:
+    """Returns upper bounds of `log P[K <= k]` and `log P[K > k]`, `K ~ Bin(n, p)`.
+
+    Exact (rounded up by 1e-9) where the probability is above 1e-250; below that the bound
+    `exp(-n KL(k/n || p))` of Chernoff and Hoeffding, which never underflows.
+
+    Args:
+        k: Counts in 0..n.
+        n: Number of trials.
+        p: Success probability in (0, 1].
+    """
+    count = k.astype(np.float64)
+    with np.errstate(divide="ignore"):
+        lower = np.where(k >= n, 1.0, special.betainc(np.maximum(n - count, 0.5), count + 1, 1 - p))
+        upper = np.where(k >= n, 0.0, special.betainc(count + 1, np.maximum(n - count, 0.5), p))
+        log_lower, log_upper = np.log(lower), np.log(upper)
+    log_lower = np.where(lower > _SMALLEST_EXACT_TAIL, log_lower, _chernoff_kl(count, n, p))
+    above = np.where(k >= n, -np.inf, _chernoff_kl(np.minimum(count + 1, n), n, p))
+    log_upper = np.where(upper > _SMALLEST_EXACT_TAIL, log_upper, above)
+    return np.minimum(log_lower + _TAIL_ROUND_UP, 0.0), np.minimum(log_upper + _TAIL_ROUND_UP, 0.0)
+
+
+def _chernoff_kl(count: FloatArray, n: int, p: float) -> FloatArray:
+    """`-n KL(count/n || p)`: bounds either tail that starts at `count` on its side of the mean."""
+    divergence = special.rel_entr(count, n * p) + special.rel_entr(n - count, n * (1.0 - p))
+    result: FloatArray = np.minimum(-divergence, 0.0)
+    return result
+
+
+def _log_chernoff(m: _Index, mean: float) -> FloatArray:
+    """`-Δ_c² nγ/2` with `Δ_c = 1 - (m-1)/(nγ)`."""
+    split = np.maximum(1.0 - (m - 1.0) / mean, 0.0)
+    result: FloatArray = -0.5 * mean * split * split
+    return result
+
+
+class _SecondTerm:
+    """`h(m) = e^{(λ-1) ε_SSG(γ,m)} - 1` for all orders, as polynomials in 1/m.
+
+    With q = e^s - 1 the minimum in Theorem 2 changes branch at m = q, because `E[Ȳ_m²] = 1 + q/m`:
+    4q/m from there on, 2 + 2q/m before. The two polynomials differ in their first coefficients.
+    """
+
+    def __init__(self, rate: float, table: FloatArray, log_q: float):
+        max_order = table.shape[0] - 1
+        self.max_order = max_order
+        self.log_q = log_q
+        self._powers = np.arange(float(max_order))
+        weights, pair = rdp_bounds.subsampling_weight_table(rate, max_order)
+        # log of the coefficient of m^{-p}: (λ, p), in both branches.
+        common = np.full((max_order + 1, max_order), -np.inf)
+        common[:, 0] = weights[:, 0]
+        for p in range(1, max_order):
+            rows, top = slice(p + 1, max_order + 1), min(2 * p, max_order) + 1
+            terms = weights[rows, p + 1 : top] + table[p + 1 : top, p]
+            common[rows, p] = moments.log_sum_exp(terms)
+        common = common[2:]
+        self._many, self._few = common, common.copy()
+        log_two = math.log(2.0)
+        self._many[:, 1] = np.logaddexp(common[:, 1], pair[2:] + 2 * log_two + log_q)
+        self._few[:, 1] = np.logaddexp(self._few[:, 1], pair[2:] + log_two + log_q)
+        self._few[:, 0] = np.logaddexp(self._few[:, 0], pair[2:] + log_two)
+
+    def value(self, m: _Index) -> FloatArray:
+        """`log h_λ(m_λ)` for one m per order, shape (max_order - 1,)."""
+        log_m = np.log(m.astype(np.float64))
+        coefficients = np.where((log_m >= self.log_q)[:, None], self._many, self._few)
+        return moments.log_sum_exp(coefficients - self._powers * log_m[:, None])
+
+    def drop(self, m: _Index) -> FloatArray:
+        """`log (h_λ(m) - h_λ(m+1))` with the branch of m, no cancellation."""
+        log_m = np.log(m.astype(np.float64))
+        coefficients = np.where((log_m >= self.log_q)[:, None], self._many, self._few)[:, 1:]
+        powers = self._powers[1:]
+        terms = coefficients - powers * log_m[:, None]
+        top = np.max(terms, axis=1, initial=-np.inf)
+        shift = np.where(np.isfinite(top), top, 0.0)
+        falls = -np.expm1(-powers * np.log1p(1.0 / m)[:, None])
+        with np.errstate(divide="ignore"):
+            result: FloatArray = np.log(np.sum(np.exp(terms - shift[:, None]) * falls, axis=1))
+        return result + shift
+
+
+def _moment_table(sigma: float, max_order: int) -> FloatArray:
+    """`log c[i, p]` with `E[(Ȳ_m - 1)^i] = Σ_p c[i, p] m^{-p}`, from partial Bell polynomials.
+
+    `c[i, i-r] = Σ_k C(i-1, k-1) κ_k c[i-k, ...]` adds one block of size k to r - 1 others.
+    """
+    log_fact = moments.log_factorials(max_order)
+    kappa = moments.log_cumulants(sigma, max_order).copy()
+    kappa[1:] -= log_fact[:-1]
+    blocks = np.full((max_order + 1, max_order // 2 + 1), -np.inf)
+    blocks[0, 0] = 0.0
+    table = np.full((max_order + 1, max_order + 1), -np.inf)
+    for i in range(2, max_order + 1):
+        width = i // 2
+        terms = kappa[2 : i + 1, None] + blocks[i - 2 :: -1, :width]
+        row = moments.log_sum_exp(terms, axis=0) - math.log(i)
+        blocks[i, 1 : width + 1] = row
+        table[i, i - width : i] = row[::-1] + log_fact[i]
+    return table
+
+
+def _minimise(
+    first: FloatArray, tail: _TailFunction, second: _SecondTerm, top: int, convex_top: int
+) -> FloatArray:
+    """The least `log(e^{first} tail(m) + h(m))` per order over every integer m in 1..top.
+
+    The tail is convex up to `convex_top`, and h on either side of q: bisection on the sign of the
+    forward difference is exact there. Past `convex_top` (the last standard deviation, Chernoff
+    only) the terms' own ends bound the sum from below; if that does not settle it, enumerate.
+    """
+    orders = first.size
+
+    def objective(m: _Index) -> FloatArray:
+        result: FloatArray = np.logaddexp(first + tail(m), second.value(m))
+        return result
+
+    def all_at(m: int) -> _Index:
+        return np.full(orders, m, dtype=np.int64)
+
+    switch = math.ceil(math.exp(min(second.log_q, math.log(top + 1.0))))
+    best = np.full(orders, np.inf)
+    for start, stop in ((1, min(switch - 1, convex_top)), (max(switch, 1), convex_top)):
+        if start > stop:
+            continue
+        low, high = all_at(start), all_at(stop)
+        while np.any(low < high):
+            middle = (low + high) // 2
+            here, there = tail(middle), tail(middle + 1)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                rise = first + there + np.log(-np.expm1(np.minimum(here - there, 0.0)))
+            rising = rise >= second.drop(middle)
+            high = np.where(rising, middle, high)
+            low = np.where(rising, low, np.minimum(middle + 1, high))
+        for shift in (-1, 0, 1):
+            best = np.minimum(best, objective(np.clip(low + shift, start, stop)))
+    start = convex_top + 1
+    if start > top:
+        return best
+    floor = np.logaddexp(first + tail(all_at(start)), second.value(all_at(top)))
+    if np.any(floor < best):
+        for m in range(start, top + 1):
+            best = np.minimum(best, objective(all_at(m)))
+    return best
+
+
+def shuffled_check_in_gaussian(
+    users: int,
+    check_in_rate: float,
+    sigma: float,
+    max_order: int,
+    split: Split = "chernoff",
+    rate: Rate = "nominal",
+) -> FloatArray:
+    """Theorem 3, minimised over every split m = 1..⌊nγ⌋+1 separately for each order.
+
+    Args:
+        users: n, at least 1.
+        check_in_rate: γ in (0, 1].
+        sigma: Noise standard deviation over the sensitivity; 0 gives infinite bounds.
+        max_order: Highest order, at least 2.
+        split: "chernoff" as printed, or "binomial" for the exact tail P[K <= m-1].
+        rate: "nominal" as printed; "conditional" bounds the rate by M/n for m <= K <= M and adds
+            `P[K > M] e^{(λ-1) ε_SSG(1, M+1)}`, the least over several M. Under "conditional" that
+            upper tail is the binomial one whatever the split.
+
+    Returns:
+        Log-moments, shape (max_order + 1,), rounded up.
+
+    Raises:
+        ValueError: An unknown split or rate.
+    """
+    if split not in ("chernoff", "binomial"):
+        raise ValueError(f"split must be 'chernoff' or 'binomial', got {split!r}")
+    if rate not in ("nominal", "conditional"):
+        raise ValueError(f"rate must be 'nominal' or 'conditional', got {rate!r}")
+    if not moments.is_representable(sigma, max_order):
+        return np.concatenate([np.zeros(2), np.full(max_order - 1, np.inf)])
+    mean = users * check_in_rate
+    top = min(math.floor(mean) + 1, users)
+    convex_top = top
+    if split == "chernoff":
+        convex_top = min(top, max(math.floor(mean + 1.0 - math.sqrt(mean)), 0))
+
+    def tail(m: _Index) -> FloatArray:
+        chernoff = _log_chernoff(m, mean)
+        if split == "chernoff":
+            return chernoff
+        return np.minimum(log_binomial_tails(m - 1, users, check_in_rate)[0], chernoff)
+
+    table = _moment_table(sigma, max_order)
+    log_q = float(moments.log_cumulants(sigma, max_order)[2])
+    nominal = _SecondTerm(check_in_rate, table, log_q)
+    first = np.logaddexp(0.0, nominal.value(np.ones(max_order - 1, dtype=np.int64)))
+    if rate == "nominal":
+        excess = _minimise(first, tail, nominal, top, convex_top)
+    else:
+        excess = np.full(max_order - 1, np.inf)
+        everyone = _SecondTerm(1.0, table, log_q)
+        for last in _upper_cuts(users, check_in_rate):
+            second = _SecondTerm(last / users, table, log_q)
+            found = _minimise(first, tail, second, min(top, last), min(convex_top, last))
+            above = _above_cut(last, users, check_in_rate, everyone)
+            excess = np.minimum(excess, np.logaddexp(found, above))
+    return moments.round_up(np.concatenate([np.zeros(2), np.logaddexp(0.0, excess)]))
+
+
+def _above_cut(last: int, users: int, check_in_rate: float, everyone: _SecondTerm) -> FloatArray:
+    """`log P[K > M] e^{(λ-1) ε_SSG(1, M+1)}`, nothing if M is everyone."""
+    m = np.full(everyone.max_order - 1, min(last + 1, users), dtype=np.int64)
+    chance = log_binomial_tails(np.array([last]), users, check_in_rate)[1]
+    result: FloatArray = chance + np.logaddexp(0.0, everyone.value(m))
+    return result
+
+
+def _upper_cuts(users: int, check_in_rate: float) -> list[int]:
+    mean = users * check_in_rate
+    spread = math.sqrt(mean * (1.0 - check_in_rate)) + 1.0
+    return sorted({min(users, math.ceil(mean + cut * spread)) for cut in _UPPER_CUTS} | {users})
+
+
+def direct_sum(
+    users: int, check_in_rate: float, sigma: float, max_order: int, rate: Rate = "conditional"
+) -> FloatArray:
+    """Eq. 17: `log Σ_k P[K = k] e^{(λ-1) ε_SSG(γ_k, k)}`, no Chernoff split.
+
+    The number of reports is public and does not depend on the data, so the sum is exact given
+    Theorem 2; k = 0 releases nothing and contributes P[K = 0]. Counts within 12 standard
+    deviations of the mean (up to 2000 of them) are summed one by one; the others, and counts beyond
+    2000, in blocks valued at their worst end, so the result is an upper bound of the sum.
+
+    Args:
+        users: n, at least 1.
+        check_in_rate: γ in (0, 1].
+        sigma: Noise standard deviation over the sensitivity; 0 gives infinite bounds.
+        max_order: Highest order, at least 2.
+        rate: "nominal" puts γ for γ_k as printed; "conditional" puts k/n, one user's chance to be
+            among k reports, which is the sound one.
+
+    Returns:
+        Log-moments, shape (max_order + 1,), rounded up.
+    """
+    if not moments.is_representable(sigma, max_order):
+        return np.concatenate([np.zeros(2), np.full(max_order - 1, np.inf)])
+    first, last = _count_blocks(users, check_in_rate)
+    below = log_binomial_tails(last, users, check_in_rate)[0]
+    above = log_binomial_tails(first - 1, users, check_in_rate)[1]
+    # A block's probability is at most that of its likeliest count times its length.
+    likeliest = np.clip(math.floor((users + 1) * check_in_rate), first, last)
+    inside = stats.binom.logpmf(likeliest, users, check_in_rate) + np.log(last - first + 1.0)
+    allowance = _TAIL_ROUND_UP + 4e-16 * users * math.log(users + 1.0)
+    log_mass = np.minimum(np.minimum(below, above), inside + allowance)
+    rates = last / users if rate == "conditional" else np.full(first.size, check_in_rate)
+    excess = np.full(max_order + 1, -np.inf)
+    for start in range(0, first.size, 128):
+        part = slice(start, start + 128)
+        terms = rdp_bounds.subsampled_log_excess(
+            rates[part], first[part].astype(np.float64), sigma, max_order
+        )
+        excess = np.logaddexp(excess, moments.log_sum_exp(terms + log_mass[part]))
+    return moments.round_up(np.logaddexp(0.0, excess))
+
+
+def _count_blocks(users: int, check_in_rate: float) -> tuple[_Index, _Index]:
+    """First and last count of each block; the blocks cover 1..users."""
+    mean = users * check_in_rate
+    reach = 12.0 * math.sqrt(mean * (1.0 - check_in_rate)) + 12.0
+    low = max(1, math.floor(mean - reach)) if users > 2000 else 1
+    high = min(users, math.ceil(mean + reach)) if users > 2000 else users
+    inner = np.unique(np.linspace(low, high, min(high - low + 1, 2000)).astype(np.int64))
+    outer = np.unique(np.geomspace(1, users, 40).astype(np.int64))
+    starts = np.unique(np.concatenate([[1], outer[(outer < low) | (outer > high)], inner]))
+    starts = starts[starts <= users]
+    return starts, np.append(starts[1:] - 1, users)

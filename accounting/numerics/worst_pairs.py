@@ -1,0 +1,204 @@
+"""The worst pairs of one user's records among blankets, and how their profile is read.
+
+Section 3 of docs/theory-blanket.md: of all pairs of records in the ball of radius C, two opposite
+ones on its surface are the worst whatever blankets hide them; under zero-out one of the two is
+zero. Against a blanket a report at `τ = wt`, `w = 1/z`, then has the density ratio
+`E = e^{τ - w²/2}` for the one record and `E' = e^{-τ - w²/2}` for the other, or 1 if that is zero.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
+from accounting.numerics.jump_sum import Jumps
+from accounting.numerics.loss_pmf import MAX_LOSS, FloatArray
+from accounting.numerics.lower_profile import LowerProfile
+
+# α - 1 at which a divergence is computed, in units of the scale of the mean: chords between.
+_STEP, _EVEN_UNTIL = 0.1, 5.0
+_GROWTH = 1.08
+_FAR, _FAR_GROWTH = 30.0, 1.25
+_NEGLIGIBLE = 1e-22
+_AS_ALONE = 0.995
+_LEAST_SURE = 1e-16
+# With less noise the ratios reach over too many orders of magnitude; others hide little then, and
+# nothing is counted on but the report's own noise and its coin.
+LEAST_NOISE = 0.2
+
+Pair = Callable[[float, float], Jumps]
+"""E - αE' as a jump, from w and α."""
+
+# An upper or (True) a lower bound of H_α for one direction of a pair.
+Divergence = Callable[[float, Pair, bool], float]
+
+
+def opposite(width: float, alpha: float) -> Jumps:
+    """Records x and -x: `e^{τ - w²/2} - α e^{-τ - w²/2}`."""
+    scale = math.exp(-0.5 * width * width)
+    return Jumps(
+        lambda t: scale * (2.0 * np.sinh(width * t) - (alpha - 1.0) * np.exp(-width * t)),
+        lambda t: scale * width * (np.exp(width * t) + alpha * np.exp(-width * t)),
+        1.0 - alpha,
+        width,
+    )
+
+
+def against_zero(width: float, alpha: float) -> Jumps:
+    """Record x against zero: E - α."""
+    half = 0.5 * width * width
+    return Jumps(
+        lambda t: np.expm1(width * t - half) - (alpha - 1.0),
+        lambda t: width * np.exp(width * t - half),
+        1.0 - alpha,
+        width,
+    )
+
+
+def zero_against(width: float, alpha: float) -> Jumps:
+    """Zero against record x: 1 - αE, with t = -τ/w."""
+    half = 0.5 * width * width
+    return Jumps(
+        lambda t: -np.expm1(-width * t - half) - (alpha - 1.0) * np.exp(-width * t - half),
+        lambda t: alpha * width * np.exp(-width * t - half),
+        1.0 - alpha,
+        width,
+    )
+
+
+def pairs_of(relation: NeighboringRelation) -> tuple[Pair, ...]:
+    """Returns the worst pair in both directions; one if they are mirror images."""
+    if relation is NeighboringRelation.REPLACE_SPECIAL:
+        return against_zero, zero_against
+    return (opposite,)
+
+
+def apart(relation: NeighboringRelation, noise_multiplier: float) -> float:
+    """Returns how far apart the two records are, in standard deviations of the noise."""
+    records = 1.0 if relation is NeighboringRelation.REPLACE_SPECIAL else 2.0
+    return records / noise_multiplier
+
+
+def note_on(noise_multiplier: float) -> str | None:
+    """Returns one line where `upper_profile` counts on no others; otherwise None."""
+    if noise_multiplier >= LEAST_NOISE:
+        return None
+    return f"with noise multipliers below {LEAST_NOISE:g} no other report is counted on"
+
+
+def upper_profile(
+    divergence: Divergence,
+    rate: float,
+    noise_multiplier: float,
+    relation: NeighboringRelation,
+    coarseness: float = 1.0,
+) -> tuple[FloatArray, FloatArray]:
+    """Returns a profile: the larger direction's upper bound, or the report's without any others.
+
+    Seen alone, with the chance γ that it is sent at all, a report has `H_α = γ δ_G(α)`; others
+    only hide it.
+
+    Args:
+        divergence: Of one round.
+        rate: γ.
+        noise_multiplier: z > 0.
+        relation: Which records are neighbours.
+        coarseness: How much longer the steps of α are than they should be.
+
+    Returns:
+        epsilons from 0 and deltas, same shape.
+    """
+    shift, pairs = apart(relation, noise_multiplier), pairs_of(relation)
+
+    def alone(losses: FloatArray) -> FloatArray:
+        return np.asarray(rate * np.exp(log_gaussian_delta(shift, losses)))
+
+    if noise_multiplier < LEAST_NOISE:
+        epsilons = gaussian_losses(shift)
+        return epsilons, alone(epsilons)
+    losses, deltas = [0.0], [max(divergence(1.0, pair, False) for pair in pairs)]
+    for loss in _losses(deltas[0], noise_multiplier, coarseness):
+        if deltas[-1] > 0.5 * deltas[0] and math.expm1(loss) < 1.25 * math.expm1(losses[-1]):
+            continue  # flat still: few are enough
+        losses.append(loss)
+        deltas.append(max(divergence(math.exp(loss), pair, False) for pair in pairs))
+        if deltas[-1] < _NEGLIGIBLE:
+            break
+        # Where nothing is hidden any more, once that is no matter of α's being next to 1.
+        seen = float(alone(np.array(loss)))
+        if deltas[-1] >= _AS_ALONE * seen and seen < 0.5 * float(alone(np.zeros(()))):
+            beyond = gaussian_losses(shift)
+            losses.extend(beyond[beyond > loss].tolist())
+            break
+    epsilons = np.array(losses)
+    computed = np.append(deltas, np.ones(epsilons.size - len(deltas)))
+    return epsilons, np.minimum(computed, alone(epsilons))
+
+
+def _losses(first: float, noise_multiplier: float, coarseness: float = 1.0) -> Iterator[float]:
+    """log α > 0, rising by steps that fit a divergence which is `first` at α = 1."""
+    unit, step = 2.5 * first, _STEP * coarseness
+    far = max(_FAR_GROWTH, math.exp(0.2 / noise_multiplier))
+    place = step
+    while (loss := math.log1p(unit * place)) < MAX_LOSS:
+        yield loss
+        if place < _EVEN_UNTIL:
+            place += step
+        else:
+            place *= (_GROWTH if place < _FAR else far) ** coarseness
+
+
+def lower_profile(
+    divergence: Divergence, noise_multiplier: float, relation: NeighboringRelation
+) -> LowerProfile:
+    """Returns a lower bound of the profile of the worst pair, first direction against second.
+
+    Args:
+        divergence: Of one round.
+        noise_multiplier: z > 0.
+        relation: Which records are neighbours.
+    """
+    first, *rest = (_both_bounds(divergence, pair, noise_multiplier) for pair in pairs_of(relation))
+    x, top, bottom = first
+    mirrored, tops, bottoms = (each[:0:-1] for each in (rest[0] if rest else first))
+    # H_{1/α}(P‖Q) = 1 - 1/α + H_α(Q‖P)/α.
+    x = np.concatenate([1.0 / mirrored, x])
+    top = np.concatenate([1.0 + (tops - 1.0) / mirrored, top])
+    bottom = np.concatenate([1.0 + (bottoms - 1.0) / mirrored, bottom])
+    # The divergence is convex: a chord's upper start and lower end, drawn on, lie below it.
+    width = np.diff(x)
+    onward = (bottom[1:-2] - top[:-3]) / width[:-2]
+    back = (top[3:] - bottom[2:-1]) / width[2:]
+    start, end = x[1:-2], x[2:-1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        at = bottom[1:-2] - bottom[2:-1] - onward * start + back * end
+        at = at / (back - onward)
+        inside = (back > onward) & (at > start) & (at < end)
+    places = np.concatenate([x[1:-1], at[inside]])
+    values = np.concatenate([bottom[1:-1], (bottom[1:-2] + onward * (at - start))[inside]])
+    # The outermost lines end where they meet 1 - α, and 0.
+    back_out, on_out = (top[2] - bottom[1]) / width[1], (bottom[-2] - top[-3]) / width[-2]
+    near = (1.0 - bottom[1] + back_out * x[1]) / (1.0 + back_out)
+    if 0.0 < near < x[1]:
+        places, values = np.append(places, near), np.append(values, 1.0 - near)
+    if on_out < 0.0:
+        places = np.append(places, x[-2] - bottom[-2] / on_out)
+        values = np.append(values, 0.0)
+    order = np.argsort(places)
+    return LowerProfile(np.log(places[order]), values[order])
+
+
+def _both_bounds(
+    divergence: Divergence, pair: Pair, noise_multiplier: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """α from 1, upper and lower bounds of H_α."""
+    found = [(1.0, divergence(1.0, pair, False), divergence(1.0, pair, True))]
+    for loss in _losses(found[0][1], noise_multiplier):
+        alpha = math.exp(loss)
+        found.append((alpha, divergence(alpha, pair, False), divergence(alpha, pair, True)))
+        if found[-1][2] < _LEAST_SURE:
+            break
+    x, top, bottom = np.array(found).T
+    return x, top, bottom

@@ -1,0 +1,113 @@
+"""What an operator sees: metrics, structured logs; and how fast a sender may be.
+
+Counts and reasons only. No line and no metric names a sender, a user or a report. The counts tell
+how many reports came in a round, which the server must not know before a release: they are for the
+shuffler's operator alone, on loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    start_http_server,
+)
+
+from shuffler.wire.channel import parse_address
+
+__all__ = ["Metrics", "Pace", "log_to"]
+
+_FIELDS = ("run", "round", "outcome", "reason")
+_MOST_SENDERS = 10_000
+
+
+class Metrics:
+    """Prometheus metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        # Otherwise each counter tells when its first report came, beside how many there were.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self.reports = Counter(
+            "shufl_reports", "Reports answered, by verdict", ["verdict"], registry=self.registry
+        )
+        self.rounds = Counter(
+            "shufl_rounds", "Rounds closed, by outcome", ["outcome"], registry=self.registry
+        )
+        self.releases = Counter("shufl_releases", "Batches released", registry=self.registry)
+        self.refusals = Counter(
+            "shufl_refusals", "Calls refused, by reason", ["reason"], registry=self.registry
+        )
+        self.streams = Gauge("shufl_streams", "Streams of reports now", registry=self.registry)
+
+    def serve(self, address: str) -> Any:
+        """Answers Prometheus over HTTP in a thread.
+
+        Returns:
+            The server; `shutdown` ends it.
+
+        Raises:
+            OSError: if the address can not be had.
+        """
+        host, port, _ = parse_address(address)
+        try:
+            server, _ = start_http_server(port, host, registry=self.registry)
+        except OSError as error:
+            raise OSError(f"metrics: can not listen on {address}: {error.strerror}") from None
+        return server
+
+
+class Pace:
+    """Slows each sender down to a rate, after a burst (the generic cell rate algorithm)."""
+
+    def __init__(self, per_second: float, burst: int) -> None:
+        self._interval = 1 / per_second
+        self._slack = (burst - 1) * self._interval
+        self._next: dict[str, float] = {}  # when each sender's next report would be on time
+
+    def delay(self, sender: str, now: float) -> float:
+        """Counts one report; how many seconds it has to wait."""
+        if len(self._next) > _MOST_SENDERS:
+            self._next = {name: due for name, due in self._next.items() if due > now}
+        due = max(self._next.get(sender, now), now)
+        self._next[sender] = due + self._interval
+        return max(0.0, due - self._slack - now)
+
+
+class _Lines(logging.Formatter):
+    """One JSON object for each line: time, level, event, and what run and round it is about."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **{name: getattr(record, name) for name in _FIELDS if hasattr(record, name)},
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def log_to(path: Path | None) -> None:
+    """Sends the shuffler's log to a file, or to standard error.
+
+    Raises:
+        OSError: if the file can not be written.
+    """
+    handler: logging.Handler = logging.StreamHandler()
+    if path is not None:
+        handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_Lines())
+    log = logging.getLogger("shuffler")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

@@ -1,0 +1,166 @@
+"""The shuffler's gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+
+from shuffler.config import Limits
+from shuffler.keys import Credentials, Revoked
+from shuffler.service.blanket_tasks import BlanketTasks
+from shuffler.service.control_service import ControlService
+from shuffler.service.gate import Gate, add_service
+from shuffler.service.intake import Intake
+from shuffler.service.intake_service import IntakeService
+from shuffler.service.operations import Metrics
+from shuffler.store.runs import RunStore
+from shuffler.wire import shuffler_pb2
+from shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
+
+__all__ = ["MIN_TOKEN_CHARACTERS", "ShufflerServer"]
+
+MIN_TOKEN_CHARACTERS = 32
+"""Shortest control token that a server accepts."""
+
+_STOP_SECONDS = 2.0
+_POLL_SECONDS = 0.05  # how soon the end of the last release is seen
+
+
+class ShufflerServer:
+    """The shuffler's gRPC server on top of a store. Use inside one running event loop."""
+
+    def __init__(
+        self,
+        store: RunStore,
+        security: Credentials | str,
+        revoked: Revoked,
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
+        """Prepares the server; nothing listens yet.
+
+        Args:
+            store: runs and rounds.
+            security: the shuffler's side of TLS; or, in plaintext, the server's control token.
+            revoked: whose calls and reports are refused, also on connections that are open.
+            limits: how much at once.
+            metrics: what is counted.
+
+        Raises:
+            ValueError: if a token is shorter than `MIN_TOKEN_CHARACTERS` or not printable ASCII.
+        """
+        token = security if isinstance(security, str) else None
+        if token is not None and len(token) < MIN_TOKEN_CHARACTERS:
+            raise ValueError(f"the control token needs at least {MIN_TOKEN_CHARACTERS} characters")
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ValueError("the control token must be printable ASCII")
+        gate = Gate(token, revoked, metrics)
+        self._credentials = security if isinstance(security, Credentials) else None
+        self._intake = Intake(store)
+        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
+        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        intake = IntakeService(gate, self._intake, store, self._writers, limits, metrics)
+        self._blankets = BlanketTasks(self._intake, store)
+        control = ControlService(
+            gate, self._intake, store, self._blankets, self._readers, limits, metrics
+        )
+        for run_id, number in store.open_rounds():
+            self._blankets.start(run_id, number)
+        self._releases = control.releases
+        self._stop_seconds = limits.stop_seconds
+        ours, theirs = shuffler_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR
+        for service, servicer in (
+            (ours.services_by_name["Intake"], intake),
+            (ours.services_by_name["Control"], control),
+            (theirs.services_by_name["Health"], self._health),
+        ):
+            add_service(self._server, service, servicer, limits.idle_seconds, metrics)
+
+    async def start(self, listen: str) -> str:
+        """Listens and serves.
+
+        Args:
+            listen: `HOST:PORT`; port 0 picks a free one. In plaintext only a loopback address.
+
+        Returns:
+            The address with the actual port.
+
+        Raises:
+            ValueError: if the address is malformed, in use, or not loopback without TLS, or if
+                certificate and key can not be used.
+        """
+        host, port, loopback = parse_address(listen)
+        credentials = self._credentials
+        if credentials is None and not loopback:
+            raise ValueError(f"plaintext only on a loopback address, got {listen}")
+        address = join_address(host, port)
+        _probe(host, port, listen)
+        try:
+            if credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                tls = grpc.ssl_server_credentials(
+                    [(credentials.private_key, credentials.certificate)],
+                    root_certificates=credentials.authority,
+                    require_client_auth=True,
+                )
+                port = self._server.add_secure_port(address, tls)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise ValueError(f"can not listen on {listen}")
+        await self._server.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        return join_address(host, port)
+
+    async def stop(self, at_once: asyncio.Event | None = None) -> None:
+        """Stops taking calls, gives those in progress time, and stores what is queued.
+
+        Releases get `limits.stop_seconds`, because a batch is lost with its release; all other
+        calls two seconds, or as long as there are releases.
+
+        Args:
+            at_once: once it is set nothing is waited for.
+        """
+        at_once = at_once or asyncio.Event()
+        await self._health.enter_graceful_shutdown()
+        loop = asyncio.get_running_loop()
+        stopping = asyncio.create_task(self._server.stop(self._stop_seconds + _STOP_SECONDS))
+        hurry = asyncio.create_task(at_once.wait())
+        begun = loop.time()
+        try:
+            while not (stopping.done() or hurry.done()):
+                waited = loop.time() - begun
+                patience = self._stop_seconds if self._releases else _STOP_SECONDS
+                if waited >= patience:
+                    break
+                await asyncio.wait(
+                    {stopping, hurry},
+                    timeout=min(_POLL_SECONDS, patience - waited),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+        finally:
+            hurry.cancel()
+        await self._server.stop(None)
+        await stopping
+        await self._blankets.stop()
+        await self._intake.close()
+        self._readers.shutdown()
+        self._writers.shutdown()
+
+
+def _probe(host: str, port: int, listen: str) -> None:
+    """Finds out why an address can not be had; gRPC only says that it can not."""
+    try:
+        for family, kind, *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+    except OSError as error:
+        raise ValueError(f"can not listen on {listen}: {error.strerror}") from None

@@ -1,0 +1,1 @@
+"""What the shuffler keeps on disk: runs, rounds and their batches, and the rules it holds."""

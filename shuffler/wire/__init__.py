@@ -1,0 +1,1 @@
+"""What both ends of the wire share: protocol, addresses, errors, seals, reports and the clients."""

@@ -1,0 +1,296 @@
+"""Sealing reports to the server, so that the shuffler carries what it can not read.
+
+HPKE (RFC 9180), base mode, one message per encapsulation, from `cryptography`; nothing here is
+cryptography of our own. Every seal draws a fresh ephemeral key, so sealing is randomised and two
+seals of the same payload can not be linked.
+
+Two suites: `x25519`, and the post-quantum hybrid `mlkem768-x25519`, which stays closed as long as
+either of its halves holds (draft-ietf-hpke-pq); it matters to whoever expects today's traffic to be
+kept until there is a quantum computer. A public key's length says which one it belongs to.
+
+A report is bound to its round and length: the header's encoding is HPKE's `info`. RFC 9180 section
+5.1 hashes `info` into the key schedule, so under any other header the key differs and the report
+does not open. (The library offers no `aad`; for single-shot use RFC 9180 section 8.1 says `info`
+will do.)
+
+Inside, before the payload, are 16 random bytes: the report's id. A copy of a sealed report, handed
+in by another user, opens to the same id, and `ReportOpener` rejects it. The shuffler does not see
+ids.
+
+Base mode authenticates nobody: anyone with the server's public key can seal a report. Who may
+submit is the shuffler's question.
+
+A key pair is made for each round and never written anywhere; when the server drops the private key
+OpenSSL overwrites it, and the round's reports can not be opened by anyone again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hpke import (
+    AEAD,
+    KDF,
+    KEM,
+    MLKEM768X25519PrivateKey,
+    MLKEM768X25519PublicKey,
+    Suite,
+)
+
+from shuffler.wire.errors import RejectReason, ReportRejected
+
+__all__ = [
+    "PrivateKey",
+    "ReportOpener",
+    "RoundHeader",
+    "Sealing",
+    "generate_key_pair",
+    "key_digest",
+    "open_report",
+    "payload_length",
+    "seal",
+    "sealed_length",
+]
+
+Sealing = Literal["x25519", "mlkem768-x25519"]
+"""The names of the suites."""
+
+PrivateKey = X25519PrivateKey | MLKEM768X25519PrivateKey
+"""The server's private key of one round."""
+
+_DOMAIN = b"shufl.v3 sealed report"
+_ID_BYTES = 16
+_TAG_BYTES = 16
+_X25519_BYTES = 32
+_MLKEM768_BYTES = 1184
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """One suite: how to make a key, and to read a public one."""
+
+    suite: Suite
+    encapsulated_bytes: int
+    public_bytes: int
+    read: Callable[[bytes], Any]
+
+
+def _read_hybrid(data: bytes) -> MLKEM768X25519PublicKey:
+    return MLKEM768X25519PublicKey(
+        MLKEM768PublicKey.from_public_bytes(data[:_MLKEM768_BYTES]),
+        X25519PublicKey.from_public_bytes(data[_MLKEM768_BYTES:]),
+    )
+
+
+# ChaCha20-Poly1305 rather than AES-GCM: as fast within 20 %, and free of timing leaks on user
+# devices without AES instructions.
+_KINDS: dict[str, _Kind] = {
+    name: _Kind(
+        Suite(kem, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305), kem.enc_length(), public_bytes, read
+    )
+    for name, kem, public_bytes, read in (
+        ("x25519", KEM.X25519, _X25519_BYTES, X25519PublicKey.from_public_bytes),
+        (
+            "mlkem768-x25519",
+            KEM.MLKEM768_X25519,
+            _MLKEM768_BYTES + _X25519_BYTES,
+            _read_hybrid,
+        ),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundHeader:
+    """What a report belongs to; all of it is bound into the seal.
+
+    Attributes:
+        run_id: the run.
+        round: the round's number, 0 ≤ round < 2⁶³.
+        model_version: which model the report was computed on.
+        plan_digest: SHA-256 of the privacy plan's bytes, lower-case hexadecimal.
+        key_digest: `key_digest` of the server's public key of the round.
+
+    Raises:
+        ValueError: if `round` is out of range.
+        TypeError: if a field has another type.
+    """
+
+    run_id: str
+    round: int
+    model_version: str
+    plan_digest: str
+    key_digest: str
+
+    def __post_init__(self) -> None:
+        for name in ("run_id", "model_version", "plan_digest", "key_digest"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a string, got {type(getattr(self, name))}")
+        if not isinstance(self.round, int) or isinstance(self.round, bool):
+            raise TypeError(f"round must be an integer, got {type(self.round)}")
+        if not 0 <= self.round < 2**63:
+            raise ValueError(f"round must lie in [0, 2**63), got {self.round}")
+
+    def binding(self, length: int) -> bytes:
+        """Header and payload length as bytes, different for different ones (each field carries its
+        own length)."""
+        fields = (
+            _DOMAIN,
+            self.run_id.encode(),
+            self.round.to_bytes(8, "big"),
+            self.model_version.encode(),
+            self.plan_digest.encode(),
+            self.key_digest.encode(),
+            length.to_bytes(8, "big"),
+        )
+        return b"".join(len(field).to_bytes(8, "big") + field for field in fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, for JSON or a message."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> RoundHeader:
+        """The header that `to_dict` described.
+
+        Raises:
+            ValueError: if a field is missing or unknown, or `round` is out of range.
+            TypeError: if a field has another type.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(fields) != names:
+            raise ValueError(f"a round header has the fields {sorted(names)}, got {sorted(fields)}")
+        return cls(**fields)
+
+
+def generate_key_pair(sealing: Sealing = "x25519") -> tuple[PrivateKey, bytes]:
+    """A fresh key pair of the server for one round.
+
+    Returns:
+        The private key, and the public key's bytes (32, or 1216 for the hybrid).
+
+    Raises:
+        ValueError: if there is no suite of this name.
+    """
+    x25519 = X25519PrivateKey.generate()
+    public = x25519.public_key().public_bytes_raw()
+    if sealing == "x25519":
+        return x25519, public
+    if sealing == "mlkem768-x25519":
+        mlkem = MLKEM768PrivateKey.generate()
+        hybrid = MLKEM768X25519PrivateKey(mlkem, x25519)
+        return hybrid, mlkem.public_key().public_bytes_raw() + public
+    raise ValueError(f"sealing must be one of {', '.join(_KINDS)}, got {sealing!r}")
+
+
+def key_digest(public_key: bytes) -> str:
+    """SHA-256 of a public key, hexadecimal: by it clients and shuffler know they have the same."""
+    return hashlib.sha256(public_key).hexdigest()
+
+
+def payload_length(sealed_length: int, public_key: bytes) -> int:
+    """Length in bytes of what a sealed report of this length holds.
+
+    Raises:
+        ValueError: if the public key has another length than any, or nothing is left.
+    """
+    kind = _kind_of(public_key)
+    length = sealed_length - kind.encapsulated_bytes - _ID_BYTES - _TAG_BYTES
+    if length < 0:
+        raise ValueError(f"a sealed report to this key is longer than {sealed_length} bytes")
+    return length
+
+
+def sealed_length(payload_length: int, sealing: Sealing = "x25519") -> int:
+    """Length in bytes of a sealed payload of `payload_length` bytes.
+
+    Raises:
+        ValueError: if `payload_length` is negative.
+    """
+    if payload_length < 0:
+        raise ValueError(f"payload length must not be negative, got {payload_length}")
+    return _KINDS[sealing].encapsulated_bytes + _ID_BYTES + payload_length + _TAG_BYTES
+
+
+def seal(payload: bytes, public_key: bytes, header: RoundHeader) -> bytes:
+    """Seals a payload to the server's public key for one round (RFC 9180, base mode).
+
+    Args:
+        payload: the report's bytes; all of a run must have one length, since sealing keeps it.
+        public_key: the server's public key, as `generate_key_pair` gave it.
+        header: the round; the server must name the same to open the report.
+
+    Returns:
+        `sealed_length(len(payload))` bytes.
+
+    Raises:
+        ValueError: if the public key has another length or is no usable key.
+    """
+    kind = _kind_of(public_key)
+    content = os.urandom(_ID_BYTES) + payload
+    return kind.suite.encrypt(content, kind.read(public_key), header.binding(len(payload)))
+
+
+def _kind_of(public_key: bytes) -> _Kind:
+    for kind in _KINDS.values():
+        if len(public_key) == kind.public_bytes:
+            return kind
+    lengths = " or ".join(str(kind.public_bytes) for kind in _KINDS.values())
+    raise ValueError(f"a public key has {lengths} bytes, got {len(public_key)}")
+
+
+class ReportOpener:
+    """Opens the reports of one round; each report once."""
+
+    def __init__(self, private_key: PrivateKey, header: RoundHeader) -> None:
+        self._kind = _KINDS[
+            "x25519" if isinstance(private_key, X25519PrivateKey) else "mlkem768-x25519"
+        ]
+        self._private_key = private_key
+        self._header = header
+        self._overhead = self._kind.encapsulated_bytes + _ID_BYTES + _TAG_BYTES
+        self._seen: set[bytes] = set()
+
+    def open(self, sealed: bytes) -> bytes:
+        """The payload of a sealed report (RFC 9180, base mode).
+
+        Raises:
+            ReportRejected: `NOT_OPENED` if it was sealed to another key or for another round, or
+                was changed or cut; `REPLAYED` if it was opened before.
+        """
+        length = len(sealed) - self._overhead
+        if length < 0:
+            raise _not_opened()
+        try:
+            content = self._kind.suite.decrypt(
+                sealed, self._private_key, self._header.binding(length)
+            )
+        except (InvalidTag, ValueError):
+            raise _not_opened() from None
+        report_id, payload = content[:_ID_BYTES], content[_ID_BYTES:]
+        if report_id in self._seen:
+            raise ReportRejected(RejectReason.REPLAYED, "a report with this id was opened before")
+        self._seen.add(report_id)
+        return payload
+
+
+def open_report(sealed: bytes, private_key: PrivateKey, header: RoundHeader) -> bytes:
+    """Opens a single sealed report; for many of a round use `ReportOpener`.
+
+    Raises:
+        ReportRejected: `NOT_OPENED`.
+    """
+    return ReportOpener(private_key, header).open(sealed)
+
+
+def _not_opened() -> ReportRejected:
+    return ReportRejected(
+        RejectReason.NOT_OPENED, "a sealed report does not open under this key and header"
+    )

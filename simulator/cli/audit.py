@@ -1,0 +1,179 @@
+"""`shufl audit`: attack the claimed δ(ε) of one round."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from simulator.cli.account import (
+    Adjacency,
+    Blankets,
+    Json,
+    Noise,
+    Rate,
+    Users,
+    check_adjacency,
+    checked_users,
+    fail,
+    make_event,
+    print_json,
+)
+
+
+def audit_command(
+    n: Users = None,
+    gamma: Rate = 1.0,
+    noise: Noise = None,
+    adjacency: Adjacency = "replace",
+    blankets: Blankets = 0.0,
+    epsilon: Annotated[float, typer.Option("--epsilon", help="ε at which δ is attacked.")] = 0.3,
+    accountant: Annotated[
+        list[str] | None,
+        typer.Option("--accountant", help="Whose claim; repeatable. Default: all that make one."),
+    ] = None,
+    placement: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--placement",
+            help="Where the other users are: homogeneous, antipodal, opposite, equilateral, or "
+            "absent; repeatable. Default: all.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="Draws of each world. Default: 100000.")
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option("--confidence", help="Chance of no false violation.")
+    ] = 0.99,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the draws.")] = None,
+    end_to_end: Annotated[
+        str | None,
+        typer.Option(
+            "--end-to-end",
+            metavar="CONFIG",
+            help="Attack the plan of a run's configuration through the real client, shuffler and "
+            "server instead: one user alone in every round. --epsilon, --samples (1000 by "
+            "default: rounds of each world), --confidence and --seed apply.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Attack the accountants' δ(ε) of one round, and say which claims do not hold for every pair.
+
+    Exit code 3 if a claim to hold for every pair is violated.
+    """
+    import numpy as np
+
+    from accounting import ACCOUNTANTS, accountants_for, check_accountant, make_accountant
+    from accounting.audit.attack import PLACEMENTS, check_claims, claims_something
+
+    if end_to_end is not None:
+        given = n, noise, accountant, placement, gamma != 1.0, blankets, adjacency != "replace"
+        _end_to_end(end_to_end, epsilon, samples, confidence, seed, json, any(given))
+        return
+    try:
+        event = make_event(checked_users(n, noise, 6), gamma, noise, blankets)
+        check_adjacency(adjacency)
+        at = placement or list(PLACEMENTS)
+        names = accountant or [
+            name
+            for name in accountants_for(event)
+            if any(claims_something(ACCOUNTANTS[name], where) for where in at)
+        ]
+        attacked = check_claims(
+            [make_accountant(check_accountant(name, event), adjacency) for name in names],
+            event,
+            epsilon,
+            at,
+            100_000 if samples is None else samples,
+            confidence,
+            np.random.default_rng(seed),
+        )
+        checks = dict(zip(names, attacked, strict=True))
+    except ValueError as error:
+        fail(error)
+    _report(checks, epsilon, confidence, json)
+
+
+def _end_to_end(
+    config: str,
+    epsilon: float,
+    samples: int | None,
+    confidence: float,
+    seed: int | None,
+    json: bool,
+    other_options: bool,
+) -> None:
+    """The attack on a configuration's plan through the running system."""
+    import secrets
+
+    from shuffler import ShufflerError
+    from simulator.canary import check_end_to_end
+    from simulator.config import load
+    from simulator.data.datasets import DatasetError
+    from simulator.experiment import prepare
+
+    try:
+        if other_options:
+            raise ValueError("--end-to-end takes the plan from CONFIG, got options of a plan too")
+        plan = prepare(load(config)).plan
+        drawn = secrets.randbits(32) if seed is None else seed
+        rounds = 1000 if samples is None else samples
+        found = check_end_to_end(plan, epsilon, rounds, confidence, drawn)
+    except (ValueError, DatasetError, ShufflerError) as error:
+        fail(error)
+    _report({check.accountant: check for check in found}, epsilon, confidence, json)
+
+
+def _report(checks: dict[str, Any], epsilon: float, confidence: float, json: bool) -> None:
+    """Prints the checks; ends with 3 if a claim for every pair is violated."""
+    if json:
+        print_json(
+            {
+                name: {
+                    "claimed_delta": check.claimed_delta,
+                    "delta_lower": check.worst.delta_lower,
+                    "placement": check.worst.placement,
+                    "violated_for_every_pair": check.violated,
+                    "covers": check.covers,
+                }
+                for name, check in checks.items()
+            }
+        )
+    else:
+        _print_table(checks, epsilon, confidence)
+    if any(check.violated and _for_every_pair(check) for check in checks.values()):
+        raise typer.Exit(3)
+
+
+def _for_every_pair(check: Any) -> bool:
+    return bool(check.holds_for == "every pair")
+
+
+def _print_table(checks: dict[str, Any], epsilon: float, confidence: float) -> None:
+    table = Table(
+        title=f"δ({epsilon:g}) of one round, attacked ({confidence:g} confidence)",
+        title_justify="left",
+    )
+    for column in (
+        "accountant",
+        "claims",
+        "is at least",
+        "with the others",
+        "for every pair",
+        "claims to hold for",
+    ):
+        table.add_column(column)
+    for name, check in checks.items():
+        table.add_row(
+            name,
+            f"{check.claimed_delta:.4g}",
+            f"{check.worst.delta_lower:.4g}",
+            check.worst.placement,
+            "[red]violated[/red]" if check.violated else "not refuted",
+            "every pair" if _for_every_pair(check) else "the homogeneous pair",
+        )
+    Console().print(table)

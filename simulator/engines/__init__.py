@@ -1,0 +1,1 @@
+"""The engines: Flower with a real shuffler, and vectorised, without messages."""
