@@ -29,12 +29,9 @@ from .calibration import (
     most_rounds,
     participation_note,
 )
-from .events import (
-    FixedSizeShuffledGaussianDpEvent,
-    ShuffledCheckInGaussianDpEvent,
-    ShuffledGaussianDpEvent,
-)
+from .events import CheckIn, FixedSize, Shuffled
 from .ledger import Ledger, LedgerContent, LedgerEntry, LedgerError
+from .mechanisms import GaussianMechanism
 from .plan import PrivacyPlan
 from .registry import (
     ACCOUNTANTS,
@@ -50,10 +47,12 @@ __all__ = [
     "BlanketAccountant",
     "BudgetExceeded",
     "CalibrationError",
+    "CheckIn",
     "CheckInRdpAccountant",
     "CrowdAccountant",
     "EpsilonRow",
-    "FixedSizeShuffledGaussianDpEvent",
+    "FixedSize",
+    "GaussianMechanism",
     "Ledger",
     "LedgerContent",
     "LedgerEntry",
@@ -64,8 +63,7 @@ __all__ = [
     "PrivacyBudget",
     "PrivacyPlan",
     "ShuffleAccountant",
-    "ShuffledCheckInGaussianDpEvent",
-    "ShuffledGaussianDpEvent",
+    "Shuffled",
     "Theorem3Accountant",
     "accountants_for",
     "check_accountant",

@@ -1,15 +1,13 @@
 """The budget guard, and what a plan costs before it is run."""
 
+import bisect
 import dataclasses
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
-from dp_accounting import dp_event
-
-from accounting.accountants.base import ShuffleAccountant
 from accounting.accountants.renyi import OrderRangeWarning
-from accounting.ledger import Ledger, LedgerError
+from accounting.events import Shuffled
+from accounting.ledger import Ledger
 from accounting.plan import PrivacyPlan
 from accounting.registry import ACCOUNTANTS, make_accountant
 
@@ -19,65 +17,47 @@ class BudgetExceeded(RuntimeError):
 
 
 class PrivacyBudget:
-    """Stops a run before the round that would exceed its budget.
+    """Stops a run before the round that would exceed its plan's budget.
 
-    Every round is the same event, fixed when the guard is made: the accountants compose rounds
-    that are fixed in advance, and are no filters for rounds chosen after earlier releases.
+    Every round is the plan's: the accountants compose rounds that are fixed in advance, and are no
+    filters for rounds chosen after earlier releases.
 
     Ask before each round: `spend` records the round in the ledger first, on disk, and composes it
     then; only after it returned may the round be broadcast.
     """
 
-    def __init__(
-        self,
-        accountant: ShuffleAccountant,
-        event: Any,
-        target_epsilon: float,
-        delta: float,
-        ledger: Ledger | None = None,
-    ) -> None:
+    def __init__(self, plan: PrivacyPlan, ledger: Ledger | None = None) -> None:
         """Makes a guard; the rounds already in `ledger` are composed at once.
 
         Args:
-            accountant: A fresh accountant; the guard owns it from here on.
-            event: What every round releases.
-            target_epsilon: The budget.
-            delta: δ at which ε is read.
-            ledger: Where rounds are recorded, or None to record nowhere.
+            plan: Whose accountant, event, δ and budget count.
+            ledger: Where rounds are recorded, one of this plan; None to record nowhere.
 
         Raises:
-            ValueError: The accountant has composed something already.
-            LedgerError: A round in the ledger is another event.
+            ValueError: The ledger is one of another plan.
         """
-        if not isinstance(accountant.ledger, dp_event.NoOpDpEvent):
-            raise ValueError("accountant must be fresh, got one that has composed events")
-        self.accountant = accountant
-        self.event = event
-        self.target_epsilon = target_epsilon
-        self.delta = delta
+        if ledger is not None and ledger.plan != plan:
+            raise ValueError(
+                f"the ledger must be of plan {plan.digest()[:12]}, got {ledger.plan.digest()[:12]}"
+            )
+        self.plan = plan
         self.ledger = ledger
-        entries = ledger.entries if ledger else ()
-        for entry in entries:
-            if entry.event != event:
-                raise LedgerError(
-                    f"every round of the ledger must be {event!r}, "
-                    f"got {entry.event!r} in round {entry.round}"
-                )
-        if entries:
-            accountant.compose(event, len(entries))
+        self.accountant = plan.make_accountant()
+        if ledger is not None and ledger.entries:
+            self.accountant.compose(plan.event(), len(ledger.entries))
 
     @property
     def epsilon(self) -> float:
         """ε spent so far at δ."""
-        return float(self.accountant.get_epsilon(self.delta))
+        return float(self.accountant.get_epsilon(self.plan.delta))
 
     def epsilon_after(self) -> float:
         """Returns ε at δ after one more round; composes nothing."""
-        return self.accountant.epsilon_after(self.event, self.delta)
+        return self.accountant.epsilon_after(self.plan.event(), self.plan.delta)
 
     def would_exceed(self) -> bool:
         """Tells whether one more round would take ε above the budget; composes nothing."""
-        return not self.epsilon_after() <= self.target_epsilon
+        return not self.epsilon_after() <= self.plan.target_epsilon
 
     def spend(self, round: int | None = None, note: dict[str, Any] | None = None) -> None:
         """Records one round on disk, then composes it.
@@ -91,15 +71,14 @@ class PrivacyBudget:
             LedgerError: It could not be recorded. Nothing was composed: halt.
         """
         after = self.epsilon_after()
-        if not after <= self.target_epsilon:
+        if not after <= self.plan.target_epsilon:
             raise BudgetExceeded(
-                f"{self.accountant.name}: epsilon would be {after:.6g} at delta {self.delta:g}, "
-                f"the budget is {self.target_epsilon:g}"
+                f"{self.accountant.name}: epsilon would be {after:.6g} at delta "
+                f"{self.plan.delta:g}, the budget is {self.plan.target_epsilon:g}"
             )
         if self.ledger is not None:
-            number = self.ledger.last_round + 1 if round is None else round
-            self.ledger.append_round(number, self.event, note)
-        self.accountant.compose(self.event)
+            self.ledger.append_round(self.ledger.last_round + 1 if round is None else round, note)
+        self.accountant.compose(self.plan.event())
 
 
 def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> int:
@@ -116,14 +95,11 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
         dp_accounting.UnsupportedEventError: One that does not price the plan's rounds.
     """
     pricing, event = plan.make_accountant(accountant), plan.event()
-    within, beyond = 0, plan.rounds + 1
-    while beyond - within > 1:
-        middle = (within + beyond) // 2
-        if pricing.epsilon_after(event, plan.delta, middle) <= plan.target_epsilon:
-            within = middle
-        else:
-            beyond = middle
-    return within
+
+    def epsilon_after(rounds: int) -> float:
+        return pricing.epsilon_after(event, plan.delta, rounds)
+
+    return bisect.bisect(range(1, plan.rounds + 1), plan.target_epsilon, key=epsilon_after)
 
 
 NOT_PRICED = "does not price these rounds"
@@ -151,43 +127,36 @@ class EpsilonRow:
 
 
 def price(
-    counts: Iterable[tuple[Any, int]], adjacency: str, delta: float, lower: bool = False
+    event: Shuffled, rounds: int, adjacency: str, delta: float, lower: bool = False
 ) -> list[EpsilonRow]:
-    """Returns ε of composed events by every accountant of the registry.
-
-    An accountant that does not price one of the events, even if it took place 0 times, has no ε.
+    """Returns ε of some rounds by every accountant of the registry.
 
     Args:
-        counts: Events and how often each took place.
+        event: What every round releases.
+        rounds: How many took place, 0 or more.
         adjacency: "replace" or "zero-out".
         delta: δ at which ε is read.
         lower: Whether to compute lower bounds as well, which takes longer; of 10⁶ rounds at most.
     """
-    spent = list(counts)
     rows = []
     for name, cls in ACCOUNTANTS.items():
         accountant = make_accountant(name, adjacency)
-        if not all(accountant.supports(event) for event, _ in spent):
+        if not accountant.supports(event):
             rows.append(EpsilonRow(name, None, cls.covers, NOT_PRICED))
             continue
-        for event, count in spent:
-            if count:
-                accountant.compose(event, count)
+        if rounds:
+            accountant.compose(event, rounds)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OrderRangeWarning)  # the note says so
             epsilon = float(accountant.get_epsilon(delta))
-        asked = lower and sum(count for _, count in spent) <= _MOST_BOUNDED_ROUNDS
+        asked = lower and rounds <= _MOST_BOUNDED_ROUNDS
         least = accountant.epsilon_lower_bound(delta) if asked else None
         notes = [accountant.note(delta)]
-        if not cls.counts_on_blankets and any(_has_blankets(event) for event, _ in spent):
+        if event.blankets and not cls.counts_on_blankets:
             notes.append("the shuffler's blankets are not counted on")
         note = "; ".join(filter(None, notes)) or None
         rows.append(EpsilonRow(name, epsilon, cls.covers, note, least))
     return rows
-
-
-def _has_blankets(event: Any) -> bool:
-    return bool(getattr(event, "shuffler_blankets", 0.0))
 
 
 def epsilon_table(
@@ -205,5 +174,5 @@ def epsilon_table(
         dataclasses.replace(row, epsilon=None, warning=TOO_FEW_PRESENT)
         if too_few_present and ACCOUNTANTS[row.name].counts_on_others
         else row
-        for row in price([(plan.event(), rounds)], plan.adjacency, plan.delta)
+        for row in price(plan.event(), rounds, plan.adjacency, plan.delta)
     ]

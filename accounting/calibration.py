@@ -4,6 +4,7 @@ Every search returns a value whose ε it has computed and found within the targe
 quite monotone, or the bracket is coarse, it can only err on the private side.
 """
 
+import bisect
 import functools
 import math
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from accounting.events import Shuffled
 from accounting.registry import make_accountant
 
 _PRECISION = 1e-3  # relative, of continuous answers
@@ -31,7 +33,9 @@ class CalibrationError(ValueError):
     """No value within range reaches the target ε."""
 
 
-def epsilon_of(accountant: str, adjacency: str, event: Any, rounds: int, delta: float) -> float:
+def epsilon_of(
+    accountant: str, adjacency: str, event: Shuffled, rounds: int, delta: float
+) -> float:
     """Returns ε at `delta` after `rounds` times `event`."""
     pricing = make_accountant(accountant, adjacency)
     return float(pricing.epsilon_after(event, delta, rounds)) if rounds else 0.0
@@ -109,14 +113,7 @@ def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) ->
         epsilon_after: ε as a function of T, increasing.
         target_epsilon: The budget.
     """
-    within, beyond = 0, _MOST_ROUNDS + 1
-    while beyond - within > 1:
-        middle = (within + beyond) // 2
-        if epsilon_after(middle) <= target_epsilon:
-            within = middle
-        else:
-            beyond = middle
-    return within
+    return bisect.bisect(range(1, _MOST_ROUNDS + 1), target_epsilon, key=epsilon_after)
 
 
 def least_blankets(

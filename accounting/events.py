@@ -1,136 +1,97 @@
-"""What one round releases: mechanisms as events, priced by the accountants of the registry.
+"""What one round releases, as an event for accountants: who reports, and what a report is.
 
-In all of them a user holds a vector clipped to norm C, adds `N(0, (zC)² I)` on its own device, and
-a shuffler hands the reports over in uniformly random order without their senders. The adversary
-sees the shuffled reports, and so how many there are. `noise_multiplier` is z, the noise standard
-deviation over the clip norm; the accountant turns it into σ with its neighbouring relation.
+A user holds a vector and makes a report of it on its own device, by the round's mechanism. A
+shuffler hands the reports over in uniformly random order without their senders. The adversary sees
+the shuffled reports, and so how many there are.
 """
 
+import dataclasses
 from typing import Any
 
 import attrs
 import dp_accounting
 
 from accounting import validation
+from accounting.mechanisms import GaussianMechanism
 
 
-def _users(instance: Any, attribute: Any, value: Any) -> None:
-    validation.integer("number of users", value, 1)
+def _users(value: Any) -> int:
+    return validation.integer("number of users", value, 1)
 
 
-def _rate(instance: Any, attribute: Any, value: Any) -> None:
-    validation.real("check-in rate", value, "(0, 1]")
+def _blankets(value: Any) -> float:
+    return validation.real("shuffler blankets", value, "[0, inf)")
 
 
-def _noise(instance: Any, attribute: Any, value: Any) -> None:
-    validation.real("noise multiplier", value, "[0, inf)")
+@dataclasses.dataclass(frozen=True)
+class CheckIn:
+    """Each user decides by its own coin to report once.
 
-
-def _blankets(instance: Any, attribute: Any, value: Any) -> None:
-    validation.real("shuffler blankets", value, "[0, inf)")
-
-
-def _reports(instance: Any, attribute: Any, value: Any) -> None:
-    validation.integer("number of reports", value, 0, instance.users)
-
-
-@attrs.frozen
-class ShuffledGaussianDpEvent(dp_accounting.DpEvent):
-    """Every one of n users reports once: the mechanism of Theorem 1.
+    The coins are independent of each other and of the data, and only the users see them.
 
     Attributes:
-        users: n, at least 1.
-        noise_multiplier: z >= 0; 0 is not private.
+        rate: γ in (0, 1], the chance to report; with 1 every user reports.
 
     Raises:
         ValueError: A value outside its range.
     """
 
-    users: int = attrs.field(validator=_users)
-    noise_multiplier: float = attrs.field(validator=_noise)
+    rate: float
+
+    def __post_init__(self) -> None:
+        rate = validation.real("check-in rate", self.rate, "(0, 1]")
+        object.__setattr__(self, "rate", rate)
 
 
-@attrs.frozen
-class ShuffledCheckInGaussianDpEvent(dp_accounting.DpEvent):
-    """Each of n users decides by its own coin, with probability γ, to report once.
-
-    The coins are independent of each other and of the data, and only the users see them. With
-    blankets the shuffler adds M ~ Poisson(λ) reports `N(0, (zC)² I)` of its own before it shuffles,
-    M drawn afresh and told to nobody. Accountants other than `blanket` may ignore them: to add
-    independent reports and shuffle again is post-processing.
-
-    Attributes:
-        users: n, at least 1: all who flip a coin, not those who report.
-        check_in_rate: γ in (0, 1].
-        noise_multiplier: z >= 0; 0 is not private.
-        shuffler_blankets: λ >= 0, the expected number of blankets.
-
-    Raises:
-        ValueError: A value outside its range.
-    """
-
-    users: int = attrs.field(validator=_users)
-    check_in_rate: float = attrs.field(validator=_rate)
-    noise_multiplier: float = attrs.field(validator=_noise)
-    shuffler_blankets: float = attrs.field(default=0.0, validator=_blankets)
-
-
-@attrs.frozen
-class FixedSizeShuffledGaussianDpEvent(dp_accounting.DpEvent):
+@dataclasses.dataclass(frozen=True)
+class FixedSize:
     """Exactly m of n users, drawn uniformly without replacement and in secret, report once each.
 
     Attributes:
-        users: n, at least 1.
         reports: m in 0..n.
-        noise_multiplier: z >= 0; 0 is not private.
 
     Raises:
         ValueError: A value outside its range.
     """
 
-    users: int = attrs.field(validator=_users)
-    reports: int = attrs.field(validator=_reports)
-    noise_multiplier: float = attrs.field(validator=_noise)
+    reports: int
+
+    def __post_init__(self) -> None:
+        reports = validation.integer("number of reports", self.reports, 0)
+        object.__setattr__(self, "reports", reports)
 
 
-EVENTS: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        ShuffledGaussianDpEvent,
-        ShuffledCheckInGaussianDpEvent,
-        FixedSizeShuffledGaussianDpEvent,
-    )
-}
+def _fits(event: "Shuffled", attribute: Any, participation: "CheckIn | FixedSize") -> None:
+    if isinstance(participation, FixedSize):
+        validation.integer("number of reports", participation.reports, 0, event.users)
 
 
-def event_to_dict(event: Any) -> dict[str, Any]:
-    """Returns an event of this module as plain JSON values: `{"name": ..., field: value, ...}`.
+@attrs.frozen
+class Shuffled(dp_accounting.DpEvent):
+    """One round of shuffled reports.
 
-    Raises:
-        ValueError: Not an event of this module.
-    """
-    name = type(event).__name__
-    if EVENTS.get(name) is not type(event):
-        raise ValueError(f"event must be one of {', '.join(sorted(EVENTS))}, got {event!r}")
-    values = {
-        field.name: field.type(getattr(event, field.name)) for field in attrs.fields(type(event))
-    }
-    return {"name": name, **values}
+    With blankets the shuffler adds M ~ Poisson(λ) reports of noise alone before it shuffles, M
+    drawn afresh and told to nobody. Accountants other than `blanket` may ignore them: to add
+    independent reports and shuffle again is post-processing.
 
-
-def event_from_dict(values: Any) -> Any:
-    """Returns the event that `event_to_dict` wrote.
+    Attributes:
+        users: n, at least 1: all who may report, not those who do.
+        participation: Who of them reports.
+        mechanism: What makes a report of a user's vector.
+        blankets: λ >= 0, the expected number of the shuffler's blankets.
 
     Raises:
-        ValueError: An unknown event, unknown or missing parameters, or values out of range.
+        ValueError: A value outside its range.
     """
-    if not isinstance(values, dict) or values.get("name") not in EVENTS:
-        raise ValueError(f"event must be one of {', '.join(sorted(EVENTS))}, got {values!r}")
-    parameters = {key: value for key, value in values.items() if key != "name"}
-    cls = EVENTS[values["name"]]
-    expected = {field.name for field in attrs.fields(cls)}
-    if set(parameters) != expected:
-        raise ValueError(
-            f"{values['name']} must have parameters {sorted(expected)}, got {sorted(parameters)}"
-        )
-    return cls(**parameters)
+
+    users: int = attrs.field(converter=_users)
+    participation: CheckIn | FixedSize = attrs.field(validator=_fits)
+    mechanism: GaussianMechanism
+    blankets: float = attrs.field(default=0.0, converter=_blankets)
+
+    @property
+    def chance(self) -> float:
+        """The probability that a given user reports."""
+        if isinstance(self.participation, FixedSize):
+            return self.participation.reports / self.users
+        return self.participation.rate

@@ -1,8 +1,9 @@
 """The ledger: one durable line per round, on disk before the round is broadcast.
 
-A JSON-lines file. The first line holds the run's id and its plan; each further line holds a round
-and the event it spends, so that any accountant can price the run again. Every line ends with a
-check value over itself and the line before, so a change anywhere but at the end is found.
+A JSON-lines file. The first line holds the run's id and its plan, which says what every round
+spends, so that any accountant can price the run again; each further line holds a round. Every line
+ends with a check value over itself and the line before, so a change anywhere but at the end is
+found.
 
 A crash can only over-count: a last line that was cut short counts as a spent round, though that
 round was never broadcast. Continuing a ledger rewrites such a line as a whole one.
@@ -17,10 +18,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from accounting import validation
-from accounting.events import event_from_dict, event_to_dict
 from accounting.plan import PrivacyPlan
 
-FORMAT = 1
+FORMAT = 2
 _CHECK_LENGTH = 16
 
 
@@ -33,13 +33,11 @@ class LedgerEntry(NamedTuple):
 
     Attributes:
         round: Its number; strictly increasing through the ledger.
-        event: What it released.
-        interrupted: True if a crash cut the line short; if its event is lost it is the plan's.
+        interrupted: True if a crash cut the line short.
         note: What else the caller recorded; never read by an accountant.
     """
 
     round: int
-    event: Any
     interrupted: bool
     note: dict[str, Any]
 
@@ -56,10 +54,6 @@ class LedgerContent(NamedTuple):
     run_id: str
     plan: PrivacyPlan
     entries: list[LedgerEntry]
-
-    def events(self) -> list[Any]:
-        """Returns the events of all spent rounds, in order."""
-        return [entry.event for entry in self.entries]
 
 
 class _Parsed(NamedTuple):
@@ -109,7 +103,7 @@ def _parse(data: bytes, path: Path) -> _Parsed:
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
                 raise LedgerError(f"ledger {path} is damaged at line {number}: {error}") from None
-            content.entries.append(_cut_short(line, check, last_round, plan))
+            content.entries.append(_cut_short(line, check, last_round))
             return _Parsed(content, whole, check, True)
         content.entries.append(entry)
         check, last_round, whole = check_here, entry.round, whole + len(line)
@@ -118,20 +112,15 @@ def _parse(data: bytes, path: Path) -> _Parsed:
 
 def _entry(body: dict[str, Any], last_round: int) -> LedgerEntry:
     round_number = validation.integer("round", body["round"], last_round + 1)
-    event = event_from_dict(body["event"])
-    return LedgerEntry(round_number, event, bool(body["interrupted"]), dict(body["note"]))
+    return LedgerEntry(round_number, bool(body["interrupted"]), dict(body["note"]))
 
 
-def _body(entry: LedgerEntry) -> dict[str, Any]:
-    return entry._asdict() | {"event": event_to_dict(entry.event)}
-
-
-def _cut_short(line: bytes, check: str, last_round: int, plan: PrivacyPlan) -> LedgerEntry:
-    """What a torn last line counts as: itself if only its end is missing, else a planned round."""
+def _cut_short(line: bytes, check: str, last_round: int) -> LedgerEntry:
+    """What a torn last line counts as: itself if only its end is missing, else the next round."""
     try:
         entry = _entry(_decode(line + b"\n", check)[0], last_round)
     except (ValueError, KeyError, TypeError):
-        return LedgerEntry(last_round + 1, plan.event(), True, {})
+        return LedgerEntry(last_round + 1, True, {})
     return entry._replace(interrupted=True)
 
 
@@ -248,26 +237,20 @@ class Ledger:
         """The number of the last spent round, 0 if there is none."""
         return self._content.entries[-1].round if self._content.entries else 0
 
-    def events(self) -> list[Any]:
-        """Returns the events of all spent rounds, in order."""
-        return self._content.events()
-
-    def append_round(self, round: int, event: Any, note: dict[str, Any] | None = None) -> None:
+    def append_round(self, round: int, note: dict[str, Any] | None = None) -> None:
         """Records that a round is spent; when this returns the line is on disk.
 
         Args:
             round: Its number, above `last_round`.
-            event: What it will release.
             note: Plain JSON values for the reader; no accountant uses them.
 
         Raises:
-            ValueError: `round` does not increase, or `event` is not one of ours.
+            ValueError: `round` does not increase.
             LedgerError: The line is not on disk (full disk, for one). The caller must not broadcast
                 the round and must halt; this ledger takes no further rounds.
         """
-        entry = LedgerEntry(
-            validation.integer("round", round, self.last_round + 1), event, False, note or {}
-        )
+        number = validation.integer("round", round, self.last_round + 1)
+        entry = LedgerEntry(number, False, note or {})
         if self._failed:
             raise LedgerError(f"ledger {self.path} failed or was closed: it takes no more rounds")
         self._write_entry(entry)
@@ -275,7 +258,7 @@ class Ledger:
 
     def _repair(self, entry: LedgerEntry, start: int) -> None:
         """Writes a torn line anew in its own place: if that fails too, its remains still count."""
-        line, check = _encode(_body(entry), self._check)
+        line, check = _encode(entry._asdict(), self._check)
         os.lseek(self._descriptor, start, os.SEEK_SET)
         _write_all(self._descriptor, line)
         os.ftruncate(self._descriptor, start + len(line))
@@ -283,7 +266,7 @@ class Ledger:
         self._check = check
 
     def _write_entry(self, entry: LedgerEntry) -> None:
-        line, check = _encode(_body(entry), self._check)
+        line, check = _encode(entry._asdict(), self._check)
         end = os.lseek(self._descriptor, 0, os.SEEK_END)
         try:
             _write_all(self._descriptor, line)

@@ -1,10 +1,8 @@
 """The accountants by name, as the configuration and the tables know them.
 
 To add one: subclass `ShuffleAccountant` in its own module, set `name`, `covers`, `holds_for` and,
-if it does not price all of them, `events`; list it here.
+if it does not price all of them, `participations` and `mechanisms`; list it here.
 """
-
-from typing import Any
 
 from accounting import adjacency as adjacency_lib
 from accounting import validation
@@ -14,6 +12,7 @@ from accounting.accountants.crowd import CrowdAccountant
 from accounting.accountants.local import LocalAccountant
 from accounting.accountants.pld import PldAccountant
 from accounting.accountants.renyi import CheckInRdpAccountant, Theorem3Accountant
+from accounting.events import Shuffled
 
 ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
     cls.name: cls
@@ -28,19 +27,19 @@ ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
 }
 
 
-def accountants_for(event: Any) -> tuple[str, ...]:
+def accountants_for(event: Shuffled) -> tuple[str, ...]:
     """Returns the names of the accountants that price an event."""
     return tuple(name for name, cls in ACCOUNTANTS.items() if cls().supports(event))
 
 
-def check_accountant(name: str, event: Any) -> str:
+def check_accountant(name: str, event: Shuffled) -> str:
     """Returns `name` if it is an accountant that prices an event.
 
     Raises:
         ValueError: An unknown accountant, or one that does not price it; names those that do.
     """
     validation.choice("accountant", name, tuple(ACCOUNTANTS))
-    blankets = "with" if getattr(event, "shuffler_blankets", 0.0) else "without"
+    blankets = "with" if event.blankets else "without"
     rounds = f"accountant of rounds {blankets} shuffler blankets"
     return validation.choice(rounds, name, accountants_for(event))
 

@@ -36,7 +36,8 @@ MANY = 10**9
 def an_event(accountant: Any, users: int) -> Any:
     """A check-in round the accountant prices: without blankets, or one for five reports."""
     for blankets in (0.0, 0.2 * RATE * users):
-        event = accounting.ShuffledCheckInGaussianDpEvent(users, RATE, NOISE, blankets)
+        mechanism = accounting.GaussianMechanism(noise_multiplier=NOISE)
+        event = accounting.Shuffled(users, accounting.CheckIn(RATE), mechanism, blankets)
         if accountant.supports(event):
             return event
     raise ValueError(f"{accountant.name} prices no check-in round")
@@ -44,18 +45,26 @@ def an_event(accountant: Any, users: int) -> Any:
 
 def accountant_row(name: str, users: int, rounds: int, guarded: int) -> dict[str, Any]:
     """The first ε after `rounds`, then a guard in a training loop of `guarded` rounds."""
-    accountant = accounting.make_accountant(name, "zero-out")
-    try:
-        event = an_event(accountant, users)
-    except ValueError:
-        accountant = accounting.make_accountant(name, "replace")
-        event = an_event(accountant, users)
+    adjacency = "zero-out"
+    accountant = accounting.make_accountant(name, adjacency)
+    event = an_event(accountant, users)
     delta = 1.0 / users
     started = time.perf_counter()
     epsilon = accountant.epsilon_after(event, delta, rounds)
     first = time.perf_counter() - started
-    fresh = type(accountant)(accountant.neighboring_relation)
-    budget = accounting.PrivacyBudget(fresh, event, math.inf, delta)
+    plan = accounting.PrivacyPlan(
+        users=users,
+        check_in_rate=RATE,
+        mechanism=event.mechanism,
+        rounds=guarded + 1,
+        delta=delta,
+        target_epsilon=1e300,
+        minimum_batch=1,
+        adjacency=adjacency,
+        shuffler_blankets=event.blankets,
+        accountant=name,
+    )
+    budget = accounting.PrivacyBudget(plan)
     budget.spend()
     times = []
     for _ in range(guarded):

@@ -36,7 +36,7 @@ class FixedSizeOnly(accounting.LocalAccountant):
     """Refuses every round but one kind."""
 
     name = "fixed-size-only"
-    events = (accounting.FixedSizeShuffledGaussianDpEvent,)
+    participations = (accounting.FixedSize,)
 
 
 @pytest.fixture

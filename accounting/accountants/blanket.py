@@ -13,9 +13,9 @@ the pairs of `accounting.numerics.worst_pairs`.
 import functools
 from typing import Any
 
-from accounting.accountants.base import CompositionErrorDetails, leaves_of
+from accounting.accountants.base import UNPROTECTED
 from accounting.accountants.profile import ProfileShuffleAccountant
-from accounting.events import ShuffledCheckInGaussianDpEvent
+from accounting.events import CheckIn, Shuffled
 from accounting.numerics.jump_counts import PoissonCount
 from accounting.numerics.jump_sum import positive_part
 from accounting.numerics.loss_pmf import FloatArray
@@ -41,47 +41,44 @@ class BlanketAccountant(ProfileShuffleAccountant):
         "that the user's own device follows the protocol, that the shuffler adds its blankets, and "
         "that the server gets nothing of the round but the shuffled reports"
     )
-    events = (ShuffledCheckInGaussianDpEvent,)
+    participations = (CheckIn,)
 
-    def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
-        for leaf, _ in leaves_of(event, count):
-            if getattr(leaf, "shuffler_blankets", 1.0) == 0.0:
-                return CompositionErrorDetails(
-                    invalid_event=leaf,
-                    error_message="blanket prices rounds with shuffler blankets only",
-                )
-        return super()._maybe_compose(event, count, do_compose)
+    def _refusal(self, event: Any) -> str | None:
+        if isinstance(event, Shuffled) and event != UNPROTECTED and event.blankets == 0.0:
+            return "blanket prices rounds with shuffler blankets only"
+        return super()._refusal(event)
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
         private = filter(self._is_private, self._counts)
-        notes = filter(None, (note_on(event.noise_multiplier) for event in private))
+        notes = filter(None, (note_on(event.mechanism.noise_multiplier) for event in private))
         return next(notes, None) or super().note(delta)
 
-    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
+    def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
         divergence = functools.partial(divergence_of, event)
-        rate, noise = event.check_in_rate, event.noise_multiplier
-        return upper_profile(divergence, rate, noise, self.neighboring_relation)
+        noise = event.mechanism.noise_multiplier
+        return upper_profile(divergence, event.chance, noise, self.neighboring_relation)
 
-    def _lower_profile(self, event: Any) -> LowerProfile | None:
-        if event.noise_multiplier < LEAST_NOISE:
+    def _lower_profile(self, event: Shuffled) -> LowerProfile | None:
+        noise = event.mechanism.noise_multiplier
+        if noise < LEAST_NOISE:
             return None
         divergence = functools.partial(divergence_of, event)
-        return lower_profile(divergence, event.noise_multiplier, self.neighboring_relation)
+        return lower_profile(divergence, noise, self.neighboring_relation)
 
 
-def divergence_of(event: Any, alpha: float, pair: Pair, lower: bool = False) -> float:
+def divergence_of(event: Shuffled, alpha: float, pair: Pair, lower: bool = False) -> float:
     """Returns an upper (or lower) bound of H_α for one direction of a pair.
 
     Args:
-        event: A ShuffledCheckInGaussianDpEvent with λ > 0 and z > 0.
+        event: A round of users who check in, with λ > 0 and z > 0.
         alpha: α >= 1.
         pair: One of `accounting.numerics.worst_pairs`.
         lower: Whether to bound from below.
     """
-    rate, blankets = event.check_in_rate, min(event.shuffler_blankets, _MOST)  # more hide more
+    rate, blankets = event.chance, min(event.blankets, _MOST)  # more hide more
     if blankets < _LEAST:
         return 0.0 if lower else float(rate)
     count = PoissonCount(blankets, -blankets / rate * (1.0 - rate) * (alpha - 1.0))
-    jumps = pair(1.0 / event.noise_multiplier, alpha)
+    jumps = pair(1.0 / event.mechanism.noise_multiplier, alpha)
     return float(rate / blankets) * positive_part(jumps, count, lower)

@@ -25,12 +25,12 @@ at a smaller α is one, too: where a good one would be of no use, that is taken.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from accounting.accountants.profile import ProfileShuffleAccountant
-from accounting.events import FixedSizeShuffledGaussianDpEvent, ShuffledCheckInGaussianDpEvent
+from accounting.events import FixedSize, Shuffled
 from accounting.numerics.gaussian import least_loss, log_gaussian_delta
 from accounting.numerics.jump_counts import TermsCount
 from accounting.numerics.jump_sum import positive_part
@@ -69,10 +69,10 @@ class CrowdAccountant(ProfileShuffleAccountant):
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
         private = filter(self._is_private, self._counts)
-        notes = filter(None, (note_on(event.noise_multiplier) for event in private))
+        notes = filter(None, (note_on(event.mechanism.noise_multiplier) for event in private))
         return next(notes, None) or super().note(delta)
 
-    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
+    def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
         crowd = crowd_of(event)
         shift = apart(self.neighboring_relation, crowd.noise)
         if crowd.rate < _LEAST_RATE:
@@ -142,13 +142,13 @@ class Crowd(NamedTuple):
         return hidden + alpha * lost
 
 
-def crowd_of(event: Any) -> Crowd:
+def crowd_of(event: Shuffled) -> Crowd:
     """Returns who may be in a round of `event`."""
-    n, noise = event.users, event.noise_multiplier
-    if isinstance(event, FixedSizeShuffledGaussianDpEvent):
-        m = event.reports
+    n, noise = event.users, event.mechanism.noise_multiplier
+    if isinstance(event.participation, FixedSize):
+        m = event.participation.reports
         return Crowd(n, m / n, noise, m, 1.0, n - m, float(m))
-    rate = event.check_in_rate if isinstance(event, ShuffledCheckInGaussianDpEvent) else 1.0
+    rate = event.participation.rate
     return Crowd(n, rate, noise, n, rate, 0, (n - 1) * rate)
 
 

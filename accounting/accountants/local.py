@@ -3,9 +3,10 @@
 import math
 from typing import Any
 
-from dp_accounting import NeighboringRelation, dp_event
+from dp_accounting import NeighboringRelation
 
 from accounting.accountants.base import ShuffleAccountant
+from accounting.events import Shuffled
 from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
 
 
@@ -35,17 +36,14 @@ class LocalAccountant(ShuffleAccountant):
         super().__init__(neighboring_relation)
         self._rounds: dict[float, int] = {}
 
-    def _with(self, leaves: list[tuple[Any, int]]) -> dict[float, int]:
+    def _with(self, leaves: list[tuple[Shuffled, int]]) -> dict[float, int]:
         rounds = dict(self._rounds)
         for event, count in leaves:
-            if getattr(event, "reports", None) == 0:
-                continue
-            private = not isinstance(event, dp_event.NonPrivateDpEvent)
-            sigma = self._sigma(event) if private else 0.0
+            sigma = self._sigma(event)
             rounds[sigma] = rounds.get(sigma, 0) + count
         return rounds
 
-    def _add(self, leaves: list[tuple[Any, int]]) -> None:
+    def _add(self, leaves: list[tuple[Shuffled, int]]) -> None:
         self._rounds = self._with(leaves)
 
     @staticmethod
@@ -84,10 +82,6 @@ class LocalAccountant(ShuffleAccountant):
         """See `ShuffleAccountant.epsilon_after`."""
         leaves = self._checked_leaves(event, count)
         return self._epsilon(self._mean_shift(self._with(leaves)), delta)
-
-    def best_order(self, delta: float) -> int | None:
-        """Returns None: no Rényi order is involved."""
-        return None
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""

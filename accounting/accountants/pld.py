@@ -10,12 +10,11 @@ bounds them from both sides; the rounds compose by the larger of the two.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 
 from accounting.accountants.profile import ProfileShuffleAccountant
-from accounting.events import FixedSizeShuffledGaussianDpEvent
+from accounting.events import CheckIn, FixedSize, Shuffled
 from accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
 from accounting.numerics.graded_law import BoundedLaw, Summand, law_of_sum
 from accounting.numerics.loss_pmf import MAX_LOSS, FloatArray
@@ -40,7 +39,7 @@ class PldAccountant(ProfileShuffleAccountant):
         "numerically tight; the same assumptions as theorem3"
     )
 
-    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
+    def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
         return round_profile(event, self._sigma(event))
 
     def note(self, delta: float) -> str | None:
@@ -49,28 +48,24 @@ class PldAccountant(ProfileShuffleAccountant):
             return f"noise below {LEAST_SIGMA:g} of the sensitivity is priced as if unshuffled"
         return super().note(delta)
 
-    def _lower_profile(self, event: Any) -> LowerProfile | None:
-        if getattr(event, "shuffler_blankets", 0.0):
+    def _lower_profile(self, event: Shuffled) -> LowerProfile | None:
+        if event.blankets:
             return None  # blankets hide more than is counted on here
         return _lower_profile(event, self._sigma(event))
 
 
-def _law_of(event: Any, sigma: float, lower: bool) -> BoundedLaw:
+def _law_of(event: Shuffled, sigma: float, lower: bool) -> BoundedLaw:
     """The law of Σ Z."""
-    if isinstance(event, FixedSizeShuffledGaussianDpEvent):
-        return law_of_sum(_report(1.0, sigma), event.reports, _POINTS, lower)
-    return law_of_sum(_report(_chance(event), sigma), event.users, _POINTS, lower)
+    if isinstance(event.participation, FixedSize):
+        return law_of_sum(_report(1.0, sigma), event.participation.reports, _POINTS, lower)
+    return law_of_sum(_report(event.chance, sigma), event.users, _POINTS, lower)
 
 
-def _chance(event: Any) -> float:
-    return float(getattr(event, "check_in_rate", 1.0))
-
-
-def round_profile(event: Any, sigma: float) -> tuple[FloatArray, FloatArray]:
+def round_profile(event: Shuffled, sigma: float) -> tuple[FloatArray, FloatArray]:
     """Returns a certified profile of one round: the larger direction, from above.
 
     Args:
-        event: A Gaussian event of `accounting.events`, with at least one report.
+        event: A round of Gaussian reports, at least one if their number is fixed.
         sigma: σ, the noise in units of a report's sensitivity, > 0.
 
     Returns:
@@ -78,8 +73,8 @@ def round_profile(event: Any, sigma: float) -> tuple[FloatArray, FloatArray]:
     """
     # More summands, more privacy (section 1): one alone bounds both. Its exact values serve where
     # the grid is too coarse for a ratio near 0, which only few reports can have.
-    share = event.reports / event.users if hasattr(event, "reports") else 1.0
-    one = (_chance(event), share, sigma)
+    coins = isinstance(event.participation, CheckIn)
+    one = (event.chance, 1.0, sigma) if coins else (1.0, event.chance, sigma)
     if sigma < LEAST_SIGMA:
         epsilons = gaussian_losses(1.0 / sigma)
         return epsilons, np.maximum(_one_forward(*one, epsilons), _one_reverse(*one, epsilons))
@@ -92,7 +87,7 @@ def round_profile(event: Any, sigma: float) -> tuple[FloatArray, FloatArray]:
     return epsilons, np.maximum(forward, reverse)
 
 
-def _lower_profile(event: Any, sigma: float) -> LowerProfile:
+def _lower_profile(event: Shuffled, sigma: float) -> LowerProfile:
     if sigma < LEAST_SIGMA:
         return LowerProfile(np.zeros(1), np.zeros(1))
     law = _law_of(event, sigma, lower=True)

@@ -1,23 +1,21 @@
 """From a certified privacy profile to composed ε: what accountants share."""
 
 import abc
-import collections
 import functools
 import math
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
-from dp_accounting import NeighboringRelation, dp_event
+from dp_accounting import NeighboringRelation
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
 from accounting.accountants.base import ShuffleAccountant
+from accounting.events import Shuffled
 from accounting.numerics.composition import Composition, Target, count_block, fitted_tilt
 from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
 from accounting.numerics.loss_pmf import MAX_LOSS, FloatArray, LossPmf, Profile, dyadic_interval
 from accounting.numerics.lower_profile import LowerProfile
-
-_Value = TypeVar("_Value")
 
 
 def pld_from_profile(
@@ -47,44 +45,19 @@ def pld_from_profile(
     )
 
 
-class Lru(collections.OrderedDict[Hashable, Any]):
-    """The most recently used values, so many at most."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-
-    def find(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
-        """Returns the value of `key`, made if need be."""
-        if key in self:
-            self.move_to_end(key)
-        else:
-            self[key] = make()
-            if len(self) > self._size:
-                self.popitem(last=False)
-        value: _Value = self[key]
-        return value
-
-
-# Shared by all accountants of the process: a profile is costly, and an event recurs.
-_PROFILES = Lru(512)
-_PMFS = Lru(128)
-_LOWER_PROFILES = Lru(64)
-_COMPOSITIONS = Lru(64)
-
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
 _WIDEST = 1e-3
 
 # Fourier transforms of dp_accounting were seen to err by 1e-15 a round in δ; they bound nothing.
 _FFT_ERROR = 1e-14
 
-Counts = tuple[tuple[Any, int], ...]
+Counts = tuple[tuple[Shuffled, int], ...]
 
 
 class ProfileShuffleAccountant(ShuffleAccountant):
     """Base of the accountants that certify one round's privacy profile and compose that.
 
-    A subclass prices one event in `_profile`. ε and δ are functions of how often each event took
+    A subclass prices one round in `_profile`. ε and δ are functions of how often each event took
     place, not of the order or of how it was asked, so the guard and `rounds_within_budget` agree.
     The first question about an event costs its profile; later ones about 0.2 ms.
     """
@@ -98,111 +71,57 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             ValueError: `neighboring_relation` is ADD_OR_REMOVE_ONE.
         """
         super().__init__(neighboring_relation)
-        self._counts: dict[Any, int] = {}
+        self._counts: dict[Shuffled, int] = {}
+        self._prices = _Prices(type(self), neighboring_relation)
 
     @abc.abstractmethod
-    def _profile(self, event: Any) -> tuple[FloatArray, FloatArray]:
+    def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
         """Returns one round's epsilons (increasing, from 0) and certified deltas at them.
 
         The deltas bound the hockey-stick divergence of every pair the accountant covers, in both
-        directions. `event` is never NonPrivateDpEvent, and its noise multiplier is above 0.
+        directions. The noise multiplier is above 0. The answer may depend on nothing but the event
+        and the neighbouring relation: it is kept for all accountants of the class.
         """
 
-    def _additive_delta(self, event: Any) -> float:
-        """Returns a δ that each round of `event` adds to everything else."""
-        return 0.0
+    def _lower_profile(self, event: Shuffled) -> LowerProfile | None:
+        """Returns a lower bound of one round's profile for the accountant's worst pair, if known.
 
-    def _cache_key(self) -> Hashable:
-        """Returns all that a profile depends on besides the event; options belong in here."""
-        return type(self), self.neighboring_relation
-
-    def _search(self, counts: Counts, target: Target, read: Callable[[Hashable], float]) -> float:
-        """Returns the least answer over an accountant's free parameters: `_profile_of`'s variants.
-
-        Every variant is a bound. The answer must not depend on what was asked before.
+        It is one direction's, P against Q; the accountant composes the larger of both.
         """
-        return read(None)
+        return None
 
-    def _profile_of(self, event: Any, variant: Hashable) -> tuple[FloatArray, FloatArray]:
-        return self._profile(event)
-
-    def _with(self, leaves: list[tuple[Any, int]]) -> dict[Any, int]:
+    def _with(self, leaves: list[tuple[Shuffled, int]]) -> dict[Shuffled, int]:
         counts = dict(self._counts)
         for event, count in leaves:
-            if count and getattr(event, "reports", None) != 0:
+            if count:
                 counts[event] = counts.get(event, 0) + count
         return counts
 
-    def _add(self, leaves: list[tuple[Any, int]]) -> None:
+    def _add(self, leaves: list[tuple[Shuffled, int]]) -> None:
         self._counts = self._with(leaves)
 
-    def _is_private(self, event: Any) -> bool:
-        return not isinstance(event, dp_event.NonPrivateDpEvent) and event.noise_multiplier > 0.0
-
-    def _envelope(self, event: Any, variant: Hashable) -> tuple[Profile, float]:
-        key = (self._cache_key(), event, variant)
-
-        def make() -> tuple[Profile, float]:
-            profile = Profile.enveloping(*self._profile_of(event, variant))
-            return profile, profile.spread()
-
-        return _PROFILES.find(key, make)
-
-    def _pmf(self, event: Any, variant: Hashable, interval: float) -> LossPmf:
-        key = (self._cache_key(), event, variant, interval)
-        return _PMFS.find(key, lambda: self._envelope(event, variant)[0].discretised(interval))
-
-    def _composed(
-        self, counts: Counts, variant: Hashable, target: Target
-    ) -> tuple[Composition, tuple[int, ...]] | None:
-        """The composition of all rounds and its counts, or None if they lose nothing."""
-        lossy = [each for each in counts if not self._envelope(each[0], variant)[0].is_trivial]
-        if not lossy:
-            return None
-        # ε grows with the count and the tilt must follow; δ fixes the tilt for a whole block.
-        share = target.delta is not None
-        blocks = tuple(count_block(count) if share else (count, count) for _, count in lossy)
-        key = (self._cache_key(), tuple(event for event, _ in lossy), variant, blocks, target)
-
-        def make() -> Composition:
-            # One mesh for all: that of the mean variance of a loss, unless the sum reaches far.
-            most = [block[1] for block in blocks]
-            spreads = [self._envelope(event, variant)[1] for event, _ in lossy]
-            total = sum(c * spread**2 for c, spread in zip(most, spreads, strict=True))
-            interval = max(
-                dyadic_interval(math.sqrt(total / sum(most))),
-                dyadic_interval(math.sqrt(total) * _WIDEST),
-            )
-            for event, _ in lossy:  # coarser still where one loss reaches far
-                interval = self._pmf(event, variant, interval).interval
-            pmfs = [self._pmf(event, variant, interval) for event, _ in lossy]
-            # ... and where rare losses make the window long.
-            tilt, coarser = fitted_tilt(pmfs, blocks, target)
-            if coarser > interval:
-                pmfs = [self._pmf(event, variant, coarser) for event, _ in lossy]
-            return Composition(pmfs, blocks, target, tilt)
-
-        return _COMPOSITIONS.find(key, make), tuple(count for _, count in lossy)
+    @staticmethod
+    def _is_private(event: Shuffled) -> bool:
+        return event.mechanism.noise_multiplier > 0.0
 
     def _least(
         self,
-        counts: dict[Any, int],
+        counts: dict[Shuffled, int],
         target: Target,
         read: Callable[[Composition, tuple[int, ...]], float],
     ) -> float:
-        """The least answer over the variants; 0 if nothing is lost."""
+        """The composition's answer for these counts; 0 if nothing is lost."""
         ordered = tuple(sorted(counts.items(), key=lambda item: repr(item[0])))
+        lossy = [each for each in ordered if not self._prices.envelope(each[0])[0].is_trivial]
+        if not lossy:
+            return 0.0
+        # ε grows with the count and the tilt must follow; δ fixes the tilt for a whole block.
+        share = target.delta is not None
+        blocks = tuple(count_block(count) if share else (count, count) for _, count in lossy)
+        composed = self._prices.composed(tuple(event for event, _ in lossy), blocks, target)
+        return read(composed, tuple(count for _, count in lossy))
 
-        def answer(variant: Hashable) -> float:
-            composed = self._composed(ordered, variant, target)
-            return 0.0 if composed is None else read(*composed)
-
-        return self._search(ordered, target, answer)
-
-    def _additive(self, counts: dict[Any, int]) -> float:
-        return math.fsum(count * self._additive_delta(event) for event, count in counts.items())
-
-    def _unshuffled(self, counts: dict[Any, int]) -> float:
+    def _unshuffled(self, counts: dict[Shuffled, int]) -> float:
         """μ of the Gaussian that the rounds amount to without a shuffler, which bounds all pairs.
 
         Where shuffling hides nearly nothing it is below what composition on a grid can certify.
@@ -210,18 +129,17 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         sigmas = ((self._sigma(event), count) for event, count in counts.items())
         return math.sqrt(sum(sorted(count / sigma / sigma for sigma, count in sigmas)))
 
-    def _epsilon(self, counts: dict[Any, int], delta: float) -> float:
+    def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
         if not 0.0 <= delta <= 1.0:
             raise ValueError(f"delta must lie in [0, 1], got {delta}")
         if not all(map(self._is_private, counts)):
             return math.inf
-        left = delta - self._additive(counts)
-        if not counts or (left > 0.0 and delta == 1.0):
+        if not counts or delta == 1.0:
             return 0.0
-        if left <= 0.0:
+        if delta == 0.0:
             return math.inf
         least = self._least(
-            counts, Target(delta=delta), lambda composed, times: composed.epsilon(times, left)
+            counts, Target(delta=delta), lambda composed, times: composed.epsilon(times, delta)
         )
         shift = self._unshuffled(counts)
         return min(least, gaussian_epsilon(shift, delta)) if shift < math.inf else least
@@ -243,17 +161,14 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             Target(epsilon=target_epsilon),
             lambda composed, times: composed.delta(times, target_epsilon),
         )
-        least, shift = least + self._additive(self._counts), self._unshuffled(self._counts)
+        shift = self._unshuffled(self._counts)
         if shift < math.inf:
             least = min(least, math.exp(float(log_gaussian_delta(shift, target_epsilon))))
         return min(1.0, least)
 
-    def _lower_profile(self, event: Any) -> LowerProfile | None:
-        """Returns a lower bound of one round's profile for the accountant's worst pair, if known.
-
-        It is one direction's, P against Q; the accountant composes the larger of both.
-        """
-        return None
+    def epsilon_after(self, event: Any, delta: float, count: int = 1) -> float:
+        """See `ShuffleAccountant.epsilon_after`."""
+        return self._epsilon(self._with(self._checked_leaves(event, count)), delta)
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:
         """Returns a lower bound of the worst pair's ε; None if no such bound is known.
@@ -266,70 +181,28 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         Args:
             target_delta: δ in [0, 1].
         """
-        if not all(map(self._is_private, self._counts)):
+        if not self._counts or not all(map(self._is_private, self._counts)):
             return 0.0  # without noise δ may still be small: by the coins
-        profiles = self._lower_profiles()
-        if profiles is None:
-            return None
-        distribution, at = self._lower_distribution(profiles), target_delta + self._slack()
+        at = target_delta + _FFT_ERROR * (1.0 + sum(self._counts.values()))
+        distribution = self._lower_distribution()
         if distribution is None or at >= 1.0:
-            return 0.0
+            return None if distribution is None else 0.0
         if distribution.get_delta_for_epsilon(MAX_LOSS) >= at:
             return MAX_LOSS  # e^ε overflows beyond
         return float(max(distribution.get_epsilon_for_delta(at), 0.0))
 
-    def delta_lower_bound(self, target_epsilon: float) -> float | None:
-        """Returns a lower bound of the worst pair's δ at `target_epsilon` >= 0; None if not known.
-
-        See `epsilon_lower_bound`.
-        """
-        if not all(map(self._is_private, self._counts)):
-            return 0.0
-        profiles = self._lower_profiles()
-        if profiles is None:
-            return None
-        distribution = self._lower_distribution(profiles)
-        if distribution is None:
-            return 0.0
-        return float(max(distribution.get_delta_for_epsilon(target_epsilon) - self._slack(), 0.0))
-
-    def _slack(self) -> float:
-        return _FFT_ERROR * (1.0 + sum(self._counts.values()))
-
-    def _lower_profiles(self) -> dict[Any, LowerProfile] | None:
-        profiles: dict[Any, LowerProfile] = {}
-        for event in self._counts:
-            key = (self._cache_key(), event)
-            found = _LOWER_PROFILES.find(key, functools.partial(self._lower_profile, event))
-            if found is None:
-                return None
-            profiles[event] = found
-        return profiles
-
-    def _lower_distribution(
-        self, profiles: dict[Any, LowerProfile]
-    ) -> privacy_loss_distribution.PrivacyLossDistribution | None:
-        counts = [(event, count) for event, count in self._counts.items() if count]
-        if not counts:
-            return None
-        total = sum(count * self._envelope(event, None)[1] ** 2 for event, count in counts)
-        interval = max(
-            dyadic_interval(math.sqrt(total / sum(count for _, count in counts))),
-            dyadic_interval(math.sqrt(total) * _WIDEST),
-        )
+    def _lower_distribution(self) -> privacy_loss_distribution.PrivacyLossDistribution | None:
+        """The composition of all rounds' lower profiles, or None if one of them has none."""
+        total = sum(c * self._prices.envelope(e)[1] ** 2 for e, c in self._counts.items())
+        interval = _mesh(total, sum(self._counts.values()))
         composed = None
-        for event, count in counts:
-            one = profiles[event].distribution(interval).self_compose(count)
+        for event, count in self._counts.items():
+            profile = self._prices.lower_profile(event)
+            if profile is None:
+                return None
+            one = profile.distribution(interval).self_compose(count)
             composed = one if composed is None else composed.compose(one)
         return composed
-
-    def epsilon_after(self, event: Any, delta: float, count: int = 1) -> float:
-        """See `ShuffleAccountant.epsilon_after`."""
-        return self._epsilon(self._with(self._checked_leaves(event, count)), delta)
-
-    def best_order(self, delta: float) -> int | None:
-        """Returns None: no Rényi order is involved."""
-        return None
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
@@ -337,9 +210,55 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             return None
         if not all(map(self._is_private, self._counts)):
             return "some round has no noise"
-        added = self._additive(self._counts)
-        if added >= delta > 0.0:
-            return f"the rounds add {added:.3g} to delta by themselves"
         if delta == 0.0:
             return "no finite epsilon is known at delta 0"
         return "the rounds' infinite loss alone exceeds delta"
+
+
+def _mesh(variance: float, rounds: int) -> float:
+    """One mesh for all rounds: that of the mean variance of a loss, unless the sum reaches far."""
+    return max(
+        dyadic_interval(math.sqrt(variance / rounds)),
+        dyadic_interval(math.sqrt(variance) * _WIDEST),
+    )
+
+
+class _Prices(NamedTuple):
+    """What all accountants of a class share, by event: a profile is costly, and an event recurs."""
+
+    accountant: type[ProfileShuffleAccountant]
+    relation: NeighboringRelation
+
+    @functools.lru_cache(maxsize=512)  # noqa: B019 - of the class: equal prices are one entry
+    def envelope(self, event: Shuffled) -> tuple[Profile, float]:
+        """The profile of a round, and how far its loss is spread."""
+        profile = Profile.enveloping(*self.accountant(self.relation)._profile(event))
+        return profile, profile.spread()
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def lower_profile(self, event: Shuffled) -> LowerProfile | None:
+        """A lower bound of the worst pair's profile."""
+        return self.accountant(self.relation)._lower_profile(event)
+
+    @functools.lru_cache(maxsize=128)  # noqa: B019
+    def pmf(self, event: Shuffled, interval: float) -> LossPmf:
+        """The loss of a round on a mesh, which may be coarser than asked for."""
+        return self.envelope(event)[0].discretised(interval)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def composed(
+        self, events: tuple[Shuffled, ...], blocks: tuple[tuple[int, int], ...], target: Target
+    ) -> Composition:
+        """The composition of rounds that lose something, for all counts in some blocks."""
+        most = [block[1] for block in blocks]
+        spreads = [self.envelope(event)[1] for event in events]
+        total = sum(c * spread**2 for c, spread in zip(most, spreads, strict=True))
+        interval = _mesh(total, sum(most))
+        for event in events:  # coarser still where one loss reaches far
+            interval = self.pmf(event, interval).interval
+        pmfs = [self.pmf(event, interval) for event in events]
+        # ... and where rare losses make the window long.
+        tilt, coarser = fitted_tilt(pmfs, blocks, target)
+        if coarser > interval:
+            pmfs = [self.pmf(event, coarser) for event in events]
+        return Composition(pmfs, blocks, target, tilt)

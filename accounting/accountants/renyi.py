@@ -8,15 +8,11 @@ import warnings
 from typing import Any, ClassVar
 
 import numpy as np
-from dp_accounting import NeighboringRelation, dp_event
+from dp_accounting import NeighboringRelation
 
 from accounting import validation
 from accounting.accountants.base import ShuffleAccountant
-from accounting.events import (
-    FixedSizeShuffledGaussianDpEvent,
-    ShuffledCheckInGaussianDpEvent,
-    ShuffledGaussianDpEvent,
-)
+from accounting.events import FixedSize, Shuffled
 from accounting.numerics import conversion, reverse_moments, theorem3
 from accounting.numerics import renyi as rdp_bounds
 from accounting.numerics.moments import FloatArray
@@ -31,12 +27,17 @@ class _Spent:
     """Composed rounds: everything before the present run of equal events, and that run."""
 
     base: FloatArray
-    event: Any
+    event: Shuffled | None
     count: int
 
 
 @functools.lru_cache(maxsize=1024)
-def _rdp_vector(accountant: type[Any], event: Any, sigma: float, options: Any) -> FloatArray:
+def _rdp_vector(
+    accountant: "type[RdpShuffleAccountant]",
+    event: Shuffled,
+    sigma: float,
+    options: tuple[Any, ...],
+) -> FloatArray:
     """One event's ε(λ) for λ = 2..max_order, shared by all accountants of the process."""
     result = rdp_bounds.rdp_from_log_moments(accountant.log_moments(event, sigma, *options))
     if np.any(np.isnan(result)) or np.any(result < 0.0):
@@ -86,23 +87,21 @@ class RdpShuffleAccountant(ShuffleAccountant):
 
     @staticmethod
     @abc.abstractmethod
-    def log_moments(event: Any, sigma: float, max_order: int, *options: Any) -> FloatArray:
+    def log_moments(event: Shuffled, sigma: float, max_order: int, *options: Any) -> FloatArray:
         """Returns one event's `(λ - 1) ε(λ)`, shape (max_order + 1,)."""
 
     def _options(self) -> tuple[Any, ...]:
         return (self._max_order,)
 
-    def _rdp_of(self, event: Any) -> FloatArray:
-        if isinstance(event, dp_event.NonPrivateDpEvent):
-            return np.full_like(self._orders, np.inf)
+    def _rdp_of(self, event: Shuffled) -> FloatArray:
         return _rdp_vector(type(self), event, self._sigma(event), self._options())
 
     def _total(self, spent: _Spent) -> FloatArray:
-        if not spent.count:
+        if spent.event is None:
             return spent.base
         return spent.base + spent.count * self._rdp_of(spent.event)
 
-    def _pushed(self, leaves: list[tuple[Any, int]]) -> _Spent:
+    def _pushed(self, leaves: list[tuple[Shuffled, int]]) -> _Spent:
         spent = self._spent
         for event, count in leaves:
             if event == spent.event:
@@ -111,7 +110,7 @@ class RdpShuffleAccountant(ShuffleAccountant):
                 spent = _Spent(self._total(spent), event, count)
         return spent
 
-    def _add(self, leaves: list[tuple[Any, int]]) -> None:
+    def _add(self, leaves: list[tuple[Shuffled, int]]) -> None:
         self._spent = self._pushed(leaves)
 
     def _warn_at_last_order(self, value: float, worst: float, index: int) -> None:
@@ -147,11 +146,6 @@ class RdpShuffleAccountant(ShuffleAccountant):
         """See `ShuffleAccountant.epsilon_after`."""
         total = self._total(self._pushed(self._checked_leaves(event, count)))
         return conversion.epsilon_from_rdp(self._orders, total, delta)[0]
-
-    def best_order(self, delta: float) -> int | None:
-        """Returns the order that gives ε at `delta`; None if ε is 0 or infinite."""
-        epsilon, index = conversion.epsilon_from_rdp(self._orders, self.rdp, delta)
-        return int(self._orders[index]) if 0.0 < epsilon < math.inf else None
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
@@ -219,7 +213,7 @@ class Theorem3Accountant(RdpShuffleAccountant):
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`: also where Theorem 1 alone would say less."""
         notes, (split, rate, capped) = super().note(delta), self._form
-        if capped or not self._spent.count or np.any(self._spent.base):
+        if capped or self._spent.event is None or np.any(self._spent.base):
             return notes
         relation, order = self.neighboring_relation, self._max_order
         other = Theorem3Accountant(relation, order, split, rate, capped=True)
@@ -231,19 +225,19 @@ class Theorem3Accountant(RdpShuffleAccountant):
         return f"{notes}; {text}" if notes else text
 
     @staticmethod
-    def log_moments(event: Any, sigma: float, max_order: int, *options: Any) -> FloatArray:
+    def log_moments(event: Shuffled, sigma: float, max_order: int, *options: Any) -> FloatArray:
         """See `RdpShuffleAccountant.log_moments`."""
         *form, capped = options
-        users = event.users
+        users, rate = event.users, event.chance
         exact = CheckInRdpAccountant.log_moments(event, sigma, max_order)
-        if isinstance(event, FixedSizeShuffledGaussianDpEvent) and event.reports < users:
-            rate = event.reports / users
-            bound = rdp_bounds.subsampled_shuffled_gaussian(rate, event.reports, sigma, max_order)
-        elif isinstance(event, ShuffledCheckInGaussianDpEvent) and event.check_in_rate < 1.0:
-            arguments = (users, event.check_in_rate, sigma, max_order)
-            bound = theorem3.shuffled_check_in_gaussian(*arguments, *form)
-        else:
+        if rate == 1.0:
             return exact
+        if isinstance(event.participation, FixedSize):
+            reports = event.participation.reports
+            bound = rdp_bounds.subsampled_shuffled_gaussian(rate, reports, sigma, max_order)
+        else:
+            arguments = (users, rate, sigma, max_order)
+            bound = theorem3.shuffled_check_in_gaussian(*arguments, *form)
         if capped:
             bound = np.minimum(bound, rdp_bounds.shuffled_gaussian(users, sigma, max_order))
         floored: FloatArray = np.maximum(bound, exact)
@@ -262,16 +256,14 @@ class CheckInRdpAccountant(RdpShuffleAccountant):
     default_max_order = 1024
 
     @staticmethod
-    def log_moments(event: Any, sigma: float, max_order: int, *options: Any) -> FloatArray:
+    def log_moments(event: Shuffled, sigma: float, max_order: int, *options: Any) -> FloatArray:
         """See `RdpShuffleAccountant.log_moments`."""
-        users, draws, rate = event.users, event.users, 1.0
-        if isinstance(event, FixedSizeShuffledGaussianDpEvent):
-            draws = event.reports
-            forward = rdp_bounds.fixed_size_shuffled_gaussian(users, draws, sigma, max_order)
-        elif isinstance(event, ShuffledCheckInGaussianDpEvent):
-            rate = event.check_in_rate
-            forward = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, max_order)
-        else:
-            assert isinstance(event, ShuffledGaussianDpEvent)
+        users, draws, rate = event.users, event.users, event.chance
+        if rate == 1.0:
             forward = rdp_bounds.shuffled_gaussian(users, sigma, max_order)
+        elif isinstance(event.participation, FixedSize):
+            draws, rate = event.participation.reports, 1.0
+            forward = rdp_bounds.fixed_size_shuffled_gaussian(users, draws, sigma, max_order)
+        else:
+            forward = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, max_order)
         return reverse_moments.larger_direction(forward, users, draws, rate, sigma)

@@ -26,8 +26,8 @@ from accounting import validation
 from accounting.accountants.base import ShuffleAccountant
 from accounting.adjacency import ADJACENCIES
 from accounting.audit.placements import PLACEMENTS, AttackedRound, Placement, make_placement
-
-FloatArray = npt.NDArray[np.float64]
+from accounting.events import Shuffled
+from accounting.numerics.loss_pmf import FloatArray
 
 _MOST_THRESHOLDS = 400
 
@@ -224,7 +224,7 @@ def _delta_value(epsilon: float) -> _Value:
 
 
 def audit_round(
-    event: Any,
+    event: Shuffled,
     adjacency: str,
     placement: Placement,
     epsilon: float,
@@ -236,9 +236,9 @@ def audit_round(
     """Draws one round under D and D′ and bounds its δ(ε) from below.
 
     Args:
-        event: An event of `accounting.events`, one round.
+        event: One round of Gaussian reports.
         adjacency: "replace" or "zero-out".
-        placement: The two datasets; see `make_placement` and `placement_by_hand`.
+        placement: The two datasets; see `make_placement`.
         epsilon: ε in [0, 700].
         samples: Draws of each world, at least 2.
         confidence: Of the lower bound, in (0, 1).
@@ -286,7 +286,7 @@ def claims_something(accountant: type[ShuffleAccountant], placement: str | Place
 
 def check_claims(
     accountants: Sequence[ShuffleAccountant],
-    event: Any,
+    event: Shuffled,
     epsilon: float,
     placements: Sequence[str | Placement] = PLACEMENTS,
     samples: int = 100_000,
@@ -318,15 +318,7 @@ def check_claims(
     if len(relations) != 1:
         raise ValueError(f"accountants must be of one adjacency, got {len(relations)}")
     adjacency = next(name for name, each in ADJACENCIES.items() if each in relations)
-    claims = []
-    for accountant in accountants:
-        if not isinstance(accountant.ledger, dp_accounting.NoOpDpEvent):
-            raise ValueError(f"accountant must have spent nothing, got {accountant.ledger}")
-        if not any(claims_something(type(accountant), item) for item in placements):
-            raise ValueError(
-                f"placement must not be absent only: {accountant.name} counts on the other users"
-            )
-        claims.append(float(copy.deepcopy(accountant).compose(event).get_delta(epsilon)))
+    claims = [_claimed_delta(each, event, epsilon, placements) for each in accountants]
     generator = np.random.default_rng() if rng is None else rng
     each = 1.0 - (1.0 - confidence) / len(placements)
     results = []
@@ -340,29 +332,22 @@ def check_claims(
             for item, result in zip(placements, results, strict=True)
             if claims_something(type(accountant), item)
         )
-        checks.append(
-            ClaimCheck(
-                accountant=accountant.name,
-                covers=accountant.covers,
-                holds_for=accountant.holds_for,
-                epsilon=float(epsilon),
-                claimed_delta=claimed,
-                violated=any(result.delta_lower > claimed for result in own),
-                confidence=confidence,
-                results=own,
-            )
-        )
+        about = accountant.name, accountant.covers, accountant.holds_for, float(epsilon), claimed
+        violated = any(result.delta_lower > claimed for result in own)
+        checks.append(ClaimCheck(*about, violated, confidence, own))
     return checks
 
 
-def check_claim(
+def _claimed_delta(
     accountant: ShuffleAccountant,
-    event: Any,
+    event: Shuffled,
     epsilon: float,
-    placements: Sequence[str | Placement] = PLACEMENTS,
-    samples: int = 100_000,
-    confidence: float = 0.99,
-    rng: np.random.Generator | None = None,
-) -> ClaimCheck:
-    """Attacks one accountant's δ(ε): see `check_claims`."""
-    return check_claims([accountant], event, epsilon, placements, samples, confidence, rng)[0]
+    placements: Sequence[str | Placement],
+) -> float:
+    if not isinstance(accountant.ledger, dp_accounting.NoOpDpEvent):
+        raise ValueError(f"accountant must have spent nothing, got {accountant.ledger}")
+    if not any(claims_something(type(accountant), item) for item in placements):
+        raise ValueError(
+            f"placement must not be absent only: {accountant.name} counts on the other users"
+        )
+    return float(copy.deepcopy(accountant).compose(event).get_delta(epsilon))

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from accounting import adjacency as adjacency_lib
 from accounting import validation
-from accounting.events import EVENTS, FixedSizeShuffledGaussianDpEvent
+from accounting.events import FixedSize, Shuffled
+from accounting.numerics.loss_pmf import FloatArray
 
-FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 PLACEMENTS = ("homogeneous", "antipodal", "opposite", "equilateral", "absent")
@@ -120,25 +120,6 @@ def make_placement(name: str, adjacency: str, users: int) -> Placement:
     return Placement(name, first, second, others)
 
 
-def placement_by_hand(others: npt.ArrayLike, adjacency: str, name: str = "by hand") -> Placement:
-    """Returns a placement of given others; user 1 holds e₁, and under D′ -e₁ or 0.
-
-    Args:
-        others: Shape (n - 1, d), in the unit ball.
-        adjacency: "replace" or "zero-out".
-        name: Its word in tables.
-
-    Raises:
-        ValueError: Another shape, or a record outside the unit ball.
-    """
-    held = np.asarray(others, np.float64)
-    if held.ndim != 2 or held.shape[1] == 0:
-        raise ValueError(f"the other users' records must have shape (n - 1, d), got {held.shape}")
-    first = np.eye(1, held.shape[1])[0]
-    adjacency_lib.relation_of(adjacency)
-    return Placement(name, first, -first if adjacency == "replace" else 0.0 * first, held)
-
-
 class AttackedRound:
     """One round of an event at a placement: draws under D and D′, and a score for telling them.
 
@@ -146,27 +127,29 @@ class AttackedRound:
     computed (`exact`), and otherwise a sum over the reports that is close to it for many users.
     """
 
-    def __init__(self, event: Any, placement: Placement) -> None:
+    def __init__(self, event: Shuffled, placement: Placement) -> None:
         """Prepares both.
 
         Args:
-            event: An event of `accounting.events`.
+            event: A round of Gaussian reports.
             placement: For as many users as the event has.
 
         Raises:
-            ValueError: Another event, noise 0, or a placement for another number of users.
+            ValueError: Noise 0, a placement for another number of users, or blankets in a round of
+                fixed size.
         """
-        if EVENTS.get(type(event).__name__) is not type(event):
-            raise ValueError(f"event must be one of {', '.join(sorted(EVENTS))}, got {event!r}")
         if event.users != placement.users and not placement.absent:
             raise ValueError(f"placement must be of {event.users} users, got {placement.users}")
-        if not event.noise_multiplier > 0.0:
-            raise ValueError(f"noise multiplier must be above 0, got {event.noise_multiplier}")
-        self._event, self._placement = event, placement
-        self._rate = getattr(event, "check_in_rate", 1.0)
-        if placement.absent and isinstance(event, FixedSizeShuffledGaussianDpEvent):
-            self._rate = event.reports / event.users
-        self._blankets = getattr(event, "shuffler_blankets", 0.0)
+        if not event.mechanism.noise_multiplier > 0.0:
+            raise ValueError("noise multiplier must be above 0, got 0.0")
+        self._placement, self._noise = placement, event.mechanism.noise_multiplier
+        self._rate, self._drawn = event.chance, None
+        if isinstance(event.participation, FixedSize):
+            if event.blankets:
+                raise ValueError("a round with blankets must be one of check-ins, got fixed size")
+            if not placement.absent:
+                self._rate, self._drawn = 1.0, event.participation.reports
+        self._blankets = event.blankets
         self._held, self._sizes = np.unique(placement.others, axis=0, return_counts=True)
         if not self._blankets:  # the largest group last: it needs no state
             order = np.argsort(self._sizes, kind="stable")
@@ -202,16 +185,16 @@ class AttackedRound:
         """
         placement, users = self._placement, self._placement.users
         mine = placement.first if first else placement.second
-        if isinstance(self._event, FixedSizeShuffledGaussianDpEvent) and not placement.absent:
+        if self._drawn is not None:
             order = np.argsort(rng.random((samples, users)), axis=1)
-            present = order < self._event.reports
+            present = order < self._drawn
         else:
             present = rng.random((samples, users)) < self._rate
         counts = rng.poisson(self._blankets, samples)
         blankets = np.arange(counts.max(initial=0)) < counts[:, None]
         present = np.concatenate([present, blankets], axis=1)
         reports = rng.standard_normal((*present.shape, placement.first.size))
-        reports *= self._event.noise_multiplier
+        reports *= self._noise
         reports[:, :users] += np.concatenate([mine[None], placement.others])
         return reports, present
 
@@ -237,7 +220,7 @@ class AttackedRound:
         """Log densities of reports at some points, over a blanket's: `(<x, y> - |x|²/2)/z²`."""
         logs = np.tensordot(points, y, axes=(1, 2))
         logs -= 0.5 * np.sum(points**2, axis=1)[:, None, None]
-        logs /= self._event.noise_multiplier**2
+        logs /= self._noise**2
         return np.asarray(logs, np.float64)
 
     def _lone_ratio(self, y: FloatArray, present: BoolArray) -> FloatArray:

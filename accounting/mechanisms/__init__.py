@@ -1,4 +1,4 @@
-"""What a report is made of: the randomiser and its randomness, for the device and the shuffler.
+"""What a report is made of: mechanisms and randomness, for devices, shuffler and accountants.
 
 It needs numpy, scipy and `cryptography` only: the shuffler process, which makes blankets, imports
 this and nothing else of `accounting`.
@@ -15,8 +15,12 @@ from accounting.mechanisms.randomness import (
     split_mix,
 )
 
+Mechanism = GaussianMechanism
+"""Any mechanism; of several it is their union, told apart by `name`."""
+
 __all__ = [
     "GaussianMechanism",
+    "Mechanism",
     "Randomness",
     "SeededRandomness",
     "SystemRandomness",

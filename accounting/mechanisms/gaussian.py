@@ -7,27 +7,33 @@ zero update: by the same arithmetic, so that nothing in a report tells which of 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from scipy import linalg
+
+from accounting.validation import Checked, NotNegative, Positive
 
 _LARGEST = 2**15 - 1
 _NOISE_RANGE = 12.0  # standard deviations that the grid holds; beyond lie 4e-33 of the law
 _LOG_FALSE_REJECT = math.log(1e12)  # an honest report is rejected with probability below 1e-12
 
 
-@dataclass(frozen=True)
-class GaussianMechanism:
-    """The randomiser of a plan.
+class GaussianMechanism(Checked):
+    """Every report is an update clipped to norm C, plus `N(0, (zC)² I)`.
 
     Attributes:
-        clip_norm: C > 0, the largest Euclidean norm of an update before noise.
-        noise_multiplier: z > 0, the noise's standard deviation in units of C.
+        name: Its word in plans.
+        clip_norm: C > 0, the largest Euclidean norm of an update before noise. No ε depends on it.
+        noise_multiplier: z >= 0, the noise's standard deviation in units of C. 0 is not private.
+
+    Raises:
+        ValueError: A value outside its range.
     """
 
-    clip_norm: float
-    noise_multiplier: float
+    name: Literal["gaussian"] = "gaussian"
+    clip_norm: Positive = 1.0
+    noise_multiplier: NotNegative
 
     @property
     def unit(self) -> float:

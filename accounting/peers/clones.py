@@ -1,24 +1,19 @@
-"""`clones`: a bound for every pair of neighbouring datasets, in any dimension.
+"""Hiding among the clones (Feldman, McMillan, Talwar 2021), numerically.
 
-Feldman, McMillan, Talwar 2021 ("Hiding among the clones"), made exact where the randomiser is
-Gaussian. `docs/theory-clones.md` has the proof; the symbols are the same here.
+Every other user's ε₀-LDP report is, with probability p = e^{-ε₀}, a clone of the differing user's;
+what is left to see is how many of m = C + 1 coins fell heads, C ~ Bin(k-1, p), all fair but one of
+odds e^{ε₀} (Koskela et al. 2021). Its profile, with W_m the mean of m signs:
 
-Among k reports, one of them the differing user's (x0 or x1), every other user's Gaussian is, up to
-a defect in total variation, a mixture that holds each of the two with weight a; and the two are,
-up to another, mixtures of one pair with odds e^{ε1}. What is left to see is how many of m = C + 1
-coins fell heads, C ~ Bin(k-1, 2a), all fair but one. Its profile, with W_m the mean of m signs:
-
-    δ(α) = (1 + α) t E[(W_m - c)_+],   t = tanh(ε1/2),   c = (α - 1) / ((α + 1) t).
+    δ(α) = (1 + α) t E[(W_m - c)_+],   t = tanh(ε₀/2),   c = (α - 1) / ((α + 1) t).
 """
 
-import dataclasses
 import math
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from accounting.numerics import gaussian
+from accounting import validation
 from accounting.numerics.loss_pmf import FloatArray
 
 _Index = npt.NDArray[np.int64]
@@ -30,59 +25,63 @@ _POINTS_PER_DEVIATION = 40
 # Up to so many signs, and so many counts above half, tails are summed count by count.
 _MOST_SIGNS_SUMMED = 1e5
 _MOST_STEPS_SUMMED = 2200.0
-# Beyond this ε, 1 - c has few digits left; a profile may stay constant instead.
-MOST_EPSILON = 20.0
-_MOST_EXCESS = math.expm1(MOST_EPSILON)
+# Beyond this ε, 1 - c has few digits left; the profile may stay constant instead.
+_MOST_EPSILON = 20.0
 _FAR = np.array([6.5, 7.0, 7.5, 8.0, 9.0, 10.0, 12.0, 15.0, 19.0, 25.0, 38.0])
 
 
-@dataclasses.dataclass(frozen=True)
-class CloneParameters:
-    """One decomposition of the reports.
+def check_reports(reports: int, local_epsilon: float) -> None:
+    """Refuses what no analysis of shuffled ε₀-LDP reports is made for.
 
-    Attributes:
-        clone_probability: p = 2a, the chance that another user's report is a clone.
-        log_odds: ε1 of the differing user's coin; inf is allowed.
-        clone_defect: Total variation of each other user.
-        user_defect: Total variation of the differing user.
+    Raises:
+        ValueError: Fewer than one report, or an ε₀ that is not a positive number.
     """
-
-    clone_probability: float
-    log_odds: float
-    clone_defect: float
-    user_defect: float
+    validation.integer("number of reports", reports, 1)
+    validation.real("local epsilon", local_epsilon, "(0, inf)")
 
 
-def clone_parameters(
-    noise_multiplier: float,
-    distances: tuple[float, float],
-    apart: float,
-    others: int,
-    defect: float,
-) -> CloneParameters:
-    """Returns the decomposition whose defect over all reports of a round is at most `defect`.
+def clones_delta(reports: int, local_epsilon: float, epsilons: npt.ArrayLike) -> FloatArray:
+    """Returns δ(ε) of k shuffled reports of any ε₀-LDP randomiser, both directions, rounded up.
 
     Args:
-        noise_multiplier: z, the noise over the clip norm, > 0.
-        distances: Of another user's record to x0 and to x1, at most, in clip norms.
-        apart: Distance of x0 and x1, at most, in clip norms.
-        others: k - 1 >= 0.
-        defect: η in (0, 1): half of it goes to the differing user, half to the others.
+        reports: k >= 1.
+        local_epsilon: ε₀ > 0 of one report.
+        epsilons: ε >= 0, shape (K,); δ is constant from ε = 20 on, and 0 from ε₀ on.
+
+    Raises:
+        ValueError: A value outside its range.
     """
-    target = math.log(defect / 2.0)
-    one = apart / noise_multiplier
-    log_odds = gaussian.least_loss(one, target, True)
-    user = math.exp(float(gaussian.log_gaussian_delta(one, log_odds)) - np.logaddexp(0.0, log_odds))
-    shifts = [distance / noise_multiplier for distance in distances]
-    levels = [
-        gaussian.least_loss(shift, target - math.log(2.0 * max(others, 1)), False)
-        for shift in shifts
-    ]
-    # a = 1/(e^{εa} + e^{εb}), and the defect is a (δ(εa) + δ(εb)).
-    log_a = -float(np.logaddexp(levels[0], levels[1]))
-    deltas = [float(gaussian.log_gaussian_delta(s, e)) for s, e in zip(shifts, levels, strict=True)]
-    clone = sum(math.exp(log_a + each) for each in deltas)
-    return CloneParameters(2.0 * math.exp(log_a), log_odds, clone, user)
+    check_reports(reports, local_epsilon)
+    levels, calls = _mean_calls(reports, math.exp(-local_epsilon))
+    asked = np.asarray(epsilons, dtype=np.float64)
+    t = math.tanh(min(local_epsilon, 700.0) / 2.0)
+    v = np.expm1(np.minimum(asked, _MOST_EPSILON))
+    # (α - 1)/(α + 1) = tanh(ε/2). Calls are convex in c: chords are above.
+    level = v / ((v + 2.0) * t) - 1e-15
+    found = (v + 2.0) * (t * (1.0 + 1e-12)) * np.interp(level, levels, calls)
+    # What a coin of odds e^{ε₀} can lose at most.
+    result: FloatArray = np.where(asked >= local_epsilon, 0.0, found)
+    return result
+
+
+def _mean_calls(reports: int, p: float) -> tuple[FloatArray, FloatArray]:
+    """Levels c, and upper bounds of the mean of `E[(W_m - c)_+]` over the number of clones."""
+    others = np.array([reports - 1.0])
+    mean = (reports - 1.0) * p
+    deviation = math.sqrt(mean * (1.0 - p))
+    signs = _block_starts(mean + 1.0, deviation, 1, reports)
+    # E[f(m)] for falling f, constant on blocks: f_last + Σ (f_i - f_{i+1}) P[m < start_{i+1}].
+    below = _binomial_below(signs[1:].astype(np.float64) - 2.0, others, p)
+    # Joining blocks is safe, so those that hardly anything falls into need no row of the table.
+    likely = np.append(below, 1.0)[1:] > _NEGLIGIBLE
+    likely &= np.append(0.0, below[:-1]) < 1.0 - _ROUND_UP
+    signs, below = signs[np.append(True, likely)], below[likely]
+    levels = _levels(_MOST_DEVIATIONS / math.sqrt(max(mean - 6.0 * deviation, 1.0)))
+    table = sign_mean_calls(signs, levels)
+    steps = np.maximum(table[:-1] - table[1:], 0.0)
+    # Not `@`: where cores are busy, the threads of a BLAS make this a hundred times slower.
+    calls: FloatArray = table[-1] + np.einsum("i,ij->j", below, steps)
+    return levels, calls
 
 
 def _log_fair_pmf(a: FloatArray, m: FloatArray) -> FloatArray:
@@ -172,7 +171,7 @@ def _binomial_below(k: FloatArray, n: FloatArray, p: float) -> FloatArray:
     return result
 
 
-def block_starts(mean: float, deviation: float, low: int, high: int) -> _Index:
+def _block_starts(mean: float, deviation: float, low: int, high: int) -> _Index:
     """Returns the first counts of blocks that cover low..high, fine where most of the mass is."""
     if high - low < 64:
         return np.arange(low, high + 1, dtype=np.int64)
@@ -182,69 +181,6 @@ def block_starts(mean: float, deviation: float, low: int, high: int) -> _Index:
     z = np.concatenate([-_FAR, -near, near, _FAR])
     points = np.clip(np.round(mean + z * deviation), low, high).astype(np.int64)
     return np.unique(np.append(points, low))
-
-
-class CloneProfile:
-    """δ(α) of one replaced report among k, for several k at once; no sampling, no defect."""
-
-    def __init__(
-        self,
-        reports: _Index,
-        parameters: CloneParameters,
-        weights: FloatArray | None = None,
-    ) -> None:
-        """Tabulates the mean of `E[(W_m - c)_+]` over the number of clones.
-
-        Args:
-            reports: k >= 1, increasing, shape (B,).
-            parameters: The decomposition.
-            weights: Where to be exact: how much each k matters, >= 0, shape (B,); all the same if
-                None. Every row is an upper bound whatever the weights.
-        """
-        p = parameters.clone_probability
-        others: FloatArray = reports.astype(np.float64) - 1.0
-        shares = np.ones(others.size) if weights is None else weights + 1e-300
-        center = float(np.average(others, weights=shares))
-        mean = center * p
-        variance = float(np.average((others - center) ** 2, weights=shares)) * p * p
-        variance += mean * (1.0 - p)
-        signs = block_starts(mean + 1.0, math.sqrt(variance), 1, int(reports[-1]))
-        # E[f(m)] for falling f, constant on blocks: f_last + Σ (f_i - f_{i+1}) P[m < start_{i+1}].
-        below = _binomial_below(signs[None, 1:].astype(np.float64) - 2.0, others[:, None], p)
-        chances = np.sum((shares / np.sum(shares))[:, None] * below, axis=0)
-        # Joining blocks is safe, so those that hardly anything falls into need no row of the table.
-        likely = np.append(chances, 1.0)[1:] > _NEGLIGIBLE
-        likely &= np.append(0.0, chances[:-1]) < 1.0 - _ROUND_UP
-        signs, below = signs[np.append(True, likely)], below[:, likely]
-        typical = math.sqrt(max(mean - 6.0 * math.sqrt(variance), 1.0))
-        self.levels = _levels(_MOST_DEVIATIONS / typical)
-        table = sign_mean_calls(signs, self.levels)
-        steps = np.maximum(table[:-1] - table[1:], 0.0)
-        # Not `@`: where cores are busy, the threads of a BLAS make this a hundred times slower.
-        self._calls = table[-1] + np.einsum("bi,ij->bj", below, steps)
-        self._t = math.tanh(min(parameters.log_odds, 700.0) / 2.0)
-        self.log_odds = parameters.log_odds
-
-    def epsilons(self) -> FloatArray:
-        """ε at the table's levels; the last, c = 1, at ε1."""
-        result: FloatArray = 2.0 * np.arctanh(np.minimum(self.levels * self._t, 1.0 - 1e-16))
-        return np.minimum(result, self.log_odds)
-
-    def deltas(self, row: int, epsilons: FloatArray) -> FloatArray:
-        """δ(e^ε) for the k of that row, shape of `epsilons`; constant from ε = 20 on."""
-        return self.deltas_above_one(row, np.expm1(np.minimum(epsilons, MOST_EPSILON)))
-
-    def deltas_above_one(self, row: int, excess: FloatArray) -> FloatArray:
-        """δ(1 + v) for the k of that row, shape of `excess`, v >= 0; constant from ε = 20 on."""
-        v = np.minimum(excess, _MOST_EXCESS)
-        if self._t == 0.0:
-            return np.zeros_like(v)
-        # (α - 1)/(α + 1) = tanh(ε/2)
-        level = v / ((v + 2.0) * self._t) - 1e-15
-        # Convex in c: chords are above.
-        calls = np.interp(level, self.levels, self._calls[row])
-        result: FloatArray = (v + 2.0) * (self._t * (1.0 + 1e-12)) * calls
-        return result
 
 
 def _levels(reach: float) -> FloatArray:

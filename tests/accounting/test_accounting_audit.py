@@ -3,21 +3,19 @@
 import itertools
 import math
 
+import attrs
 import numpy as np
 import pytest
 from accounting_oracles import gaussian_delta
+from rounds import check_in, everyone, fixed_size
 from scipy import stats
 
 from accounting import (
     CrowdAccountant,
-    FixedSizeShuffledGaussianDpEvent,
-    ShuffledCheckInGaussianDpEvent,
-    ShuffledGaussianDpEvent,
     make_accountant,
 )
 from accounting.audit.attack import (
     audit_round,
-    check_claim,
     check_claims,
     clopper_pearson,
     delta_lower_bound,
@@ -27,19 +25,29 @@ from accounting.audit.placements import (
     AttackedRound,
     Placement,
     make_placement,
-    placement_by_hand,
 )
 
-COUNTEREXAMPLE = ShuffledCheckInGaussianDpEvent(10, 1.0, 2.0)
+
+def placement_by_hand(others, adjacency):
+    """User 1 holds e₁, and under D′ -e₁ or 0."""
+    held = np.asarray(others, np.float64)
+    first = np.eye(1, held.shape[-1])[0]
+    return Placement("by hand", first, -first if adjacency == "replace" else 0.0 * first, held)
+
+
+def check_claim(accountant, *arguments, **options):
+    return check_claims([accountant], *arguments, **options)[0]
+
+
+COUNTEREXAMPLE = check_in(10, 1.0, 2.0)
 SOME_ABSENT = make_placement("absent", "replace", 8)
 SPREAD_OUT = np.array([[0.6, 0.0], [0.0, -1.0], [-0.5, 0.5], [0.6, 0.0]])
 
 
 def density(reports, users, event):
     """The defining mixture: some of the users, in every order, and blankets for the rest."""
-    z, total = event.noise_multiplier, 0.0
-    rate = getattr(event, "check_in_rate", 0.5)  # of no influence where the number is fixed
-    blankets = getattr(event, "shuffler_blankets", 0.0)
+    z, total = event.mechanism.noise_multiplier, 0.0
+    rate, blankets = event.chance, event.blankets
 
     own = [[math.prod(stats.norm.pdf(y, x, z)) for x in users] for y in reports]
     blanket = [blankets * math.prod(stats.norm.pdf(y, 0.0, z)) for y in reports]
@@ -58,11 +66,11 @@ def density(reports, users, event):
 @pytest.mark.parametrize(
     "event",
     [
-        ShuffledGaussianDpEvent(5, 0.7),
-        ShuffledCheckInGaussianDpEvent(5, 0.6, 0.7),
-        FixedSizeShuffledGaussianDpEvent(5, 3, 0.7),
-        ShuffledCheckInGaussianDpEvent(5, 0.6, 0.7, 1.5),
-        ShuffledCheckInGaussianDpEvent(5, 1.0, 0.7, 0.8),
+        everyone(5, 0.7),
+        check_in(5, 0.6, 0.7),
+        fixed_size(5, 3, 0.7),
+        check_in(5, 0.6, 0.7, 1.5),
+        check_in(5, 1.0, 0.7, 0.8),
     ],
 )
 @pytest.mark.parametrize("adjacency", ["replace", "zero-out"])
@@ -82,7 +90,7 @@ def test_the_score_is_the_likelihood_ratio_of_the_unordered_reports(event, adjac
 @pytest.mark.parametrize(("rate", "blankets"), [(0.6, 2.0), (1.0, 2.0), (0.6, 0.0)])
 @pytest.mark.parametrize("adjacency", ["replace", "zero-out"])
 def test_a_lone_reports_score_is_the_likelihood_ratio_among_blankets(rate, blankets, adjacency):
-    event = ShuffledCheckInGaussianDpEvent(5, rate, 0.7, blankets)
+    event = check_in(5, rate, 0.7, blankets)
     placement = make_placement("absent", adjacency, 5)
     attacked = AttackedRound(event, placement)
     assert attacked.exact
@@ -98,33 +106,31 @@ def test_a_lone_reports_score_is_the_likelihood_ratio_among_blankets(rate, blank
 def test_draws_have_the_events_counts_places_and_noise():
     rng = np.random.default_rng(4)
     placement = make_placement("opposite", "zero-out", 8)
-    reports, present = AttackedRound(ShuffledGaussianDpEvent(8, 0.5), placement).draw(
-        True, 40_000, rng
-    )
+    reports, present = AttackedRound(everyone(8, 0.5), placement).draw(True, 40_000, rng)
     assert present.all()
     np.testing.assert_allclose(reports[:, :, 0].mean(axis=0), [1] + 7 * [-1], atol=0.02)
     assert np.var(reports.sum(axis=1)) == pytest.approx(8 * 0.25, rel=0.05)
-    fixed = AttackedRound(FixedSizeShuffledGaussianDpEvent(8, 3, 0.5), placement)
+    fixed = AttackedRound(fixed_size(8, 3, 0.5), placement)
     _, present = fixed.draw(False, 20_000, rng)
     assert (present.sum(axis=1) == 3).all()
     np.testing.assert_allclose(present.mean(axis=0), 3 / 8, atol=0.02)
-    sampled = AttackedRound(ShuffledCheckInGaussianDpEvent(8, 0.3, 0.5), placement)
+    sampled = AttackedRound(check_in(8, 0.3, 0.5), placement)
     assert sampled.draw(False, 20_000, rng)[1].mean() == pytest.approx(0.3, abs=0.01)
-    blankets = AttackedRound(ShuffledCheckInGaussianDpEvent(8, 0.3, 0.5, 4.0), placement)
+    blankets = AttackedRound(check_in(8, 0.3, 0.5, 4.0), placement)
     reports, present = blankets.draw(True, 20_000, rng)
     assert present[:, :8].mean() == pytest.approx(0.3, abs=0.01)
     added = present[:, 8:].sum(axis=1)
     assert added.mean() == pytest.approx(4.0, abs=0.1)
     assert added.var() == pytest.approx(4.0, abs=0.25)
     assert reports[:, 8:][present[:, 8:]].mean() == pytest.approx(0.0, abs=0.02)
-    absent = AttackedRound(FixedSizeShuffledGaussianDpEvent(8, 2, 0.5), SOME_ABSENT)
+    absent = AttackedRound(fixed_size(8, 2, 0.5), SOME_ABSENT)
     reports, present = absent.draw(True, 20_000, rng)
     assert present.shape == (20_000, 1)
     assert present.mean() == pytest.approx(2 / 8, abs=0.02)
 
 
 def test_without_the_others_and_without_blankets_a_user_has_its_own_noise_only():
-    event = ShuffledCheckInGaussianDpEvent(500, 0.7, 2.0)
+    event = check_in(500, 0.7, 2.0)
     rng = np.random.default_rng(6)
     result = audit_round(event, "replace", SOME_ABSENT, 0.3, 100_000, 0.999, rng)
     truth = 0.7 * float(gaussian_delta(1.0, 0.3))
@@ -139,7 +145,7 @@ def test_blankets_hide_a_lone_user():
     rng = np.random.default_rng(16)
 
     def audited(blankets, method="auto"):
-        event = ShuffledCheckInGaussianDpEvent(9, 1.0, 2.0, blankets)
+        event = check_in(9, 1.0, 2.0, blankets)
         return audit_round(event, "replace", SOME_ABSENT, 0.0, 20_000, 0.99, rng, method)
 
     alone, few, many = (audited(blankets) for blankets in (0.0, 4.0, 400.0))
@@ -151,7 +157,7 @@ def test_blankets_hide_a_lone_user():
 
 def test_many_users_are_attacked_among_blankets_too():
     rng = np.random.default_rng(17)
-    event = ShuffledCheckInGaussianDpEvent(40, 1.0, 1.0, 20.0)
+    event = check_in(40, 1.0, 1.0, 20.0)
     local = make_accountant("local").compose(event).get_delta(0.0)
     for name, method in (("antipodal", "events"), ("equilateral", "ratios")):
         placement = make_placement(name, "replace", 40)
@@ -168,7 +174,7 @@ class Overconfident(CrowdAccountant):
 
 
 def test_a_claim_that_needs_the_others_falls_where_they_are_absent():
-    event = ShuffledCheckInGaussianDpEvent(2000, 1.0, 2.0)
+    event = check_in(2000, 1.0, 2.0)
     rng = np.random.default_rng(18)
     relation = make_accountant("local").neighboring_relation
     claims = [Overconfident(relation), make_accountant("crowd"), make_accountant("local")]
@@ -194,7 +200,7 @@ def test_the_bound_is_above_the_truth_no_more_often_than_stated(method):
     truth = float(gaussian_delta(1.0, 0.5))
     placement = make_placement("homogeneous", "zero-out", 1)
     arguments = (
-        ShuffledGaussianDpEvent(1, 1.0),
+        everyone(1, 1.0),
         "zero-out",
         placement,
         0.5,
@@ -211,7 +217,7 @@ def test_the_bound_is_above_the_truth_no_more_often_than_stated(method):
 
 def test_the_empirical_epsilon_is_above_the_truth_no_more_often_than_stated():
     rng = np.random.default_rng(6)
-    truth = make_accountant("local", "zero-out").compose(ShuffledGaussianDpEvent(1, 1.0))
+    truth = make_accountant("local", "zero-out").compose(everyone(1, 1.0))
     epsilon = truth.get_epsilon(0.1)
     bounds = [
         epsilon_lower_bound(rng.normal(1.0, 1.0, 1000), rng.normal(0.0, 1.0, 1000), 0.1, 0.9)
@@ -281,7 +287,7 @@ def test_claims_of_the_homogeneous_pair_fall_for_every_pair_and_the_others_stand
 @pytest.mark.parametrize("epsilon", [0.0, 0.5])
 def test_check_in_is_not_flagged_where_a_claim_holds(adjacency, epsilon):
     rng = np.random.default_rng(11)
-    event = ShuffledCheckInGaussianDpEvent(12, 0.4, 1.5)
+    event = check_in(12, 0.4, 1.5)
     for name in ("crowd", "local"):
         check = check_claim(make_accountant(name, adjacency), event, epsilon, samples=4000, rng=rng)
         assert not check.violated
@@ -295,7 +301,7 @@ def test_check_in_is_not_flagged_where_a_claim_holds(adjacency, epsilon):
 def test_the_homogeneous_pairs_known_values_are_nearly_reached(epsilon, delta):
     """n = 7, σ = 2: the design's reference values, from 4·10⁶ draws and by FFT."""
     placement = make_placement("homogeneous", "zero-out", 7)
-    arguments = (ShuffledGaussianDpEvent(7, 2.0), "zero-out", placement, epsilon)
+    arguments = (everyone(7, 2.0), "zero-out", placement, epsilon)
     result = audit_round(*arguments, 200_000, rng=np.random.default_rng(15))
     assert result.delta_estimate == pytest.approx(delta, rel=0.06)
     assert 0.7 * delta < result.delta_lower < delta
@@ -306,15 +312,15 @@ def test_many_users_at_different_places_are_attacked_with_events():
     others = rng.normal(size=(39, 2))
     others /= 1.0 + np.linalg.norm(others, axis=1, keepdims=True)
     placement = placement_by_hand(others, "replace")
-    result = audit_round(ShuffledGaussianDpEvent(40, 0.5), "replace", placement, 0.1, 4000, rng=rng)
+    result = audit_round(everyone(40, 0.5), "replace", placement, 0.1, 4000, rng=rng)
     assert result.method == "events"
-    local = make_accountant("local").compose(ShuffledGaussianDpEvent(40, 0.5))
+    local = make_accountant("local").compose(everyone(40, 0.5))
     assert 0.05 < result.delta_lower < local.get_delta(0.1)
 
 
 def test_reports_too_far_apart_for_floating_point_give_a_score():
     placement = make_placement("antipodal", "replace", 6)
-    event = ShuffledGaussianDpEvent(6, 1e-3)
+    event = everyone(6, 1e-3)
     result = audit_round(event, "replace", placement, 0.1, 2000, rng=np.random.default_rng(14))
     assert 0.95 < result.delta_lower <= 1.0
 
@@ -326,11 +332,11 @@ def test_reports_too_far_apart_for_floating_point_give_a_score():
         (lambda: make_placement("opposite", "add", 3), "adjacency must be"),
         (lambda: placement_by_hand([[2.0]], "replace"), "records must lie in the unit ball"),
         (lambda: placement_by_hand([[np.nan]], "replace"), "records must lie in the unit ball"),
-        (lambda: placement_by_hand([1.0], "replace"), "must have shape"),
+        (lambda: Placement("x", [1.0], [0.0], [1.0]), "must have shape"),
         (lambda: Placement("x", [1.0], [0.0, 0.0], [[0.0]]), "two vectors of one length"),
-        (lambda: audit(event=ShuffledGaussianDpEvent(4, 1.0)), "placement must be of 4 users"),
-        (lambda: audit(event=ShuffledGaussianDpEvent(3, 0.0)), "noise multiplier must be above"),
-        (lambda: audit(event="round"), "event must be one of"),
+        (lambda: audit(event=everyone(4, 1.0)), "placement must be of 4 users"),
+        (lambda: audit(event=everyone(3, 0.0)), "noise multiplier must be above"),
+        (lambda: audit(event=attrs.evolve(fixed_size(3, 2, 1.0), blankets=1.0)), "got fixed size"),
         (lambda: audit(adjacency="zero-out"), "second record must be 0"),
         (lambda: audit(epsilon=-0.1), "epsilon must lie"),
         (lambda: audit(samples=1), "samples must be at least 2"),
@@ -355,7 +361,7 @@ def test_wrong_values_are_refused_by_name(make, message):
 
 def audit(**changes):
     arguments = {
-        "event": ShuffledGaussianDpEvent(3, 1.0),
+        "event": everyone(3, 1.0),
         "adjacency": "replace",
         "placement": make_placement("homogeneous", "replace", 3),
         "epsilon": 0.1,

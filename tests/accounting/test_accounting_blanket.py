@@ -1,6 +1,5 @@
 """`blanket`: its identity, its worst pairs, the whole mechanism, composed values, its limits."""
 
-import dataclasses
 import itertools
 import math
 
@@ -10,6 +9,7 @@ import pytest
 from dp_accounting import NeighboringRelation, privacy_accountant_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounds import check_in, everyone, make_plan
 from scipy import special, stats
 
 import accounting
@@ -26,7 +26,7 @@ class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
 
 
 def event_of(rate, noise, blankets, users=1):
-    return accounting.ShuffledCheckInGaussianDpEvent(users, rate, noise, blankets)
+    return check_in(users, rate, noise, blankets)
 
 
 def bounds(rate, noise, blankets, alpha, pair):
@@ -325,16 +325,15 @@ def test_rounds_without_blankets_are_refused():
         accountant.epsilon_after(event, 1e-5)
     with pytest.raises(dp_accounting.UnsupportedEventError, match="with shuffler blankets only"):
         accountant.compose(event)
-    with pytest.raises(dp_accounting.UnsupportedEventError, match="blanket prices Shuffled"):
-        accountant.epsilon_after(accounting.ShuffledGaussianDpEvent(10, 1.0), 1e-5)
+    with pytest.raises(dp_accounting.UnsupportedEventError, match="with shuffler blankets only"):
+        accountant.epsilon_after(everyone(10, 1.0), 1e-5)
     assert "blanket" not in accounting.accountants_for(event)
 
 
 def test_a_plan_is_refused_in_one_line_if_it_has_no_blankets():
-    plan = accounting.PrivacyPlan(
+    plan = make_plan(
         users=100,
         check_in_rate=0.5,
-        clip_norm=1.0,
         noise_multiplier=1.0,
         rounds=3,
         delta=1e-5,
@@ -345,7 +344,7 @@ def test_a_plan_is_refused_in_one_line_if_it_has_no_blankets():
     )
     assert plan.make_accountant().name == "blanket"
     with pytest.raises(ValueError, match=r"must be 'theorem3' or .*, got 'blanket'$") as refusal:
-        dataclasses.replace(plan, shuffler_blankets=0.0)
+        plan.replace(shuffler_blankets=0.0)
     assert "\n" not in str(refusal.value)
 
 
@@ -364,7 +363,7 @@ def test_extreme_parameters_give_a_number():
 
 def test_few_blankets_and_a_rare_check_in_are_not_priced_as_if_alone():
     """Next to α = 1 the report hides as badly as alone; that says nothing of larger α."""
-    event = accounting.ShuffledCheckInGaussianDpEvent(1000, 1e-3, 1.0, 0.01)
+    event = check_in(1000, 1e-3, 1.0, 0.01)
     accountant = accounting.make_accountant("blanket").compose(event, 100)
     least = accountant.epsilon_lower_bound(1e-3)
     assert least <= accountant.get_epsilon(1e-3) <= 1.05 * least
@@ -372,25 +371,25 @@ def test_few_blankets_and_a_rare_check_in_are_not_priced_as_if_alone():
 
 def test_a_lower_bound_holds_for_the_rounds_that_took_place():
     # `pld` knows the pair without blankets: with them less is lost than it bounds from below.
-    hidden = accounting.ShuffledCheckInGaussianDpEvent(5, 1.0, 2.0, 50.0)
+    hidden = check_in(5, 1.0, 2.0, 50.0)
     assert accounting.make_accountant("pld").compose(hidden, 3).epsilon_lower_bound(0.01) is None
-    assert accounting.make_accountant("pld").compose(hidden, 3).delta_lower_bound(0.1) is None
+    assert accounting.make_accountant("pld").compose(hidden, 3).epsilon_lower_bound(0.1) is None
     # Without noise a rare check-in still keeps δ below its own chance.
-    bare = accounting.ShuffledCheckInGaussianDpEvent(5, 1e-4, 0.0, 5.0)
+    bare = check_in(5, 1e-4, 0.0, 5.0)
     for name in ("pld", "blanket"):
         assert not accounting.make_accountant(name).compose(bare).epsilon_lower_bound(0.01)
 
 
 def test_tables_say_who_does_not_count_on_the_blankets():
-    event = accounting.ShuffledCheckInGaussianDpEvent(50, 0.5, 2.0, 20.0)
-    for row in accounting.price([(event, 3)], "replace", 1e-3):
+    event = check_in(50, 0.5, 2.0, 20.0)
+    for row in accounting.price(event, 3, "replace", 1e-3):
         ignored = "the shuffler's blankets are not counted on" in (row.warning or "")
         assert ignored == (row.name != "blanket")
 
 
 @pytest.mark.parametrize("blankets", [5e-324, 1e-9, 1e15])
 def test_any_expected_number_of_blankets_is_priced(blankets):
-    event = accounting.ShuffledCheckInGaussianDpEvent(5, 0.5, 1.0, blankets)
+    event = check_in(5, 0.5, 1.0, blankets)
     epsilon = accounting.make_accountant("blanket").epsilon_after(event, 1e-5, 3)
     local = accounting.make_accountant("local").epsilon_after(event, 1e-5, 3)
     assert 0 <= epsilon <= local

@@ -4,11 +4,12 @@ import math
 
 import dp_accounting
 import pytest
+from rounds import make_plan
 
 import accounting
 
 
-def make_plan(**change):
+def small_plan(**change):
     values = {
         "users": 2000,
         "check_in_rate": 0.1,
@@ -20,13 +21,11 @@ def make_plan(**change):
         "minimum_batch": 10,
         "adjacency": "zero-out",
     }
-    return accounting.PrivacyPlan(**values | change)
+    return make_plan(**values | change)
 
 
-def guard(plan, ledger=None, name=None):
-    return accounting.PrivacyBudget(
-        plan.make_accountant(name), plan.event(), plan.target_epsilon, plan.delta, ledger
-    )
+def guard(plan, ledger=None):
+    return accounting.PrivacyBudget(plan, ledger)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def guard(plan, ledger=None, name=None):
     ],
 )
 def test_the_guard_halts_at_the_round_found_by_bisection(change):
-    plan = make_plan(**change)
+    plan = small_plan(**change)
     expected = accounting.rounds_within_budget(plan)
     assert 0 < expected < plan.rounds
     budget, spent = guard(plan), 0
@@ -56,13 +55,13 @@ def test_the_guard_halts_at_the_round_found_by_bisection(change):
 
 
 def test_the_plans_rounds_are_the_most_and_none_the_least():
-    assert accounting.rounds_within_budget(make_plan(rounds=3)) == 3
-    assert accounting.rounds_within_budget(make_plan(target_epsilon=1e-6)) == 0
-    assert accounting.rounds_within_budget(make_plan(), "rdp") == 2000
+    assert accounting.rounds_within_budget(small_plan(rounds=3)) == 3
+    assert accounting.rounds_within_budget(small_plan(target_epsilon=1e-6)) == 0
+    assert accounting.rounds_within_budget(small_plan(), "rdp") == 2000
 
 
 def test_asking_changes_nothing():
-    plan = make_plan()
+    plan = small_plan()
     budget = guard(plan)
     budget.spend()
     before = budget.epsilon, budget.accountant.ledger
@@ -73,7 +72,7 @@ def test_asking_changes_nothing():
 
 
 def test_a_round_is_on_disk_before_it_is_composed(tmp_path, monkeypatch):
-    plan = make_plan()
+    plan = small_plan()
     path = tmp_path / "ledger"
     with accounting.Ledger.create(path, plan, "run") as ledger:
         budget = guard(plan, ledger)
@@ -91,7 +90,7 @@ def test_a_round_is_on_disk_before_it_is_composed(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_recorded_is_not_composed(tmp_path):
-    plan = make_plan()
+    plan = small_plan()
     ledger = accounting.Ledger.create(tmp_path / "ledger", plan, "run")
     budget = guard(plan, ledger)
     budget.spend(1)
@@ -105,7 +104,7 @@ def test_what_cannot_be_recorded_is_not_composed(tmp_path):
 
 
 def test_a_refused_round_is_not_recorded(tmp_path):
-    plan = make_plan(target_epsilon=1e-6)
+    plan = small_plan(target_epsilon=1e-6)
     with accounting.Ledger.create(tmp_path / "ledger", plan, "run") as ledger:
         with pytest.raises(accounting.BudgetExceeded):
             guard(plan, ledger).spend(1)
@@ -113,7 +112,7 @@ def test_a_refused_round_is_not_recorded(tmp_path):
 
 
 def test_a_continued_run_has_spent_what_its_ledger_says(tmp_path):
-    plan = make_plan()
+    plan = small_plan()
     path = tmp_path / "ledger"
     with accounting.Ledger.create(path, plan, "run") as ledger:
         budget = guard(plan, ledger)
@@ -127,27 +126,15 @@ def test_a_continued_run_has_spent_what_its_ledger_says(tmp_path):
         assert guard(plan, ledger).epsilon >= spent
 
 
-def test_an_accountant_that_has_spent_already_is_refused():
-    plan = make_plan()
-    used = plan.make_accountant().compose(plan.event())
-    with pytest.raises(ValueError, match="must be fresh"):
-        accounting.PrivacyBudget(used, plan.event(), 1.0, 1e-5)
-
-
-def test_rounds_that_the_plan_does_not_fix_are_refused(tmp_path):
-    plan = make_plan()
-    other = accounting.FixedSizeShuffledGaussianDpEvent(2000, 150, 4.0)
-    with accounting.Ledger.create(tmp_path / "ledger", plan, "run") as ledger:
-        guard(plan, ledger).spend()
-        ledger.append_round(2, other)
-        with pytest.raises(
-            accounting.LedgerError, match=r"must be ShuffledCheckIn.*got FixedSize.*round 2"
-        ):
-            guard(plan, ledger)
+def test_a_ledger_of_another_plan_is_refused(tmp_path):
+    with accounting.Ledger.create(tmp_path / "ledger", small_plan(), "run") as ledger:
+        guard(small_plan(), ledger).spend()
+        with pytest.raises(ValueError, match="the ledger must be of plan"):
+            guard(small_plan(noise_multiplier=4.1), ledger)
 
 
 def test_an_undefined_epsilon_exceeds_every_budget(monkeypatch):
-    plan = make_plan()
+    plan = small_plan()
     budget = guard(plan)
     monkeypatch.setattr(budget.accountant, "epsilon_after", lambda *_: math.nan)
     assert budget.would_exceed()
@@ -156,21 +143,21 @@ def test_an_undefined_epsilon_exceeds_every_budget(monkeypatch):
 
 
 def test_the_table_has_every_accountant_with_what_it_covers():
-    rows = accounting.epsilon_table(make_plan(), 20)
+    rows = accounting.epsilon_table(small_plan(), 20)
     assert [row.name for row in rows] == list(accounting.ACCOUNTANTS)
     by_name = {row.name: row for row in rows}
     assert by_name["rdp"].epsilon < by_name["theorem3"].epsilon < by_name["local"].epsilon
     assert all(row.covers for row in rows)
     assert by_name["local"].warning is None
-    for name in accounting.accountants_for(make_plan().event()):
-        expected = make_plan().make_accountant(name).compose(make_plan().event(), 20)
+    for name in accounting.accountants_for(small_plan().event()):
+        expected = small_plan().make_accountant(name).compose(small_plan().event(), 20)
         assert by_name[name].epsilon == expected.get_epsilon(1e-5)
-    assert not any(row.epsilon for row in accounting.epsilon_table(make_plan(), 0))
+    assert not any(row.epsilon for row in accounting.epsilon_table(small_plan(), 0))
 
 
 @pytest.mark.parametrize("rounds", [0, 20])
 def test_who_does_not_price_the_rounds_has_no_number_and_says_so(rounds, fixed_size_only):
-    rows = {row.name: row for row in accounting.epsilon_table(make_plan(), rounds)}
+    rows = {row.name: row for row in accounting.epsilon_table(small_plan(), rounds)}
     assert list(rows) == list(accounting.ACCOUNTANTS)
     assert rows[fixed_size_only].epsilon is None
     assert rows[fixed_size_only].warning == "does not price these rounds"
@@ -178,29 +165,16 @@ def test_who_does_not_price_the_rounds_has_no_number_and_says_so(rounds, fixed_s
     assert (rows["local"].epsilon > 0) == (rounds > 0)
 
 
-def test_of_mixed_rounds_only_who_prices_both_has_a_number(fixed_size_only):
-    check_in = make_plan().event()
-    fixed = accounting.FixedSizeShuffledGaussianDpEvent(2000, 150, 4.0)
-    rows = {row.name: row for row in accounting.price([(fixed, 5)], "zero-out", 1e-5)}
-    assert rows[fixed_size_only].epsilon == rows["local"].epsilon > 0
-    rows = {
-        row.name: row for row in accounting.price([(check_in, 3), (fixed, 5)], "zero-out", 1e-5)
-    }
-    assert rows[fixed_size_only].epsilon is None
-    accountant = accounting.make_accountant("local", "zero-out").compose(check_in, 3)
-    assert rows["local"].epsilon == accountant.compose(fixed, 5).get_epsilon(1e-5)
-
-
 def test_an_accountant_that_does_not_price_the_rounds_guards_nothing(fixed_size_only):
-    plan = make_plan()
+    plan = small_plan()
     with pytest.raises(dp_accounting.UnsupportedEventError, match="fixed-size-only prices"):
         accounting.rounds_within_budget(plan, fixed_size_only)
-    with pytest.raises(dp_accounting.UnsupportedEventError, match="fixed-size-only prices"):
-        guard(plan, name=fixed_size_only).spend(plan.event())
+    with pytest.raises(ValueError, match="must be 'theorem3' or"):
+        plan.replace(accountant=fixed_size_only)
 
 
 def test_the_guard_halts_a_plan_with_blankets():
-    plan = make_plan(shuffler_blankets=60.0)
+    plan = small_plan(shuffler_blankets=60.0)
     expected = accounting.rounds_within_budget(plan)
     assert 0 < expected < plan.rounds
     budget = guard(plan)
@@ -210,6 +184,6 @@ def test_the_guard_halts_a_plan_with_blankets():
 
 
 def test_the_table_passes_warnings_on():
-    plan = make_plan(users=60_000, noise_multiplier=20.0, delta=1e-9)
+    plan = small_plan(users=60_000, noise_multiplier=20.0, delta=1e-9)
     rows = {row.name: row for row in accounting.epsilon_table(plan, 1)}
     assert "last one computed" in rows["rdp"].warning

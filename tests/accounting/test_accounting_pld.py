@@ -8,6 +8,7 @@ from dp_accounting import NeighboringRelation, dp_event, privacy_accountant_test
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounds import check_in, everyone, fixed_size
 from scipy import special, stats
 
 import accounting
@@ -16,9 +17,9 @@ from accounting.numerics.gaussian import log_gaussian_delta
 from accounting.numerics.lower_profile import LowerProfile
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
-CHECK_IN = accounting.ShuffledCheckInGaussianDpEvent
-EVERYONE = accounting.ShuffledGaussianDpEvent
-FIXED = accounting.FixedSizeShuffledGaussianDpEvent
+CHECK_IN = check_in
+EVERYONE = everyone
+FIXED = fixed_size
 
 
 class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
@@ -78,7 +79,7 @@ def test_up_to_seven_users_by_monte_carlo(users, rate, sigma):
             400_000, sigma, rate, users, math.exp(epsilon), rng
         )
         assert accountant.get_delta(epsilon) >= max(truth, reverse) - error
-        assert accountant.delta_lower_bound(epsilon) <= truth + error
+        assert accountant.epsilon_lower_bound(truth + error) <= epsilon
         # The loss's mesh (48 points a deviation) costs a little more where δ is tiny.
         assert accountant.get_delta(epsilon) <= truth * 1.005 + error
 
@@ -104,7 +105,7 @@ def test_up_to_three_users_by_quadrature(users, rate, sigma):
     last = rate * call(strike, sigma) + (1 - rate) * np.maximum(1.0 - strike, 0.0)
     truth = float(chances @ last) / users
     accountant = spent(CHECK_IN(users, rate, sigma))
-    assert accountant.delta_lower_bound(epsilon) <= truth * (1 + 1e-6)
+    assert accountant.epsilon_lower_bound(truth * (1 + 1e-6)) <= epsilon
     assert truth * (1 - 1e-6) <= accountant.get_delta(epsilon) <= truth * 1.003
 
 
@@ -183,7 +184,7 @@ def test_a_fixed_size_sample_against_monte_carlo():
         error = 5 * samples.std() / 1000
         accountant = spent(FIXED(n, m, sigma))
         assert accountant.get_delta(epsilon) == pytest.approx(samples.mean(), rel=5e-3, abs=error)
-        assert accountant.delta_lower_bound(epsilon) <= samples.mean() + error
+        assert accountant.epsilon_lower_bound(samples.mean() + error) <= epsilon
 
 
 def test_much_noise_costs_nothing_and_no_report_costs_nothing():
@@ -273,4 +274,4 @@ def test_lower_stays_below_upper_where_a_quiet_round_shares_a_loud_ones_mesh():
     accountant.compose(EVERYONE(1, 5e6))
     for epsilon in (0.0, 1e-7, 3e-7, 6e-7):
         alone = math.exp(log_gaussian_delta(1 / 5e6, np.array(epsilon)))
-        assert accountant.delta_lower_bound(epsilon) <= alone + 1e-9
+        assert accountant.epsilon_lower_bound(alone + 1e-9) <= epsilon

@@ -9,9 +9,10 @@ from accounting_oracles import moment, quadrature, series_moments, theorem2
 from dp_accounting.rdp import compute_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounds import check_in
 from scipy import stats
 
-from accounting import CheckInRdpAccountant, ShuffledCheckInGaussianDpEvent
+from accounting import CheckInRdpAccountant
 from accounting.numerics import moments
 from accounting.numerics import renyi as rdp_bounds
 from accounting.numerics.reverse_moments import _integrated, larger_direction
@@ -156,7 +157,7 @@ def test_the_reverse_direction_of_a_billion_users_keeps_its_digits():
 
 
 def test_both_directions_are_taken_by_the_accountants(monkeypatch):
-    event = ShuffledCheckInGaussianDpEvent(7, 0.4, 2.0)
+    event = check_in(7, 0.4, 2.0)
     tiny = np.full(21, 1e-30)
     monkeypatch.setattr(rdp_bounds, "shuffled_check_in_gaussian", lambda *_: tiny)
     got = CheckInRdpAccountant.log_moments(event, 2.0, 20)

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from rounds import check_in
 from scipy import special
 
 import accounting
@@ -21,7 +22,7 @@ DIRECTIONS = {"replace": (opposite, opposite), "zero-out": (against_zero, zero_a
 
 
 def event_of(users, rate, noise):
-    return accounting.ShuffledCheckInGaussianDpEvent(users, rate, noise)
+    return check_in(users, rate, noise)
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def test_an_update_that_is_not_finite_becomes_zero(bad):
 @pytest.mark.parametrize("update", [np.ones(40), np.full(40, np.nan), np.full(40, 1e300)])
 def test_a_report_is_the_clipped_update_and_the_noise_in_steps_of_the_unit(update):
     (noise,) = SystemRandomness().standard_normal(1, np.array([0]), update.size)
-    mechanism = GaussianMechanism(0.5, 3.0)
+    mechanism = GaussianMechanism(clip_norm=0.5, noise_multiplier=3.0)
     report = mechanism.report(update, noise)
     assert report.dtype == np.int16
     assert mechanism.unit == pytest.approx(0.5 * 37 / 32767)
@@ -65,7 +65,7 @@ def test_noise_has_standard_deviation_z_times_c():
 @pytest.mark.parametrize("noise_multiplier", [0.2, 1.0, 30.0])
 def test_a_report_saturates_beyond_twelve_deviations_and_never_wraps(noise_multiplier):
     noise = np.array([11.9, 13.0, 40.0, -11.9, -13.0, -1e30])
-    mechanism = GaussianMechanism(2.0, noise_multiplier)
+    mechanism = GaussianMechanism(clip_norm=2.0, noise_multiplier=noise_multiplier)
     report = mechanism.report(np.zeros(6), noise)
     scale = 2.0 * noise_multiplier / mechanism.unit
     assert report[[0, 3]].tolist() == [round(11.9 * scale), round(-11.9 * scale)]
@@ -74,7 +74,7 @@ def test_a_report_saturates_beyond_twelve_deviations_and_never_wraps(noise_multi
 
 
 def test_honest_reports_pass_the_norm_limit():
-    mechanism = GaussianMechanism(0.5, 2.0)
+    mechanism = GaussianMechanism(clip_norm=0.5, noise_multiplier=2.0)
     update = np.zeros(40)
     update[0] = 1.0
     noise = np.random.default_rng(1).standard_normal((20_000, 40))
@@ -86,13 +86,13 @@ def test_honest_reports_pass_the_norm_limit():
 def test_the_clip_norm_only_sets_the_unit():
     """A report's integers say nothing of C: the plan does."""
     update, noise = np.array([0.3, -0.2, 0.1]), np.array([0.5, -1.5, 0.2])
-    small = GaussianMechanism(1e-6, 1.5).report(1e-6 * update, noise)
-    assert (small == GaussianMechanism(1.0, 1.5).report(update, noise)).all()
+    small = GaussianMechanism(clip_norm=1e-6, noise_multiplier=1.5).report(1e-6 * update, noise)
+    assert (small == GaussianMechanism(noise_multiplier=1.5).report(update, noise)).all()
 
 
 def test_another_source_of_draws_gives_the_same_law_of_bits():
     """A blanket is a report of the zero update: all values of the low bits are as frequent."""
-    mechanism = GaussianMechanism(1.0, 1.0)
+    mechanism = GaussianMechanism(noise_multiplier=1.0)
     draws = SystemRandomness().standard_normal(1, np.arange(20), 5000)
     blanket = np.stack([mechanism.report(np.zeros(5000), row) for row in draws[:10]])
     users = np.stack([mechanism.report(np.full(5000, 1e-3), row) for row in draws[10:]])

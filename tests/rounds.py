@@ -1,0 +1,27 @@
+"""Rounds of Gaussian reports and plans of such, in one line each."""
+
+import attrs
+
+from accounting import CheckIn, FixedSize, GaussianMechanism, PrivacyPlan, Shuffled
+
+
+def check_in(users, rate, noise, blankets=0.0):
+    mechanism = GaussianMechanism(noise_multiplier=noise)
+    return Shuffled(users, CheckIn(rate), mechanism, blankets)
+
+
+def everyone(users, noise):
+    return check_in(users, 1.0, noise)
+
+
+def fixed_size(users, reports, noise):
+    return Shuffled(users, FixedSize(reports), GaussianMechanism(noise_multiplier=noise))
+
+
+def with_noise(event, noise):
+    return attrs.evolve(event, mechanism=GaussianMechanism(noise_multiplier=noise))
+
+
+def make_plan(*, noise_multiplier, clip_norm=1.0, **values):
+    mechanism = GaussianMechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
+    return PrivacyPlan(mechanism=mechanism, **values)
