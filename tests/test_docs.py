@@ -1,4 +1,4 @@
-"""The documents are true of the code where a test can tell, link to what exists, keep their form."""
+"""The documents are true of the code where a test can tell, link to what exists, and keep form."""
 
 import contextlib
 import io
