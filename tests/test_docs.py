@@ -1,0 +1,116 @@
+"""The documents are true of the code where a test can tell, link to what exists, and keep form."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from typer.main import get_command
+
+from accounting import ACCOUNTANTS
+from simulator.cli.__main__ import app
+from simulator.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+RATES = {"low": 1, "medium": 2, "high": 3}
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def text_of(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def without_code(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+
+
+def anchors_of(page):
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)", without_code(text_of(page)), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_lead_to_files_and_headings_that_exist(page):
+    for target in re.findall(r"\]\(([^)]+)\)", without_code(text_of(page))):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.is_file(), target
+        assert not anchor or anchor in anchors_of(linked), target
+
+
+@each_page
+def test_files_that_are_named_exist(page):
+    rooms = "accounting|benchmarks|clients|configs|server|shuffler|simulator|tests"
+    named = re.findall(rf"\b((?:{rooms})/[\w/]+\.(?:py|toml|proto))\b", text_of(page))
+    for name in named:
+        assert (ROOT / name).is_file(), name
+
+
+@each_page
+def test_lines_of_prose_have_at_most_120_characters(page):
+    long = [
+        line for line in text_of(page).splitlines() if len(line) > 120 and not line.startswith("|")
+    ]
+    assert long == []
+
+
+def test_the_readme_is_a_page():
+    lines = text_of("README.md").splitlines()
+    assert len(lines) <= 70
+    assert max(map(len, lines)) <= 120
+
+
+@each_page
+def test_python_examples_print_what_they_say(page):
+    for example in re.findall(r"^```python\n(.*?)^```", text_of(page), re.S | re.M):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(example, {})
+        assert printed.getvalue().split("\n")[:-1] == re.findall(
+            r"^print.*  # (.*)$", example, re.M
+        )
+
+
+@each_page
+def test_commands_of_the_examples_exist(page):
+    commands = set(get_command(app).commands)
+    assert set(re.findall(r"^\$ shufl (\S+)", text_of(page), re.M)) <= commands
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/accounting.md"])
+def test_the_table_of_accountants_says_of_each_what_it_holds_for(name):
+    form = r"^\| `(\w+)`[^|]*\| (the homogeneous pair|\*\*every\*\* pair)"
+    said = dict(re.findall(form, text_of(name), re.M))
+    said = {name: words.replace("**", "").removeprefix("the ") for name, words in said.items()}
+    assert said == {name: cls.holds_for for name, cls in ACCOUNTANTS.items()}
+
+
+def keys_of(section, prefix=""):
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys_of(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+@pytest.mark.parametrize("key", list(keys_of(Config)))
+def test_every_key_of_a_configuration_is_explained(key):
+    text = text_of("docs/running.md") + text_of("docs/vectorised.md")
+    leaf = key.rpartition(".")[2]
+    assert re.search(rf"^\|[^|]*`(\w*\.)?{leaf}`", text, re.M)
+
+
+def test_sharp_edges_are_rated_and_sorted_within_each_group():
+    form = r"### [^\n]+\n\nLikelihood: (\w+) · Damage: (\w+) · What to do: \S"
+    for group in text_of("docs/sharp-edges.md").split("\n## ")[1:]:
+        rated = re.findall(form, group)
+        assert rated and len(rated) == group.count("\n### ")
+        products = [RATES[likelihood] * RATES[damage] for likelihood, damage in rated]
+        assert products == sorted(products, reverse=True)
