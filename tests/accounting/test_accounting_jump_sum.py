@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from accounting.numerics.graded_law import Summand, law_of_sum
+from accounting.numerics.graded_law import law_of_sum
 from accounting.numerics.jump_counts import PoissonCount, TermsCount
 from accounting.numerics.jump_sum import positive_part
+from accounting.numerics.summand import Summand
 from accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
 PAIRS = [opposite, against_zero, zero_against]
@@ -201,7 +202,6 @@ def graded(pair, width, alpha, terms, chance, down, step, points=60):
         inverse=functools.partial(place, pair, width, alpha),
         tail=width,
         jump=2.0 * math.erf(width / math.sqrt(2.0)) + alpha - 1.0,
-        aligned=step if down else 0.0,
     )
     return [
         float(law_of_sum(summand, terms, points, lower).call(np.zeros(1))[0])

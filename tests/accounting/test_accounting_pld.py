@@ -109,7 +109,7 @@ def test_up_to_three_users_by_quadrature(users, rate, sigma):
     assert truth * (1 - 1e-6) <= accountant.get_delta(epsilon) <= truth * 1.003
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.integers(1, 10**9),
     st.floats(1e-4, 1),
