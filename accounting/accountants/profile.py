@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy.typing as npt
 from dp_accounting import NeighboringRelation
-from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+from dp_accounting.pld import privacy_loss_distribution
 
 from accounting.accountants.base import ShuffleAccountant
 from accounting.events import Shuffled
@@ -17,41 +16,11 @@ from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
 from accounting.numerics.loss_pmf import MAX_LOSS, FloatArray, LossPmf, Profile, dyadic_interval
 from accounting.numerics.lower_profile import LowerProfile
 
-
-def pld_from_profile(
-    epsilons: npt.ArrayLike, deltas: npt.ArrayLike, interval: float | None = None
-) -> privacy_loss_distribution.PrivacyLossDistribution:
-    """Returns a dp_accounting privacy loss distribution that dominates a certified profile.
-
-    Its δ(ε) is at least the lower convex hull of the profile (in e^ε) everywhere, and the profile's
-    continuation `H_α(P‖Q) = 1 - α + α H_{1/α}(Q‖P)` for ε < 0. The last δ is the infinite loss.
-    The composition of dp_accounting errs by FFT rounding, about 1e-16 a round in δ: for small δ
-    or many rounds compose with `accounting.numerics.composition` instead, which bounds it.
-
-    Args:
-        epsilons: Increasing, from 0, shape (K,). One loss should see about 40 points a standard
-            deviation; the chords between them are what the result is made of.
-        deltas: Upper bounds of the hockey-stick divergence, the maximum over both directions,
-            shape (K,).
-        interval: The mesh; if None, the power of two at most 1/48 of the loss's standard deviation.
-
-    Raises:
-        ValueError: Arrays that are no profile.
-    """
-    profile = Profile.enveloping(epsilons, deltas)
-    pmf = profile.discretised(profile.interval() if interval is None else interval)
-    return privacy_loss_distribution.PrivacyLossDistribution(
-        pld_pmf.DensePLDPmf(pmf.interval, -pmf.half_width, pmf.probs, pmf.infinity, True)
-    )
-
-
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
 _WIDEST = 1e-3
 
 # Fourier transforms of dp_accounting were seen to err by 1e-15 a round in δ; they bound nothing.
 _FFT_ERROR = 1e-14
-
-Counts = tuple[tuple[Shuffled, int], ...]
 
 
 class ProfileShuffleAccountant(ShuffleAccountant):

@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special, stats
+from scipy import special
 
 from accounting.numerics import moments
 from accounting.numerics import renyi as rdp_bounds
@@ -257,58 +257,3 @@ def _upper_cuts(users: int, check_in_rate: float) -> list[int]:
     mean = users * check_in_rate
     spread = math.sqrt(mean * (1.0 - check_in_rate)) + 1.0
     return sorted({min(users, math.ceil(mean + cut * spread)) for cut in _UPPER_CUTS} | {users})
-
-
-def direct_sum(
-    users: int, check_in_rate: float, sigma: float, max_order: int, rate: Rate = "conditional"
-) -> FloatArray:
-    """Eq. 17: `log Σ_k P[K = k] e^{(λ-1) ε_SSG(γ_k, k)}`, no Chernoff split.
-
-    The number of reports is public and does not depend on the data, so the sum is exact given
-    Theorem 2; k = 0 releases nothing and contributes P[K = 0]. Counts within 12 standard
-    deviations of the mean (up to 2000 of them) are summed one by one; the others, and counts beyond
-    2000, in blocks valued at their worst end, so the result is an upper bound of the sum.
-
-    Args:
-        users: n, at least 1.
-        check_in_rate: γ in (0, 1].
-        sigma: Noise standard deviation over the sensitivity; 0 gives infinite bounds.
-        max_order: Highest order, at least 2.
-        rate: "nominal" puts γ for γ_k as printed; "conditional" puts k/n, one user's chance to be
-            among k reports, which is the sound one.
-
-    Returns:
-        Log-moments, shape (max_order + 1,), rounded up.
-    """
-    if not moments.is_representable(sigma, max_order):
-        return np.concatenate([np.zeros(2), np.full(max_order - 1, np.inf)])
-    first, last = _count_blocks(users, check_in_rate)
-    below = log_binomial_tails(last, users, check_in_rate)[0]
-    above = log_binomial_tails(first - 1, users, check_in_rate)[1]
-    # A block's probability is at most that of its likeliest count times its length.
-    likeliest = np.clip(math.floor((users + 1) * check_in_rate), first, last)
-    inside = stats.binom.logpmf(likeliest, users, check_in_rate) + np.log(last - first + 1.0)
-    allowance = _TAIL_ROUND_UP + 4e-16 * users * math.log(users + 1.0)
-    log_mass = np.minimum(np.minimum(below, above), inside + allowance)
-    rates = last / users if rate == "conditional" else np.full(first.size, check_in_rate)
-    excess = np.full(max_order + 1, -np.inf)
-    for start in range(0, first.size, 128):
-        part = slice(start, start + 128)
-        terms = rdp_bounds.subsampled_log_excess(
-            rates[part], first[part].astype(np.float64), sigma, max_order
-        )
-        excess = np.logaddexp(excess, moments.log_sum_exp(terms + log_mass[part]))
-    return moments.round_up(np.logaddexp(0.0, excess))
-
-
-def _count_blocks(users: int, check_in_rate: float) -> tuple[_Index, _Index]:
-    """First and last count of each block; the blocks cover 1..users."""
-    mean = users * check_in_rate
-    reach = 12.0 * math.sqrt(mean * (1.0 - check_in_rate)) + 12.0
-    low = max(1, math.floor(mean - reach)) if users > 2000 else 1
-    high = min(users, math.ceil(mean + reach)) if users > 2000 else users
-    inner = np.unique(np.linspace(low, high, min(high - low + 1, 2000)).astype(np.int64))
-    outer = np.unique(np.geomspace(1, users, 40).astype(np.int64))
-    starts = np.unique(np.concatenate([[1], outer[(outer < low) | (outer > high)], inner]))
-    starts = starts[starts <= users]
-    return starts, np.append(starts[1:] - 1, users)

@@ -5,7 +5,7 @@ import math
 import mpmath as mp
 import numpy as np
 import pytest
-from accounting_oracles import moment, theorem2, theorem3
+from accounting_oracles import moment, theorem3
 from dp_accounting.rdp import compute_epsilon
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -104,29 +104,6 @@ def test_the_binomial_tail_is_never_worse_than_chernoff(users, rate, sigma):
     assert np.all(binomial <= chernoff)
 
 
-@pytest.mark.parametrize("rate_form", ["nominal", "conditional"])
-def test_the_direct_sum_is_eq_17_in_50_digits(rate_form):
-    users, rate, sigma, order = 15, 0.3, 1.5, 6
-    total = mp.mpf(0)
-    for k in range(users + 1):
-        chance = mp.binomial(users, k) * mp.mpf(rate) ** k * (1 - mp.mpf(rate)) ** (users - k)
-        used = rate if rate_form == "nominal" else mp.mpf(k) / users
-        total += chance * (theorem2(used, k, sigma, order) if k else 1)
-    got = t3.direct_sum(users, rate, sigma, order, rate_form)[order]
-    assert float(mp.log(total)) <= got * (1 + 1e-12)
-    assert got == pytest.approx(float(mp.log(total)), rel=1e-8)
-
-
-@settings(max_examples=15, deadline=None)
-@given(**PARAMETERS)
-def test_the_direct_sum_lies_between_the_exact_value_and_theorem_3(users, rate, sigma):
-    exact = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, 12)
-    total = t3.direct_sum(users, rate, sigma, 12)
-    assert np.all(total * (1 + 1e-9) >= exact)
-    bound = t3.shuffled_check_in_gaussian(users, rate, sigma, 12, "binomial", "conditional")
-    assert np.all(total <= bound * (1 + 1e-3))  # blocks beyond 2000 counts cost a little
-
-
 @settings(max_examples=40, deadline=None)
 @given(n=st.integers(1, 10**6), p=st.floats(1e-4, 0.999), at=st.floats(0, 1))
 def test_binomial_tails_are_bounds_and_tight_where_representable(n, p, at):
@@ -153,7 +130,6 @@ def test_a_hundred_million_expected_reports_are_no_harder():
 
 def test_no_noise_is_infinite():
     assert np.all(t3.shuffled_check_in_gaussian(10, 0.5, 0.0, 5)[2:] == np.inf)
-    assert np.all(t3.direct_sum(10, 0.5, 0.0, 5)[2:] == np.inf)
 
 
 @pytest.mark.parametrize("wrong", [{"split": "bernstein"}, {"rate": "printed"}])
