@@ -75,6 +75,10 @@ _COMPOSITIONS = Lru(64)
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
 _WIDEST = 1e-3
 
+# Losses so rare that those of all rounds come to this share of δ count as infinite: they would
+# make windows long.
+_RARE = 1e-7
+
 # Fourier transforms of dp_accounting were seen to err by 1e-15 a round in δ; they bound nothing.
 _FFT_ERROR = 1e-14
 
@@ -148,9 +152,10 @@ class ProfileShuffleAccountant(ShuffleAccountant):
 
         return _PROFILES.find(key, make)
 
-    def _pmf(self, event: Any, variant: Hashable, interval: float) -> LossPmf:
-        key = (self._cache_key(), event, variant, interval)
-        return _PMFS.find(key, lambda: self._envelope(event, variant)[0].discretised(interval))
+    def _pmf(self, event: Any, variant: Hashable, interval: float, rare: float) -> LossPmf:
+        key = (self._cache_key(), event, variant, interval, rare)
+        profile = self._envelope(event, variant)[0]
+        return _PMFS.find(key, lambda: profile.discretised(interval, rare))
 
     def _composed(
         self, counts: Counts, variant: Hashable, target: Target
@@ -173,13 +178,14 @@ class ProfileShuffleAccountant(ShuffleAccountant):
                 dyadic_interval(math.sqrt(total / sum(most))),
                 dyadic_interval(math.sqrt(total) * _WIDEST),
             )
+            rare = _RARE * (target.delta or 0.0) / sum(most)
             for event, _ in lossy:  # coarser still where one loss reaches far
-                interval = self._pmf(event, variant, interval).interval
-            pmfs = [self._pmf(event, variant, interval) for event, _ in lossy]
+                interval = self._pmf(event, variant, interval, rare).interval
+            pmfs = [self._pmf(event, variant, interval, rare) for event, _ in lossy]
             # ... and where rare losses make the window long.
             tilt, coarser = fitted_tilt(pmfs, blocks, target)
             if coarser > interval:
-                pmfs = [self._pmf(event, variant, coarser) for event, _ in lossy]
+                pmfs = [self._pmf(event, variant, coarser, rare) for event, _ in lossy]
             return Composition(pmfs, blocks, target, tilt)
 
         return _COMPOSITIONS.find(key, make), tuple(count for _, count in lossy)
