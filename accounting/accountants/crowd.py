@@ -78,16 +78,11 @@ class CrowdAccountant(ProfileShuffleAccountant):
         if crowd.rate < _LEAST_RATE:
             return np.zeros(1), crowd.rate * np.exp(log_gaussian_delta(shift, np.zeros(1)))
         searches = {pair: _Search(crowd, pair) for pair in pairs_of(self.neighboring_relation)}
-        found = (0.0, 0.0)
 
         def divergence(alpha: float, pair: Pair, lower: bool) -> float:
-            nonlocal found
-            # The larger direction counts: the second need not be better than the first.
-            first = found[1] if found[0] == alpha else 0.0
-            value = searches[pair].divergence(alpha, first)
+            value = searches[pair].divergence(alpha)
             alone = crowd.rate * math.exp(float(log_gaussian_delta(shift, math.log(alpha))))
-            found = alpha, alone if value > _AS_ALONE * alone else value
-            return found[1]
+            return alone if value > _AS_ALONE * alone else value
 
         return upper_profile(
             divergence, crowd.rate, crowd.noise, self.neighboring_relation, _COARSENESS
@@ -162,12 +157,9 @@ class _Search:
         self._least = crowd.rate
         self._others_at = 0.0
 
-    def divergence(self, alpha: float, enough: float) -> float:
-        """Returns an upper bound of H_α, a good one if α rises from call to call, from 1.
-
-        One below `enough` need not be good.
-        """
-        if self._least <= max(enough, _NEGLIGIBLE):
+    def divergence(self, alpha: float) -> float:
+        """Returns an upper bound of H_α, a good one if α rises from call to call, from 1."""
+        if self._least <= _NEGLIGIBLE:
             return self._least
         first, *others = self._ladders
         self._least = min(self._least, first.descend(alpha, self._least))

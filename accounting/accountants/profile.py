@@ -19,6 +19,10 @@ from accounting.numerics.lower_profile import LowerProfile
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
 _WIDEST = 1e-3
 
+# Losses so rare that those of all rounds come to this share of δ count as infinite: they would
+# make windows long.
+_RARE = 1e-7
+
 # Fourier transforms of dp_accounting were seen to err by 1e-15 a round in δ; they bound nothing.
 _FFT_ERROR = 1e-14
 
@@ -210,9 +214,9 @@ class _Prices(NamedTuple):
         return self.accountant(self.relation)._lower_profile(event)
 
     @functools.lru_cache(maxsize=128)  # noqa: B019
-    def pmf(self, event: Shuffled, interval: float) -> LossPmf:
+    def pmf(self, event: Shuffled, interval: float, rare: float) -> LossPmf:
         """The loss of a round on a mesh, which may be coarser than asked for."""
-        return self.envelope(event)[0].discretised(interval)
+        return self.envelope(event)[0].discretised(interval, rare)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def composed(
@@ -223,11 +227,12 @@ class _Prices(NamedTuple):
         spreads = [self.envelope(event)[1] for event in events]
         total = sum(c * spread**2 for c, spread in zip(most, spreads, strict=True))
         interval = _mesh(total, sum(most))
+        rare = _RARE * (target.delta or 0.0) / sum(most)
         for event in events:  # coarser still where one loss reaches far
-            interval = self.pmf(event, interval).interval
-        pmfs = [self.pmf(event, interval) for event in events]
+            interval = self.pmf(event, interval, rare).interval
+        pmfs = [self.pmf(event, interval, rare) for event in events]
         # ... and where rare losses make the window long.
         tilt, coarser = fitted_tilt(pmfs, blocks, target)
         if coarser > interval:
-            pmfs = [self.pmf(event, coarser) for event in events]
+            pmfs = [self.pmf(event, coarser, rare) for event in events]
         return Composition(pmfs, blocks, target, tilt)

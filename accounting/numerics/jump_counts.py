@@ -22,12 +22,22 @@ _ARCS = ((math.pi, 2.0 / math.pi**2), (math.pi / 2.0, 4.0 / math.pi**2))
 
 
 class Tilt(NamedTuple):
-    """One jump weighed by e^{cx}: `E[e^{cX} - 1]`, `E[e^{cX}]`, `E[X e^{cX}]`, `E[X² e^{cX}]`."""
+    """One jump weighed by e^{cx}: `E[e^{cX} - 1]`, `E[e^{cX}]`, `E[X e^{cX}]`, `E[X² e^{cX}]`.
 
-    growth: float
-    whole: float
-    first: float
-    second: float
+    Each for one c, or for several at once.
+    """
+
+    growth: Any
+    whole: Any
+    first: Any
+    second: Any
+
+
+def _within(widths: FloatArray, x: FloatArray, *weights: FloatArray) -> list[FloatArray]:
+    """The sums of some weights over |x| <= each width."""
+    order = np.argsort(np.abs(x))
+    count = np.searchsorted(np.abs(x)[order], widths, side="right")
+    return [np.append(0.0, np.cumsum(each[order]))[count] for each in weights]
 
 
 class Count(abc.ABC):
@@ -46,7 +56,7 @@ class Count(abc.ABC):
     """The mean of all but the jumps, <= 0."""
 
     @abc.abstractmethod
-    def cumulants(self, c: float, tilt: Tilt) -> tuple[float, float, float]:
+    def cumulants(self, c: Any, tilt: Tilt) -> tuple[Any, Any, Any]:
         """`log E[e^{c(b + S)}]` and two derivatives."""
 
     @abc.abstractmethod
@@ -91,7 +101,7 @@ class PoissonCount(Count):
         """See `Count`."""
         return self.shift
 
-    def cumulants(self, c: float, tilt: Tilt) -> tuple[float, float, float]:
+    def cumulants(self, c: Any, tilt: Tilt) -> tuple[Any, Any, Any]:
         """See `Count`."""
         level = self.jumps * tilt.growth + c * self.shift
         return level, self.jumps * tilt.first + self.shift, self.jumps * tilt.second
@@ -119,8 +129,7 @@ class PoissonCount(Count):
         """See `Count`."""
         result = np.zeros(ladder.size - 1)
         for width, factor in _ARCS:
-            inside = np.abs(x) <= width / ladder[1:, None]
-            squares = np.einsum("ij,j->i", inside, tilted * x * x)
+            (squares,) = _within(width / ladder[1:], x, tilted * x * x)
             result = np.maximum(result, factor * self.jumps * ladder[:-1] ** 2 * squares)
         return result
 
@@ -150,23 +159,25 @@ class TermsCount(Count):
         """See `Count`."""
         return self.shift - self.terms * self.down * self.step
 
-    def _fallen(self, c: float) -> float:
+    def _fallen(self, c: Any) -> Any:
         """E[e^{cV}; step down] of one term V."""
-        return self.down * math.exp(min(-c * self.step, 600.0))
+        return self.down * np.exp(np.minimum(-c * self.step, 600.0))
 
-    def _total(self, c: float, tilt: Tilt) -> float:
+    def _total(self, c: Any, tilt: Tilt) -> Any:
         """E[e^{cV}], a sum of positive terms."""
         still = max(1.0 - self.chance - self.down, 0.0)
         return still + self.chance * tilt.whole + self._fallen(c)
 
-    def cumulants(self, c: float, tilt: Tilt) -> tuple[float, float, float]:
+    def cumulants(self, c: Any, tilt: Tilt) -> tuple[Any, Any, Any]:
         """See `Count`."""
-        change = self.chance * tilt.growth + self.down * math.expm1(min(-c * self.step, 600.0))
+        down = self.down * np.expm1(np.minimum(-c * self.step, 600.0))
+        change = self.chance * tilt.growth + down
         total, fallen = self._total(c, tilt), self._fallen(c)
         mean = (self.chance * tilt.first - fallen * self.step) / total
         square = (self.chance * tilt.second + fallen * self.step**2) / total
-        variance = max(square - mean * mean, 0.0)
-        log_total = math.log1p(change) if abs(change) < 0.5 else math.log(total)
+        variance = np.maximum(square - mean * mean, 0.0)
+        near = np.abs(change) < 0.5
+        log_total = np.where(near, np.log1p(np.where(near, change, 0.0)), np.log(total))
         level = self.terms * log_total + c * self.shift
         return level, self.terms * mean + self.shift, self.terms * variance
 
@@ -202,9 +213,8 @@ class TermsCount(Count):
         v = v - float(np.sum(p * v))
         result = np.zeros(ladder.size - 1)
         for width, factor in _ARCS:
-            inside = np.where(np.abs(v) <= 0.5 * width / ladder[1:, None], p, 0.0)
-            first, second = np.einsum("ij,j->i", inside, v), np.einsum("ij,j->i", inside, v * v)
-            spread = np.sum(inside, axis=1) * second - first**2
+            chance, first, second = _within(0.5 * width / ladder[1:], v, p, p * v, p * v * v)
+            spread = chance * second - first**2
             result = np.maximum(result, factor * self.terms * ladder[:-1] ** 2 * spread)
         return result
 

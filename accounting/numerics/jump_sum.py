@@ -26,7 +26,7 @@ error model, which the tests check against an independent way (`accounting.numer
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import special
@@ -39,9 +39,10 @@ _RULE = np.polynomial.legendre.leggauss(10)
 # e^{θx} may turn or grow from end to end. 10 nodes integrate that to 1e-14.
 _WIDEST, _STEEPEST = 0.7, 1.4
 _PHASE = 5.0
-# Where e^{θx} turns fast: 20 nodes for panels twice as wide that turn by so much, to 1e-14 too.
-_FINE_RULE = np.polynomial.legendre.leggauss(20)
-_FINE_PHASE = 16.0
+# Where e^{θx} turns fast: 32 nodes for panels that are three times as wide and turn by so much, to
+# 1e-15.
+_FINE_RULE = np.polynomial.legendre.leggauss(32)
+_FINE_PHASE, _FINE_WIDTH = 40.0, 3.0
 _REACH = 10.5  # t beyond which fewer than 1e-25 of the jumps are
 _FAINT = -36.0  # exponent below which a part of the sum is a rounding error
 _DEVIATIONS = 5.0  # how far the rest of the sum may be below zero for a jump of the cap to lift it
@@ -56,6 +57,8 @@ _SMOOTH = 6.5  # the deviation of the Gaussian added, times the highest frequenc
 _UNIT = 1e-15
 _NOTHING = 1e-30  # for each jump: where Chernoff's bound serves
 _ROWS = 32
+_AT_ONCE = 5  # c tried at once in the search of the saddle point
+_GRID = 800  # points of t to search and to measure panels by
 _ROOT_TAU = math.sqrt(2.0 * math.pi)
 
 
@@ -144,7 +147,8 @@ def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
         return None
     c = _BELOW_SADDLE * law.saddle()
     law.refine(c)
-    level, _, variance = law.cumulants(c)
+    tilt = law.tilt(c)
+    level, _, variance = count.cumulants(c, tilt)
     if math.exp(min(level, 700.0)) / (math.e * c) < _NOTHING * count.jumps:
         return None
     deviation = math.sqrt(variance)
@@ -152,7 +156,7 @@ def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
     out = out if out > math.exp(_FAINT) else 0.0
 
     ladder = _LADDER * c
-    rests = law.remainders(c, ladder, out)
+    rests = law.remainders(c, tilt, ladder, out)
     goal = 1.0 / (c * max(c * deviation, 1.0))
     strict, loose = (int(np.argmax(np.append(rests, 0.0) <= each * goal)) for each in _LEFT_OUT)
     place = min(strict, max(loose, _EASY), _LAST)
@@ -163,7 +167,7 @@ def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
     period = law.period(c, level, goal)
     step = 2.0 * math.pi / period
     omega = step * np.arange(math.ceil(cut / step) + 1.0)
-    theta, tilt, grown = c + 1j * omega, law.tilt(c), law.grown(c, omega)
+    theta, grown = c + 1j * omega, law.grown(c, omega)
     values = np.exp(count.log_ratios(c, tilt, omega, grown))
     if out:
         values -= count.few(tilt.whole + grown, np.exp(count.log_nothing(theta) - level))
@@ -184,6 +188,15 @@ def _quadrature(
     return t, weights * np.exp(-0.5 * t * t) / _ROOT_TAU
 
 
+def _dots(rows: Any, weights: Any) -> Any:
+    """The sum of each row (last axis) times the weights.
+
+    One product of two vectors after the other: where cores are busy, the threads that a BLAS starts
+    for a matrix make it a hundred times slower.
+    """
+    return np.matmul(rows[..., None, :], weights[:, None])[..., 0, 0]
+
+
 def _panels(low: float, high: float, widest: float) -> FloatArray:
     return np.linspace(low, high, max(math.ceil((high - low) / widest), 1) + 1)
 
@@ -194,62 +207,73 @@ class _Law:
     def __init__(self, jumps: Jumps, count: Count) -> None:
         self._jumps, self._count = jumps, count
         self._widest = min(_WIDEST, _STEEPEST / jumps.reach)
-        low, high = -_REACH - jumps.reach, self._highest()
-        self._ends = low, high
-        self.cap = float(jumps.value(np.array(high)))
-        t, weights = _quadrature(_panels(high, high + _REACH + jumps.reach, self._widest))
-        self.excess = float(np.sum(weights * (jumps.value(t) - self.cap)))
-        # The last node is the cap.
-        self._t, weights = _quadrature(self._with_flat(_panels(low, high, self._widest)))
-        self._weights = np.append(weights, special.ndtr(-high))
-        self._x = np.append(jumps.value(self._t), self.cap)
-
-    def _highest(self) -> float:
-        """t of the cap: as far above zero as the rest of the sum is ever likely to be below."""
-        jumps, count = self._jumps, self._count
         reach = _REACH + jumps.reach
-        t = np.linspace(-reach, reach, 800)
+        t = np.linspace(-reach, reach, _GRID)
         x = jumps.value(t)
+        last = self._highest(t, x)
+        self._grid, self._values = t[: last + 1], x[: last + 1]
+        self._slopes = jumps.slope(self._grid)
+        low, high = -reach, float(t[last])
+        self._ends = low, high
+        self.cap = float(x[last])
+        t, weights = _quadrature(_panels(high, high + reach, self._widest))
+        self.excess = float(np.sum(weights * (jumps.value(t) - self.cap)))
+        self._rest = float(special.ndtr(-high))
+        self._take(_panels(low, high, self._widest))
+
+    def _take(self, edges: FloatArray) -> None:
+        """Takes nodes between these edges; the last of all is the cap."""
+        self._t, weights = _quadrature(self._with_flat(edges))
+        self._weights = np.append(weights, self._rest)
+        self._x = np.append(self._jumps.value(self._t), self.cap)
+
+    def _highest(self, t: FloatArray, x: FloatArray) -> int:
+        """Place of the cap: as far above zero as the rest of the sum is ever likely to be below."""
+        count = self._count
         weights = count.jumps * np.exp(-0.5 * t * t) / _ROOT_TAU * (t[1] - t[0])
-        fall = -(count.fixed + count.jumps * jumps.mean)
-        low, high = int(np.searchsorted(x[:-1], 0.0, side="right")), t.size - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            most = float(x[middle])
-            spread = math.sqrt(float(np.sum(np.minimum(np.abs(x), most) ** 2 * weights)))
-            low, high = (low, middle) if most >= fall + _DEVIATIONS * spread else (middle, high)
-        return float(t[high])
+        fall = -(count.fixed + count.jumps * self._jumps.mean)
+        sizes = np.abs(x)
+        order = np.argsort(sizes)
+        size, weight = sizes[order], weights[order]
+        beyond = np.append(np.cumsum(weight[:0:-1])[::-1], 0.0)
+        spread = np.empty_like(x)
+        spread[order] = np.sqrt(np.cumsum(size * size * weight) + size * size * beyond)
+        short = np.flatnonzero(x < fall + _DEVIATIONS * spread)
+        return min(int(short[-1]) + 1, x.size - 1) if short.size else 0
 
     def _tilted(self, c: float) -> FloatArray:
         result: FloatArray = self._weights * np.exp(c * self._x)
         return result
 
-    def tilt(self, c: float, x: FloatArray | None = None) -> Tilt:
-        """One jump at c of either sign; with others for the jumps if given."""
+    def tilt(self, c: Any, x: FloatArray | None = None) -> Tilt:
+        """One jump at each c of either sign; with others for the jumps if given."""
         jumps = self._x if x is None else x
-        tilted = self._weights * np.exp(c * jumps)
-        growth = float(np.sum(self._weights * np.expm1(c * jumps)))
-        first, second = tilted * jumps, tilted * jumps * jumps
-        return Tilt(growth, float(np.sum(tilted)), float(np.sum(first)), float(np.sum(second)))
+        first = self._weights * jumps
+        grown = np.expm1(np.multiply.outer(c, jumps))
+        growth = grown @ self._weights  # so few numbers that no BLAS starts threads
+        grown += 1.0
+        moments = grown @ np.stack([self._weights, first, first * jumps]).T
+        return Tilt(growth, moments[..., 0], moments[..., 1], moments[..., 2])
 
-    def cumulants(self, c: float) -> tuple[float, float, float]:
-        """`log E[e^{c(b + S)}]` and its first two derivatives, c > 0."""
+    def cumulants(self, c: Any) -> tuple[Any, Any, Any]:
+        """`log E[e^{c(b + S)}]` and its first two derivatives at each c > 0."""
         return self._count.cumulants(c, self.tilt(c))
 
     def saddle(self) -> float:
         """The minimum of `log E[e^{c(b + S)}] - 2 log c` in c > 0, about."""
-        low, high = 1e-9 / self.cap, 600.0 / self.cap
-        while high > 1.02 * low:
-            c = math.sqrt(low * high)
-            low, high = (low, c) if self.cumulants(c)[1] * c > 2.0 else (c, high)
+        low, ratio = 1e-9 / self.cap, 6e11
+        while ratio > 1.02:
+            ratio **= 1.0 / (_AT_ONCE + 1)
+            tried = low * ratio ** np.arange(1.0, _AT_ONCE + 1.0)
+            below = self.cumulants(tried)[1] * tried <= 2.0
+            low *= ratio ** int(np.argmin(np.append(below, False)))
         return low
 
     def grown(self, c: float, omega: FloatArray) -> ComplexArray:
         """J(c + iω) - J(c) at equidistant ω from 0."""
         x, tilted = self._fine(c, float(omega[-1]))
         if omega.size <= _ROWS:
-            # e^{iu} - 1 = 2 sin(u/2) (-sin(u/2) + i cos(u/2)). Not `@`: where cores are busy, the
-            # threads of a BLAS make this a hundred times slower.
+            # e^{iu} - 1 = 2 sin(u/2) (-sin(u/2) + i cos(u/2)).
             half = np.multiply.outer(0.5 * omega, x)
             sines = np.sin(half)
             weighed = 2.0 * sines * tilted
@@ -265,41 +289,40 @@ class _Law:
         block, weights = np.exp(1j * omega[_ROWS] * x), tilted.astype(np.complex128)
         parts = []
         for _ in range(0, omega.size, _ROWS):
-            parts.append(np.einsum("ij,j->i", turns, weights) - np.sum(tilted))
+            parts.append(_dots(turns, weights) - np.sum(tilted))
             weights = weights * block
         return np.asarray(np.concatenate(parts)[: omega.size])
 
     def _fine(self, c: float, highest: float) -> tuple[FloatArray, FloatArray]:
         """Jumps at nodes fit for all frequencies up to `highest`, and their tilted weights."""
-        edges = self._edges(c, math.hypot(c, highest) / _FINE_PHASE, 2.0 * self._widest)
+        density, widest = math.hypot(c, highest) / _FINE_PHASE, _FINE_WIDTH * self._widest
+        edges = self._with_flat(self._edges(c, density, widest))
         fine, weights = _quadrature(edges, _FINE_RULE)
         x = np.append(self._jumps.value(fine), self.cap)
-        return x, np.append(weights, self._weights[-1]) * np.exp(c * x)
+        return x, np.append(weights, self._rest) * np.exp(c * x)
 
     def refine(self, c: float) -> None:
         """Takes nodes fit for e^{3cx}, the most that is asked for once c is known."""
-        self._t, weights = _quadrature(self._edges(c, 3.0 * c / _PHASE, self._widest))
-        self._weights = np.append(weights, self._weights[-1])
-        self._x = np.append(self._jumps.value(self._t), self.cap)
+        self._take(self._edges(c, 3.0 * c / _PHASE, self._widest))
 
     def _edges(self, c: float, density: float, widest: float) -> FloatArray:
         """Edges of panels, so many for each unit of x, where e^{cx} counts."""
-        t = np.linspace(*self._ends, 1500)
-        weight = c * self._jumps.value(t) - 0.5 * t * t + math.log(max(self._count.jumps, 1.0))
-        slope = np.where(weight > _FAINT, self._jumps.slope(t), 0.0)
+        t = self._grid
+        weight = c * self._values - 0.5 * t * t + math.log(max(self._count.jumps, 1.0))
+        slope = np.where(weight > _FAINT, self._slopes, 0.0)
         each = np.maximum(1.0 / widest, density * slope)
         panels = np.append(0.0, np.cumsum(0.5 * (each[1:] + each[:-1])) * (t[1] - t[0]))
         edges = np.interp(np.linspace(0.0, panels[-1], math.ceil(panels[-1]) + 1), panels, t)
-        return self._with_flat(np.asarray(edges))
+        return np.asarray(edges)
 
     def _with_flat(self, edges: FloatArray) -> FloatArray:
         """The edges, and where X is not smooth."""
         bends = [t for t in self._jumps.flat if edges[0] < t < edges[-1]]
         return np.unique(np.append(edges, bends))
 
-    def remainders(self, c: float, ladder: FloatArray, out: float) -> FloatArray:
+    def remainders(self, c: float, tilt: Tilt, ladder: FloatArray, out: float) -> FloatArray:
         """Upper bounds of `∫_Ω^∞ |integrand| dω` for increasing Ω, in units of `e^{cb + K(c)}`."""
-        count, tilt, tilted = self._count, self.tilt(c), self._tilted(c)
+        count, tilted = self._count, self._tilted(c)
         # |∫ e^{iωx} p(x) dx| <= (total variation of p)/ω; a tenth for reading it at nodes.
         slope = self._jumps.slope(self._t)
         moving = slope > 0.0
@@ -354,25 +377,24 @@ class _Law:
     def period(self, c: float, level: float, goal: float) -> float:
         """P for which little is added: see `aliases`."""
         least = (_ALIAS - min(level, 0.0)) / c
-        enough = math.inf
-        for other in (1.1 * c, 1.2 * c, 1.35 * c, 1.6 * c, 2.0 * c, 3.0 * c):
-            if other * self.cap < 600.0:
-                exponent = self.cumulants(other)[0] - level - math.log(math.e * other * goal * 1e-7)
-                enough = min(enough, exponent / (other - c))
-        return max(least, enough)
+        others = self._steeper(c)
+        exponents = self.cumulants(others)[0] - level - np.log(math.e * others * goal * 1e-7)
+        return max(least, float(np.min(exponents / (others - c), initial=math.inf)))
+
+    def _steeper(self, c: float) -> FloatArray:
+        """Some more c to compare with."""
+        others = c * np.array([1.1, 1.2, 1.35, 1.6, 2.0, 3.0])
+        return others[others * self.cap < 600.0]
 
     def aliases(self, c: float, level: float, period: float) -> float:
         """What the trapezoidal rule adds at most, in units of `e^level`."""
         most = math.exp(level) / (math.e * c)  # of E[(b + S)_+]
         near = math.exp(-c * period - level) * (period + most) * 1.01
-        far = math.inf
-        for other in (1.1 * c, 1.2 * c, 1.35 * c, 1.6 * c, 2.0 * c, 3.0 * c):
-            if other * self.cap > 600.0:
-                break
-            exponent = self.cumulants(other)[0] - level - (other - c) * period
-            ratio = -math.expm1(-(other - c) * period)
-            far = min(far, math.exp(min(exponent, 50.0)) / (math.e * other * ratio))
-        return near + far
+        others = self._steeper(c)
+        exponents = self.cumulants(others)[0] - level - (others - c) * period
+        ratios = -np.expm1(-(others - c) * period)
+        far = np.exp(np.minimum(exponents, 50.0)) / (math.e * others * ratios)
+        return near + float(np.min(far, initial=math.inf))
 
     def sure_excess(self) -> float:
         """What the caps certainly took off: where b + S is positive with one jump at its cap."""

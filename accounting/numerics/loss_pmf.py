@@ -129,7 +129,7 @@ class Profile:
         """Returns the mesh for compositions of this profile alone: a power of two."""
         return dyadic_interval(self.spread())
 
-    def discretised(self, interval: float) -> LossPmf:
+    def discretised(self, interval: float, rare: float = 0.0) -> LossPmf:
         """Returns the loss on a grid: δ at its points joined by chords ("connect the dots").
 
         Doroshenko et al. 2022, Algorithm 1, with the mirror image of a symmetric pair:
@@ -137,8 +137,9 @@ class Profile:
 
         Args:
             interval: The mesh wanted; doubled until the grid has at most 2¹⁸ points.
+            rare: A δ that is moved to the infinite loss as a whole, as 1e-30 is always.
         """
-        cut = int(np.argmax(self.deltas <= _NEGLIGIBLE)) or self.deltas.size - 1
+        cut = int(np.argmax(self.deltas <= max(rare, _NEGLIGIBLE))) or self.deltas.size - 1
         top = float(self.epsilons[cut])
         while top / interval > _MAX_POINTS:
             interval *= 2.0

@@ -118,12 +118,23 @@ def upper_profile(
     if noise_multiplier < LEAST_NOISE:
         epsilons = gaussian_losses(shift)
         return epsilons, alone(epsilons)
-    losses, deltas = [0.0], [max(divergence(1.0, pair, False) for pair in pairs)]
+    known = [math.inf] * len(pairs)
+
+    def larger(alpha: float) -> float:
+        """The larger direction's; one is only asked if at a smaller α it was not less already."""
+        largest = 0.0
+        for place, pair in enumerate(pairs):
+            if known[place] > largest:
+                known[place] = divergence(alpha, pair, False)
+                largest = max(largest, known[place])
+        return largest
+
+    losses, deltas = [0.0], [larger(1.0)]
     for loss in _losses(deltas[0], noise_multiplier, coarseness):
         if deltas[-1] > 0.5 * deltas[0] and math.expm1(loss) < 1.25 * math.expm1(losses[-1]):
             continue  # flat still: few are enough
         losses.append(loss)
-        deltas.append(max(divergence(math.exp(loss), pair, False) for pair in pairs))
+        deltas.append(larger(math.exp(loss)))
         if deltas[-1] < _NEGLIGIBLE:
             break
         # Where nothing is hidden any more, once that is no matter of α's being next to 1.
