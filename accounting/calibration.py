@@ -8,7 +8,7 @@ import bisect
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -179,55 +179,73 @@ def least_error_blankets(
     Raises:
         CalibrationError: Not even z = 64 reaches the target with 10^7 blankets.
     """
-    reports = users * check_in_rate
-
-    def least(noise: float, guess: float) -> float:
-        return least_blankets(lambda count: epsilon_at(noise, count), target_epsilon, guess, _ROUGH)
-
-    def error(noise: Any, blankets: Any) -> Any:  # squared, but for a factor and what is fixed
-        return noise * noise * (1.0 + blankets / reports)
-
+    pairs = _Pairs(epsilon_at, target_epsilon, users * check_in_rate)
     noise = 1.0
     while True:
         try:
-            blankets = least(noise, 1e3)
+            blankets = pairs.least(noise, 1e3)
             break
         except CalibrationError:
             noise *= 2.0
             if noise > _MOST_NOISE_OF_BLANKETS:
                 raise
-    tried = np.geomspace(_LEAST_NOISE, _MOST_NOISE_OF_BLANKETS, 2000)
-    for _ in range(4):
-        scale = blankets / math.expm1(noise**-2)
-        supposed = scale * np.expm1(tried**-2)
-        best = int(np.argmin(error(tried, supposed)))
-        if abs(math.log(tried[best] / noise)) < _FINE or supposed[best] > _MOST_BLANKETS:
-            break
-        other = float(tried[best])
-        try:
-            most = least(other, float(supposed[best]))
-        except CalibrationError:  # the rule of thumb promised too much
-            break
-        if error(other, most) >= error(noise, blankets):
-            break
-        noise, blankets = other, most
-    better = True
-    while better:
-        better = False
-        for other in (noise * (1.0 + _FINE), noise / (1.0 + _FINE)):
-            # With so many it would be hardly better: where that is not private, fewer are not.
-            allowed = _BETTER * error(noise, blankets) / other**2
-            most = min((allowed - 1.0) * reports, _MOST_BLANKETS)
-            if other < _LEAST_NOISE or most < _LEAST_BLANKETS:
-                continue
-            if epsilon_at(other, most) <= target_epsilon:
-                noise, blankets, better = other, least(other, most), True
-                break
+    noise, blankets = pairs.refined(*pairs.nearby(noise, blankets))
     # The least λ to 1 % is known: it has been found that fewer do not reach the target.
     fewer = max(blankets * math.exp(-_ROUGH), _LEAST_BLANKETS)
     if fewer == blankets:
         return noise, blankets
     return noise, _close_in(lambda count: epsilon_at(noise, count), target_epsilon, blankets, fewer)
+
+
+class _Pairs(NamedTuple):
+    """Pairs of noise and blankets that reach the target; `reports` users report in expectation."""
+
+    epsilon_at: Callable[[float, float], float]
+    target_epsilon: float
+    reports: float
+
+    def least(self, noise: float, guess: float) -> float:
+        """The least blankets with this noise, roughly."""
+        epsilon_at = functools.partial(self.epsilon_at, noise)
+        return least_blankets(epsilon_at, self.target_epsilon, guess, _ROUGH)
+
+    def error(self, noise: Any, blankets: Any) -> Any:
+        """The squared error of the mean, but for a factor and what is fixed."""
+        return noise * noise * (1.0 + blankets / self.reports)
+
+    def nearby(self, noise: float, blankets: float) -> tuple[float, float]:
+        """A pair near the best one, by what λ should be at other z."""
+        tried = np.geomspace(_LEAST_NOISE, _MOST_NOISE_OF_BLANKETS, 2000)
+        for _ in range(4):
+            supposed = blankets / math.expm1(noise**-2) * np.expm1(tried**-2)
+            best = int(np.argmin(self.error(tried, supposed)))
+            if abs(math.log(tried[best] / noise)) < _FINE or supposed[best] > _MOST_BLANKETS:
+                break
+            other = float(tried[best])
+            try:
+                most = self.least(other, float(supposed[best]))
+            except CalibrationError:  # the rule of thumb promised too much
+                break
+            if self.error(other, most) >= self.error(noise, blankets):
+                break
+            noise, blankets = other, most
+        return noise, blankets
+
+    def refined(self, noise: float, blankets: float) -> tuple[float, float]:
+        """A pair to which none with a little more or less noise is better."""
+        better = True
+        while better:
+            better = False
+            for other in (noise * (1.0 + _FINE), noise / (1.0 + _FINE)):
+                # With so many it would be hardly better: where that is not private, fewer are not.
+                allowed = _BETTER * self.error(noise, blankets) / other**2
+                most = min((allowed - 1.0) * self.reports, _MOST_BLANKETS)
+                if other < _LEAST_NOISE or most < _LEAST_BLANKETS:
+                    continue
+                if self.epsilon_at(other, most) <= self.target_epsilon:
+                    noise, blankets, better = other, self.least(other, most), True
+                    break
+        return noise, blankets
 
 
 def mean_update_error(

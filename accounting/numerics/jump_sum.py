@@ -23,29 +23,15 @@ Integrals over t by Gauss and Legendre are taken to be exact but for rounding (`
 error model, which the tests check against an independent way (`accounting.numerics.graded_law`).
 """
 
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import special
 
+from accounting.numerics.capped_jump import FAINT, ROOT_TAU, CappedJump, Jumps, panels, quadrature
 from accounting.numerics.jump_counts import ComplexArray, Count, PoissonCount, Tilt
 from accounting.numerics.loss_pmf import FloatArray
 
-_RULE = np.polynomial.legendre.leggauss(10)
-# A panel of t: its width in standard deviations, and over the scale 1/w of e^{wt}; and how far
-# e^{θx} may turn or grow from end to end. 10 nodes integrate that to 1e-14.
-_WIDEST, _STEEPEST = 0.7, 1.4
-_PHASE = 5.0
-# Where e^{θx} turns fast: 32 nodes for panels that are three times as wide and turn by so much, to
-# 1e-15.
-_FINE_RULE = np.polynomial.legendre.leggauss(32)
-_FINE_PHASE, _FINE_WIDTH = 40.0, 3.0
-_REACH = 10.5  # t beyond which fewer than 1e-25 of the jumps are
-_FAINT = -36.0  # exponent below which a part of the sum is a rounding error
-_DEVIATIONS = 5.0  # how far the rest of the sum may be below zero for a jump of the cap to lift it
 _BELOW_SADDLE = 0.6
 _ALIAS = 20.0
 _LADDER = np.geomspace(0.3, 1e5, 120)  # of highest frequencies, in units of c
@@ -58,27 +44,6 @@ _UNIT = 1e-15
 _NOTHING = 1e-30  # for each jump: where Chernoff's bound serves
 _ROWS = 32
 _AT_ONCE = 5  # c tried at once in the search of the saddle point
-_GRID = 800  # points of t to search and to measure panels by
-_ROOT_TAU = math.sqrt(2.0 * math.pi)
-
-
-@dataclasses.dataclass(frozen=True)
-class Jumps:
-    """X as a function of t ~ N(0, 1).
-
-    Attributes:
-        value: x, increasing.
-        slope: Its derivative.
-        mean: E[X].
-        reach: |x(t)| grows at most like e^{reach |t|}.
-        flat: Ends of the t for which X is 0, if there are any: no jump at all.
-    """
-
-    value: Callable[[FloatArray], FloatArray]
-    slope: Callable[[FloatArray], FloatArray]
-    mean: float
-    reach: float
-    flat: tuple[float, ...] = ()
 
 
 def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
@@ -146,14 +111,14 @@ def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
     if law.cap <= 0.0:
         return None
     c = _BELOW_SADDLE * law.saddle()
-    law.refine(c)
+    law.jump.refine(c)
     tilt = law.tilt(c)
     level, _, variance = count.cumulants(c, tilt)
     if math.exp(min(level, 700.0)) / (math.e * c) < _NOTHING * count.jumps:
         return None
     deviation = math.sqrt(variance)
     out = math.exp(min(float(np.real(count.log_nothing(c))) - level, 0.0))
-    out = out if out > math.exp(_FAINT) else 0.0
+    out = out if out > math.exp(FAINT) else 0.0
 
     ladder = _LADDER * c
     rests = law.remainders(c, tilt, ladder, out)
@@ -178,16 +143,6 @@ def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
     return _Line(c, level, omega, values, slack, period, out > 0.0)
 
 
-def _quadrature(
-    edges: FloatArray, rule: tuple[FloatArray, FloatArray] = _RULE
-) -> tuple[FloatArray, FloatArray]:
-    """Nodes t and their weights under the normal density, between increasing edges."""
-    half = 0.5 * np.diff(edges)
-    t = ((edges[:-1] + half)[:, None] + half[:, None] * rule[0]).ravel()
-    weights = (half[:, None] * rule[1]).ravel()
-    return t, weights * np.exp(-0.5 * t * t) / _ROOT_TAU
-
-
 def _dots(rows: Any, weights: Any) -> Any:
     """The sum of each row (last axis) times the weights.
 
@@ -197,62 +152,28 @@ def _dots(rows: Any, weights: Any) -> Any:
     return np.matmul(rows[..., None, :], weights[:, None])[..., 0, 0]
 
 
-def _panels(low: float, high: float, widest: float) -> FloatArray:
-    return np.linspace(low, high, max(math.ceil((high - low) / widest), 1) + 1)
-
-
 class _Law:
     """b + S with its jumps capped."""
 
     def __init__(self, jumps: Jumps, count: Count) -> None:
-        self._jumps, self._count = jumps, count
-        self._widest = min(_WIDEST, _STEEPEST / jumps.reach)
-        reach = _REACH + jumps.reach
-        t = np.linspace(-reach, reach, _GRID)
-        x = jumps.value(t)
-        last = self._highest(t, x)
-        self._grid, self._values = t[: last + 1], x[: last + 1]
-        self._slopes = jumps.slope(self._grid)
-        low, high = -reach, float(t[last])
-        self._ends = low, high
-        self.cap = float(x[last])
-        t, weights = _quadrature(_panels(high, high + reach, self._widest))
-        self.excess = float(np.sum(weights * (jumps.value(t) - self.cap)))
-        self._rest = float(special.ndtr(-high))
-        self._take(_panels(low, high, self._widest))
+        self.jump, self._count = CappedJump(jumps, count), count
 
-    def _take(self, edges: FloatArray) -> None:
-        """Takes nodes between these edges; the last of all is the cap."""
-        self._t, weights = _quadrature(self._with_flat(edges))
-        self._weights = np.append(weights, self._rest)
-        self._x = np.append(self._jumps.value(self._t), self.cap)
+    @property
+    def cap(self) -> float:
+        return self.jump.cap
 
-    def _highest(self, t: FloatArray, x: FloatArray) -> int:
-        """Place of the cap: as far above zero as the rest of the sum is ever likely to be below."""
-        count = self._count
-        weights = count.jumps * np.exp(-0.5 * t * t) / _ROOT_TAU * (t[1] - t[0])
-        fall = -(count.fixed + count.jumps * self._jumps.mean)
-        sizes = np.abs(x)
-        order = np.argsort(sizes)
-        size, weight = sizes[order], weights[order]
-        beyond = np.append(np.cumsum(weight[:0:-1])[::-1], 0.0)
-        spread = np.empty_like(x)
-        spread[order] = np.sqrt(np.cumsum(size * size * weight) + size * size * beyond)
-        short = np.flatnonzero(x < fall + _DEVIATIONS * spread)
-        return min(int(short[-1]) + 1, x.size - 1) if short.size else 0
-
-    def _tilted(self, c: float) -> FloatArray:
-        result: FloatArray = self._weights * np.exp(c * self._x)
-        return result
+    @property
+    def excess(self) -> float:
+        return self.jump.excess
 
     def tilt(self, c: Any, x: FloatArray | None = None) -> Tilt:
         """One jump at each c of either sign; with others for the jumps if given."""
-        jumps = self._x if x is None else x
-        first = self._weights * jumps
+        jumps = self.jump.x if x is None else x
+        first = self.jump.weights * jumps
         grown = np.expm1(np.multiply.outer(c, jumps))
-        growth = grown @ self._weights  # so few numbers that no BLAS starts threads
+        growth = grown @ self.jump.weights  # so few numbers that no BLAS starts threads
         grown += 1.0
-        moments = grown @ np.stack([self._weights, first, first * jumps]).T
+        moments = grown @ np.stack([self.jump.weights, first, first * jumps]).T
         return Tilt(growth, moments[..., 0], moments[..., 1], moments[..., 2])
 
     def cumulants(self, c: Any) -> tuple[Any, Any, Any]:
@@ -271,7 +192,7 @@ class _Law:
 
     def grown(self, c: float, omega: FloatArray) -> ComplexArray:
         """J(c + iω) - J(c) at equidistant ω from 0."""
-        x, tilted = self._fine(c, float(omega[-1]))
+        x, tilted = self.jump.fine(c, float(omega[-1]))
         if omega.size <= _ROWS:
             # e^{iu} - 1 = 2 sin(u/2) (-sin(u/2) + i cos(u/2)).
             half = np.multiply.outer(0.5 * omega, x)
@@ -293,43 +214,18 @@ class _Law:
             weights = weights * block
         return np.asarray(np.concatenate(parts)[: omega.size])
 
-    def _fine(self, c: float, highest: float) -> tuple[FloatArray, FloatArray]:
-        """Jumps at nodes fit for all frequencies up to `highest`, and their tilted weights."""
-        density, widest = math.hypot(c, highest) / _FINE_PHASE, _FINE_WIDTH * self._widest
-        edges = self._with_flat(self._edges(c, density, widest))
-        fine, weights = _quadrature(edges, _FINE_RULE)
-        x = np.append(self._jumps.value(fine), self.cap)
-        return x, np.append(weights, self._rest) * np.exp(c * x)
-
-    def refine(self, c: float) -> None:
-        """Takes nodes fit for e^{3cx}, the most that is asked for once c is known."""
-        self._take(self._edges(c, 3.0 * c / _PHASE, self._widest))
-
-    def _edges(self, c: float, density: float, widest: float) -> FloatArray:
-        """Edges of panels, so many for each unit of x, where e^{cx} counts."""
-        t = self._grid
-        weight = c * self._values - 0.5 * t * t + math.log(max(self._count.jumps, 1.0))
-        slope = np.where(weight > _FAINT, self._slopes, 0.0)
-        each = np.maximum(1.0 / widest, density * slope)
-        panels = np.append(0.0, np.cumsum(0.5 * (each[1:] + each[:-1])) * (t[1] - t[0]))
-        edges = np.interp(np.linspace(0.0, panels[-1], math.ceil(panels[-1]) + 1), panels, t)
-        return np.asarray(edges)
-
-    def _with_flat(self, edges: FloatArray) -> FloatArray:
-        """The edges, and where X is not smooth."""
-        bends = [t for t in self._jumps.flat if edges[0] < t < edges[-1]]
-        return np.unique(np.append(edges, bends))
-
     def remainders(self, c: float, tilt: Tilt, ladder: FloatArray, out: float) -> FloatArray:
         """Upper bounds of `∫_Ω^∞ |integrand| dω` for increasing Ω, in units of `e^{cb + K(c)}`."""
-        count, tilted = self._count, self._tilted(c)
+        count, tilted = self._count, self.jump.tilted(c)
         # |∫ e^{iωx} p(x) dx| <= (total variation of p)/ω; a tenth for reading it at nodes.
-        slope = self._jumps.slope(self._t)
+        slope = self.jump.jumps.slope(self.jump.t)
         moving = slope > 0.0
-        density = np.exp(c * self._x[:-1] - 0.5 * self._t**2)[moving] / _ROOT_TAU / slope[moving]
+        density = (
+            np.exp(c * self.jump.x[:-1] - 0.5 * self.jump.t**2)[moving] / ROOT_TAU / slope[moving]
+        )
         variation = 1.1 * float(np.sum(np.abs(np.diff(density))) + density[0] + density[-1])
         smooth, mass = variation / ladder, float(np.sum(tilted[:-1][moving]))
-        decay = np.append(count.decay(c, tilt, self._x, tilted, ladder), 0.0)
+        decay = np.append(count.decay(c, tilt, self.jump.x, tilted, ladder), 0.0)
         # There windows are narrower than the nodes lie, and a moment may be read too large.
         decay[_EASY:] *= 0.25
         bound = np.exp(-np.maximum(decay, count.roughness(c, tilt, smooth, mass)))
@@ -342,10 +238,10 @@ class _Law:
 
     def rounding(self, c: float, omega: FloatArray) -> float:
         """The error of the integrand, relative to it, at most."""
-        tilted, turns = self._tilted(c), np.minimum(omega[-1] * np.abs(self._x), 2.0)
+        tilted, turns = self.jump.tilted(c), np.minimum(omega[-1] * np.abs(self.jump.x), 2.0)
         if omega.size > _ROWS:
             turns = np.full(turns.size, 2.0)
-        summed = np.abs(np.expm1(c * self._x)) * self._weights + tilted * turns
+        summed = np.abs(np.expm1(c * self.jump.x)) * self.jump.weights + tilted * turns
         phase = abs(self._count.fixed) * float(omega[-1])
         return _UNIT * (100.0 + phase + 4.0 * self._count.jumps * float(np.sum(summed)))
 
@@ -361,17 +257,17 @@ class _Law:
 
     def one_jump(self) -> float:
         """`E[(b + S)_+; one jump]` of a Poisson number of capped jumps, which `few` takes out."""
-        strike, (low, high) = -self._count.fixed, self._ends
+        strike, (low, high) = -self._count.fixed, self.jump.ends
         if self.cap <= strike or not isinstance(self._count, PoissonCount):
             return 0.0
         end = high
         while end - low > 1e-9:
             middle = 0.5 * (low + end)
-            below = float(self._jumps.value(np.array(middle))) < strike
+            below = float(self.jump.jumps.value(np.array(middle))) < strike
             low, end = (middle, end) if below else (low, middle)
-        t, weights = _quadrature(_panels(low, high, self._widest))
-        value = float(np.sum(weights * np.maximum(self._jumps.value(t) - strike, 0.0)))
-        value += float(self._weights[-1]) * (self.cap - strike)
+        t, weights = quadrature(panels(low, high, self.jump.widest))
+        value = float(np.sum(weights * np.maximum(self.jump.jumps.value(t) - strike, 0.0)))
+        value += float(self.jump.weights[-1]) * (self.cap - strike)
         return self._count.jumps * math.exp(-self._count.jumps) * value
 
     def period(self, c: float, level: float, goal: float) -> float:
@@ -401,9 +297,9 @@ class _Law:
         # It is not if a jump goes down far, or if the others come to less than -cap: Chernoff.
         least = math.inf
         for share in (0.1, 0.2, 0.4, 0.8):
-            near = self._x > -share * self.cap
-            x = np.where(near, self._x, 0.0)
-            far = self._count.jumps * float(np.sum(self._weights[~near]))
+            near = self.jump.x > -share * self.cap
+            x = np.where(near, self.jump.x, 0.0)
+            far = self._count.jumps * float(np.sum(self.jump.weights[~near]))
             for c in np.geomspace(2.0, 40.0, 12) / self.cap:
                 others = 1.0 - 1.0 / self._count.terms  # all but the one with the jump
                 shift = c * self._count.shift

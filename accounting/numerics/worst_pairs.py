@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from dp_accounting import NeighboringRelation
 
+from accounting.numerics.capped_jump import Jumps
 from accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
-from accounting.numerics.jump_sum import Jumps
 from accounting.numerics.loss_pmf import MAX_LOSS, FloatArray
 from accounting.numerics.lower_profile import LowerProfile
 

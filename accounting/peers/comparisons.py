@@ -6,7 +6,7 @@ they are no guarantee.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import dp_accounting
 import numpy as np
@@ -120,53 +120,57 @@ def peers(
             f"one report's ε₀ must be at most {MAX_LOSS:g} for other systems, got {local:.4g} at "
             f"noise multiplier {noise_multiplier:g}"
         )
-    base = f"an ε₀ = {local:.3g} LDP report (the Gaussian's ε₀ at δ₀ = {delta0:.2g}), {k} a round"
-    orders = np.unique(np.round(np.geomspace(2, 2048, 120)))
-    with np.errstate(over="ignore"):
-        if rate < 1.0:
-            divergences = girgis_subsampled_rdp(rate, k, local, orders)
-        else:
-            divergences = girgis_rdp(k, local, orders)
-
-    def by_rdp(count: int) -> float:
-        return conversion.epsilon_from_rdp(orders, count * divergences, delta)[0]
-
-    # One loss is about sqrt(2 e^{ε₀}/k) wide.
-    width = min(local, 14.0 * math.sqrt((math.exp(min(local, 50.0)) + 1.0) / k))
-    grid = np.unique(np.append(np.linspace(0.0, width, 500), np.linspace(width, local, 100)))
+    grid = _grid(k, local)
 
     def by_profile(delta_at: Callable[[FloatArray], FloatArray]) -> list[float]:
         read = delta_at(grid)
         return [composed_epsilon(lambda _: read, grid, count, delta, rate) for count in rounds]
 
-    def response(adversary: Adversary) -> Callable[[FloatArray], FloatArray]:
-        return lambda e: randomised_response_delta(k, 2, local, e, adversary)
+    def response(adversary: Adversary) -> list[float]:
+        return by_profile(lambda e: randomised_response_delta(k, 2, local, e, adversary))
 
-    def made(name: str, epsilons: Iterable[float], covers: str) -> Peer:
-        return Peer(name, tuple(float(value) for value in epsilons), covers)
-
-    central = noise_multiplier * math.sqrt(k)
+    sum_noise = noise_multiplier * math.sqrt(k)
+    found = {
+        "girgis": _girgis(rate, k, local, rounds, delta),
+        "clones-2021": by_profile(lambda e: clones_delta(k, local, e)),
+        "rr-strong": response("strong"),
+        "rr-weak": response("weak"),
+        "central": [
+            central_subsampled_gaussian(check_in_rate, sum_noise, count, delta) for count in rounds
+        ],
+    }
+    base = f"an ε₀ = {local:.3g} LDP report (the Gaussian's ε₀ at δ₀ = {delta0:.2g}), {k} a round"
     return [
-        made("girgis", map(by_rdp, rounds), f"Girgis et al. 2021, Rényi: {base}"),
-        made(
-            "clones-2021",
-            by_profile(lambda e: clones_delta(k, local, e)),
-            f"Feldman et al. 2021 with the numerical accounting of Koskela et al.: {base}",
-        ),
-        made(
-            "rr-strong",
-            by_profile(response("strong")),
-            f"shuffled binary randomised response, strong adversary: one bit, {base}",
-        ),
-        made(
-            "rr-weak",
-            by_profile(response("weak")),
-            f"shuffled binary randomised response, weak adversary: one bit, {base}",
-        ),
-        made(
-            "central",
-            (central_subsampled_gaussian(check_in_rate, central, count, delta) for count in rounds),
-            "a trusted server that adds the sum of the users' noise itself and shows only the sum; "
-            "one user added or removed (dp_accounting's PLD accountant)",
-        ),
+        Peer(name, tuple(map(float, epsilons)), _COVERS[name].format(base=base))
+        for name, epsilons in found.items()
     ]
+
+
+_COVERS = {
+    "girgis": "Girgis et al. 2021, Rényi: {base}",
+    "clones-2021": "Feldman et al. 2021 with the numerical accounting of Koskela et al.: {base}",
+    "rr-strong": "shuffled binary randomised response, strong adversary: one bit, {base}",
+    "rr-weak": "shuffled binary randomised response, weak adversary: one bit, {base}",
+    "central": "a trusted server that adds the sum of the users' noise itself and shows only the "
+    "sum; one user added or removed (dp_accounting's PLD accountant)",
+}
+
+
+def _girgis(
+    rate: float, reports: int, local_epsilon: float, rounds: Sequence[int], delta: float
+) -> list[float]:
+    orders = np.unique(np.round(np.geomspace(2, 2048, 120)))
+    with np.errstate(over="ignore"):
+        if rate < 1.0:
+            divergences = girgis_subsampled_rdp(rate, reports, local_epsilon, orders)
+        else:
+            divergences = girgis_rdp(reports, local_epsilon, orders)
+    return [conversion.epsilon_from_rdp(orders, count * divergences, delta)[0] for count in rounds]
+
+
+def _grid(reports: int, local_epsilon: float) -> FloatArray:
+    """Where to read the profile of a round: one loss is about sqrt(2 e^{ε₀}/k) wide."""
+    spread = math.sqrt((math.exp(min(local_epsilon, 50.0)) + 1.0) / reports)
+    width = min(local_epsilon, 14.0 * spread)
+    points = np.append(np.linspace(0.0, width, 500), np.linspace(width, local_epsilon, 100))
+    return np.unique(points)
