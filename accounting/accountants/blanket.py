@@ -16,9 +16,9 @@ from typing import Any
 from accounting.accountants.base import UNPROTECTED
 from accounting.accountants.profile import ProfileShuffleAccountant
 from accounting.events import CheckIn, Shuffled
+from accounting.numerics import FloatArray
 from accounting.numerics.jump_counts import PoissonCount
 from accounting.numerics.jump_sum import positive_part
-from accounting.numerics.loss_pmf import FloatArray
 from accounting.numerics.lower_profile import LowerProfile
 from accounting.numerics.worst_pairs import LEAST_NOISE, Pair, lower_profile, note_on, upper_profile
 

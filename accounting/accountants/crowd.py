@@ -31,10 +31,10 @@ import numpy as np
 
 from accounting.accountants.profile import ProfileShuffleAccountant
 from accounting.events import FixedSize, Shuffled
+from accounting.numerics import FloatArray
 from accounting.numerics.gaussian import least_loss, log_gaussian_delta
 from accounting.numerics.jump_counts import TermsCount
 from accounting.numerics.jump_sum import positive_part
-from accounting.numerics.loss_pmf import FloatArray
 from accounting.numerics.swap_bound import SwapBound
 from accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
 

@@ -15,9 +15,10 @@ import numpy as np
 
 from accounting.accountants.profile import ProfileShuffleAccountant
 from accounting.events import CheckIn, FixedSize, Shuffled
+from accounting.numerics import FloatArray
 from accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
 from accounting.numerics.graded_law import BoundedLaw, law_of_sum
-from accounting.numerics.loss_pmf import MAX_LOSS, FloatArray
+from accounting.numerics.loss_pmf import MAX_LOSS
 from accounting.numerics.lower_profile import LowerProfile
 from accounting.numerics.summand import Summand
 

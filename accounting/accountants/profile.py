@@ -11,9 +11,10 @@ from dp_accounting.pld import privacy_loss_distribution
 
 from accounting.accountants.base import ShuffleAccountant
 from accounting.events import Shuffled
+from accounting.numerics import FloatArray
 from accounting.numerics.composition import Composition, Target, count_block, fitted_tilt
 from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
-from accounting.numerics.loss_pmf import MAX_LOSS, FloatArray, LossPmf, Profile, dyadic_interval
+from accounting.numerics.loss_pmf import MAX_LOSS, LossPmf, Profile, dyadic_interval
 from accounting.numerics.lower_profile import LowerProfile
 
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.

@@ -13,9 +13,8 @@ from dp_accounting import NeighboringRelation
 from accounting import validation
 from accounting.accountants.base import ShuffleAccountant
 from accounting.events import FixedSize, Shuffled
-from accounting.numerics import conversion, reverse_moments, theorem3
+from accounting.numerics import FloatArray, conversion, reverse_moments, theorem3
 from accounting.numerics import renyi as rdp_bounds
-from accounting.numerics.moments import FloatArray
 
 
 class OrderRangeWarning(UserWarning):

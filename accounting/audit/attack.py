@@ -27,7 +27,7 @@ from accounting.accountants.base import ShuffleAccountant
 from accounting.adjacency import ADJACENCIES
 from accounting.audit.placements import PLACEMENTS, AttackedRound, Placement, make_placement
 from accounting.events import Shuffled
-from accounting.numerics.loss_pmf import FloatArray
+from accounting.numerics import FloatArray
 
 _MOST_THRESHOLDS = 400
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from accounting import adjacency as adjacency_lib
 from accounting import validation
 from accounting.events import FixedSize, Shuffled
-from accounting.numerics.loss_pmf import FloatArray
+from accounting.numerics import FloatArray
 
 BoolArray = npt.NDArray[np.bool_]
 

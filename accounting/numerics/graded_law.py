@@ -19,7 +19,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from accounting.numerics.loss_pmf import FloatArray
+from accounting.numerics import FloatArray
 from accounting.numerics.summand import Summand, at_ends, at_means, left_out, totals
 
 GRADE = 16

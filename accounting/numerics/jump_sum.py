@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from accounting.numerics import FloatArray
 from accounting.numerics.capped_jump import FAINT, ROOT_TAU, CappedJump, Jumps, panels, quadrature
 from accounting.numerics.jump_counts import ComplexArray, Count, PoissonCount, Tilt
-from accounting.numerics.loss_pmf import FloatArray
 
 _BELOW_SADDLE = 0.6
 _ALIAS = 20.0

@@ -14,8 +14,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from accounting.numerics import moments
-from accounting.numerics.moments import FloatArray
+from accounting.numerics import FloatArray, moments
 
 
 def rdp_from_log_moments(log_moments: FloatArray) -> FloatArray:

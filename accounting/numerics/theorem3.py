@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from accounting.numerics import moments
+from accounting.numerics import FloatArray, moments
 from accounting.numerics import renyi as rdp_bounds
-from accounting.numerics.moments import FloatArray
 
 Split = Literal["chernoff", "binomial"]
 Rate = Literal["nominal", "conditional"]

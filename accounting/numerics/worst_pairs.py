@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from dp_accounting import NeighboringRelation
 
+from accounting.numerics import FloatArray
 from accounting.numerics.capped_jump import Jumps
 from accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
-from accounting.numerics.loss_pmf import MAX_LOSS, FloatArray
+from accounting.numerics.loss_pmf import MAX_LOSS
 from accounting.numerics.lower_profile import LowerProfile
 
 # α - 1 at which a divergence is computed, in units of the scale of the mean: chords between.

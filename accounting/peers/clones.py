@@ -14,7 +14,7 @@ import numpy.typing as npt
 from scipy import special
 
 from accounting import validation
-from accounting.numerics.loss_pmf import FloatArray
+from accounting.numerics import FloatArray
 
 _Index = npt.NDArray[np.int64]
 # Special functions at up to 10⁹ trials err by less (relative; checked in 60 digits).

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from dp_accounting import pld
 
 from accounting import validation
-from accounting.numerics import conversion
+from accounting.numerics import FloatArray, conversion
 from accounting.numerics.composition import Composition, Target, count_block
 from accounting.numerics.gaussian import gaussian_epsilon
-from accounting.numerics.loss_pmf import MAX_LOSS, FloatArray, Profile, dyadic_interval
+from accounting.numerics.loss_pmf import MAX_LOSS, Profile, dyadic_interval
 from accounting.peers.clones import clones_delta
 from accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
 from accounting.peers.randomised_response import Adversary, randomised_response_delta

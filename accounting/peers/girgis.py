@@ -7,7 +7,7 @@ import numpy.typing as npt
 from scipy import special
 
 from accounting import validation
-from accounting.numerics.loss_pmf import FloatArray
+from accounting.numerics import FloatArray
 from accounting.peers.clones import check_reports
 
 

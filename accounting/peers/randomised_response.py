@@ -8,7 +8,7 @@ import numpy.typing as npt
 from scipy import stats
 
 from accounting import validation
-from accounting.numerics.loss_pmf import FloatArray
+from accounting.numerics import FloatArray
 from accounting.peers.clones import check_reports, sign_mean_calls
 
 Adversary = Literal["strong", "weak"]
