@@ -154,8 +154,13 @@ def test_a_run_folder_of_two_kinds_of_rounds_is_priced_by_those_who_price_both(
 def test_blankets_reach_the_event_and_change_nothing_for_who_does_not_count_on_them(
     command, monkeypatch
 ):
-    seen = []
-    monkeypatch.setattr(LocalAccountant, "_sigma", lambda self, event: seen.append(event) or 9.0)
+    seen, compose = [], LocalAccountant.compose
+
+    def spy(accountant, event, count=1):
+        seen.append(event)
+        return compose(accountant, event, count)
+
+    monkeypatch.setattr(LocalAccountant, "compose", spy)
     command = f"{command} {SMALL} --noise 3 --rounds 20 --json"
     without = json.loads(shufl(command).stdout)
     assert {event.shuffler_blankets for event in seen} == {0.0}
