@@ -11,36 +11,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from simulator.cli.options import (
-    Adjacency,
-    Blankets,
-    Delta,
-    Json,
-    Noise,
-    Rate,
-    Rounds,
-    Users,
-    check_adjacency,
-    checked_count,
-    checked_delta,
-    checked_users,
-    fail,
-    needed,
-    print_json,
-)
+from simulator.cli import options
+from simulator.cli.options import needed
 from simulator.tables import draw, epsilon_rows, epsilon_text, print_epsilons
 
 
 def account_command(
     run: Annotated[Path | None, typer.Argument(help="A run folder, instead of a plan.")] = None,
-    n: Users = None,
-    gamma: Rate = None,
-    noise: Noise = None,
-    rounds: Rounds = None,
-    delta: Delta = "1/n",
-    adjacency: Adjacency = "replace",
-    blankets: Blankets = 0.0,
-    json: Json = False,
+    n: options.Users = None,
+    gamma: options.Rate = None,
+    noise: options.Noise = None,
+    rounds: options.Rounds = None,
+    delta: options.Delta = "1/n",
+    adjacency: options.Adjacency = "replace",
+    blankets: options.Blankets = 0.0,
+    json: options.Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
     from accounting import Ledger, LedgerError, participation_note, price
@@ -52,34 +37,34 @@ def account_command(
             counts.update(ledger.events())
             adjacency, at = ledger.plan.adjacency, ledger.plan.delta
         else:
-            users = checked_users(n, noise)
+            users = options.checked_users(n, noise)
             event = make_event(users, gamma, noise, blankets)
-            counts = Counter({event: checked_count("--rounds", rounds)})
-            at = checked_delta(delta, users)
-        check_adjacency(adjacency)
+            counts = Counter({event: options.checked_count("--rounds", rounds)})
+            at = options.checked_delta(delta, users)
+        options.check_adjacency(adjacency)
         found = price(counts.items(), adjacency, at, lower=True)
         taken = sum(getattr(each, "check_in_rate", 1.0) * count for each, count in counts.items())
     except (ValueError, LedgerError) as error:
-        fail(error)
+        options.fail(error)
     if note := participation_note(taken, 1, at):
         typer.echo(f"warning: {note}", err=True)
     rows = epsilon_rows(found)
     for row in found:
         rows[row.name]["lower_bound"] = row.lower
     if json:
-        print_json(rows)
+        options.print_json(rows)
     else:
         print_epsilons(Console(), f"ε at δ = {at:.4g}, {adjacency}", rows)
 
 
 def compare_command(
-    n: Users = None,
-    gamma: Rate = None,
-    noise: Noise = None,
-    rounds: Rounds = None,
-    delta: Delta = "1/n",
-    adjacency: Adjacency = "replace",
-    blankets: Blankets = 0.0,
+    n: options.Users = None,
+    gamma: options.Rate = None,
+    noise: options.Noise = None,
+    rounds: options.Rounds = None,
+    delta: options.Delta = "1/n",
+    adjacency: options.Adjacency = "replace",
+    blankets: options.Blankets = 0.0,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also draw ε against rounds to this file.")
     ] = None,
@@ -87,18 +72,18 @@ def compare_command(
         bool,
         typer.Option("--peers", help="Also other systems at the Gaussian's own ε₀ (replace)."),
     ] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Print, and plot, ε against rounds by every accountant side by side."""
     from accounting import price
     from accounting.peers import comparisons
 
     try:
-        users = checked_users(n, noise)
-        at = checked_delta(delta, users)
-        check_adjacency(adjacency)
+        users = options.checked_users(n, noise)
+        at = options.checked_delta(delta, users)
+        options.check_adjacency(adjacency)
         event = make_event(users, gamma, noise, blankets)
-        last = checked_count("--rounds", rounds)
+        last = options.checked_count("--rounds", rounds)
         points = sorted({max(1, round(last ** (step / 8))) for step in range(9)})
         curves: dict[str, list[float | None]] = {}
         for point in points:
@@ -113,10 +98,12 @@ def compare_command(
             drawn = curves | {peer.name: list(peer.epsilons) for peer in others}
             _draw(points, drawn, f"δ = {at:.3g}, {adjacency}", plot)
     except (ValueError, OSError) as error:
-        fail(error)
+        options.fail(error)
     if json:
         told = {p.name: {"epsilon": list(p.epsilons), "covers": p.covers} for p in others}
-        print_json({"rounds": points, "epsilon": curves} | ({"peers": told} if peers else {}))
+        options.print_json(
+            {"rounds": points, "epsilon": curves} | ({"peers": told} if peers else {})
+        )
         return
     table = Table(title=f"ε against rounds at δ = {at:.4g}, {adjacency}", title_justify="left")
     for column in ("rounds", *curves):

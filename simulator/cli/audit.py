@@ -8,19 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from simulator.cli import options
 from simulator.cli.account import make_event
-from simulator.cli.options import (
-    Adjacency,
-    Blankets,
-    Json,
-    Noise,
-    Rate,
-    Users,
-    check_adjacency,
-    checked_users,
-    fail,
-    print_json,
-)
 
 Accountants = Annotated[
     list[str] | None,
@@ -47,11 +36,11 @@ EndToEnd = Annotated[
 
 
 def audit_command(
-    n: Users = None,
-    gamma: Rate = 1.0,
-    noise: Noise = None,
-    adjacency: Adjacency = "replace",
-    blankets: Blankets = 0.0,
+    n: options.Users = None,
+    gamma: options.Rate = 1.0,
+    noise: options.Noise = None,
+    adjacency: options.Adjacency = "replace",
+    blankets: options.Blankets = 0.0,
     epsilon: Annotated[float, typer.Option("--epsilon", help="ε at which δ is attacked.")] = 0.3,
     accountant: Accountants = None,
     placement: Placements = None,
@@ -63,7 +52,7 @@ def audit_command(
     ] = 0.99,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the draws.")] = None,
     end_to_end: EndToEnd = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Attack the accountants' δ(ε) of one round, and say which claims do not hold for every pair.
 
@@ -79,8 +68,8 @@ def audit_command(
         _end_to_end(end_to_end, epsilon, samples, confidence, seed, json, any(given))
         return
     try:
-        event = make_event(checked_users(n, noise, 6), gamma, noise, blankets)
-        check_adjacency(adjacency)
+        event = make_event(options.checked_users(n, noise, 6), gamma, noise, blankets)
+        options.check_adjacency(adjacency)
         at = placement or list(PLACEMENTS)
         names = accountant or [
             name
@@ -98,7 +87,7 @@ def audit_command(
         )
         checks = dict(zip(names, attacked, strict=True))
     except ValueError as error:
-        fail(error)
+        options.fail(error)
     _report(checks, epsilon, confidence, json)
 
 
@@ -127,14 +116,14 @@ def _end_to_end(
         rounds = 1000 if samples is None else samples
         found = check_end_to_end(plan, epsilon, rounds, confidence, drawn)
     except (ValueError, ShufflerError) as error:
-        fail(error)
+        options.fail(error)
     _report({check.accountant: check for check in found}, epsilon, confidence, json)
 
 
 def _report(checks: dict[str, Any], epsilon: float, confidence: float, json: bool) -> None:
     """Prints the checks; ends with 3 if a claim for every pair is violated."""
     if json:
-        print_json(
+        options.print_json(
             {
                 name: {
                     "claimed_delta": check.claimed_delta,

@@ -10,23 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from simulator.cli import options
 from simulator.cli.account import make_event
-from simulator.cli.options import (
-    Adjacency,
-    Delta,
-    Json,
-    Noise,
-    Rate,
-    Rounds,
-    Users,
-    check_adjacency,
-    checked_count,
-    checked_delta,
-    checked_users,
-    fail,
-    needed,
-    print_json,
-)
 
 
 @dataclass(frozen=True)
@@ -44,7 +29,7 @@ class _Plan:
     target_epsilon: float
 
     def missing(self) -> list[str]:
-        """What was left out, and is to be found.
+        """The names of the values that were left out, which are to be found.
 
         Raises:
             ValueError: not what can be found.
@@ -69,7 +54,7 @@ class _Plan:
         plan = replace(self, **values)
         event = make_event(plan.n, plan.gamma, plan.noise, plan.blankets)
         judge = check_accountant(plan.accountant, event)
-        rounds = checked_count("--rounds", plan.rounds)
+        rounds = options.checked_count("--rounds", plan.rounds)
         return epsilon_of(judge, plan.adjacency, event, rounds, plan.delta)
 
     def completed(self) -> _Plan:
@@ -98,7 +83,7 @@ class _Plan:
             lambda z, b: self.epsilon(noise=z, blankets=b),
             target,
             self.n,
-            needed("--gamma", self.gamma),
+            options.needed("--gamma", self.gamma),
         )
         return replace(self, noise=noise, blankets=blankets)
 
@@ -107,12 +92,12 @@ def calibrate_command(
     target_epsilon: Annotated[
         float, typer.Option("--target-epsilon", help="The ε to stay within.")
     ],
-    n: Users = None,
-    gamma: Rate = None,
-    noise: Noise = None,
-    rounds: Rounds = None,
-    delta: Delta = "1/n",
-    adjacency: Adjacency = "replace",
+    n: options.Users = None,
+    gamma: options.Rate = None,
+    noise: options.Noise = None,
+    rounds: options.Rounds = None,
+    delta: options.Delta = "1/n",
+    adjacency: options.Adjacency = "replace",
     blankets: Annotated[
         float | None,
         typer.Option(
@@ -129,7 +114,7 @@ def calibrate_command(
             help="Parameters d of the model, for its error. Default: many, only noise counts.",
         ),
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Find the noise, the rounds, γ or the blankets (whichever is left out) for a target ε.
 
@@ -137,22 +122,22 @@ def calibrate_command(
     mean update.
     """
     try:
-        users = checked_users(n, noise)
-        at = checked_delta(delta, users)
-        check_adjacency(adjacency)
+        users = options.checked_users(n, noise)
+        at = options.checked_delta(delta, users)
+        options.check_adjacency(adjacency)
         if not 0 < target_epsilon < math.inf:
             raise ValueError(f"--target-epsilon must lie in (0, inf), got {target_epsilon}")
         if dimension is not None:
-            checked_count("--dimension", dimension)
+            options.checked_count("--dimension", dimension)
         if accountant == "blanket" and blankets == 0.0:
             raise ValueError("--blankets must be above 0 with --accountant blanket, got 0")
         added = 0.0 if blankets is None and accountant != "blanket" else blankets
         of_plan = users, gamma, noise, added, rounds, at, adjacency, accountant, target_epsilon
         missing, result = _calibrated(_Plan(*of_plan), dimension)
     except ValueError as error:
-        fail(error)
+        options.fail(error)
     if json:
-        print_json(result)
+        options.print_json(result)
         return
     table = Table(title=f"{', '.join(missing)} for ε ≤ {target_epsilon:g}", show_header=False)
     for key, value in result.items():

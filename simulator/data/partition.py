@@ -103,7 +103,7 @@ class PartitionedRecords:
         self._first = first
 
     def __call__(self, users: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Their records."""
+        """The records of one user, or of several at once."""
         index = torch.from_numpy(self._parts[users - self._first])
         index = index.to(self._dataset.train_labels.device)
         features, labels = (

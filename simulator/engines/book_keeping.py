@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from simulator.engines.gradient_forms import Dense, Gradients, Products, users_at_a_time
 
 Precision = Literal["float32", "bfloat16"]
-"""Of a model's forward and backward to its layers; norms and sums are float32 and float64."""
+"""The type in which a model's forward and backward are computed; norms and sums are not in it."""
 
 
 class Unsupported(Exception):
@@ -30,7 +30,7 @@ class Unsupported(Exception):
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Of the parameters, by `id`, in the model's order."""
+    """The parameters' names by the parameters' `id`, in the model's order."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
@@ -76,14 +76,14 @@ def gradients_of_users(
 
 
 def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager:
-    """Lets torch choose where to compute in bfloat16; threads share no cache."""
+    """With bfloat16, lets torch choose what to compute in it; threads share no cache."""
     if precision == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 class _Tape(TorchFunctionMode):
-    """Keeps the calls of layers with parameters, in this thread."""
+    """While entered, keeps every call of a layer with parameters that this thread makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls `func`; of a layer keeps arguments and, before any change in place, the output."""
+        """Calls `func`; keeps a layer's arguments, and its output before any change in place."""
         output = func(*args, **(kwargs or {}))
         if func in _LAYERS and output.requires_grad:
             layer = functools.partial(_LAYERS[func], **(kwargs or {}))
@@ -141,13 +141,19 @@ _LAYERS = {
     functional.group_norm: _group_norm,
     functional.layer_norm: _layer_norm,
 }
-"""What gives, for k users, a call's output gradient and its arguments, its parameters' parts."""
+"""The layers that book-keeping knows, each with the formula of its parameters' gradients.
+
+A formula is called with the number of users, the gradient g of the layer's output, and the
+arguments of the layer's call. It yields pairs: some of the layer's parameters, and every user's
+gradients of them.
+"""
 
 
 def _weight(weight, bias, inputs, output_gradients, kernel=(1, 1)):
-    """The form that takes fewer operations; float64, in which products are measured, counts twice.
+    """Yields the gradients of a weight and a bias, in the form that takes fewer operations.
 
-    So a materialised gradient is never more than twice as large as what it was made from.
+    Operations in float64, in which products are measured, count twice. A materialised gradient is
+    therefore never more than twice as large as what it was made from.
 
     Args:
         weight, bias: the parameters.
@@ -176,7 +182,7 @@ def _two(value: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _edges(padding, kernel, dilation) -> list[int]:
-    """As `functional.pad` takes them: the last axis first, before and after."""
+    """A convolution's padding as `functional.pad` takes it: last axis first, before and after."""
     if padding == "valid":
         padding = 0
     if padding == "same":

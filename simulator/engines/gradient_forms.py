@@ -40,11 +40,11 @@ class Dense:
         return squares, squares
 
     def of(self, users: torch.Tensor) -> Dense:
-        """Of these users only."""
+        """The same gradients of these users only."""
         return Dense(self.gradients[users], self.kernel)
 
     def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Of shape (size,), for weights of shape (k,)."""
+        """The sum over users with weights of shape (k,), of shape (size,)."""
         yield _in_order(weights @ self.gradients, self.kernel)
 
 
@@ -88,13 +88,16 @@ class Products:
         return ((a @ a.mT + self.bias) * (g @ g.mT)).sum((1, 2, 3)).clamp_(min=0.0), bounds
 
     def of(self, users: torch.Tensor) -> Products:
-        """Of these users only."""
+        """The same gradients of these users only."""
         return replace(
             self, inputs=self.inputs[users], output_gradients=self.output_gradients[users]
         )
 
     def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Of shape (groups * q * p,) and, of the bias, (groups * q,), for weights of shape (k,)."""
+        """The sums over users with weights of shape (k,).
+
+        The weight's is of shape (groups * q * p,), and the bias's of shape (groups * q,).
+        """
         scaled = self.output_gradients * weights[:, None, None, None]
         if scaled.shape[1] == 1:  # faster so
             total = scaled.flatten(0, 2).mT @ self.inputs.flatten(0, 2)
@@ -111,7 +114,9 @@ Gradients = dict[tuple[str, ...], Dense | Products]
 
 
 def _squared_lengths(vectors: torch.Tensor, more: float = 0.0) -> torch.Tensor:
-    """Of the last axis and `more`, float64; of float32 too short by 4e-6 of it at most.
+    """Squared lengths along the last axis, plus `more`, as float64.
+
+    Those of float32 vectors are too short by 4e-6 of their value at most.
 
     On CPUs torch sums float32 in cascades (64 terms at most one after the other), and much faster
     than in float64; elsewhere it promises no order. Squares too small for float32 are made up for;
@@ -128,7 +133,7 @@ def _in_order(total: torch.Tensor, kernel: tuple[int, int]) -> torch.Tensor:
 
 
 def only(gradients: Gradients, users: torch.Tensor) -> Gradients:
-    """Of these users only."""
+    """The same gradients of these users only."""
     return {names: part.of(users) for names, part in gradients.items()}
 
 
@@ -145,7 +150,7 @@ def lengths(gradients: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scales_of(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
-    """What each user's update is multiplied by; of a zero update: C / 0 = inf, so 1."""
+    """The factors that clip users' updates; for a zero update C / 0 is infinite, so it is 1."""
     return (clip_norm / norms).clamp(max=1.0)
 
 
@@ -157,7 +162,7 @@ def scaled_sum(gradients: Gradients, scales: torch.Tensor, order: Iterable[str])
 
 
 def weighted_sum(gradients: Gradients, weights: torch.Tensor, order: Iterable[str]) -> torch.Tensor:
-    """The same for weights of the gradients' type."""
+    """As `scaled_sum`, for weights of the gradients' own type."""
     sums: Tensors = {}
     for names, part in gradients.items():
         sums.update(zip(names, part.weighted_sums(weights), strict=True))
@@ -165,5 +170,8 @@ def weighted_sum(gradients: Gradients, weights: torch.Tensor, order: Iterable[st
 
 
 def users_at_a_time(size: int, device: torch.device) -> int:
-    """Of how many users `size` numbers each stay in a core's cache; a GPU wants more at a time."""
+    """How many users to take at a time so that `size` numbers of each stay in a core's cache.
+
+    A GPU wants more at a time.
+    """
     return max(1, (2**18 if device.type == "cpu" else 2**26) // (size + 1))

@@ -54,7 +54,7 @@ Blankets = tuple[int, int, int]
 """Some blankets of a round: which shuffler's, and the numbers of the first and behind the last."""
 
 SumReports = Callable[[int, nn.Module, np.ndarray, list[Blankets]], np.ndarray]
-"""What `ReportSum.sum` does."""
+"""A call with the arguments and the result of `ReportSum.sum`."""
 
 
 class VectorisedKeys(Section):
@@ -243,7 +243,7 @@ class VectorisedRounds:
 class ReportSum:
     """Sums reports of users whose records it has, and blankets.
 
-    With `noise = "aggregate"` without the noise, so that nothing is left of the blankets.
+    With `noise = "aggregate"` it leaves out the noise, and so all of the blankets, which are noise.
 
     Users are taken in blocks of neighbouring ids, each of about `users_per_chunk` who checked in,
     and the blocks' sums are rounded to the unit of reports and added as integers: whoever sums
@@ -307,7 +307,7 @@ class ReportSum:
         return [(shuffler, at, min(at + step, last)) for at in range(first, last, step)]
 
     def _sum_blankets(self, round: int, blankets: Blankets) -> np.ndarray:
-        """The same reports as the shuffler's process makes, int64 of shape (d,)."""
+        """The sum of these blankets, which are those the shuffler's process makes: int64 (d,)."""
         shuffler, first, last = blankets
         randomness = make_randomness(seed_of_shuffler(self._seed, shuffler))
         zero = np.zeros(self._dimension)
@@ -317,7 +317,7 @@ class ReportSum:
         return total
 
     def _sum_block(self, round: int, users: np.ndarray) -> np.ndarray:
-        """Of one block, int64 of shape (d,)."""
+        """The sum of the reports of one block's users, int64 of shape (d,)."""
         total = torch.zeros(self._dimension)
         if len(users):
             features, labels = self._records(users)
@@ -336,7 +336,7 @@ class ReportSum:
         return np.rint(units, out=units).astype(np.int64)
 
     def _orders(self, round: int, users: np.ndarray, records: int) -> torch.Tensor | None:
-        """Each user's orders of its records in its local epochs, those of `local_update`."""
+        """The order of each user's records in its local epochs, as `local_update` has it."""
         if self._training.algorithm == "fedsgd":
             return None
         seeds = self._randomness.training_seeds(round, users)

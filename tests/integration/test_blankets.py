@@ -111,6 +111,7 @@ def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(shuffler_that_re
     assert found > claimed()
 
 
+@pytest.mark.slow
 def test_the_command_attacks_a_users_own_configuration(tmp_path):
     config = blankets_config(tmp_path, rounds=50)
     arguments = ["audit", "--end-to-end", str(config), "--samples", "60", "--seed", "3", "--json"]
@@ -182,6 +183,7 @@ def rows_and_model(folder):
     return json_lines(folder / "metrics.jsonl"), model_of(folder)
 
 
+@pytest.mark.slow
 def test_a_third_of_the_nodes_silent_the_run_trains_to_its_budget(tmp_path):
     """Node 2 of three fails whenever one of its users trains; `blanket` counts on nobody else."""
     config = blankets_config(tmp_path, rounds=12)
@@ -213,6 +215,7 @@ def test_a_third_of_the_nodes_silent_the_run_trains_to_its_budget(tmp_path):
     assert "counts on more users" in summary["epsilon"]["crowd"]["warning"]
 
 
+@pytest.mark.slow
 def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
     """With two shufflers side by side each adds its own, and nobody merges anything."""
     number = 2

@@ -82,6 +82,7 @@ def shuffler_that_keeps_order(memory_path, tmp_path, monkeypatch):
         yield process
 
 
+@pytest.mark.slow
 def test_a_correct_client_passes_and_halved_noise_is_caught(shuffler):
     audited = plan(users=1, noise=1.5, rounds=300)
     claim = epsilon(audited, "local")
@@ -96,6 +97,7 @@ def test_a_correct_client_passes_and_halved_noise_is_caught(shuffler):
 ORDERED = plan(users=40, noise=1.0, rounds=200)
 
 
+@pytest.mark.slow
 def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
     worlds = run_canary(replace(ORDERED, rounds=100), "minus", shuffler, seed=2)
     assert all(len(each.reports) == each.aggregate.reports == 40 for each in worlds.present)
@@ -104,6 +106,7 @@ def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
         assert worlds.epsilon_lower_bound(score, DELTA) <= min(claims.values())
 
 
+@pytest.mark.slow
 def test_a_shuffler_that_keeps_the_order_is_caught(shuffler_that_keeps_order):
     audited = plan(users=40, noise=1.1, rounds=200)  # three of eight seeds show it in these rounds
     worlds = run_canary(audited, "minus", shuffler_that_keeps_order, seed=3)

@@ -75,6 +75,7 @@ def tensorboard_steps(folder):
     return [event.step for event in events.Reload().Scalars("reports")]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_model_of_one_never_killed(tmp_path):
     whole, folder = in_process(tmp_path), killed_at_random(tmp_path)
     resume_run(folder, Console(quiet=True))
@@ -91,6 +92,7 @@ def test_a_killed_run_ends_with_the_model_of_one_never_killed(tmp_path):
     assert tensorboard_steps(folder) == list(range(1, ROUNDS + 1))
 
 
+@pytest.mark.slow
 def test_with_the_systems_entropy_every_draw_is_spent_once(tmp_path):
     folder = killed_at_random(tmp_path, "seed=system")
     before = rows(folder)
@@ -222,6 +224,7 @@ def test_what_is_not_this_run_is_refused_and_left_alone(five, tmp_path, spoil, e
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_run_at_work_cannot_be_resumed_a_second_time(long_vectorised_run):
     run = long_vectorised_run
     run.wait_for_rounds(1)

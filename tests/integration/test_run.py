@@ -31,6 +31,7 @@ from simulator.cli.__main__ import app
 from simulator.config import load
 from simulator.experiment import prepare
 
+pytestmark = pytest.mark.slow  # all of them wait for a run on Flower
 ROUNDS = 6
 
 
@@ -138,7 +139,6 @@ def killed(tmp_path_factory):
     return killed.folder, done, spent
 
 
-@pytest.mark.slow
 def test_the_same_seed_gives_the_same_model_to_the_bit(finished, killed):
     """Although order, keys and timing differ, as does the number of nodes."""
     (_, one), (other, *_) = finished, killed
@@ -149,7 +149,6 @@ def test_the_same_seed_gives_the_same_model_to_the_bit(finished, killed):
     assert reports[0] == reports[1]
 
 
-@pytest.mark.slow
 def test_a_run_killed_with_sigkill_has_only_over_counted_and_resumes_to_the_same_ledger(
     finished, killed
 ):

@@ -28,6 +28,7 @@ from simulator.config import load
 from simulator.experiment import prepare
 
 
+@pytest.mark.slow
 def test_a_round_is_in_the_ledger_before_any_client_works_on_it(tmp_path):
     """The model reads the ledger from disk in every forward pass: one an epoch of a user."""
     result = shufl(
@@ -44,6 +45,7 @@ def test_a_round_is_in_the_ledger_before_any_client_works_on_it(tmp_path):
     assert len(rows) == 3 and all(row["reports"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_round_with_a_silent_node_is_spent_and_its_batch_destroyed(tmp_path):
     """Epsilon is that of all users mixing; with fewer nothing is released."""
     result = shufl(
@@ -61,6 +63,7 @@ def test_a_round_with_a_silent_node_is_spent_and_its_batch_destroyed(tmp_path):
     assert (last["outcome"], last["silent_nodes"]) == ("released", 0)
 
 
+@pytest.mark.slow
 def test_nodes_that_never_answer_end_the_run_in_one_clear_error(tmp_path):
     result = shufl(
         "run", tiny_config(tmp_path, 3), "--runs", tmp_path / "runs",
@@ -75,6 +78,7 @@ def test_nodes_that_never_answer_end_the_run_in_one_clear_error(tmp_path):
     assert "ended early: 3 rounds spent" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_shuffler_killed_mid_run_ends_it_in_one_clear_error(long_run):
     long_run.wait_for_rounds(3)
     os.kill(long_run.shuffler_pid, signal.SIGKILL)
@@ -127,6 +131,7 @@ def test_rounds_below_the_minimum_batch_are_spent_and_training_goes_on(interrupt
     assert all(torch.equal(start[name], final[name]) for name in start)
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_vectorised_run_in_order(long_vectorised_run):
     run = long_vectorised_run
     run.wait_for_rounds(2)

@@ -120,6 +120,7 @@ def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
     assert np.array_equal(total, whole) and np.abs(whole).max() > 500
 
 
+@pytest.mark.slow
 def test_workers_share_the_gpus_of_a_cluster():
     """Two, by Ray's count, which it can be told."""
     ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
@@ -133,6 +134,7 @@ def test_workers_share_the_gpus_of_a_cluster():
         ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_cluster_without_gpus_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray finds none, wherever this runs
     of = engine(tmp_path)

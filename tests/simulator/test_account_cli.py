@@ -211,6 +211,7 @@ def test_calibrated_blankets_are_nearly_the_fewest():
     assert epsilon(found["blankets"]) == found["epsilon"] <= 2 < epsilon(found["blankets"] * 0.997)
 
 
+@pytest.mark.slow
 def test_noise_and_blankets_of_least_error_reach_the_headline():
     command = "calibrate --n 60000 --gamma 0.1 --rounds 5540 --target-epsilon 1"
     result = shufl(f"{command} --accountant blanket --json")
