@@ -24,7 +24,7 @@ from rich.table import Table
 from accounting import OrderRangeWarning
 from accounting.mechanisms import make_randomness
 from simulator.config import load
-from simulator.engines.vectorised import ReportSum, VectorisedRounds
+from simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
 from simulator.experiment import prepare
 
 
@@ -48,7 +48,9 @@ def measure(
     given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     experiment = prepare(load(name, [*overrides, *given]))
     plan, model = experiment.plan, experiment.make_model()
-    play = VectorisedRounds(experiment, ReportSum(experiment, experiment.load_users()).sum)
+    engine = VectorisedEngine(experiment)
+    reports_of = ReportSum(engine.settings, engine.load_users())
+    play = VectorisedRounds(engine.settings, reports_of.sum)
     set_up = time.perf_counter() - started
     seconds, cores, coins, counts = [], [], [], []
     for round in range(1, rounds + 2):

@@ -45,7 +45,12 @@ from torch.nn import functional
 from accounting import OrderRangeWarning
 from accounting.mechanisms import SeededRandomness
 from simulator.config import Config, load
-from simulator.engines.vectorised import ReportSum, VectorisedRounds, keep_freed_memory
+from simulator.engines.vectorised import (
+    ReportSum,
+    VectorisedEngine,
+    VectorisedRounds,
+    keep_freed_memory,
+)
 from simulator.experiment import Experiment, prepare
 from simulator.records import read_rows
 from simulator.run import run
@@ -62,10 +67,10 @@ Play = Callable[[int], int]
 def vectorised(config: Config, noise: str, method: str | None = None) -> Play:
     """A round of the engine; its gradients by `method` if it is given."""
     simulation = config.simulation.model_copy(update={"noise": noise})
-    experiment = prepare(config.model_copy(update={"simulation": simulation}))
-    experiment = replace(experiment, gradients=method or experiment.gradients)
-    reports, model = ReportSum(experiment, experiment.load_users()), experiment.make_model()
-    rounds = VectorisedRounds(experiment, reports.sum)
+    engine = VectorisedEngine(prepare(config.model_copy(update={"simulation": simulation})))
+    settings = replace(engine.settings, method=method or engine.settings.method)
+    model = settings.make_model()
+    rounds = VectorisedRounds(settings, ReportSum(settings, engine.load_users()).sum)
     return lambda round: rounds(round, model).aggregate.reports
 
 

@@ -5,12 +5,17 @@ the noisy report itself are in `accounting.mechanisms`.
 """
 
 from clients.app import make_client_app
-from clients.settings import ClientSettings, LocalTraining
+from clients.node import Node, ReportFailed, RoundRefused
+from clients.settings import ClientSettings, LocalTraining, UserRecords
 from clients.update import local_update, record_orders
 
 __all__ = [
     "ClientSettings",
     "LocalTraining",
+    "Node",
+    "ReportFailed",
+    "RoundRefused",
+    "UserRecords",
     "local_update",
     "make_client_app",
     "record_orders",

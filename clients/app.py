@@ -61,7 +61,7 @@ def _take_part(node: Node, message: Message, context: Context) -> None:
 
 
 def _partition(settings: ClientSettings, context: Context) -> tuple[int, np.ndarray]:
-    """This node's number, and its users: that id, and every N-th after it."""
+    """This node's number, and the ids of its users: that number, and every N-th after it."""
     partition = int(context.node_config["partition-id"])
     partitions = int(context.node_config["num-partitions"])
     return partition, np.arange(partition, settings.plan.users, partitions)

@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from accounting import rounds_within_budget
-from accounting.mechanisms import make_randomness
+from accounting.mechanisms import Randomness, make_randomness
 from clients.settings import ClientSettings
 from clients.update import local_update
 from shuffler import (
@@ -36,12 +36,17 @@ class ReportFailed(RuntimeError):
 
 
 class Node:
-    """Holds what a process needs over many rounds: model, users' records, channels."""
+    """Holds what a process needs over many rounds: model, users' records, channels.
 
-    def __init__(self, settings: ClientSettings):
+    Args:
+        settings: the client's side of the run.
+        randomness: draws coins and noise; left out, it is that of the settings' seed.
+    """
+
+    def __init__(self, settings: ClientSettings, randomness: Randomness | None = None):
         self.settings = settings
         self._plan_digest = settings.plan.digest()
-        self._randomness = make_randomness(settings.seed)
+        self._randomness = randomness or make_randomness(settings.seed)
         self._model = settings.make_model()
         self._records = settings.load_users()
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]

@@ -33,7 +33,7 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """One client's side of a run. Small and picklable: it travels to every worker process.
+    """One client's side of a run. Small and picklable: it travels to every process of a Ray worker.
 
     Attributes:
         run_id: the run this client takes part in; any other is refused.

@@ -3,7 +3,7 @@
 `make_server_app` gives the Flower ServerApp; the rest are its parts, each usable alone.
 """
 
-from server.aggregate import Aggregate, aggregate_reports, mean_update
+from server.aggregate import AGGREGATORS, Aggregate, Aggregator, Mean, aggregate_reports
 from server.app import make_server_app
 from server.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from server.evaluate import Evaluation, evaluate
@@ -12,10 +12,13 @@ from server.settings import Optimiser, RoundRecord, RunResult, ServerSettings, T
 from server.training import PlayedRound, Training
 
 __all__ = [
+    "AGGREGATORS",
     "Aggregate",
+    "Aggregator",
     "Checkpoint",
     "CheckpointError",
     "Evaluation",
+    "Mean",
     "Optimiser",
     "PlayedRound",
     "RoundFailed",
@@ -29,5 +32,4 @@ __all__ = [
     "evaluate",
     "load_checkpoint",
     "make_server_app",
-    "mean_update",
 ]

@@ -109,6 +109,6 @@ def _exchange(
 
 
 def _reason(text: str | None) -> str:
-    """What a client's exception said, out of what Flower wraps around it; at most one long line."""
+    """The message of a client's exception without what Flower wraps around it, in one line."""
     inner = str(text).rpartition("Message: ")[2]
     return textwrap.shorten(inner.removesuffix("'>"), _REASON_CHARACTERS, placeholder=" …")

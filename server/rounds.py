@@ -13,15 +13,14 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from accounting import ACCOUNTANTS
-from server.aggregate import Aggregate, aggregate_reports
+from accounting import ACCOUNTANTS, PrivacyPlan
+from server.aggregate import aggregate_reports
 from server.broadcast import Acknowledgements, broadcast, greet, wait_for_nodes
 from server.settings import RoundOutcome, RoundRecord, RunResult, ServerSettings
 from server.training import PlayedRound, Training
 from shuffler import (
     ControlClient,
     Outcome,
-    PrivateKey,
     RoundHeader,
     generate_key_pair,
     key_digest,
@@ -47,7 +46,7 @@ class RoundFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Node:
+class NodeUsers:
     """What a node said of itself before the first round.
 
     Attributes:
@@ -57,6 +56,34 @@ class _Node:
 
     users: int
     shuffler: int
+
+
+def users_of_node(said: dict[str, Any], shufflers: int) -> NodeUsers:
+    """Checks what a node said of itself, for which there is only its word.
+
+    Raises:
+        RoundFailed: it named no number of users, or none of the shufflers.
+    """
+    users, shuffler = said.get("users"), said.get("shuffler")
+    if type(users) is not int or type(shuffler) is not int or users < 1:
+        raise RoundFailed(f"a node must say for how many users it speaks, it said {said}")
+    if not 0 <= shuffler < shufflers:
+        raise RoundFailed(f"a node reports to shuffler {shuffler} of {shufflers}")
+    return NodeUsers(users, shuffler)
+
+
+def users_present(nodes: Iterable[NodeUsers], shufflers: int) -> Counter[int]:
+    """How many users these nodes speak for, by shuffler."""
+    present = Counter(dict.fromkeys(range(shufflers), 0))
+    for node in nodes:
+        present[node.shuffler] += node.users
+    return present
+
+
+def enough_users(users: int, plan: PrivacyPlan) -> bool:
+    """Whether a batch may be released where so many users are present."""
+    counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
+    return users >= (plan.least_present if counts_on_others else 1)
 
 
 class RoundLoop:
@@ -80,7 +107,7 @@ class RoundLoop:
         self._training = Training(settings)
         self._incomplete = 0  # rounds in a row that lacked nodes
         self._shufflers = [ControlClient(*shuffler) for shuffler in settings.shufflers]
-        self._nodes: dict[int, _Node] = {}
+        self._nodes: dict[int, NodeUsers] = {}
 
     def run(self) -> RunResult:
         """Runs until the budget, the plan's last round, or an interrupt.
@@ -100,7 +127,7 @@ class RoundLoop:
             shuffler.end_run(settings.run_id)
         return result
 
-    def _ready_nodes(self) -> dict[int, _Node]:
+    def _ready_nodes(self) -> dict[int, NodeUsers]:
         """The nodes by id, once all of them have loaded their data and agreed to the plan."""
         settings = self.settings
         timeout = max(_START_SECONDS, settings.round_timeout)
@@ -113,21 +140,13 @@ class RoundLoop:
                 f"{missing} of {len(nodes)} nodes did not get ready: "
                 f"{_first_reason(answers, timeout)}"
             )
-        known = {node: self._node(said) for node, said in answers.received.items()}
+        shufflers = len(self._shufflers)
+        known = {node: users_of_node(said, shufflers) for node, said in answers.received.items()}
         if (users := sum(node.users for node in known.values())) > settings.plan.users:
             raise RoundFailed(
                 f"the nodes speak for {users} users, the plan has {settings.plan.users}"
             )
         return known
-
-    def _node(self, said: dict[str, Any]) -> _Node:
-        """What a node said of itself; it is the node's word."""
-        users, shuffler = said.get("users"), said.get("shuffler")
-        if type(users) is not int or type(shuffler) is not int or users < 1:
-            raise RoundFailed(f"a node must say for how many users it speaks, it said {said}")
-        if not 0 <= shuffler < len(self._shufflers):
-            raise RoundFailed(f"a node reports to shuffler {shuffler} of {len(self._shufflers)}")
-        return _Node(users, shuffler)
 
     def _round(self, round: int, trained: nn.Module) -> PlayedRound:
         """Opens a round at every shuffler, plays it, and releases where enough users are present.
@@ -137,42 +156,40 @@ class RoundLoop:
         fewer of them is destroyed unseen. So is one whose round an interrupt cut short: it holds
         reports of nodes that are not counted as present, and its mean would be wrong.
         """
+        settings, plan = self.settings, self.settings.plan
         model = ArrayRecord(trained.state_dict())
-        private_key, public_key = generate_key_pair(self.settings.sealing)
-        header = RoundHeader(
-            self.settings.run_id,
-            round,
-            _version(model),
-            self.settings.plan.digest(),
-            key_digest(public_key),
-        )
+        version = model_version(array.data for array in model.values())
+        private_key, public_key = generate_key_pair(settings.sealing)
+        header = RoundHeader(settings.run_id, round, version, plan.digest(), key_digest(public_key))
         for shuffler in self._shufflers:
-            shuffler.open_round(header.run_id, round, header.model_version, public_key)
-        answers = broadcast(
-            self._grid,
-            list(self._nodes),
-            header,
-            public_key,
-            model,
-            self.settings.round_timeout,
-            self._stop,
-        )
+            shuffler.open_round(header.run_id, round, version, public_key)
+        asked, timeout = list(self._nodes), settings.round_timeout
+        answers = broadcast(self._grid, asked, header, public_key, model, timeout, self._stop)
         for reason in answers.errors:
             log.error("round %d: a node failed: %s", round, reason)
-        present = self._users_present(answers)
+        answered = (self._nodes[node] for node in answers.received)
+        present = users_present(answered, len(self._shufflers))
+        enough = {number: enough_users(users, plan) for number, users in present.items()}
         cut_short = self._stop() and len(answers.received) < len(self._nodes)
         outcomes = {
             number: shuffler.close_round(
-                header.run_id, round, discard=cut_short or not self._enough(users)
+                header.run_id, round, discard=cut_short or not enough[number]
             )
-            for (number, users), shuffler in zip(present.items(), self._shufflers, strict=True)
+            for number, shuffler in enumerate(self._shufflers)
         }
         released = [number for number, each in outcomes.items() if each is Outcome.RELEASABLE]
-        self._fail_if_nobody_comes(round, answers, sum(map(self._enough, present.values())))
+        self._fail_if_nobody_comes(round, answers, any(enough.values()))
         aggregate = None
         if released:
             users = sum(present[number] for number in released)
-            aggregate = self._collect(header, private_key, released, users)
+            batches = (self._shufflers[number].release(header.run_id, round) for number in released)
+            aggregate = aggregate_reports(
+                itertools.chain.from_iterable(batches),
+                private_key,
+                header,
+                settings.aggregator(plan, self._training.dimension),
+                users,
+            )
         del private_key  # overwritten: nobody can open this round's reports again
         return PlayedRound(
             "released" if released else _OUTCOMES[min(outcomes.values())],
@@ -182,20 +199,7 @@ class RoundLoop:
             smallest_crowd=min((present[number] for number in released), default=0),
         )
 
-    def _users_present(self, answers: Acknowledgements) -> Counter[int]:
-        """How many users the nodes that answered speak for, by shuffler."""
-        present = Counter(dict.fromkeys(range(len(self._shufflers)), 0))
-        for node in answers.received:
-            present[self._nodes[node].shuffler] += self._nodes[node].users
-        return present
-
-    def _enough(self, users: int) -> bool:
-        """Whether a batch may be released where so many users are present."""
-        plan = self.settings.plan
-        counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
-        return users >= (plan.least_present if counts_on_others else 1)
-
-    def _fail_if_nobody_comes(self, round: int, answers: Acknowledgements, enough: int) -> None:
+    def _fail_if_nobody_comes(self, round: int, answers: Acknowledgements, enough: bool) -> None:
         """Ends the run when too few users were present at every shuffler, round after round."""
         self._incomplete = 0 if enough else self._incomplete + 1
         if self._incomplete == _MOST_INCOMPLETE and not self._stop():
@@ -204,25 +208,6 @@ class RoundLoop:
                 f"round {round} {len(self._nodes) - len(answers.received)} of {len(self._nodes)}: "
                 f"{_first_reason(answers, self.settings.round_timeout)}"
             )
-
-    def _collect(
-        self, header: RoundHeader, private_key: PrivateKey, released: Iterable[int], users: int
-    ) -> Aggregate:
-        """The aggregate of the released batches."""
-        return aggregate_reports(
-            itertools.chain.from_iterable(
-                self._shufflers[number].release(header.run_id, header.round) for number in released
-            ),
-            private_key,
-            header,
-            self.settings.plan,
-            self._training.dimension,
-            users,
-        )
-
-
-def _version(model: ArrayRecord) -> str:
-    return model_version(array.data for array in model.values())
 
 
 def _first_reason(answers: Acknowledgements, timeout: float) -> str:

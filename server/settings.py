@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accounting import Ledger, PrivacyPlan
+from server.aggregate import Aggregator
 from server.checkpoint import Checkpoint
 from shuffler import Credentials, Sealing
 
@@ -48,6 +49,7 @@ class TrainingSettings:
         ledger: open, of this plan; its run id is that of the run.
         make_model: builds the initial model.
         load_test: gives public test data, features (r, ...) and int64 labels of shape (r,).
+        aggregator: makes the estimate of the mean update from a round's reports.
         optimiser: the server's step.
         folder: an existing folder for checkpoints and the final model.
         evaluate_every, checkpoint_every: in rounds; the end of the run always does both.
@@ -61,6 +63,7 @@ class TrainingSettings:
     ledger: Ledger
     make_model: Callable[[], nn.Module]
     load_test: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    aggregator: type[Aggregator]
     optimiser: Optimiser
     folder: Path
     evaluate_every: int

@@ -22,20 +22,16 @@ from torch import nn
 from accounting import PrivacyPlan, accountants_for, validation
 from accounting.audit.attack import AuditResult, ClaimCheck, delta_lower_bound, epsilon_lower_bound
 from accounting.audit.placements import AttackedRound, Placement
-from clients import ClientSettings, LocalTraining
-from clients.node import Node
-from clients.settings import UserRecords
-from server import Aggregate, aggregate_reports
+from clients import ClientSettings, LocalTraining, Node, UserRecords
+from server import Aggregate, Mean, aggregate_reports
 from shuffler import (
     ControlClient,
     Outcome,
     RoundHeader,
     ShufflerProcess,
-    decode_report,
     generate_key_pair,
     key_digest,
     model_version,
-    open_report,
     report_length,
     sealed_length,
 )
@@ -62,6 +58,19 @@ class CanaryRound:
 
     reports: np.ndarray
     aggregate: Aggregate | None
+
+
+class _MeanAndReports(Mean):
+    """Keeps the reports too, which a server that is curious has."""
+
+    def __init__(self, plan: PrivacyPlan, dimension: int):
+        super().__init__(plan, dimension)
+        self.reports: list[np.ndarray] = []
+
+    def add(self, report: np.ndarray) -> None:
+        """Adds to the sum and to the list."""
+        super().add(report)
+        self.reports.append(report)
 
 
 Score = Callable[[CanaryRound], float]
@@ -139,13 +148,10 @@ def canary_rounds(
             if control.close_round(header.run_id, number) is not Outcome.RELEASABLE:
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)
                 continue
-            release = list(control.release(header.run_id, number))
-            opened = [
-                decode_report(open_report(sealed, private_key, header), DIMENSION)
-                for sealed in release
-            ]
-            aggregate = aggregate_reports(release, private_key, header, plan, DIMENSION, len(users))
-            yield CanaryRound(unit * np.stack(opened), aggregate)
+            mean = _MeanAndReports(plan, DIMENSION)
+            release = control.release(header.run_id, number)
+            aggregate = aggregate_reports(release, private_key, header, mean, len(users))
+            yield CanaryRound(unit * np.stack(mean.reports), aggregate)
         control.end_run(settings.run_id)
 
 

@@ -9,25 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from accounting import ACCOUNTANTS
+from server import AGGREGATORS
 from simulator.data.datasets import DATASETS
 from simulator.data.partition import SCHEMES
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number above 0")]
-Count = Annotated[int, Field(ge=1, description="a whole number, at least 1")]
-
-
-class ConfigError(ValueError):
-    """The configuration is not valid; one line says which key, its value, and what is allowed."""
+from simulator.engines import ENGINES
+from simulator.section import ConfigError, Count, Positive, Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Privacy(_Section):
+class Privacy(Section):
     """The privacy plan, but for n. See `accounting.PrivacyPlan`."""
 
     check_in_rate: float = Field(gt=0, le=1, allow_inf_nan=False, description="a number in (0, 1]")
@@ -58,16 +50,19 @@ class Privacy(_Section):
     )
 
 
-class Data(_Section):
-    """The dataset and its division among users."""
+class Data(Section):
+    """A dataset by name or `module:callable`, and its division among users."""
 
-    dataset: Literal[tuple(DATASETS)]  # type: ignore[valid-type]
+    dataset: str = Field(
+        pattern=f"^({'|'.join(DATASETS)}|.+:.+)$",
+        description=f"one of {', '.join(DATASETS)}, or module:callable",
+    )
     users: int | None = Field(None, ge=1, description="a whole number, at least 1")
     partition: Literal[SCHEMES] = "iid"  # type: ignore[valid-type]
     concentration: Positive = 0.5
 
 
-class Model(_Section):
+class Model(Section):
     """A model by name or `module:callable`, and its keyword arguments."""
 
     name: str
@@ -76,13 +71,14 @@ class Model(_Section):
     )
 
 
-class Training(_Section):
+class Training(Section):
     """Local computation and the server's optimiser."""
 
     algorithm: Literal["fedsgd", "fedavg"] = "fedsgd"
     local_epochs: Count = 1
     local_learning_rate: Positive = 0.1
     local_batch_size: Count = 32
+    aggregator: Literal[tuple(AGGREGATORS)] = "mean"  # type: ignore[valid-type]
     optimiser: Literal["sgd", "adam"] = "sgd"
     learning_rate: Positive
     momentum: float = Field(0.0, ge=0, lt=1, allow_inf_nan=False, description="a number in [0, 1)")
@@ -90,44 +86,36 @@ class Training(_Section):
     checkpoint_every: Count = 10
 
 
-class Simulation(_Section):
-    """The engine; the keys from `noise` to `workers` are the vectorised one's, else Flower's."""
+class _Choice(Section):
+    engine: Literal[tuple(ENGINES)] = "flower"  # type: ignore[valid-type]
 
-    engine: Literal["flower", "vectorised"] = "flower"
-    noise: Literal["report", "aggregate"] = "report"
-    device: Literal["cpu", "cuda"] = "cpu"
-    precision: Literal["float32", "bfloat16"] = "float32"
-    users_per_chunk: Count = 256
-    workers: Count = 1
-    nodes: Count = 20
-    cpus_per_node: Positive = 1.0
-    round_timeout: Positive = 600.0
-    reply_after: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="seconds, a number of at least 0"
-    )
+
+class Simulation(*(engine.keys for engine in ENGINES.values()), _Choice):  # type: ignore[misc]
+    """The engine, and the keys of all engines; those that are not the chosen one's are ignored."""
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Simulation:
-        """Refuses for Flower, whose nodes compute user by user, what only the other engine can."""
-        only = {"noise": "report", "device": "cpu", "precision": "float32"}
-        for key, value in only.items():
-            if self.engine == "flower" and getattr(self, key) != value:
-                raise ValueError(
-                    f"simulation.{key} must be {value} for engine flower, "
-                    f"got {getattr(self, key)!r}"
-                )
+        """Refuses, of the other engines' keys, those that must not be ignored."""
+        for name, engine in ENGINES.items():
+            for key in engine.not_ignored if name != self.engine else ():
+                value, default = getattr(self, key), type(self).model_fields[key].default
+                if value != default:
+                    raise ValueError(
+                        f"simulation.{key} must be {default} for engine {self.engine}, "
+                        f"got {value!r}"
+                    )
         return self
 
 
-class Shuffler(_Section):
+class Shuffler(Section):
     """How reports travel."""
 
     sealing: Literal["x25519", "mlkem768-x25519"] = "x25519"
     number: int = Field(1, ge=1, le=64, description="a whole number from 1 to 64")
 
 
-class Config(_Section):
-    """A whole run. `load` reads it; `resolved` writes it back with every value decided."""
+class Config(Section):
+    """A whole run; `load` reads it, and `dumps` writes it back."""
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
@@ -169,7 +157,9 @@ def load(source: str, overrides: list[str] | None = None) -> Config:
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_one_line(error.errors()[0])}") from None
+        # A misspelt key comes first: it may be why another one is missing.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        raise ConfigError(f"{source}: {_one_line(first)}") from None
 
 
 def dumps(config: Config) -> str:
@@ -215,22 +205,22 @@ def _one_line(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         names = list(section.model_fields)
         close = difflib.get_close_matches(path[-1], names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(names)}"
-        return f"unknown key {key}; {hint}"
+        hint = f"did you mean {close[0]}? " if close else ""
+        return f"unknown key {key}; {hint}allowed: {', '.join(names)}"
     allowed = _allowed(section.model_fields[field[0]]) if field else "a section"
     if error["type"] == "missing":
         return f"{key} is missing: {allowed}"
     return f"{key} must be {allowed}, got {error['input']!r}"
 
 
-def _locate(path: list[str]) -> tuple[type[_Section], tuple[str, int] | None]:
+def _locate(path: list[str]) -> tuple[type[Section], tuple[str, int] | None]:
     """The section an error's path ends in, and its field's name with the field's depth."""
-    section: type[_Section] = Config
+    section: type[Section] = Config
     for depth, part in enumerate(path):
         info = section.model_fields.get(part)
         if info is None:
             return section, None
-        if isinstance(info.annotation, type) and issubclass(info.annotation, _Section):
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             section = info.annotation
         else:
             return section, (part, depth + 1)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from accounting import (
-    ACCOUNTANTS,
-    PrivacyPlan,
-    epsilon_of,
-    least_noise,
-    rounds_within_budget,
-)
-from clients.settings import LocalTraining
-from clients.update import local_update
-from server.settings import Optimiser
-from simulator.config import Config, ConfigError
+from accounting import PrivacyPlan, epsilon_of, least_noise, rounds_within_budget
+from clients import LocalTraining, local_update
+from server import AGGREGATORS, Aggregator, Optimiser
+from simulator.config import Config
 from simulator.data.datasets import Dataset, load_dataset
-from simulator.data.partition import partition, records_per_user
-from simulator.engines.user_gradients import Method, fastest_method
-from simulator.models import ModelError, build_model
+from simulator.data.partition import load_user_records, records_per_user
+from simulator.models import build_model
+from simulator.section import ConfigError, one_line
 
 _LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
 
@@ -37,7 +29,6 @@ class Experiment:
         plan: the privacy plan.
         halting_round: rounds the budget allows under the plan's accountant, at least 1.
         parameters: number of model parameters d.
-        gradients: how users' gradients are computed.
         crowds: how many users report to each shuffler.
     """
 
@@ -45,7 +36,6 @@ class Experiment:
     plan: PrivacyPlan
     halting_round: int
     parameters: int
-    gradients: Method
     crowds: tuple[int, ...]
 
     @property
@@ -54,47 +44,49 @@ class Experiment:
         return None if self.config.seed == "system" else self.config.seed
 
     @property
-    def reproducible(self) -> bool:
-        """Whether a round played again from the same model makes the same release, bit for bit.
+    def dataset(self) -> Dataset:
+        """The data."""
+        return load_dataset(self.config.data.dataset)
 
-        On a GPU the order of some of torch's sums is not fixed. On Flower other nodes may be silent
-        than before, unless a batch is released with all users or not at all.
-        """
-        simulation, plan = self.config.simulation, self.plan
-        all_or_nothing = (
-            ACCOUNTANTS[plan.accountant].counts_on_others and plan.least_present == plan.users
+    @property
+    def shuffler_of(self) -> functools.partial:
+        """Says to which shuffler, from 0, each of some users reports: that of their node."""
+        return functools.partial(
+            _shuffler_of, self.config.simulation.nodes, self.config.shuffler.number
         )
-        return (
-            self.seed is not None
-            and simulation.device == "cpu"
-            and (simulation.engine == "vectorised" or all_or_nothing)
-        )
-
-    def shuffler_of(self, users: np.ndarray) -> np.ndarray:
-        """To which shuffler each of `users` reports, from 0: by its node, as on Flower."""
-        return _shuffler_of(self.config, users)
 
     @property
     def make_model(self) -> functools.partial:
         """Builds the initial model; picklable."""
-        return functools.partial(_make_model, self.config)
+        return _make_model(self.config, self.dataset)
 
     @property
     def load_users(self) -> functools.partial:
         """Gives access to users' records; picklable."""
-        return functools.partial(load_user_records, self.config)
-
-    @property
-    def load_test(self) -> functools.partial:
-        """Gives the test data, on the device that evaluates."""
+        data = self.config.data
         return functools.partial(
-            _load_test, self.config.data.dataset, self.config.simulation.device
+            load_user_records,
+            data.dataset,
+            self.plan.users,
+            data.partition,
+            _data_seed(self.config),
+            data.concentration,
         )
+
+    def load_test(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The test data, on the device that evaluates."""
+        dataset, device = self.dataset, self.config.simulation.device
+        return dataset.inputs(dataset.test_features.to(device)), dataset.test_labels.to(device)
 
     @property
     def local_training(self) -> LocalTraining:
         """The clients' side of training."""
         return _local_training(self.config)
+
+    @property
+    def aggregator(self) -> type[Aggregator]:
+        """What makes the server's estimate of the mean update."""
+        return AGGREGATORS[self.config.training.aggregator]
 
     @property
     def optimiser(self) -> Optimiser:
@@ -107,18 +99,17 @@ def prepare(config: Config) -> Experiment:
     """Loads the dataset and decides every value.
 
     Raises:
-        ConfigError: values that do not fit together or the data.
-        DatasetError: the dataset is not available.
+        ConfigError: values that do not fit together or the data, or a dataset that is not there.
     """
     dataset = load_dataset(config.data.dataset)
     config = _resolve(config, dataset)
     try:
         config, plan = _plan(config)
         records_per_user(len(dataset.train_labels), plan.users, config.data.partition)
-        model = _make_model(config)
-    except (ValueError, ModelError) as error:
+    except ValueError as error:
         raise ConfigError(str(error)) from error
-    gradients = _try_gradients(model, dataset, config)
+    model = _make_model(config, dataset)()
+    _try_training(model, dataset, config)
     parameters = sum(p.numel() for p in model.parameters())
     if not plan.mechanism.unit * 2**15 < _LARGEST_FLOAT32:
         raise ConfigError(
@@ -132,7 +123,7 @@ def prepare(config: Config) -> Experiment:
             f"privacy.target_epsilon must be at least {one * 1.001:.4g}, the {plan.accountant} "
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
-    return Experiment(config, plan, halting_round, parameters, gradients, _crowds(config))
+    return Experiment(config, plan, halting_round, parameters, _crowds(config))
 
 
 def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
@@ -160,33 +151,19 @@ def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
     return config.model_copy(update={"privacy": privacy}), plan
 
 
-def _try_gradients(model: torch.nn.Module, dataset: Dataset, config: Config) -> Method:
-    """How users' gradients are computed; a model that cannot be trained is found now.
+def _try_training(model: torch.nn.Module, dataset: Dataset, config: Config) -> None:
+    """Computes one update from one blank record.
 
     Raises:
-        ConfigError: one update from one blank record fails, or the engine cannot do the model.
+        ConfigError: it fails.
     """
-    training = _local_training(config)
     blank = dataset.inputs(torch.zeros_like(dataset.train_features[:1]))
     label = torch.zeros(1, dtype=torch.int64)
     try:
-        local_update(model.train(), blank, label, training, seed=0)
+        local_update(model.train(), blank, label, _local_training(config), seed=0)
     except Exception as error:
         raise ConfigError(
-            f"model {config.model.name} could not be trained on one record: "
-            f"{' '.join(str(error).split())}"
-        ) from error
-    if config.simulation.engine == "flower":
-        return "user by user"
-    simulation = config.simulation
-    where = simulation.device, simulation.precision
-    try:
-        return fastest_method(model, dataset.input_shape, dataset.classes, training, *where)
-    except Exception as error:
-        raise ConfigError(
-            f"model {config.model.name} cannot be vectorised over users in {simulation.precision} "
-            f"on {simulation.device} ({' '.join(str(error).split())}); "
-            'simulation.engine = "flower" can run it, on the cpu in float32'
+            f"model {config.model.name} could not be trained on one record: {one_line(error)}"
         ) from error
 
 
@@ -198,64 +175,6 @@ def _local_training(config: Config) -> LocalTraining:
         training.local_learning_rate,
         training.local_batch_size,
     )
-
-
-class PartitionedRecords:
-    """Maps a user id to its records: features as model input, labels.
-
-    Ids of shape (k,) are mapped to the records of all of them, shapes (k, r, ...) and (k, r): every
-    partition gives each user the same number r.
-    """
-
-    def __init__(self, dataset: Dataset, parts: np.ndarray, first: int = 0):
-        self._dataset = dataset
-        self._parts = parts  # of the users from `first` on
-        self._first = first
-
-    def __call__(self, users: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Their records."""
-        index = torch.from_numpy(self._parts[users - self._first])
-        index = index.to(self._dataset.train_labels.device)
-        features, labels = (
-            of.index_select(0, index.flatten()).unflatten(0, index.shape)
-            for of in (self._dataset.train_features, self._dataset.train_labels)
-        )
-        return self._dataset.inputs(features), labels
-
-    def to(self, device: str) -> PartitionedRecords:
-        """The same with the records on this device."""
-        dataset = replace(
-            self._dataset,
-            train_features=self._dataset.train_features.to(device),
-            train_labels=self._dataset.train_labels.to(device),
-        )
-        return PartitionedRecords(dataset, self._parts, self._first)
-
-    def of(self, first: int, last: int) -> PartitionedRecords:
-        """The same for the users from `first` to before `last`, holding nobody else's records."""
-        parts = self._parts[first - self._first : last - self._first]
-        held, index = np.unique(parts, return_inverse=True)
-        dataset = replace(
-            self._dataset,
-            train_features=self._dataset.train_features[held],
-            train_labels=self._dataset.train_labels[held],
-            test_features=self._dataset.test_features[:0],
-            test_labels=self._dataset.test_labels[:0],
-        )
-        return PartitionedRecords(dataset, index.reshape(parts.shape), first)
-
-
-def load_user_records(config: Config) -> PartitionedRecords:
-    """The records of all users, from a resolved config."""
-    dataset = load_dataset(config.data.dataset)
-    parts = partition(
-        dataset.train_labels.numpy(),
-        config.data.users,
-        config.data.partition,
-        _data_seed(config),
-        config.data.concentration,
-    )
-    return PartitionedRecords(dataset, parts)
 
 
 def _resolve(config: Config, dataset: Dataset) -> Config:
@@ -279,34 +198,12 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
         )
     expected = least * privacy.check_in_rate + privacy.shuffler_blankets
     minimum = privacy.minimum_batch or min(users, max(1, int(expected / 2)))
-    on_flower = config.simulation.engine == "flower"
-    if on_flower and config.simulation.nodes > users:
-        raise ConfigError(
-            f"simulation.nodes must be at most the number of users, {users}, "
-            f"got {config.simulation.nodes}"
-        )
-    if on_flower and config.simulation.cpus_per_node > (os.cpu_count() or 1):
-        raise ConfigError(
-            f"simulation.cpus_per_node must be at most {os.cpu_count()}, the CPUs here, "
-            f"got {config.simulation.cpus_per_node:g}"
-        )
-    here = not on_flower and not os.environ.get("RAY_ADDRESS")
-    if here and config.simulation.workers > (os.cpu_count() or 1):
-        raise ConfigError(
-            f"simulation.workers must be at most {os.cpu_count()}, the CPUs here, without a Ray "
-            f"cluster at RAY_ADDRESS, got {config.simulation.workers}"
-        )
-    if config.simulation.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f'simulation.device must be "cpu" here: torch {torch.__version__} finds no CUDA '
-            'device, got "cuda"'
-        )
     decided = {"delta": delta, "minimum_batch": minimum, "least_present": least}
     return config.model_copy(update={"privacy": privacy.model_copy(update=decided)})
 
 
-def _shuffler_of(config: Config, users: np.ndarray) -> np.ndarray:
-    return users % config.simulation.nodes % config.shuffler.number
+def _shuffler_of(nodes: int, shufflers: int, users: np.ndarray) -> np.ndarray:
+    return users % nodes % shufflers
 
 
 def _crowds(config: Config) -> tuple[int, ...]:
@@ -322,17 +219,12 @@ def _data_seed(config: Config) -> int:
     return 0 if config.seed == "system" else config.seed
 
 
-def _make_model(config: Config) -> torch.nn.Module:
-    dataset = load_dataset(config.data.dataset)
-    return build_model(
+def _make_model(config: Config, dataset: Dataset) -> functools.partial:
+    return functools.partial(
+        build_model,
         config.model.name,
         dataset.input_shape,
         dataset.classes,
         _data_seed(config),
         config.model.options,
     )
-
-
-def _load_test(name: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    dataset = load_dataset(name)
-    return dataset.inputs(dataset.test_features.to(device)), dataset.test_labels.to(device)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-
-class ModelError(ValueError):
-    """A model could not be built, or cannot be trained here."""
+from simulator.section import ConfigError, find, one_line
 
 
 def logistic_regression(input_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -73,10 +70,10 @@ def build_model(
         options: keyword arguments of the model.
 
     Raises:
-        ModelError: unknown name, wrong options, an output of the wrong shape, nothing to train,
+        ConfigError: unknown name, wrong options, an output of the wrong shape, nothing to train,
             frozen parameters, or memory of the records seen (batch norm).
     """
-    make = _resolve(name)
+    make = find("model", name, MODELS)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
@@ -84,12 +81,14 @@ def build_model(
             with torch.no_grad():
                 shape = tuple(model.eval()(torch.zeros(2, *input_shape)).shape)
         except Exception as error:
-            raise ModelError(
+            raise ConfigError(
                 f"model {name} could not be built for records of shape {input_shape}: "
-                f"{' '.join(str(error).split())}"
+                f"{one_line(error)}"
             ) from error
     if shape != (2, classes):
-        raise ModelError(f"model {name} must give {classes} scores a record, got shape {shape[1:]}")
+        raise ConfigError(
+            f"model {name} must give {classes} scores a record, got shape {shape[1:]}"
+        )
     _refuse_what_is_not_trained(name, model)
     _refuse_what_mixes_users(name, model, input_shape)
     return model
@@ -99,14 +98,14 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
     """Every parameter is in every report, with noise on it.
 
     Raises:
-        ModelError: there are no parameters, or some are frozen.
+        ConfigError: there are no parameters, or some are frozen.
     """
     parameters = dict(model.named_parameters())
     if not parameters:
-        raise ModelError(f"model {name} has no parameters to train")
+        raise ConfigError(f"model {name} has no parameters to train")
     for path, parameter in parameters.items():
         if not parameter.requires_grad:
-            raise ModelError(
+            raise ConfigError(
                 f"model {name} freezes {path}: noise would be added to it all the same; make what "
                 "is not trained a buffer"
             )
@@ -116,11 +115,11 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int
     """An update must depend on its own user's records only, or clipping bounds nothing.
 
     Raises:
-        ModelError: the model keeps something of the records it has seen.
+        ConfigError: the model keeps something of the records it has seen.
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ModelError(
+            raise ConfigError(
                 f"model {name} has batch norm ({path}): its running statistics mix users' records "
                 "and no noise protects them; use group norm or layer norm"
             )
@@ -130,20 +129,7 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int
             model.train()(torch.ones(2, *input_shape))
         for path, buffer in model.named_buffers():
             if not torch.equal(before[path], buffer):
-                raise ModelError(
+                raise ConfigError(
                     f"model {name} changes its buffer {path} in training: that carries one user's "
                     "records into another's update"
                 )
-
-
-def _resolve(name: str) -> Callable[..., nn.Module]:
-    if name in MODELS:
-        return MODELS[name]
-    if ":" not in name:
-        raise ModelError(
-            f"model must be one of {', '.join(MODELS)}, or module:callable, got {name}"
-        )
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(f"model {name} could not be imported: {error}") from error

@@ -8,13 +8,13 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from server.settings import RoundRecord
+from server import RoundRecord
 
 
 class RoundProgress:
     """Shows round, reports, accuracy, epsilon so far against the budget, speed and time left."""
 
-    def __init__(self, console: Console, rounds: int, target_epsilon: float, starting: str):
+    def __init__(self, console: Console, rounds: int, target_epsilon: float):
         self._console = console
         self._rounds = rounds
         self._played = 0
@@ -29,7 +29,7 @@ class RoundProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task: TaskID = self._bar.add_task(starting, total=rounds)
+        self._task: TaskID = self._bar.add_task("starting", total=rounds)
 
     def __enter__(self) -> RoundProgress:
         self._bar.start()

@@ -9,11 +9,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
 from torch.utils.tensorboard import SummaryWriter
 
 from accounting import ACCOUNTANTS, PrivacyPlan, accountants_for
-from server.settings import RoundRecord
-from simulator.plain_json import to_json
+from server import RoundRecord
 
 _COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"}
 
@@ -62,7 +62,7 @@ class RunRecorder:
         if path.exists():
             self.rows = read_rows(path)
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab")
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
         for row in self.rows:
@@ -82,7 +82,7 @@ class RunRecorder:
             accountant.compose(self._plan.event(), record.round - self._composed)
             epsilons[name] = accountant.get_epsilon(self._plan.delta)
         self._composed = record.round
-        self._file.write(to_json(row) + "\n")
+        self._file.write(to_json(row, inf_nan_mode="null") + b"\n")
         self._file.flush()
         self._to_tensorboard(row)
 

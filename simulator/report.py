@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from rich.console import Console
 from rich.table import Table
 
 from accounting import PrivacyPlan, accountants_for, epsilon_table
-from server.settings import RunResult
-from simulator.epsilons import epsilon_text, holds_for_text
+from server import RunResult
+from simulator.engines import Engine
 from simulator.experiment import Experiment
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
+from simulator.tables import draw, epsilon_rows, print_epsilons
 
 _STOPPED = {
     "budget": "privacy budget: one more round would exceed it",
@@ -24,20 +21,15 @@ _STOPPED = {
 }
 
 
-_DRAWN = {
-    "report": "noise drawn for each report",
-    "aggregate": "noise drawn once a round, with the law of the reports' sum",
-}
-
-
 def summarise(
-    result: RunResult, experiment: Experiment, too_few_present: bool = False
+    result: RunResult, experiment: Experiment, engine: Engine, too_few_present: bool
 ) -> dict[str, Any]:
     """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon.
 
     Args:
         result: how the run ended.
         experiment: what was run.
+        engine: what ran it.
         too_few_present: as for `accounting.epsilon_table`.
     """
     plan, simulation = experiment.plan, experiment.config.simulation
@@ -46,7 +38,7 @@ def summarise(
         "noise": simulation.noise,
         "device": simulation.device,
         "precision": simulation.precision,
-        "gradients": experiment.gradients,
+        "gradients": engine.gradients,
         "rounds": result.rounds,
         "stopped_by": result.stopped_by,
         "accuracy": result.accuracy,
@@ -57,19 +49,14 @@ def summarise(
         "least_present": plan.least_present,
         "accountant": plan.accountant,
         "target_epsilon": plan.target_epsilon,
-        "epsilon": {
-            row.name: {"epsilon": row.epsilon, "covers": row.covers, "warning": row.warning}
-            for row in epsilon_table(plan, result.rounds, too_few_present)
-        },
+        "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few_present)),
     }
 
 
-def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
+def print_summary(console: Console, summary: dict[str, Any], engine: Engine, folder: Path) -> None:
     """The closing table."""
     run = Table(title="Run", show_header=False, title_justify="left")
-    run.add_row("engine", f"{summary['engine']}, {_DRAWN[summary['noise']]}")
-    how = f"{summary['gradients']}, in {summary['precision']} on {summary['device']}"
-    run.add_row("gradients", how)
+    run.add_row("engine", engine.description)
     run.add_row("rounds", str(summary["rounds"]))
     run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
     run.add_row("test accuracy", f"{summary['accuracy']:.2%}")
@@ -78,40 +65,31 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     run.add_row("δ, adjacency", f"{summary['delta']:.3g}, {summary['adjacency']}")
     run.add_row("run folder", str(folder))
     console.print(run)
-    table = Table(title="ε of the run, by accountant", title_justify="left")
-    table.add_column("accountant")
-    table.add_column("ε", justify="right")
-    table.add_column("holds for")
-    for name, row in summary["epsilon"].items():
-        halting = " (halts)" if name == summary["accountant"] else ""
-        holds_for = holds_for_text(row["epsilon"], row["covers"], row["warning"])
-        table.add_row(name + halting, epsilon_text(row["epsilon"]), holds_for)
-    console.print(table)
+    print_epsilons(
+        console, "ε of the run, by accountant", summary["epsilon"], summary["accountant"]
+    )
 
 
 def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: Path) -> None:
     """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
     evaluated = [row for row in rows if row["accuracy"] is not None]
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for name in accountants_for(plan.event()):
-        priced = [row for row in evaluated if row["epsilons"][name] is not None]
-        axes.plot(
-            [row["epsilons"][name] for row in priced],
-            [100 * row["accuracy"] for row in priced],
-            marker=".",
-            label=name,
+    with draw(path) as axes:
+        for name in accountants_for(plan.event()):
+            priced = [row for row in evaluated if row["epsilons"][name] is not None]
+            axes.plot(
+                [row["epsilons"][name] for row in priced],
+                [100 * row["accuracy"] for row in priced],
+                marker=".",
+                label=name,
+            )
+        axes.axvline(
+            plan.target_epsilon, color="grey", linestyle="--", label=f"budget ({plan.accountant})"
         )
-    axes.axvline(
-        plan.target_epsilon, color="grey", linestyle="--", label=f"budget ({plan.accountant})"
-    )
-    axes.set(
-        xscale="log",
-        xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
-        ylabel="test accuracy (%)",
-        title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, z = {plan.noise_multiplier:g}, "
-        f"λ = {plan.shuffler_blankets:g}",
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+        axes.set(
+            xscale="log",
+            xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
+            ylabel="test accuracy (%)",
+            title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, z = {plan.noise_multiplier:g}, "
+            f"λ = {plan.shuffler_blankets:g}",
+        )
+        axes.legend()

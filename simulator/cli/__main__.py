@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from shuffler.cli import keys_command, shuffler_command
-from simulator.cli.account import account_command, calibrate_command, compare_command
+from simulator.cli.account import account_command, compare_command
 from simulator.cli.audit import audit_command
+from simulator.cli.calibrate import calibrate_command
+from simulator.cli.options import fail
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -60,11 +62,19 @@ def run_command(
     CONFIG is a TOML file, or the name of one that ships with shufl: quickstart, mnist.
     """
     if (config is None) == (resume is None):
-        _fail(ValueError("give either a CONFIG to run or --resume RUN_FOLDER"), 2)
+        fail(ValueError("give either a CONFIG to run or --resume RUN_FOLDER"))
     if resume is not None and (set_ or engine or runs):
-        _fail(ValueError("--resume goes alone: no --set, --engine or --runs"), 2)
-    # For models named module:callable. Our own folder first: in an editable install it is not on
-    # the path, and a folder of the user's named `server` would hide ours.
+        fail(ValueError("--resume goes alone: no --set, --engine or --runs"))
+    chosen = [f"simulation.engine={engine}"] if engine else []
+    stopped_by = _run(config, [*(set_ or []), *chosen], runs or Path("runs"), resume)
+    if stopped_by == "interrupt":
+        raise typer.Exit(_INTERRUPTED)
+
+
+def _run(config: str | None, overrides: list[str], runs: Path, resume: Path | None) -> str:
+    """Runs or resumes; returns what stopped the run, or ends the command in one line."""
+    # For models and datasets named module:callable. Our own folder first: in an editable install
+    # it is not on the path, and a folder of the user's named `server` would hide ours.
     sys.path += [str(Path(__file__).resolve().parents[2]), str(Path.cwd())]
     from rich.console import Console
     from torch import OutOfMemoryError
@@ -73,37 +83,28 @@ def run_command(
     from server import CheckpointError, RoundFailed
     from shuffler import ShufflerError
     from simulator.config import ConfigError, load
-    from simulator.data.datasets import DatasetError
-    from simulator.engines.flower import EngineFailed
+    from simulator.engines import EngineFailed
     from simulator.records import MetricsError
+    from simulator.run import resume_run, run
 
     # The closing table carries these; here they would cut through the progress bar.
     warnings.simplefilter("ignore", OrderRangeWarning)
-    try:
-        if config is not None:
-            chosen = [f"simulation.engine={engine}"] if engine else []
-            loaded = load(config, [*(set_ or []), *chosen])
-        from simulator.run import resume_run, run
-
-        if resume is None:
-            result = run(loaded, runs or Path("runs"), Console())
-        else:
-            result = resume_run(resume, Console())
-    except (ConfigError, DatasetError) as error:
-        _fail(error, 2)
-    except (
+    ends_early = (
         CheckpointError,
         EngineFailed,
         LedgerError,
         MetricsError,
-        OSError,
-        OutOfMemoryError,
         RoundFailed,
         ShufflerError,
-    ) as error:
-        _fail(error, 1)
-    if result.stopped_by == "interrupt":
-        raise typer.Exit(_INTERRUPTED)
+    )
+    try:
+        if config is not None:
+            return run(load(config, overrides), runs, Console()).stopped_by
+        return resume_run(resume, Console()).stopped_by
+    except ConfigError as error:
+        fail(error)
+    except (*ends_early, OSError, OutOfMemoryError) as error:
+        fail(error, 1)
 
 
 app.command("account")(account_command)
@@ -112,15 +113,6 @@ app.command("compare")(compare_command)
 app.command("audit")(audit_command)
 app.command("shuffler")(shuffler_command)
 app.command("keys")(keys_command)
-
-
-def _fail(error: BaseException, code: int) -> NoReturn:
-    """One line on standard error, then exit."""
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    typer.echo(f"error: {' '.join(text.split())}", err=True)
-    raise typer.Exit(code)
 
 
 def main() -> None:

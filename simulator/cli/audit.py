@@ -8,40 +8,42 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from simulator.cli.account import (
-    Adjacency,
-    Blankets,
-    Json,
-    Noise,
-    Rate,
-    Users,
-    check_adjacency,
-    checked_users,
-    fail,
-    make_event,
-    print_json,
-)
+from simulator.cli import options
+from simulator.cli.account import make_event
+
+Accountants = Annotated[
+    list[str] | None,
+    typer.Option("--accountant", help="Whose claim; repeatable. Default: all that make one."),
+]
+Placements = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--placement",
+        help="Where the other users are: homogeneous, antipodal, opposite, equilateral, or "
+        "absent; repeatable. Default: all.",
+    ),
+]
+EndToEnd = Annotated[
+    str | None,
+    typer.Option(
+        "--end-to-end",
+        metavar="CONFIG",
+        help="Attack the plan of a run's configuration through the real client, shuffler and "
+        "server instead: one user alone in every round. --epsilon, --samples (1000 by "
+        "default: rounds of each world), --confidence and --seed apply.",
+    ),
+]
 
 
 def audit_command(
-    n: Users = None,
-    gamma: Rate = 1.0,
-    noise: Noise = None,
-    adjacency: Adjacency = "replace",
-    blankets: Blankets = 0.0,
+    n: options.Users = None,
+    gamma: options.Rate = 1.0,
+    noise: options.Noise = None,
+    adjacency: options.Adjacency = "replace",
+    blankets: options.Blankets = 0.0,
     epsilon: Annotated[float, typer.Option("--epsilon", help="ε at which δ is attacked.")] = 0.3,
-    accountant: Annotated[
-        list[str] | None,
-        typer.Option("--accountant", help="Whose claim; repeatable. Default: all that make one."),
-    ] = None,
-    placement: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--placement",
-            help="Where the other users are: homogeneous, antipodal, opposite, equilateral, or "
-            "absent; repeatable. Default: all.",
-        ),
-    ] = None,
+    accountant: Accountants = None,
+    placement: Placements = None,
     samples: Annotated[
         int | None, typer.Option("--samples", help="Draws of each world. Default: 100000.")
     ] = None,
@@ -49,17 +51,8 @@ def audit_command(
         float, typer.Option("--confidence", help="Chance of no false violation.")
     ] = 0.99,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the draws.")] = None,
-    end_to_end: Annotated[
-        str | None,
-        typer.Option(
-            "--end-to-end",
-            metavar="CONFIG",
-            help="Attack the plan of a run's configuration through the real client, shuffler and "
-            "server instead: one user alone in every round. --epsilon, --samples (1000 by "
-            "default: rounds of each world), --confidence and --seed apply.",
-        ),
-    ] = None,
-    json: Json = False,
+    end_to_end: EndToEnd = None,
+    json: options.Json = False,
 ) -> None:
     """Attack the accountants' δ(ε) of one round, and say which claims do not hold for every pair.
 
@@ -75,8 +68,8 @@ def audit_command(
         _end_to_end(end_to_end, epsilon, samples, confidence, seed, json, any(given))
         return
     try:
-        event = make_event(checked_users(n, noise, 6), gamma, noise, blankets)
-        check_adjacency(adjacency)
+        event = make_event(options.checked_users(n, noise, 6), gamma, noise, blankets)
+        options.check_adjacency(adjacency)
         at = placement or list(PLACEMENTS)
         names = accountant or [
             name
@@ -94,7 +87,7 @@ def audit_command(
         )
         checks = dict(zip(names, attacked, strict=True))
     except ValueError as error:
-        fail(error)
+        options.fail(error)
     _report(checks, epsilon, confidence, json)
 
 
@@ -113,7 +106,6 @@ def _end_to_end(
     from shuffler import ShufflerError
     from simulator.canary import check_end_to_end
     from simulator.config import load
-    from simulator.data.datasets import DatasetError
     from simulator.experiment import prepare
 
     try:
@@ -123,15 +115,15 @@ def _end_to_end(
         drawn = secrets.randbits(32) if seed is None else seed
         rounds = 1000 if samples is None else samples
         found = check_end_to_end(plan, epsilon, rounds, confidence, drawn)
-    except (ValueError, DatasetError, ShufflerError) as error:
-        fail(error)
+    except (ValueError, ShufflerError) as error:
+        options.fail(error)
     _report({check.accountant: check for check in found}, epsilon, confidence, json)
 
 
 def _report(checks: dict[str, Any], epsilon: float, confidence: float, json: bool) -> None:
     """Prints the checks; ends with 3 if a claim for every pair is violated."""
     if json:
-        print_json(
+        options.print_json(
             {
                 name: {
                     "claimed_delta": check.claimed_delta,
@@ -145,27 +137,15 @@ def _report(checks: dict[str, Any], epsilon: float, confidence: float, json: boo
         )
     else:
         _print_table(checks, epsilon, confidence)
-    if any(check.violated and _for_every_pair(check) for check in checks.values()):
+    if any(check.violated and check.holds_for == "every pair" for check in checks.values()):
         raise typer.Exit(3)
 
 
-def _for_every_pair(check: Any) -> bool:
-    return bool(check.holds_for == "every pair")
-
-
 def _print_table(checks: dict[str, Any], epsilon: float, confidence: float) -> None:
-    table = Table(
-        title=f"δ({epsilon:g}) of one round, attacked ({confidence:g} confidence)",
-        title_justify="left",
-    )
-    for column in (
-        "accountant",
-        "claims",
-        "is at least",
-        "with the others",
-        "for every pair",
-        "claims to hold for",
-    ):
+    title = f"δ({epsilon:g}) of one round, attacked ({confidence:g} confidence)"
+    table = Table(title=title, title_justify="left")
+    columns = "accountant", "claims", "is at least", "with the others", "for every pair"
+    for column in (*columns, "claims to hold for"):
         table.add_column(column)
     for name, check in checks.items():
         table.add_row(
@@ -174,6 +154,6 @@ def _print_table(checks: dict[str, Any], epsilon: float, confidence: float) -> N
             f"{check.worst.delta_lower:.4g}",
             check.worst.placement,
             "[red]violated[/red]" if check.violated else "not refuted",
-            "every pair" if _for_every_pair(check) else "the homogeneous pair",
+            "every pair" if check.holds_for == "every pair" else "the homogeneous pair",
         )
     Console().print(table)

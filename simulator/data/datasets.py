@@ -1,4 +1,4 @@
-"""Real datasets by name: digits (scikit-learn), MNIST, Fashion-MNIST, CIFAR-10 (torchvision).
+"""Datasets: digits (scikit-learn), MNIST, Fashion-MNIST, CIFAR-10 (torchvision), or the reader's.
 
 torchvision's archives are taken from the folder named by SHUFL_DATA when they are there, and
 downloaded otherwise; either way they are verified and unpacked by torchvision in a cache folder.
@@ -7,20 +7,19 @@ downloaded otherwise; either way they are verified and unpacked by torchvision i
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from simulator.data.vision import torchvision_datasets
-
-
-class DatasetError(RuntimeError):
-    """A dataset could not be found, downloaded or verified."""
+from simulator.section import ConfigError, find, one_line
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,12 @@ class Dataset:
 
     Attributes:
         train_features, test_features: shape (r, ...), uint8 or float32; `inputs` normalises.
-        train_labels, test_labels: int64 of shape (r,).
+        train_labels, test_labels: int64 of shape (r,), from 0 to `classes` - 1.
         classes: number of classes.
-        mean, std: of the training pixels after division by `scale`; published constants, not
-            estimated from users' data.
         scale: what raw values are divided by.
+        mean, std: of the training records after division by `scale`: one number, or one for each
+            channel. They are not protected, so they must not be estimated from users' data; those
+            of the datasets here are published constants.
     """
 
     train_features: torch.Tensor
@@ -41,9 +41,9 @@ class Dataset:
     test_features: torch.Tensor
     test_labels: torch.Tensor
     classes: int
-    scale: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    scale: float = 1.0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -113,24 +113,23 @@ def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple:
     """The training and the test set of a torchvision dataset, from SHUFL_DATA or by download."""
     cache = _cache_folder()
     if local := os.environ.get("SHUFL_DATA"):
-        _copy_archives(Path(local).expanduser(), cache, folder, pattern)
+        copy_archives(Path(local).expanduser(), cache, folder, pattern)
     constructor = getattr(torchvision_datasets(), class_name)
     try:
         return constructor(cache, train=True, download=True), constructor(
             cache, train=False, download=True
         )
     except (RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DatasetError(
-            f"{class_name} could not be downloaded or verified ({reason}); put its archives "
+        raise ConfigError(
+            f"{class_name} could not be downloaded or verified ({one_line(error)}); put its archives "
             f"({folder / pattern}) in a folder and name that folder in SHUFL_DATA"
         ) from error
 
 
-def _copy_archives(local: Path, cache: Path, folder: Path, pattern: str) -> None:
+def copy_archives(local: Path, cache: Path, folder: Path, pattern: str) -> None:
     """Copies archives not yet in the cache; the local folder stays as it is."""
     if not local.is_dir():
-        raise DatasetError(f"SHUFL_DATA must name an existing folder, got {local}")
+        raise ConfigError(f"SHUFL_DATA must name an existing folder, got {local}")
     for archive in sorted((local / folder).glob(pattern)):
         target = cache / folder / archive.name
         if target.exists() and target.stat().st_size == archive.stat().st_size:
@@ -160,7 +159,72 @@ DATASETS: dict[str, Callable[[], Dataset]] = {
 def load_dataset(name: str) -> Dataset:
     """The dataset of that name, kept in memory for the process.
 
+    Args:
+        name: a key of DATASETS, or `module:callable`. The callable takes nothing and returns a
+            `Dataset`, the same one at every call: each process that needs it calls it anew.
+
     Raises:
-        DatasetError: it is not available, or its archive does not verify.
+        ConfigError: it is not available, its archive does not verify, or it is no dataset.
     """
-    return DATASETS[name]()
+    make = find("data.dataset", name, DATASETS)
+    try:
+        dataset = make()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"data.dataset {name} could not be loaded: {one_line(error)}") from error
+    if (mistake := _mistake(dataset)) is not None:
+        raise ConfigError(f"data.dataset {name} {mistake}")
+    return dataset
+
+
+def dataset_digest(dataset: Dataset) -> str:
+    """SHA-256 (hexadecimal) of all that a dataset holds."""
+    digest = hashlib.sha256()
+    for field in fields(dataset):
+        value = getattr(dataset, field.name)
+        digest.update(f"{field.name} {getattr(value, 'shape', value)}".encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(value.contiguous().numpy())
+    return digest.hexdigest()
+
+
+def _mistake(dataset: Any) -> str | None:
+    """What is wrong with something that should be a dataset, or None."""
+    if not isinstance(dataset, Dataset):
+        return f"must return a simulator.data.datasets.Dataset, got {type(dataset).__name__}"
+    if type(dataset.classes) is not int or dataset.classes < 1:
+        return f"must have classes, a whole number of at least 1, got {dataset.classes!r}"
+    for part in ("train", "test"):
+        features, labels = (getattr(dataset, f"{part}_{what}") for what in ("features", "labels"))
+        for name, tensor, dtypes in (
+            (f"{part}_features", features, (torch.uint8, torch.float32)),
+            (f"{part}_labels", labels, (torch.int64,)),
+        ):
+            if getattr(tensor, "dtype", None) not in dtypes or tensor.device.type != "cpu":
+                allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                got = getattr(tensor, "dtype", type(tensor).__name__)
+                return f"must have {name} that are a {allowed} tensor on the CPU, got {got}"
+        if features.dim() < 2 or features.shape[1:] != dataset.input_shape:
+            return (
+                "must have features of shape (records, ...), alike in training and test, got "
+                f"{tuple(dataset.train_features.shape)} and {tuple(dataset.test_features.shape)}"
+            )
+        if labels.shape != features.shape[:1] or len(labels) == 0:
+            return (
+                f"must have one {part} label for each of at least one record, got "
+                f"{tuple(labels.shape)} labels and {tuple(features.shape)} features"
+            )
+        if not 0 <= labels.min() <= labels.max() < dataset.classes:
+            return (
+                f"must have {part}_labels from 0 to {dataset.classes - 1}, got "
+                f"{int(labels.min())} to {int(labels.max())}"
+            )
+    try:
+        finite = dataset.inputs(dataset.train_features[:1]).isfinite().all()
+        fits = dataset.inputs(dataset.train_features[:1]).shape[1:] == dataset.input_shape
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"cannot be normalised by its scale, mean and std: {one_line(error)}"
+    if not (finite and fits):
+        return "must give finite records of the same shape, normalised by its scale, mean and std"
+    return None

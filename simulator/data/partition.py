@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import torch
+
+from simulator.data.datasets import Dataset, load_dataset
 
 SCHEMES = ("iid", "by-label", "dirichlet", "repeated")
 
@@ -83,3 +88,57 @@ def _dirichlet(
             label = rng.choice(len(pools), p=weights / weights.sum())
             dealt[user, place] = pools[label].pop()
     return dealt
+
+
+class PartitionedRecords:
+    """Maps a user id to its records: features as model input, labels.
+
+    Ids of shape (k,) are mapped to the records of all of them, shapes (k, r, ...) and (k, r): every
+    partition gives each user the same number r.
+    """
+
+    def __init__(self, dataset: Dataset, parts: np.ndarray, first: int = 0):
+        self._dataset = dataset
+        self._parts = parts  # of the users from `first` on
+        self._first = first
+
+    def __call__(self, users: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The records of one user, or of several at once."""
+        index = torch.from_numpy(self._parts[users - self._first])
+        index = index.to(self._dataset.train_labels.device)
+        features, labels = (
+            of.index_select(0, index.flatten()).unflatten(0, index.shape)
+            for of in (self._dataset.train_features, self._dataset.train_labels)
+        )
+        return self._dataset.inputs(features), labels
+
+    def to(self, device: str) -> PartitionedRecords:
+        """The same with the records on this device."""
+        dataset = replace(
+            self._dataset,
+            train_features=self._dataset.train_features.to(device),
+            train_labels=self._dataset.train_labels.to(device),
+        )
+        return PartitionedRecords(dataset, self._parts, self._first)
+
+    def of(self, first: int, last: int) -> PartitionedRecords:
+        """The same for the users from `first` to before `last`, holding nobody else's records."""
+        parts = self._parts[first - self._first : last - self._first]
+        held, index = np.unique(parts, return_inverse=True)
+        dataset = replace(
+            self._dataset,
+            train_features=self._dataset.train_features[held],
+            train_labels=self._dataset.train_labels[held],
+            test_features=self._dataset.test_features[:0],
+            test_labels=self._dataset.test_labels[:0],
+        )
+        return PartitionedRecords(dataset, index.reshape(parts.shape), first)
+
+
+def load_user_records(
+    dataset: str, users: int, scheme: str, seed: int, concentration: float
+) -> PartitionedRecords:
+    """The records of all users: the dataset of that name, dealt as `partition` says."""
+    loaded = load_dataset(dataset)
+    parts = partition(loaded.train_labels.numpy(), users, scheme, seed, concentration)
+    return PartitionedRecords(loaded, parts)

@@ -2,27 +2,131 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
-import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from pydantic import Field
+
+from accounting import ACCOUNTANTS
+from accounting.mechanisms import seed_of_shuffler
+from clients import ClientSettings, make_client_app
+from server import RoundRecord, RunResult, ServerSettings, TrainingSettings, make_server_app
+from shuffler import ShufflerProcess
+from simulator.engines.base import EngineFailed, interrupts, start_ray
+from simulator.section import ConfigError, Count, Positive, Section, one_line
+
+if TYPE_CHECKING:
+    from simulator.experiment import Experiment
 
 _GRACE_SECONDS = 5.0  # for nodes still at work when the ServerApp has ended
 
 
-class EngineFailed(RuntimeError):
-    """Flower's simulation engine or Ray failed; the ServerApp did not."""
+class FlowerKeys(Section):
+    """The Flower engine's keys of `[simulation]`."""
+
+    nodes: Count = 20
+    cpus_per_node: Positive = 1.0
+    round_timeout: Positive = 600.0
+    reply_after: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="seconds, a number of at least 0"
+    )
+
+
+class FlowerEngine:
+    """Plays rounds by messages: Flower nodes, real shuffler processes, sealed reports.
+
+    A round played again makes the same release only if its batch is released with all users or
+    not at all: otherwise other nodes may be silent than before.
+    """
+
+    keys = FlowerKeys
+    not_ignored = ()
+    gradients = "user by user"
+
+    def __init__(self, experiment: Experiment):
+        """Checks the number of nodes, and of their CPUs."""
+        simulation, plan = experiment.config.simulation, experiment.plan
+        if simulation.nodes > plan.users:
+            raise ConfigError(
+                f"simulation.nodes must be at most the number of users, {plan.users}, "
+                f"got {simulation.nodes}"
+            )
+        if simulation.cpus_per_node > (os.cpu_count() or 1):
+            raise ConfigError(
+                f"simulation.cpus_per_node must be at most {os.cpu_count()}, the CPUs here, "
+                f"got {simulation.cpus_per_node:g}"
+            )
+        self.description = f"flower on {simulation.nodes} nodes, gradients {self.gradients}"
+        counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
+        self.repeats_releases = counts_on_others and plan.least_present == plan.users
+        self._keys, self._shuffler = simulation, experiment.config.shuffler
+        self._seed = experiment.seed
+        self._client_settings = functools.partial(
+            ClientSettings,
+            plan=plan,
+            make_model=experiment.make_model,
+            load_users=experiment.load_users,
+            training=experiment.local_training,
+            seed=experiment.seed,
+            reply_after=simulation.reply_after,
+        )
+
+    def run(
+        self,
+        training: TrainingSettings,
+        observe: Callable[[RoundRecord], None],
+        stop: threading.Event,
+    ) -> RunResult:
+        """Starts the shufflers, then Flower, and waits for the end."""
+        keys, folder = self._keys, training.folder
+        results: list[RunResult] = []
+        with ExitStack() as stack:
+            stack.enter_context(logs_to(folder / "server.log", "server"))
+            shufflers = [
+                stack.enter_context(self._shuffler_process(folder, number))
+                for number in range(self._shuffler.number)
+            ]
+            server_app = make_server_app(
+                ServerSettings(
+                    **vars(training),
+                    nodes=keys.nodes,
+                    shufflers=tuple((each.address, each.control) for each in shufflers),
+                    round_timeout=keys.round_timeout,
+                    sealing=self._shuffler.sealing,
+                ),
+                observe,
+                results.append,
+                stop.is_set,
+            )
+            client_app = make_client_app(
+                self._client_settings(
+                    run_id=training.run_id,
+                    shufflers=tuple((each.address, each.submit) for each in shufflers),
+                )
+            )
+            os.environ["FLWR_HOME"] = str(folder / "flower")
+            log_file = folder / "flower.log"
+            run_on_flower(server_app, client_app, keys.nodes, keys.cpus_per_node, stop, log_file)
+        return results[0]
+
+    def _shuffler_process(self, folder: Path, number: int) -> ShufflerProcess:
+        """One shuffler, with an authority of its own: it serves its own users alone."""
+        return ShufflerProcess(
+            log_file=folder / ("shuffler.log" if number == 0 else f"shuffler-{number + 1}.log"),
+            simulation_seed=seed_of_shuffler(self._seed, number),
+        )
 
 
 def run_on_flower(
@@ -56,9 +160,8 @@ def run_on_flower(
     home = Path.cwd()
     with logs_to(log_file, "flwr"), tempfile.TemporaryDirectory(prefix="shufl-") as lease:
         try:
-            with path_for_workers():
-                ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-            with interrupts(stop):  # again: Ray has put its own handler in place
+            start_ray()
+            with interrupts(stop):
                 threading.Thread(target=main.end_lease_late, args=(lease,), daemon=True).start()
                 run_simulation(
                     main.app,
@@ -108,13 +211,13 @@ class _Main:
             shutil.rmtree(lease, ignore_errors=True)
 
 
-_under_lease = False  # whether this worker process watches its lease
+_under_lease = False  # whether this process of a Ray worker watches its lease
 
 
 def _leased(client_app: ClientApp, lease: Path, home: Path) -> ClientApp:
-    """The same app, in worker processes that end when the folder `lease` is gone.
+    """The same app, in Ray workers whose processes end when the folder `lease` is gone.
 
-    Neither Flower nor Ray has a call that stops a node at work from outside. The workers also
+    Neither Flower nor Ray has a call that stops a node at work from outside. The processes also
     change to `home`, so that relative paths mean what they mean in the driver.
     """
     leased = ClientApp()
@@ -140,54 +243,10 @@ def _leased(client_app: ClientApp, lease: Path, home: Path) -> ClientApp:
     return leased
 
 
-@contextmanager
-def path_for_workers() -> Iterator[None]:
-    """Lets Ray's workers find our packages first, then whatever the driver finds.
-
-    Ray puts the working directory of `ray.init` at the head of its workers' path: there a user's
-    folder named `server` would hide ours. So it is ours while Ray starts.
-    """
-    here, path = Path.cwd(), os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-    os.chdir(Path(__file__).resolve().parents[2])
-    try:
-        yield
-    finally:
-        os.chdir(here)
-        if path is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = path
-
-
 def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def interrupts(stop: threading.Event) -> Iterator[None]:
-    """Turns the first SIGINT or SIGTERM into `stop`; then the old handlers are back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {}
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def on_signal(number: int, frame: object) -> None:
-        stop.set()
-        restore()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, on_signal)
-    try:
-        yield
-    finally:
-        restore()
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 @contextmanager

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import nn
 
-from simulator.config import ConfigError
-from simulator.engines.flower import EngineFailed, path_for_workers
-from simulator.engines.vectorised import Blankets, ReportSum, SumReports, users_per_block
-from simulator.experiment import Experiment, PartitionedRecords
+from simulator.data.partition import PartitionedRecords
+from simulator.engines.base import EngineFailed, start_ray
+from simulator.engines.vectorised import Blankets, ReportSum, SumReports, VectorisedSettings
+from simulator.section import ConfigError
 
 _CONNECT_SECONDS = 5.0
 _START_SECONDS = 120.0
@@ -26,22 +27,41 @@ _TRIES = 3  # of a shard's part of a round
 
 
 @contextmanager
-def ray_workers(experiment: Experiment) -> Iterator[SumReports]:
-    """Starts `simulation.workers` Ray actors and gives `ReportSum.sum` by all of them.
+def ray_workers(settings: VectorisedSettings, records: PartitionedRecords) -> Iterator[SumReports]:
+    """Starts `simulation.workers` Ray workers and gives `ReportSum.sum` by all of them.
 
     On the cluster at RAY_ADDRESS if that is set, else in a Ray of its own that ends with the run.
-    A worker has one CPU and, with `simulation.device = "cuda"`, its share of the cluster's GPUs. It
-    is sent its users' records when it starts and the model once a round. One that dies is
-    replaced, and its part of the round computed anew: nobody has read what it drew, so that the
-    round has one release, as its ledger line says.
+    A worker is an actor with one CPU and, with `simulation.device = "cuda"`, its share of the
+    cluster's GPUs. It is sent its users' records when it starts and the model once a round. Ray
+    replaces one that dies, and has its part of the round computed anew: nobody has read what it
+    drew, so that the round has one release, as its ledger line says.
 
     Raises:
         EngineFailed: Ray or the workers do not start or fail, one dies in every try of a round, or
             the cluster lacks the GPUs.
     """
+    ends = shards(settings.plan.users, settings.users_per_block, settings.keys.workers)
     try:
-        workers = _start(experiment, experiment.config.simulation.workers)
-        yield lambda *what: _sum(workers, *what)
+        workers = _start(settings, records, ends)
+
+        def sum_reports(
+            round: int, model: nn.Module, users: np.ndarray, blankets: list[Blankets]
+        ) -> np.ndarray:
+            shared = ray.put(model)
+            parts = [
+                worker.sum.remote(held, round, shared, *part)
+                for (worker, held), part in zip(workers, divide(users, blankets, ends), strict=True)
+            ]
+            try:
+                return sum(ray.get(part) for part in parts)
+            except RayActorError as error:
+                raise EngineFailed(f"round {round}: a Ray worker died {_TRIES} times") from error
+            except RayError as error:
+                raise EngineFailed(
+                    f"round {round}: a Ray worker failed: {_cause(error)}"
+                ) from error
+
+        yield sum_reports
     finally:
         ray.shutdown()
 
@@ -64,21 +84,36 @@ def check_cluster() -> None:
         ) from error
 
 
-def _start(experiment: Experiment, number: int) -> list[_Worker]:
+class _Worker:
+    """Sums the reports of one shard's users, in a process that Ray may have to start anew."""
+
+    def __init__(self) -> None:
+        self._reports: ReportSum | None = None
+
+    def sum(self, held: list[ray.ObjectRef], *what: Any) -> np.ndarray:
+        """`ReportSum.sum`, of the settings and records that `held` refers to."""
+        if self._reports is None:
+            self._reports = ReportSum(*ray.get(held))
+        return self._reports.sum(*what)
+
+
+def _start(
+    settings: VectorisedSettings, records: PartitionedRecords, ends: list[tuple[int, int]]
+) -> list[tuple[ActorHandle, list[ray.ObjectRef]]]:
+    """A worker for each shard, once all of them are ready, and what it must hold."""
     try:
-        with path_for_workers():
-            options = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-        needs = needs_of_a_worker(experiment.config.simulation.device, number)
-        records = experiment.load_users()
-        shards = _shards(experiment, number)
-        workers = [_Worker(experiment, records, needs, start, end) for start, end in shards]
-        ray.get([worker.actor.__ray_ready__.remote() for worker in workers], timeout=_START_SECONDS)
+        start_ray()
+        needs = needs_of_a_worker(settings.keys.device, len(ends))
+        make = ray.remote(max_restarts=-1, max_task_retries=_TRIES - 1, **needs)(_Worker).remote
+        shared = ray.put(settings)
+        workers = [(make(), [shared, ray.put(records.of(*shard))]) for shard in ends]
+        ready = [worker.__ray_ready__.remote() for worker, _ in workers]
+        ray.get(ready, timeout=_START_SECONDS)
         return workers
     except GetTimeoutError as error:
         free = ray.available_resources()
         raise EngineFailed(
-            f"Ray did not start {number} workers of one CPU and {needs['num_gpus']:g} GPUs each "
+            f"Ray did not start {len(ends)} workers of one CPU and {needs['num_gpus']:g} GPUs each "
             f"within {_START_SECONDS:g} s; {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} "
             "GPUs are free"
         ) from error
@@ -103,74 +138,23 @@ def needs_of_a_worker(device: str, number: int) -> dict[str, float]:
     return {"num_cpus": 1, "num_gpus": 10_000 // math.ceil(number / gpus) / 10_000}
 
 
-class _Worker:
-    """An actor that sums the reports of the users from `start` to before `end`."""
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        records: PartitionedRecords,
-        needs: dict[str, float],
-        start: int,
-        end: int,
-    ):
-        self.start, self.end = start, end
-        own = ray.put(records.of(start, end))
-        self._make_actor = lambda: ray.remote(**needs)(ReportSum).remote(experiment, own)
-        self.actor = self._make_actor()
-
-    def replace(self) -> None:
-        """Puts a new actor in the place of a dead one."""
-        self.actor = self._make_actor()
-
-
-def _shards(experiment: Experiment, number: int) -> list[tuple[int, int]]:
-    """The ids at which the shards start and end: whole blocks, as many to each."""
-    users, block = experiment.plan.users, users_per_block(experiment)
+def shards(users: int, block: int, number: int) -> list[tuple[int, int]]:
+    """For each worker the first of its users' ids and the one behind the last: whole blocks."""
     blocks = -(-users // block)
     bounds = [min(users, block * (blocks * shard // number)) for shard in range(number + 1)]
     return list(itertools.pairwise(bounds))
 
 
-def _sum(
-    workers: list[_Worker],
-    round: int,
-    model: nn.Module,
-    users: np.ndarray,
-    blankets: list[Blankets],
-) -> np.ndarray:
-    """`ReportSum.sum`, each worker for its own users and its share of the blankets."""
-    shared = ray.put(model)
-    left = {
-        worker: (
-            users[np.searchsorted(users, worker.start) : np.searchsorted(users, worker.end)],
-            [_share(each, number, len(workers)) for each in blankets],
-        )
-        for number, worker in enumerate(workers)
-    }
-    total = 0
-    for _ in range(_TRIES):
-        parts = {worker: worker.actor.sum.remote(round, shared, *left[worker]) for worker in left}
-        for worker, part in parts.items():
-            try:
-                total = total + ray.get(part)
-                del left[worker]
-            except RayActorError:
-                worker.replace()
-            except RayError as error:
-                raise EngineFailed(
-                    f"round {round}: a Ray worker failed: {_cause(error)}"
-                ) from error
-        if not left:
-            return total
-    raise EngineFailed(f"round {round}: a Ray worker died {_TRIES} times")
-
-
-def _share(blankets: Blankets, number: int, of: int) -> Blankets:
-    """The part of some blankets that one of the workers adds."""
-    shuffler, first, last = blankets
-    count = last - first
-    return shuffler, first + count * number // of, first + count * (number + 1) // of
+def divide(
+    users: np.ndarray, blankets: list[Blankets], ends: list[tuple[int, int]]
+) -> Iterator[tuple[np.ndarray, list[Blankets]]]:
+    """For each worker its own of the users, and an equal part of each shuffler's blankets."""
+    for number, (start, end) in enumerate(ends):
+        part = [
+            (shuffler, *(first + (last - first) * at // len(ends) for at in (number, number + 1)))
+            for shuffler, first, last in blankets
+        ]
+        yield users[np.searchsorted(users, start) : np.searchsorted(users, end)], part
 
 
 def _cause(error: Exception) -> str:

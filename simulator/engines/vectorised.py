@@ -9,20 +9,43 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
+from accounting import PrivacyPlan
 from accounting.mechanisms import make_randomness, seed_of_shuffler
-from clients import record_orders
-from server import Aggregate, PlayedRound, mean_update
-from simulator.engines.user_gradients import clipped_sum_of_updates, ready_for
-from simulator.experiment import Experiment, PartitionedRecords
+from clients import LocalTraining, record_orders
+from server import (
+    Aggregate,
+    Aggregator,
+    PlayedRound,
+    RoundRecord,
+    RunResult,
+    Training,
+    TrainingSettings,
+)
+from simulator.data.partition import PartitionedRecords
+from simulator.engines.base import interrupts
+from simulator.engines.user_gradients import (
+    Method,
+    Precision,
+    clipped_sum_of_updates,
+    fastest_method,
+    ready_for,
+)
+from simulator.section import ConfigError, Count, Section, one_line
+
+if TYPE_CHECKING:
+    from simulator.experiment import Experiment
 
 _NUMBERS_AT_ONCE = 2**18  # of noise: they stay in a core's cache
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names for what `keep_freed_memory` sets
@@ -31,33 +54,174 @@ Blankets = tuple[int, int, int]
 """Some blankets of a round: which shuffler's, and the numbers of the first and behind the last."""
 
 SumReports = Callable[[int, nn.Module, np.ndarray, list[Blankets]], np.ndarray]
-"""What `ReportSum.sum` does."""
+"""A call with the arguments and the result of `ReportSum.sum`."""
+
+
+class VectorisedKeys(Section):
+    """The vectorised engine's keys of `[simulation]`."""
+
+    noise: Literal["report", "aggregate"] = "report"
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Precision = "float32"
+    users_per_chunk: Count = 256
+    workers: Count = 1
+
+
+@dataclass(frozen=True)
+class VectorisedSettings:
+    """What computing rounds needs. Small and picklable: it travels to every Ray worker.
+
+    Attributes:
+        plan: the privacy plan.
+        make_model: builds the model.
+        dimension: d, the number of its parameters.
+        training: users' local computation.
+        method: how users' gradients are computed.
+        aggregator: makes the estimate of the mean update from the reports' sum.
+        seed: of coins and noise; None takes them from the operating system.
+        crowds: how many users report to each shuffler.
+        shuffler_of: to which shuffler, from 0, each of some users reports.
+        keys: the engine's keys of the configuration.
+    """
+
+    plan: PrivacyPlan
+    make_model: Callable[[], nn.Module]
+    dimension: int
+    training: LocalTraining
+    method: Method
+    aggregator: type[Aggregator]
+    seed: int | None
+    crowds: tuple[int, ...]
+    shuffler_of: Callable[[np.ndarray], np.ndarray]
+    keys: VectorisedKeys
+
+    @property
+    def users_per_block(self) -> int:
+        """How many neighbouring ids a block has: about `users_per_chunk` of them check in."""
+        return int(self.keys.users_per_chunk / self.plan.check_in_rate)
+
+
+class VectorisedEngine:
+    """Computes rounds in this process, or in several Ray workers.
+
+    On a GPU the order of some of torch's sums is not fixed, so a round is not repeated to the bit.
+    """
+
+    keys = VectorisedKeys
+    not_ignored = ("noise", "device", "precision")
+
+    def __init__(self, experiment: Experiment):
+        """Checks that the device, the CPUs or the Ray cluster are there; tries the model."""
+        simulation = experiment.config.simulation
+        keys = VectorisedKeys(**{key: getattr(simulation, key) for key in self.keys.model_fields})
+        _check_machine(keys)
+        aggregator = experiment.aggregator
+        if not aggregator.takes_sums:
+            raise ConfigError(
+                "training.aggregator must be one that needs only the sum of the reports with "
+                f"engine vectorised, which has no single ones, got {aggregator.__name__}"
+            )
+        self.gradients = _method(experiment, keys)
+        drawn = "for each report" if keys.noise == "report" else "once a round, for their sum"
+        by = "" if keys.workers == 1 else f" by {keys.workers} Ray workers"
+        self.description = (
+            f"vectorised on {keys.device} in {keys.precision}{by}, noise drawn {drawn}, "
+            f"gradients by {self.gradients}"
+        )
+        self.repeats_releases = keys.device == "cpu"
+        self.load_users = experiment.load_users
+        self.settings = VectorisedSettings(
+            plan=experiment.plan,
+            make_model=experiment.make_model,
+            dimension=experiment.parameters,
+            training=experiment.local_training,
+            method=self.gradients,
+            aggregator=aggregator,
+            seed=experiment.seed,
+            crowds=experiment.crowds,
+            shuffler_of=experiment.shuffler_of,
+            keys=keys,
+        )
+
+    def run(
+        self,
+        training: TrainingSettings,
+        observe: Callable[[RoundRecord], None],
+        stop: threading.Event,
+    ) -> RunResult:
+        """Trains in this thread."""
+        with self._sum_reports() as sum_reports, interrupts(stop):
+            rounds = VectorisedRounds(self.settings, sum_reports)
+            return Training(training).run(rounds, observe, stop.is_set)
+
+    @contextlib.contextmanager
+    def _sum_reports(self) -> Iterator[SumReports]:
+        """Where reports are summed: in this process, or by Ray workers."""
+        if self.settings.keys.workers == 1:
+            yield ReportSum(self.settings, self.load_users()).sum
+        else:
+            from simulator.engines.ray_workers import ray_workers
+
+            with ray_workers(self.settings, self.load_users()) as sum_reports:
+                yield sum_reports
+
+
+def _check_machine(keys: VectorisedKeys) -> None:
+    """Refuses a device or more Ray workers than there are here, and a cluster that is not there."""
+    if keys.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f'simulation.device must be "cpu" here: torch {torch.__version__} finds no CUDA '
+            'device, got "cuda"'
+        )
+    if keys.workers == 1:
+        return
+    if not os.environ.get("RAY_ADDRESS") and keys.workers > (os.cpu_count() or 1):
+        raise ConfigError(
+            f"simulation.workers must be at most {os.cpu_count()}, the CPUs here, without a Ray "
+            f"cluster at RAY_ADDRESS, got {keys.workers}"
+        )
+    from simulator.engines.ray_workers import check_cluster  # Ray takes its time
+
+    check_cluster()
+
+
+def _method(experiment: Experiment, keys: VectorisedKeys) -> Method:
+    """How users' gradients are computed fastest.
+
+    Raises:
+        ConfigError: torch cannot vectorise the model.
+    """
+    dataset, training = experiment.dataset, experiment.local_training
+    about = dataset.input_shape, dataset.classes, training, keys.device, keys.precision
+    try:
+        return fastest_method(experiment.make_model().train(), *about)
+    except Exception as error:
+        raise ConfigError(
+            f"model {experiment.config.model.name} cannot be vectorised over users in "
+            f"{keys.precision} on {keys.device} ({one_line(error)}); "
+            'simulation.engine = "flower" can run it, on the cpu in float32'
+        ) from error
 
 
 class VectorisedRounds:
-    """Plays the rounds of an experiment: coins, the sum of reports, the mean update."""
+    """Plays the rounds of a run: coins, the sum of reports, the mean update."""
 
-    def __init__(self, experiment: Experiment, sum_reports: SumReports):
-        self._plan = experiment.plan
-        self._dimension = experiment.parameters
-        self._seed = experiment.seed
-        self._randomness = make_randomness(self._seed)
-        self._crowds = experiment.crowds
-        self._shuffler_of = experiment.shuffler_of
-        self._noise_at_once = experiment.config.simulation.noise == "aggregate"
+    def __init__(self, settings: VectorisedSettings, sum_reports: SumReports):
+        self._settings = settings
+        self._randomness = make_randomness(settings.seed)
         self._sum_reports = sum_reports
 
     def __call__(self, round: int, model: nn.Module) -> PlayedRound:
         """One round: coins, blankets, and the mean update of the batches that are large enough."""
-        plan = self._plan
+        settings, plan = self._settings, self._settings.plan
         users = self._randomness.checked_in(round, plan.users, plan.check_in_rate)
-        shufflers = self._shuffler_of(users)
-        reports = np.bincount(shufflers, minlength=len(self._crowds))
+        shufflers = settings.shuffler_of(users)
+        reports = np.bincount(shufflers, minlength=len(settings.crowds))
         blankets = [
-            make_randomness(seed_of_shuffler(self._seed, number)).number_of_blankets(
+            make_randomness(seed_of_shuffler(settings.seed, number)).number_of_blankets(
                 round, plan.shuffler_blankets
             )
-            for number in range(len(self._crowds))
+            for number in range(len(settings.crowds))
         ]
         released = np.flatnonzero(reports + blankets >= plan.minimum_batch).tolist()
         if not released:
@@ -66,20 +230,20 @@ class VectorisedRounds:
         added = [(number, 0, blankets[number]) for number in released]
         count = len(users) + sum(last for *_, last in added)
         total = self._sum_reports(round, model, users, added).astype(np.float64)
-        if self._noise_at_once:
+        if settings.keys.noise == "aggregate":
             scale = plan.noise_multiplier * plan.clip_norm / plan.mechanism.unit
-            total += scale * self._randomness.summed_noise(round, count, self._dimension)
-        crowds = [self._crowds[number] for number in released]
-        estimate = mean_update(total, plan, sum(crowds))
-        return PlayedRound(
-            "released", Aggregate(estimate, count, 0, {}), plan.users, smallest_crowd=min(crowds)
-        )
+            total += scale * self._randomness.summed_noise(round, count, settings.dimension)
+        aggregator = settings.aggregator(plan, settings.dimension)
+        aggregator.add(total)
+        crowds = [settings.crowds[number] for number in released]
+        aggregate = Aggregate(aggregator.result(sum(crowds)), count, 0, {})
+        return PlayedRound("released", aggregate, plan.users, smallest_crowd=min(crowds))
 
 
 class ReportSum:
     """Sums reports of users whose records it has, and blankets.
 
-    With `noise = "aggregate"` without the noise, so that nothing is left of the blankets.
+    With `noise = "aggregate"` it leaves out the noise, and so all of the blankets, which are noise.
 
     Users are taken in blocks of neighbouring ids, each of about `users_per_chunk` who checked in,
     and the blocks' sums are rounded to the unit of reports and added as integers: whoever sums
@@ -87,21 +251,18 @@ class ReportSum:
     report, which this engine never has; both errors are far below the noise.)
     """
 
-    def __init__(self, experiment: Experiment, records: PartitionedRecords):
-        self._plan = experiment.plan
-        self._training = experiment.local_training
-        self._method = experiment.gradients
-        self._dimension = experiment.parameters
-        simulation = experiment.config.simulation
-        self._device, self._precision = simulation.device, simulation.precision
+    def __init__(self, settings: VectorisedSettings, records: PartitionedRecords):
+        self._plan, self._training = settings.plan, settings.training
+        self._method, self._dimension = settings.method, settings.dimension
+        device, self._precision = settings.keys.device, settings.keys.precision
         # On a GPU threads take turns: memory holds one block's gradients, the other cores draw.
-        self._turn = contextlib.nullcontext() if self._device == "cpu" else threading.Lock()
-        self._records = records.to(self._device)
-        self._model = ready_for(self._method, experiment.make_model(), self._device)
-        self._seed = experiment.seed
+        self._turn = contextlib.nullcontext() if device == "cpu" else threading.Lock()
+        self._records = records.to(device)
+        self._model = ready_for(self._method, settings.make_model(), device)
+        self._seed = settings.seed
         self._randomness = make_randomness(self._seed)
-        self._noise_in_reports = simulation.noise == "report"
-        self._block = users_per_block(experiment)
+        self._noise_in_reports = settings.keys.noise == "report"
+        self._block = settings.users_per_block
         keep_freed_memory()
         self._threads = ThreadPoolExecutor(
             torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
@@ -146,7 +307,7 @@ class ReportSum:
         return [(shuffler, at, min(at + step, last)) for at in range(first, last, step)]
 
     def _sum_blankets(self, round: int, blankets: Blankets) -> np.ndarray:
-        """The same reports as the shuffler's process makes, int64 of shape (d,)."""
+        """The sum of these blankets, which are those the shuffler's process makes: int64 (d,)."""
         shuffler, first, last = blankets
         randomness = make_randomness(seed_of_shuffler(self._seed, shuffler))
         zero = np.zeros(self._dimension)
@@ -156,7 +317,7 @@ class ReportSum:
         return total
 
     def _sum_block(self, round: int, users: np.ndarray) -> np.ndarray:
-        """Of one block, int64 of shape (d,)."""
+        """The sum of the reports of one block's users, int64 of shape (d,)."""
         total = torch.zeros(self._dimension)
         if len(users):
             features, labels = self._records(users)
@@ -175,7 +336,7 @@ class ReportSum:
         return np.rint(units, out=units).astype(np.int64)
 
     def _orders(self, round: int, users: np.ndarray, records: int) -> torch.Tensor | None:
-        """Each user's orders of its records in its local epochs, those of `local_update`."""
+        """The order of each user's records in its local epochs, as `local_update` has it."""
         if self._training.algorithm == "fedsgd":
             return None
         seeds = self._randomness.training_seeds(round, users)
@@ -193,8 +354,3 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, 2**25)  # the most that all versions take
         mallopt(_TRIM_THRESHOLD, 2**30)
-
-
-def users_per_block(experiment: Experiment) -> int:
-    """Neighbouring ids of which about `users_per_chunk` check in."""
-    return int(experiment.config.simulation.users_per_chunk / experiment.plan.check_in_rate)

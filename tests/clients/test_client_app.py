@@ -13,8 +13,7 @@ from torch import nn
 
 from accounting import PrivacyPlan, rounds_within_budget
 from accounting.mechanisms import SeededRandomness
-from clients import ClientSettings, LocalTraining, make_client_app
-from clients.node import ReportFailed, RoundRefused
+from clients import ClientSettings, LocalTraining, ReportFailed, RoundRefused, make_client_app
 from shuffler import (
     ControlClient,
     Outcome,

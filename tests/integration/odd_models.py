@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-HANG_SECONDS = 14
+HANG_SECONDS = 9
 
 
 class _Linear(nn.Module):

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from accounting import ShuffledCheckInGaussianDpEvent, make_accountant
 
 USERS, RATE, NOISE = 60, 0.5, 1.0
@@ -69,9 +71,25 @@ def shufl(*arguments, **options):
     )
 
 
+def python_path(folder):
+    """A PYTHONPATH with this folder first."""
+    return f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+
+
 def only_folder(runs):
     (folder,) = Path(runs).iterdir()
     return folder
+
+
+def model_of(folder):
+    """The final model of a run."""
+    return torch.load(Path(folder) / "model.pt", weights_only=True)
+
+
+def same_model(one, other):
+    """Whether two runs ended with the same model, to the bit."""
+    models = model_of(one), model_of(other)
+    return all(torch.equal(models[0][name], value) for name, value in models[1].items())
 
 
 def json_lines(path):

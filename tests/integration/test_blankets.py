@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from odd_models import fingerprint
-from run_world import json_lines, only_folder, shufl
+from rich.console import Console
+from run_world import json_lines, model_of, only_folder, python_path, shufl
 from typer.testing import CliRunner
 
 from accounting import PrivacyPlan, make_accountant
@@ -21,6 +22,7 @@ from simulator.canary import likelihood_score, projections, run_canary
 from simulator.cli.__main__ import app
 from simulator.config import ConfigError, load
 from simulator.experiment import prepare
+from simulator.run import run
 
 ALONE = PrivacyPlan(
     users=40,
@@ -88,7 +90,7 @@ def shuffler_that_repeats_blankets(memory_path, tmp_path, monkeypatch):
             )
         """)
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     with ShufflerProcess(memory_path / "spool", simulation_seed=9, plaintext=True) as process:
         yield process
 
@@ -109,6 +111,7 @@ def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(shuffler_that_re
     assert found > claimed()
 
 
+@pytest.mark.slow
 def test_the_command_attacks_a_users_own_configuration(tmp_path):
     config = blankets_config(tmp_path, rounds=50)
     arguments = ["audit", "--end-to-end", str(config), "--samples", "60", "--seed", "3", "--json"]
@@ -177,10 +180,10 @@ def blankets_config(folder, rounds, users=600, **values):
 
 
 def rows_and_model(folder):
-    rows = json_lines(folder / "metrics.jsonl")
-    return rows, torch.load(folder / "model.pt", weights_only=True)
+    return json_lines(folder / "metrics.jsonl"), model_of(folder)
 
 
+@pytest.mark.slow
 def test_a_third_of_the_nodes_silent_the_run_trains_to_its_budget(tmp_path):
     """Node 2 of three fails whenever one of its users trains; `blanket` counts on nobody else."""
     config = blankets_config(tmp_path, rounds=12)
@@ -212,16 +215,18 @@ def test_a_third_of_the_nodes_silent_the_run_trains_to_its_budget(tmp_path):
     assert "counts on more users" in summary["epsilon"]["crowd"]["warning"]
 
 
+@pytest.mark.slow
 def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
     """With two shufflers side by side each adds its own, and nobody merges anything."""
     number = 2
     config = blankets_config(tmp_path, rounds=3, nodes=4, number=number)
     found = {}
+    result = shufl("run", config, "--runs", tmp_path / "flower")
+    assert result.returncode == 0, result.stderr
+    vectorised = load(str(config), ["simulation.engine=vectorised"])
+    run(vectorised, tmp_path / "vectorised", Console(quiet=True))
     for engine in ("flower", "vectorised"):
-        runs = tmp_path / engine
-        result = shufl("run", config, "--runs", runs, "--engine", engine)
-        assert result.returncode == 0, result.stderr
-        found[engine] = rows_and_model(only_folder(runs))
+        found[engine] = rows_and_model(only_folder(tmp_path / engine))
     _, model = found["flower"]
     expected = []
     for round in (1, 2, 3):

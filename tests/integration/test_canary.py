@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from run_world import python_path
 from scipy import stats
 
 from accounting import PrivacyPlan, make_accountant, mean_update_error
 from accounting.mechanisms import SeededRandomness
-from clients.node import Node
+from clients import Node
 from shuffler import ShufflerProcess
 from simulator.canary import canary_rounds, likelihood_score, projections, run_canary
 
@@ -52,10 +53,8 @@ class HalvedNoise(SeededRandomness):
         return super().standard_normal(round, users, size) / 2
 
 
-def worker_with_halved_noise(settings):
-    worker = Node(settings)
-    worker._randomness = HalvedNoise(settings.seed)
-    return worker
+def node_with_halved_noise(settings):
+    return Node(settings, HalvedNoise(settings.seed))
 
 
 @pytest.fixture
@@ -78,11 +77,12 @@ def shuffler_that_keeps_order(memory_path, tmp_path, monkeypatch):
             secrets.randbelow = lambda limit: next(numbers) % limit
         """)
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     with ShufflerProcess(memory_path / "spool") as process:
         yield process
 
 
+@pytest.mark.slow
 def test_a_correct_client_passes_and_halved_noise_is_caught(shuffler):
     audited = plan(users=1, noise=1.5, rounds=300)
     claim = epsilon(audited, "local")
@@ -90,13 +90,14 @@ def test_a_correct_client_passes_and_halved_noise_is_caught(shuffler):
     correct = run_canary(audited, "minus", shuffler, seed=1)
     assert np.std([projections(r, audited) for r in correct.present]) == pytest.approx(1.5, rel=0.2)
     assert correct.epsilon_lower_bound(score, DELTA) <= claim
-    broken = run_canary(audited, "minus", shuffler, 1, worker_with_halved_noise)
+    broken = run_canary(audited, "minus", shuffler, 1, node_with_halved_noise)
     assert broken.epsilon_lower_bound(score, DELTA) > claim
 
 
 ORDERED = plan(users=40, noise=1.0, rounds=200)
 
 
+@pytest.mark.slow
 def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
     worlds = run_canary(replace(ORDERED, rounds=100), "minus", shuffler, seed=2)
     assert all(len(each.reports) == each.aggregate.reports == 40 for each in worlds.present)
@@ -105,6 +106,7 @@ def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
         assert worlds.epsilon_lower_bound(score, DELTA) <= min(claims.values())
 
 
+@pytest.mark.slow
 def test_a_shuffler_that_keeps_the_order_is_caught(shuffler_that_keeps_order):
     audited = plan(users=40, noise=1.1, rounds=200)  # three of eight seeds show it in these rounds
     worlds = run_canary(audited, "minus", shuffler_that_keeps_order, seed=3)

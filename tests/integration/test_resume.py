@@ -7,11 +7,21 @@ import subprocess
 import pytest
 import torch
 from rich.console import Console
-from run_world import json_lines, only_folder, shufl, shufl_command, tiny_config, wait_until
+from run_world import (
+    json_lines,
+    only_folder,
+    same_model,
+    shufl,
+    shufl_command,
+    tiny_config,
+    wait_until,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from typer.testing import CliRunner
 
 from accounting import Ledger, LedgerError
 from server import CheckpointError
+from simulator.cli.__main__ import app
 from simulator.config import ConfigError, load
 from simulator.records import MetricsError
 from simulator.run import resume_run, run
@@ -65,11 +75,11 @@ def tensorboard_steps(folder):
     return [event.step for event in events.Reload().Scalars("reports")]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_model_of_one_never_killed(tmp_path):
     whole, folder = in_process(tmp_path), killed_at_random(tmp_path)
     resume_run(folder, Console(quiet=True))
-    models = [torch.load(path / "model.pt", weights_only=True) for path in (whole, folder)]
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert same_model(whole, folder)
     ledgers = [Ledger.read(path / "ledger.jsonl") for path in (whole, folder)]
     assert [e.round for e in ledgers[1].entries] == [e.round for e in ledgers[0].entries]
     assert ledgers[1].events() == ledgers[0].events()
@@ -82,6 +92,7 @@ def test_a_killed_run_ends_with_the_model_of_one_never_killed(tmp_path):
     assert tensorboard_steps(folder) == list(range(1, ROUNDS + 1))
 
 
+@pytest.mark.slow
 def test_with_the_systems_entropy_every_draw_is_spent_once(tmp_path):
     folder = killed_at_random(tmp_path, "seed=system")
     before = rows(folder)
@@ -95,14 +106,20 @@ def test_with_the_systems_entropy_every_draw_is_spent_once(tmp_path):
     assert [entry.round for entry in entries] == list(range(1, ROUNDS + 1))
 
 
-def test_a_finished_run_resumed_stays_as_it_is(tmp_path):
-    folder = in_process(tmp_path, "privacy.rounds=5")
+def test_a_finished_run_resumed_stays_as_it_is(five, tmp_path):
+    folder = shutil.copytree(five, tmp_path / "five")
     kept = ("ledger.jsonl", "metrics.jsonl", "summary.json")
     before = {name: (folder / name).read_bytes() for name in kept}
     with (folder / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"round": 6, "eps')  # cut short by a crash
     assert resume_run(folder, Console(quiet=True)).rounds == 5
     assert {name: (folder / name).read_bytes() for name in kept} == before
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory):
+    """The folder of a run of five rounds, which tests copy."""
+    return in_process(tmp_path_factory.mktemp("five"), "privacy.rounds=5")
 
 
 def other_plan(folder, tmp_path):
@@ -197,8 +214,8 @@ def other_layers(folder, tmp_path):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_is_not_this_run_is_refused_and_left_alone(tmp_path, spoil, error, message):
-    folder = in_process(tmp_path, "privacy.rounds=5")
+def test_what_is_not_this_run_is_refused_and_left_alone(five, tmp_path, spoil, error, message):
+    folder = shutil.copytree(five, tmp_path / "five")
     spoil(folder, tmp_path)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(error, match=message) as raised:
@@ -207,6 +224,7 @@ def test_what_is_not_this_run_is_refused_and_left_alone(tmp_path, spoil, error, 
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_run_at_work_cannot_be_resumed_a_second_time(long_vectorised_run):
     run = long_vectorised_run
     run.wait_for_rounds(1)
@@ -224,8 +242,9 @@ def test_a_run_at_work_cannot_be_resumed_a_second_time(long_vectorised_run):
         (["--resume", "folder"], "a run folder has a config.toml"),
     ],
 )
-def test_what_resume_does_not_take_is_one_line(tmp_path, arguments, message):
-    result = shufl("run", *arguments, cwd=tmp_path)
-    assert result.returncode == 2
+def test_what_resume_does_not_take_is_one_line(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["run", *arguments])
+    assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and message in line

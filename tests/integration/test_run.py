@@ -15,18 +15,23 @@ from run_world import (
     budget_of,
     epsilon_after,
     json_lines,
+    model_of,
     only_folder,
     running,
+    same_model,
     shufl,
     tiny_config,
     wait_until,
 )
+from typer.testing import CliRunner
 
 from accounting import ACCOUNTANTS, Ledger, PrivacyPlan
 from accounting.mechanisms import SeededRandomness
+from simulator.cli.__main__ import app
 from simulator.config import load
 from simulator.experiment import prepare
 
+pytestmark = pytest.mark.slow  # all of them wait for a run on Flower
 ROUNDS = 6
 
 
@@ -102,7 +107,7 @@ def check_the_model_by_hand(folder, rounds, roundings):
         ):
             parameter.grad = part.view_as(parameter)
         optimiser.step()
-    final = torch.load(folder / "model.pt", weights_only=True)
+    final = model_of(folder)
     atol = 1e-5 + largest_rounding(experiment.plan, roundings)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(final[name], value, rtol=1e-4, atol=atol)
@@ -113,66 +118,62 @@ def test_the_final_model_is_the_one_computed_by_hand(finished):
     check_the_model_by_hand(folder, ROUNDS, USERS * RATE)
 
 
-def test_the_same_seed_gives_the_same_model_to_the_bit(finished, tmp_path):
-    """Although order, keys and timing differ, as does the number of nodes."""
-    _, one = finished
-    result = shufl(
-        "run", one / "config.toml", "--runs", tmp_path / "runs",
-        "--set", "simulation.nodes=4",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    folder = only_folder(tmp_path / "runs")
-    models = [torch.load(place / "model.pt", weights_only=True) for place in (one, folder)]
-    assert all(torch.equal(models[0][name], value) for name, value in models[1].items())
-    events = [(line["event"], line.get("round")) for line in json_lines(folder / "shuffler.log")]
-    assert events.count(("batch released", ROUNDS)) == 1
-    reports = [[row["reports"] for row in json_lines(f / "metrics.jsonl")] for f in (one, folder)]
-    assert reports[0] == reports[1]
-
-
-@pytest.mark.slow
-def test_a_run_killed_with_sigkill_has_only_over_counted_and_resumes_to_the_same_model(
-    finished, tmp_path
-):
-    _, whole = finished
-    killed = LongRun(tmp_path, "--set", f"privacy.target_epsilon={budget_of(ROUNDS)}")
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder of the same run with another number of nodes, killed, and resumed to its end."""
+    overrides = f"privacy.target_epsilon={budget_of(ROUNDS)}", "simulation.nodes=4"
+    killed = LongRun(
+        tmp_path_factory.mktemp("killed"), *(part for each in overrides for part in ("--set", each))
+    )
     try:
         killed.wait_for_rounds(3)
         killed.process.kill()
         killed.process.wait()
         done = len(json_lines(killed.folder / "metrics.jsonl"))
-        assert done <= len(Ledger.read(killed.folder / "ledger.jsonl").entries) <= done + 1
+        spent = len(Ledger.read(killed.folder / "ledger.jsonl").entries)
         wait_until(lambda: not running(killed.shuffler_pid), 15, "the shuffler to end")
     finally:
         killed.clean_up()
     result = shufl("run", "--resume", killed.folder)
     assert result.returncode == 0, result.stderr
-    models, ledgers, metrics = (
-        [read(path / name) for path in (whole, killed.folder)]
-        for read, name in (
-            (torch.load, "model.pt"), (Ledger.read, "ledger.jsonl"), (json_lines, "metrics.jsonl")
-        )
-    )  # fmt: skip
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    return killed.folder, done, spent
+
+
+def test_the_same_seed_gives_the_same_model_to_the_bit(finished, killed):
+    """Although order, keys and timing differ, as does the number of nodes."""
+    (_, one), (other, *_) = finished, killed
+    assert same_model(one, other)
+    events = [(line["event"], line.get("round")) for line in json_lines(other / "shuffler.log")]
+    assert events.count(("batch released", ROUNDS)) == 1
+    reports = [[row["reports"] for row in json_lines(f / "metrics.jsonl")] for f in (one, other)]
+    assert reports[0] == reports[1]
+
+
+def test_a_run_killed_with_sigkill_has_only_over_counted_and_resumes_to_the_same_ledger(
+    finished, killed
+):
+    (_, whole), (folder, done, spent) = finished, killed
+    assert done <= spent <= done + 1
+    ledgers = [Ledger.read(path / "ledger.jsonl") for path in (whole, folder)]
     assert ledgers[0].entries == ledgers[1].entries
-    assert [row["round"] for row in metrics[1]] == list(range(1, ROUNDS + 1))
+    rows = json_lines(folder / "metrics.jsonl")
+    assert [row["round"] for row in rows] == list(range(1, ROUNDS + 1))
 
 
 @pytest.fixture(scope="module")
 def vectorised(finished, tmp_path_factory):
     """The same run on the vectorised engine."""
     runs = tmp_path_factory.mktemp("vectorised")
-    result = shufl("run", finished[1] / "config.toml", "--runs", runs, "--engine", "vectorised")
-    assert result.returncode == 0, result.stderr
+    arguments = finished[1] / "config.toml", "--runs", runs, "--engine", "vectorised"
+    result = CliRunner().invoke(app, ["run", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
     return result, only_folder(runs)
 
 
 def test_the_vectorised_engine_trains_the_model_of_the_flower_engine(finished, vectorised):
     (_, on_flower), (_, folder) = finished, vectorised
     check_the_model_by_hand(folder, ROUNDS, 1)  # all users are one block
-    first, second = (
-        torch.load(path / "model.pt", weights_only=True) for path in (on_flower, folder)
-    )
+    first, second = model_of(on_flower), model_of(folder)
     plan = PrivacyPlan.from_json((folder / "plan.json").read_bytes())
     atol = 1e-5 + largest_rounding(plan, USERS * RATE + 1)
     for name, value in first.items():
@@ -192,7 +193,7 @@ def test_the_vectorised_engine_spends_and_records_what_the_flower_engine_does(fi
     summaries = [json.loads((path / "summary.json").read_text()) for path in (on_flower, folder)]
     assert [summary["engine"] for summary in summaries] == ["flower", "vectorised"]
     assert summaries[0]["epsilon"] == summaries[1]["epsilon"]
-    assert "vectorised, noise drawn for each report" in result.stdout
+    assert "vectorised on cpu in float32, noise drawn for each report" in result.stdout
     assert re.search(r"^round 1/6 .* rounds/s, \d:\d\d:\d\d left$", result.stdout, re.MULTILINE)
     missing = {path.name for path in on_flower.iterdir()} - {path.name for path in folder.iterdir()}
     assert missing == {"flower", "flower.log", "server.log", "shuffler.log"}

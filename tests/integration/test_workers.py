@@ -7,24 +7,38 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-import torch
 from rich.console import Console
-from run_world import only_folder, running, shufl, tiny_config, wait_until
+from run_world import (
+    only_folder,
+    python_path,
+    running,
+    same_model,
+    shufl,
+    tiny_config,
+    wait_until,
+)
 
 from accounting import Ledger
 from accounting.mechanisms import SeededRandomness
 from simulator.config import ConfigError, load
-from simulator.engines.flower import EngineFailed
-from simulator.engines.ray_workers import _share, needs_of_a_worker, ray_workers
-from simulator.engines.vectorised import ReportSum
+from simulator.engines import EngineFailed
+from simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
+from simulator.engines.vectorised import ReportSum, VectorisedEngine
 from simulator.experiment import prepare
 from simulator.run import run
 
 HERE = Path(__file__).parent
+VECTORISED = "simulation.engine=vectorised"
 SETTINGS = [
-    "simulation.engine=vectorised", "model.name=odd_models:kills_its_worker", "model.options={}",
+    VECTORISED, "model.name=odd_models:kills_its_worker", "model.options={}",
     "simulation.users_per_chunk=4", "simulation.workers=2",
 ]  # fmt: skip
+
+
+def engine(folder, *overrides):
+    """The vectorised engine of the tiny configuration."""
+    config = load(str(tiny_config(folder, 4)), [VECTORISED, *overrides])
+    return VectorisedEngine(prepare(config))
 
 
 def with_workers(tmp_path, kills, **environment):
@@ -63,8 +77,7 @@ def test_killed_workers_change_nothing(tmp_path, monkeypatch):
     (tmp_path / "alone").mkdir()
     run(config, tmp_path / "alone", Console(quiet=True))
     alone = only_folder(tmp_path / "alone")
-    models = [torch.load(path / "model.pt", weights_only=True) for path in (folder, alone)]
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert same_model(folder, alone)
     ledgers = [Ledger.read(path / "ledger.jsonl").entries for path in (folder, alone)]
     assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 4
 
@@ -76,7 +89,7 @@ def test_workers_that_always_die_end_the_run_in_one_line_and_the_cluster_stays(
     """On a cluster that is there before the run: this process's."""
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     monkeypatch.setenv("TEST_KILLS", "1000")
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", python_path(HERE))
     cluster = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         result = with_workers(tmp_path, 1000, RAY_ADDRESS=cluster.address_info["gcs_address"])
@@ -92,23 +105,22 @@ def test_workers_that_always_die_end_the_run_in_one_line_and_the_cluster_stays(
 @pytest.mark.parametrize("ends", [[32, 60], [16, 48, 60], [0, 60, 60]])
 def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
     """Shards of whole blocks: four of sixteen ids here; and blankets of two shufflers."""
-    of = prepare(
-        load(str(tiny_config(tmp_path, 4)), [
-            "simulation.engine=vectorised", f"simulation.noise={noise}",
-            "simulation.users_per_chunk=8", "training.algorithm=fedavg",
-        ])
+    of = engine(
+        tmp_path, f"simulation.noise={noise}", "simulation.users_per_chunk=8",
+        "training.algorithm=fedavg",
     )  # fmt: skip
-    model, records = of.make_model(), of.load_users()
+    model, records = of.settings.make_model(), of.load_users()
     users = np.flatnonzero(SeededRandomness(5).check_ins(1, np.arange(60), 0.5))
-    whole = ReportSum(of, records).sum(1, model, users, [(0, 0, 41), (1, 0, 7)])
+    blankets = [(0, 0, 41), (1, 0, 7)]
+    whole = ReportSum(of.settings, records).sum(1, model, users, blankets)
     total = np.zeros_like(whole)
-    for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        shard = users[(start <= users) & (users < end)]
-        blankets = [_share(each, number, len(ends)) for each in ((0, 0, 41), (1, 0, 7))]
-        total += ReportSum(of, records.of(start, end)).sum(1, model, shard, blankets)
+    shards = list(zip([0, *ends], ends, strict=False))
+    for shard, part in zip(shards, divide(users, blankets, shards), strict=True):
+        total += ReportSum(of.settings, records.of(*shard)).sum(1, model, *part)
     assert np.array_equal(total, whole) and np.abs(whole).max() > 500
 
 
+@pytest.mark.slow
 def test_workers_share_the_gpus_of_a_cluster():
     """Two, by Ray's count, which it can be told."""
     ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
@@ -122,15 +134,15 @@ def test_workers_share_the_gpus_of_a_cluster():
         ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_cluster_without_gpus_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray finds none, wherever this runs
-    of = prepare(load(str(tiny_config(tmp_path, 4)), ["simulation.engine=vectorised"]))
-    simulation = of.config.simulation.model_copy(update={"device": "cuda", "workers": 2})
-    config = of.config.model_copy(update={"simulation": simulation})
+    of = engine(tmp_path)
+    keys = of.settings.keys.model_copy(update={"device": "cuda", "workers": 2})
     message = '^simulation.device = "cuda" needs GPUs, the Ray cluster has none$'
     with (
         pytest.raises(EngineFailed, match=message),
-        ray_workers(dataclasses.replace(of, config=config)),
+        ray_workers(dataclasses.replace(of.settings, keys=keys), of.load_users()),
     ):
         raise AssertionError("workers have started")
 
@@ -138,12 +150,10 @@ def test_a_cluster_without_gpus_is_one_line(tmp_path, monkeypatch):
 def test_more_workers_than_cpus_need_a_cluster(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     many = (os.cpu_count() or 1) + 1
-    settings = ["simulation.engine=vectorised", f"simulation.workers={many}"]
     with pytest.raises(ConfigError, match=f"simulation.workers must be at most .*, got {many}"):
-        prepare(load(str(tiny_config(tmp_path, 4)), settings))
+        engine(tmp_path, f"simulation.workers={many}")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nothing listens
-    config = load(str(tiny_config(tmp_path, 4)), settings)
-    assert prepare(config).config.simulation.workers == many
+    config = load(str(tmp_path / "tiny.toml"), [VECTORISED, f"simulation.workers={many}"])
     with pytest.raises(ConfigError, match="RAY_ADDRESS must name a running cluster, got 127"):
         run(config, tmp_path / "none", Console(quiet=True))
     assert not (tmp_path / "none").exists()

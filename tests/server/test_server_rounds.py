@@ -1,34 +1,17 @@
 """What nodes say of themselves before the first round is checked, and decides what is released."""
 
-from types import SimpleNamespace
+import dataclasses
 
 import pytest
 
 from accounting import PrivacyPlan
-from server import RoundFailed, RoundLoop
-from server.broadcast import Acknowledgements
-from server.rounds import _Node
+from server import RoundFailed
+from server.rounds import NodeUsers, enough_users, users_of_node, users_present
 
-
-@pytest.fixture
-def loop():
-    """Two shufflers, and a plan for at least 30 of 100 users at each."""
-    loop = RoundLoop.__new__(RoundLoop)
-    plan = PrivacyPlan(
-        users=100,
-        check_in_rate=0.5,
-        clip_norm=1.0,
-        noise_multiplier=1.0,
-        rounds=10,
-        delta=1e-3,
-        target_epsilon=10.0,
-        minimum_batch=1,
-        least_present=30,
-    )
-    loop.settings = SimpleNamespace(plan=plan)
-    loop._shufflers = [object(), object()]
-    loop._nodes = {7: _Node(40, 0), 8: _Node(29, 1), 9: _Node(31, 1)}
-    return loop
+PLAN = PrivacyPlan(
+    users=100, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=1.0, rounds=10, delta=1e-3,
+    target_epsilon=10.0, minimum_batch=1, least_present=30,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -44,19 +27,18 @@ def loop():
         ({"users": 5, "shuffler": -1}, "shuffler -1 of 2"),
     ],
 )
-def test_a_node_that_says_no_sensible_number_ends_the_run_in_one_line(loop, said, message):
+def test_a_node_that_says_no_sensible_number_ends_the_run_in_one_line(said, message):
     with pytest.raises(RoundFailed, match=message):
-        loop._node(said)
+        users_of_node(said, shufflers=2)
 
 
-def test_users_are_present_where_their_nodes_answered(loop):
-    answered = Acknowledgements({7: {}, 9: {}}, [])
-    assert loop._users_present(answered) == {0: 40, 1: 31}
-    assert loop._users_present(Acknowledgements({}, [])) == {0: 0, 1: 0}
+def test_users_are_present_where_their_nodes_answered():
+    first, _, third = (NodeUsers(40, 0), NodeUsers(29, 1), NodeUsers(31, 1))
+    assert users_present([first, third], 2) == {0: 40, 1: 31}
+    assert users_present([], 2) == {0: 0, 1: 0}
 
 
-def test_enough_is_what_the_halting_accountant_counts_on(loop):
-    assert [loop._enough(users) for users in (0, 29, 30, 100)] == [False, False, True, True]
-    plan = PrivacyPlan(**{**vars(loop.settings.plan), "accountant": "local"})
-    loop.settings.plan = plan
-    assert [loop._enough(users) for users in (0, 1, 29)] == [False, True, True]
+def test_enough_is_what_the_halting_accountant_counts_on():
+    assert [enough_users(users, PLAN) for users in (0, 29, 30, 100)] == [False, False, True, True]
+    alone = dataclasses.replace(PLAN, accountant="local")
+    assert [enough_users(users, alone) for users in (0, 1, 29)] == [False, True, True]

@@ -8,6 +8,7 @@ from torch import nn
 from accounting import Ledger, PrivacyPlan
 from server import (
     Aggregate,
+    Mean,
     Optimiser,
     PlayedRound,
     Training,
@@ -53,8 +54,8 @@ def train(folder, engine, reproducible, stop=lambda rounds: False, observe=lambd
         settings = TrainingSettings(
             plan=PLAN, ledger=ledger, make_model=make_model,
             load_test=lambda: (torch.ones(1, 2), torch.zeros(1, dtype=torch.int64)),
-            optimiser=Optimiser("adam"), folder=folder, evaluate_every=1, checkpoint_every=5,
-            origin={}, reproducible=reproducible,
+            aggregator=Mean, optimiser=Optimiser("adam"), folder=folder, evaluate_every=1,
+            checkpoint_every=5, origin={}, reproducible=reproducible,
             checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
         )  # fmt: skip
         rounds = []

@@ -154,8 +154,13 @@ def test_a_run_folder_of_two_kinds_of_rounds_is_priced_by_those_who_price_both(
 def test_blankets_reach_the_event_and_change_nothing_for_who_does_not_count_on_them(
     command, monkeypatch
 ):
-    seen = []
-    monkeypatch.setattr(LocalAccountant, "_sigma", lambda self, event: seen.append(event) or 9.0)
+    seen, compose = [], LocalAccountant.compose
+
+    def spy(accountant, event, count=1):
+        seen.append(event)
+        return compose(accountant, event, count)
+
+    monkeypatch.setattr(LocalAccountant, "compose", spy)
     command = f"{command} {SMALL} --noise 3 --rounds 20 --json"
     without = json.loads(shufl(command).stdout)
     assert {event.shuffler_blankets for event in seen} == {0.0}
@@ -206,6 +211,7 @@ def test_calibrated_blankets_are_nearly_the_fewest():
     assert epsilon(found["blankets"]) == found["epsilon"] <= 2 < epsilon(found["blankets"] * 0.997)
 
 
+@pytest.mark.slow
 def test_noise_and_blankets_of_least_error_reach_the_headline():
     command = "calibrate --n 60000 --gamma 0.1 --rounds 5540 --target-epsilon 1"
     result = shufl(f"{command} --accountant blanket --json")

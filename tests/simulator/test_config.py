@@ -20,7 +20,7 @@ from simulator.experiment import prepare
         ("privacy.check_in_rate=0", r"privacy.check_in_rate must be a number in \(0, 1\], got 0"),
         (
             "privacy.chek_in_rate=0.3",
-            "unknown key privacy.chek_in_rate; did you mean check_in_rate",
+            r"unknown key privacy.chek_in_rate; did you mean check_in_rate\? allowed: check_in",
         ),
         ("privacy.rounds=2.5", "privacy.rounds must be a whole number from 1 to .* got 2.5"),
         ("privacy.rounds=true", "privacy.rounds must be a whole number from 1 to .* got True"),
@@ -49,7 +49,12 @@ from simulator.experiment import prepare
             "privacy.least_present must be a whole number from 1 to .*got 0",
         ),
         ("shuffler.number=0", "shuffler.number must be a whole number from 1 to 64, got 0"),
-        ("data.dataset=mnits", "data.dataset must be one of digits, mnist, .* got 'mnits'"),
+        (
+            "data.dataset=mnits",
+            "data.dataset must be one of digits, .*, or module:callable, got 'mnits'",
+        ),
+        ("privcy.rounds=3", r"unknown key privcy; did you mean privacy\? allowed: name, seed, "),
+        ("training.aggregator=median", "training.aggregator must be one of mean, got 'median'"),
         ("learning_rate=1.0", "unknown key learning_rate; allowed: name, seed"),
         ("seed=-1", r'seed must be a whole number in \[0, 2\^63\), or "system"'),
         ("seed=sometimes", "seed must be a whole number .* got 'sometimes'"),
@@ -112,6 +117,17 @@ def test_a_missing_key_says_what_belongs_there(tmp_path):
         ConfigError, match=r"privacy.check_in_rate is missing: a number in \(0, 1\]"
     ):
         load(str(path))
+
+
+def test_a_misspelt_key_is_named_before_what_is_missing_because_of_it(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(without("check_in_rate") + "\nnods = 4\n")
+    with pytest.raises(ConfigError, match=r"unknown key simulation.nods; did you mean nodes\?"):
+        load(str(path))
+    path.write_text(without("check_in_rate"))
+    override = ["privacy.chek_in_rate=0.5"]
+    with pytest.raises(ConfigError, match=r"^.*: unknown key privacy.chek_in_rate; did you mean"):
+        load(str(path), override)
 
 
 def test_files_that_are_not_there_or_not_toml(tmp_path):

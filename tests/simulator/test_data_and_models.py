@@ -2,15 +2,17 @@
 
 import gzip
 import struct
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from simulator.data.datasets import DatasetError, load_dataset
+from simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
 from simulator.data.partition import SCHEMES, partition
-from simulator.models import ModelError, build_model
+from simulator.models import build_model
+from simulator.section import ConfigError
 
 
 def test_digits_are_scikit_learns_split_in_fifths():
@@ -57,23 +59,100 @@ def test_a_data_folder_that_is_not_there_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("SHUFL_DATA", str(tmp_path / "none"))
     load_dataset.cache_clear()
-    with pytest.raises(DatasetError, match=r"SHUFL_DATA must name an existing folder, got .*none"):
+    with pytest.raises(ConfigError, match=r"SHUFL_DATA must name an existing folder, got .*none"):
         load_dataset("mnist")
 
 
 def test_archives_are_copied_not_unpacked_in_place(tmp_path, monkeypatch):
-    from simulator.data.datasets import _copy_archives
-
     source = tmp_path / "given" / "MNIST" / "raw"
     source.mkdir(parents=True)
     (source / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"x"))
     for _ in range(2):
-        _copy_archives(
+        copy_archives(
             tmp_path / "given", tmp_path / "cache", source.relative_to(tmp_path / "given"), "*.gz"
         )
     assert [p.name for p in source.iterdir()] == ["train-images-idx3-ubyte.gz"]
     copied = list((tmp_path / "cache" / "MNIST" / "raw").iterdir())
     assert [p.read_bytes() for p in copied] == [gzip.compress(b"x")]
+
+
+def flowers(**changes):
+    """A dataset of a reader's: three measurements a record."""
+    values = {
+        "train_features": torch.arange(24.0).reshape(8, 3),
+        "train_labels": torch.arange(8) % 2,
+        "test_features": torch.ones(2, 3),
+        "test_labels": torch.tensor([0, 1]),
+        "classes": 2,
+        "scale": 2.0,
+        "mean": (0.0, 1.0, 2.0),
+        "std": (1.0, 1.0, 4.0),
+    }
+    return Dataset(**(values | changes))
+
+
+def of_this_module(monkeypatch, make):
+    """The name of a dataset that `make` returns."""
+    monkeypatch.setattr(sys.modules[__name__], "made_here", make, raising=False)
+    load_dataset.cache_clear()
+    return f"{__name__}:made_here"
+
+
+def test_a_readers_callable_is_a_dataset(monkeypatch):
+    dataset = load_dataset(of_this_module(monkeypatch, flowers))
+    assert (dataset.input_shape, dataset.classes) == ((3,), 2)
+    inputs = dataset.inputs(dataset.train_features)
+    assert inputs[1].tolist() == [1.5, 1.0, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_features": torch.zeros(8, 3, dtype=torch.float64)}, "uint8 or float32 .*float64"),
+        ({"train_features": np.zeros((8, 3), np.float32)}, "train_features that are .*, got float"),
+        ({"train_features": torch.zeros(8)}, "features of shape .records, ....* got .8,. and"),
+        ({"test_features": torch.ones(2, 4)}, r"alike in training and test, got \(8, 3\) and"),
+        ({"train_labels": torch.zeros(8)}, "train_labels that are a int64 tensor .*, got torch.fl"),
+        ({"train_labels": torch.arange(7) % 2}, "one train label for each .*, got .7,. labels"),
+        (
+            {"train_features": torch.zeros(0, 3), "train_labels": torch.zeros(0).long()},
+            "at least one record",
+        ),
+        (
+            {"test_features": torch.zeros(0, 3), "test_labels": torch.zeros(0).long()},
+            "one test label for each of at least one record",
+        ),
+        ({"train_labels": torch.arange(8)}, "train_labels from 0 to 1, got 0 to 7"),
+        ({"test_labels": torch.tensor([-1, 1])}, "test_labels from 0 to 1, got -1 to 1"),
+        ({"classes": 2.0}, "classes, a whole number of at least 1, got 2.0"),
+        ({"scale": 0.0}, "finite records"),
+        ({"mean": (0.0, 1.0)}, "cannot be normalised by its scale, mean and std"),
+    ],
+)
+def test_what_is_no_dataset_says_why(monkeypatch, changes, message):
+    name = of_this_module(monkeypatch, lambda: flowers(**changes))
+    with pytest.raises(ConfigError, match=f"data.dataset {name} .*{message}") as error:
+        load_dataset(name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: 3, "must return a simulator.data.datasets.Dataset, got int"),
+        (lambda: 1 / 0, "could not be loaded: division by zero"),
+        (lambda needed: None, "could not be loaded: .* missing 1 required positional argument"),
+        (7, "could not be loaded: 'int' object is not callable"),
+    ],
+)
+def test_what_makes_no_dataset_says_why(monkeypatch, make, message):
+    with pytest.raises(ConfigError, match=message):
+        load_dataset(of_this_module(monkeypatch, make))
+
+
+def test_a_digest_tells_datasets_apart():
+    same, other = flowers(), flowers(train_features=torch.arange(24.0).reshape(8, 3) + 1e-6)
+    assert dataset_digest(flowers()) == dataset_digest(same) != dataset_digest(other)
 
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "repeated"])
@@ -171,7 +250,7 @@ def test_any_module_and_callable_is_a_model():
     ],
 )
 def test_models_that_cannot_be_used_say_why(name, message):
-    with pytest.raises(ModelError, match=message) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         build_model(name, (1, 8, 8), 10, 0)
     assert "\n" not in str(error.value)
 

@@ -127,6 +127,7 @@ def test_the_sum_is_that_of_one_user_after_another(make, records, device):
         assert_same_sum(model, features, labels, clip_norm, device)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_convolutions_of_every_kind(data, device):

@@ -19,10 +19,13 @@ from typer.testing import CliRunner
 from accounting import Ledger, LocalAccountant
 from accounting.mechanisms import SeededRandomness, clip, make_randomness
 from clients import local_update
+from server import AGGREGATORS, Aggregator
 from simulator.cli.__main__ import app
 from simulator.config import ConfigError, load
-from simulator.engines.vectorised import ReportSum, VectorisedRounds, users_per_block
-from simulator.experiment import PartitionedRecords, prepare
+from simulator.data.partition import PartitionedRecords
+from simulator.engines import vectorised
+from simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
+from simulator.experiment import prepare
 from simulator.models import mlp
 from simulator.run import run
 
@@ -35,12 +38,21 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def experiment(*overrides):
-    return prepare(load("quickstart", [*SETTINGS, *overrides]))
+def engine(*overrides):
+    """The engine, ready to play the rounds of a small experiment."""
+    return VectorisedEngine(prepare(load("quickstart", [*SETTINGS, *overrides])))
 
 
-def rounds_of(of):
-    return VectorisedRounds(of, ReportSum(of, of.load_users()).sum)
+def rounds_of(engine):
+    return VectorisedRounds(engine.settings, reports_of(engine).sum)
+
+
+def reports_of(engine):
+    return ReportSum(engine.settings, engine.load_users())
+
+
+def played(engine, round):
+    return rounds_of(engine)(round, engine.settings.make_model())
 
 
 def checked_in(round):
@@ -53,19 +65,19 @@ def run_folder(tmp_path, *overrides):
     return folder
 
 
-def largest_rounding(of, roundings):
+def largest_rounding(engine, roundings):
     """Of any entry of an estimate whose sum has so many rounded terms: 7 standard deviations."""
-    return 2 * of.plan.mechanism.unit * math.sqrt(roundings) / (USERS * RATE)
+    return 2 * engine.settings.plan.mechanism.unit * math.sqrt(roundings) / (USERS * RATE)
 
 
-def sum_by_hand(of, users, round):
+def sum_by_hand(engine, users, round):
     """The clipped updates of `users`, one after the other."""
-    clip_norm = of.plan.clip_norm
-    model, records, randomness = of.make_model().train(), of.load_users(), SeededRandomness(5)
-    total = np.zeros(of.parameters)
+    settings, records, randomness = engine.settings, engine.load_users(), SeededRandomness(5)
+    model, clip_norm = settings.make_model().train(), settings.plan.clip_norm
+    total = np.zeros(settings.dimension)
     seeds = randomness.training_seeds(round, users).tolist()
     for user, seed in zip(users.tolist(), seeds, strict=True):
-        total += clip(local_update(model, *records(user), of.local_training, seed), clip_norm)
+        total += clip(local_update(model, *records(user), settings.training, seed), clip_norm)
     return total
 
 
@@ -79,18 +91,18 @@ ALGORITHMS = {
 
 @pytest.mark.parametrize("overrides", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_a_round_is_the_one_computed_by_hand_whatever_the_chunk(overrides, device):
-    of, users = experiment(*overrides, f"simulation.device={device}"), checked_in(2)
+    of, users = engine(*overrides, f"simulation.device={device}"), checked_in(2)
+    settings = of.settings
     total = sum_by_hand(of, users, 2)
-    total += NOISE * CLIP * SeededRandomness(5).standard_normal(2, users, of.parameters).sum(0)
+    total += NOISE * CLIP * SeededRandomness(5).standard_normal(2, users, settings.dimension).sum(0)
     for size in (1, 7, 1000):
-        simulation = of.config.simulation.model_copy(update={"users_per_chunk": size})
-        config = of.config.model_copy(update={"simulation": simulation})
-        of_size = dataclasses.replace(of, config=config)
-        played = rounds_of(of_size)(2, of.make_model())
-        assert (played.outcome, played.aggregate.reports) == ("released", len(users))
-        blocks = np.unique(users // users_per_block(of_size)).size
+        keys = settings.keys.model_copy(update={"users_per_chunk": size})
+        of.settings = dataclasses.replace(settings, keys=keys)
+        round = played(of, 2)
+        assert (round.outcome, round.aggregate.reports) == ("released", len(users))
+        blocks = np.unique(users // of.settings.users_per_block).size
         np.testing.assert_allclose(
-            played.aggregate.estimate,
+            round.aggregate.estimate,
             total / (USERS * RATE),
             rtol=1e-4,
             atol=1e-6 + largest_rounding(of, blocks),
@@ -101,21 +113,21 @@ def test_a_sum_in_bfloat16_is_near_the_one_computed_by_hand(device):
     """With hardly any noise in the plan, so that rounding to its unit does not hide the error."""
 
     def error(precision):
-        of = experiment(
+        of = engine(
             "simulation.noise=aggregate", "privacy.noise_multiplier=1e-3",
             f"simulation.device={device}", f"simulation.precision={precision}",
         )  # fmt: skip
         expected = sum_by_hand(of, checked_in(2), 2)
-        total = ReportSum(of, of.load_users()).sum(2, of.make_model(), checked_in(2), [])
-        error = total * of.plan.mechanism.unit - expected
+        total = reports_of(of).sum(2, of.settings.make_model(), checked_in(2), [])
+        error = total * of.settings.plan.mechanism.unit - expected
         return np.linalg.norm(error) / np.linalg.norm(expected)
 
     assert error("float32") < 1e-4 < error("bfloat16") < 0.05
 
 
 def test_float32_means_float32_whatever_was_allowed_before():
-    of, users = experiment(), checked_in(1)
-    reports, model = ReportSum(of, of.load_users()), of.make_model()
+    of, users = engine(), checked_in(1)
+    reports, model = reports_of(of), of.settings.make_model()
     expected = reports.sum(1, model, users, [])
     torch.set_float32_matmul_precision("medium")
     torch.backends.cudnn.allow_tf32 = True
@@ -126,18 +138,35 @@ def test_float32_means_float32_whatever_was_allowed_before():
 
 def test_records_are_fetched_where_they_are():
     """Real ones on "meta", where a mixture of devices is an error."""
-    records = experiment().load_users()
+    records = engine().load_users()
     with FakeTensorMode(allow_non_fake_inputs=True):
         features, labels = records.to("meta")(np.arange(3))
     assert (features.device.type, labels.device.type) == ("meta", "meta")
     assert (features.shape, labels.shape) == ((3, 23, 1, 8, 8), (3, 23))
 
 
-def test_a_round_is_not_taken_for_reproducible_on_a_gpu():
-    of = experiment()
-    simulation = of.config.simulation.model_copy(update={"device": "cuda"})
-    config = of.config.model_copy(update={"simulation": simulation})
-    assert of.reproducible and not dataclasses.replace(of, config=config).reproducible
+def test_a_round_is_not_taken_for_reproducible_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(vectorised, "fastest_method", lambda *about: "vmap")  # it would go there
+    assert engine().repeats_releases
+    assert not engine("simulation.device=cuda").repeats_releases
+
+
+class Median(Aggregator):
+    """Needs each report."""
+
+    def add(self, report):
+        raise AssertionError("was given a sum")
+
+    def result(self, users):
+        raise AssertionError("has no reports")
+
+
+def test_an_aggregator_that_needs_single_reports_is_refused(monkeypatch):
+    monkeypatch.setitem(AGGREGATORS, "mean", Median)
+    message = "training.aggregator must be one that needs only the sum .*, got Median"
+    with pytest.raises(ConfigError, match=message):
+        engine()
 
 
 class TooLarge(nn.Linear):
@@ -176,8 +205,8 @@ def test_a_run_reports_who_does_not_price_its_rounds(tmp_path, fixed_size_only):
 @pytest.mark.parametrize("noise", ["report", "aggregate"])
 def test_the_noise_of_the_sum_has_variance_k_times_that_of_a_report(seed, noise):
     """Everybody checks in, so the updates are known with the system's entropy too."""
-    of = experiment(f"simulation.noise={noise}", f"seed={seed}", "privacy.check_in_rate=1.0")
-    rounds, model = rounds_of(of), of.make_model()
+    of = engine(f"simulation.noise={noise}", f"seed={seed}", "privacy.check_in_rate=1.0")
+    rounds, model = rounds_of(of), of.settings.make_model()
     updates = sum_by_hand(of, np.arange(USERS), 1)
     draws = [
         (rounds(round, model).aggregate.estimate.astype(float) * USERS - updates)
@@ -185,15 +214,15 @@ def test_the_noise_of_the_sum_has_variance_k_times_that_of_a_report(seed, noise)
         for round in (1, 2)
     ]
     assert stats.kstest(np.concatenate(draws), "norm").pvalue > 1e-7
-    assert abs(np.corrcoef(*draws)[0, 1]) < 6 / math.sqrt(of.parameters)
+    assert abs(np.corrcoef(*draws)[0, 1]) < 6 / math.sqrt(of.settings.dimension)
 
 
 def test_the_least_clip_norm_is_as_exact_as_another():
-    of = experiment(
+    of = engine(
         "simulation.noise=aggregate", "privacy.clip_norm=1e-18", "privacy.noise_multiplier=1e-9",
         "privacy.target_epsilon=1e30",
     )  # fmt: skip
-    aggregate = rounds_of(of)(1, of.make_model()).aggregate
+    aggregate = played(of, 1).aggregate
     expected = sum_by_hand(of, checked_in(1), 1) / (USERS * RATE)
     atol = 1e-24 + largest_rounding(of, 1)  # one block
     np.testing.assert_allclose(aggregate.estimate, expected, rtol=1e-4, atol=atol)
@@ -216,8 +245,7 @@ def test_only_users_who_checked_in_are_touched(monkeypatch):
         return fetch(records, users)
 
     monkeypatch.setattr(PartitionedRecords, "__call__", spy)
-    of = experiment("simulation.users_per_chunk=9")
-    rounds_of(of)(3, of.make_model())
+    played(engine("simulation.users_per_chunk=9"), 3)
     assert sorted(seen) == checked_in(3).tolist()
 
 

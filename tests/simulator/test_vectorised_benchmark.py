@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vectorised.py"
 
 
+@pytest.mark.slow
 def test_the_script_prints_a_row_for_each_path():
     command = [sys.executable, str(SCRIPT), "quickstart", "--rounds=1", "--flower-rounds=0"]
     command += [

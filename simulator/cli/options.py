@@ -1,0 +1,78 @@
+"""Options that several commands have, what they may be, and how a mistake in one ends a command."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, NoReturn
+
+import typer
+from pydantic_core import to_json
+
+Users = Annotated[int | None, typer.Option("--n", help="Eligible users n.")]
+Rate = Annotated[float | None, typer.Option("--gamma", help="Check-in rate γ in (0, 1].")]
+Noise = Annotated[float | None, typer.Option("--noise", help="Noise multiplier z.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds T.")]
+Delta = Annotated[str, typer.Option("--delta", help='δ in (0, 1), or "1/n".')]
+Adjacency = Annotated[str, typer.Option("--adjacency", help="replace or zero-out.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Blankets = Annotated[
+    float,
+    typer.Option("--blankets", help="Expected blankets λ that the shuffler adds to each round."),
+]
+
+
+def needed(option: str, value: Any) -> Any:
+    """The value of an option that must be given."""
+    if value is None:
+        raise ValueError(f"{option} is missing")
+    return value
+
+
+def checked_users(n: int | None, noise: float | None, digits: int = 12) -> int:
+    """The number of users; refuses one, and a noise, that is beyond what is computed."""
+    if not 1 <= needed("--n", n) <= 10**digits:
+        raise ValueError(f"--n must lie in [1, 10^{digits}], got {n}")
+    if noise and not 1e-3 <= noise <= 1e6:
+        raise ValueError(f"--noise must be 0 or lie in [0.001, 10^6], got {noise:g}")
+    return int(n)  # type: ignore[arg-type]
+
+
+def checked_count(option: str, value: int | None) -> int:
+    """A number of rounds or parameters; refuses one that is beyond what is computed."""
+    if not 1 <= needed(option, value) <= 10**9:
+        raise ValueError(f"{option} must lie in [1, 10^9], got {value}")
+    return int(value)  # type: ignore[arg-type]
+
+
+def checked_delta(text: str, n: int) -> float:
+    """The value of --delta for n users."""
+    try:
+        delta = 1 / n if text == "1/n" and n > 0 else float(text)
+    except ValueError:
+        delta = math.nan
+    if not 0 < delta < 1:
+        raise ValueError(f'--delta must be a number in (0, 1), or "1/n" with n > 1, got {text}')
+    return delta
+
+
+def check_adjacency(adjacency: str) -> None:
+    """Refuses an unknown adjacency."""
+    from accounting import ADJACENCIES
+
+    if adjacency not in ADJACENCIES:
+        allowed = " or ".join(ADJACENCIES)
+        raise ValueError(f"--adjacency must be {allowed}, got {adjacency}")
+
+
+def print_json(content: Any) -> None:
+    """One JSON object on one line; JSON has no NaN and no infinity, so those become null."""
+    typer.echo(to_json(content, inf_nan_mode="null").decode())
+
+
+def fail(error: BaseException, code: int = 2) -> NoReturn:
+    """One line on standard error, then exit; 2 is the code for a mistake in what was asked."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    typer.echo(f"error: {' '.join(text.split())}", err=True)
+    raise typer.Exit(code)

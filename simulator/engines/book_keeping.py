@@ -1,0 +1,193 @@
+"""Each user's gradient of its loss by book-keeping: one forward and one backward for all users.
+
+While the model computes its scores, `_Tape` keeps what each layer was given. One backward then
+gives the gradients of the layers' outputs. From the two, a formula of the layer's kind gives every
+user's gradient of the layer's parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from simulator.engines.gradient_forms import Dense, Gradients, Products, users_at_a_time
+
+Precision = Literal["float32", "bfloat16"]
+"""The type in which a model's forward and backward are computed; norms and sums are not in it."""
+
+
+class Unsupported(Exception):
+    """Book-keeping cannot do this model."""
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The parameters' names by the parameters' `id`, in the model's order."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def gradients_of_users(
+    model: nn.Module,
+    known: dict[int, str],
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    precision: Precision,
+) -> Gradients:
+    """Each user's gradient of its mean cross-entropy, from one forward and backward.
+
+    Whatever their precision, the factors are taken as float32 numbers, of which the norm is then
+    that of the gradient which is summed.
+
+    Args:
+        model, features, labels, precision: see `clipped_sum_of_updates`.
+        known: `names_of` of the model.
+
+    Raises:
+        Unsupported: a parameter is used twice, or with a tensor that is none.
+    """
+    users, records = labels.shape
+    exact = features.dtype
+    with torch.enable_grad():
+        with _Tape() as tape, autocast(features.device, precision):
+            scores = model(features.flatten(0, 1)).to(exact)
+        loss = functional.cross_entropy(scores, labels.flatten(), reduction="sum") / records
+    output_gradients = torch.autograd.grad(loss, [output for *_, output in tape.calls])
+    gradients: Gradients = {}
+    used: set[str | None] = {None}
+    for (layer, arguments, _), output_gradient in zip(tape.calls, output_gradients, strict=True):
+        inputs, *parameters = arguments
+        for tensors, part in layer(users, output_gradient.to(exact), inputs.to(exact), *parameters):
+            names = tuple(known.get(id(tensor)) for tensor in tensors if tensor is not None)
+            if any(names):
+                if used.intersection(names):
+                    raise Unsupported(f"{names}: used twice, or beside a computed one")
+                used.update(names)
+                gradients[names] = part
+    return gradients
+
+
+def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager:
+    """With bfloat16, lets torch choose what to compute in it; threads share no cache."""
+    if precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+
+class _Tape(TorchFunctionMode):
+    """While entered, keeps every call of a layer with parameters that this thread makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable, tuple, GradientEdge]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls `func`; keeps a layer's arguments, and its output before any change in place."""
+        output = func(*args, **(kwargs or {}))
+        if func in _LAYERS and output.requires_grad:
+            layer = functools.partial(_LAYERS[func], **(kwargs or {}))
+            self.calls.append((layer, args, get_gradient_edge(output)))
+        return output
+
+
+def _linear(users, g, x, weight, bias=None):
+    g = g.reshape(users, 1, -1, g.shape[-1])
+    yield from _weight(weight, bias, x.reshape(users, 1, -1, x.shape[-1]), g)
+
+
+def _conv2d(users, g, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    height, width = weight.shape[2:]
+    (step_h, step_w), (space_h, space_w) = _two(stride), _two(dilation)
+    edges = _edges(padding, weight.shape[2:], dilation)
+    x = functional.pad(x, edges) if any(edges) else x
+    # Patches in two steps, columns first, so that what is copied lies in long pieces.
+    x = x.unflatten(1, (groups, -1)).unflatten(0, (users, -1))  # k, r, groups, c, rows, columns
+    x = x.unfold(5, (width - 1) * space_w + 1, step_w)[..., ::space_w]
+    x = x.permute(0, 2, 1, 5, 4, 6, 3).contiguous()  # k, groups, r, w, rows, width, c
+    x = x.unfold(4, (height - 1) * space_h + 1, step_h)[..., ::space_h]
+    x = x.permute(0, 1, 2, 3, 4, 7, 5, 6)  # k, groups, r, w, h, height, width, c
+    g = g.unflatten(1, (groups, -1)).unflatten(0, (users, -1)).permute(0, 2, 1, 5, 4, 3)
+    kernel = height * width, weight.shape[1]
+    yield from _weight(weight, bias, x, g.flatten(2, 4), kernel)
+
+
+def _group_norm(users, g, x, num_groups, weight=None, bias=None, eps=1e-5):
+    normal = functional.group_norm(x, num_groups, eps=eps)
+    shape = (users, len(x) // users, x.shape[1], -1)
+    yield (weight,), Dense((g * normal).reshape(shape).sum((1, 3)))
+    yield (bias,), Dense(g.reshape(shape).sum((1, 3)))
+
+
+def _layer_norm(users, g, x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    normal = functional.layer_norm(x, normalized_shape, eps=eps)
+    shape = (users, -1, math.prod(normalized_shape))
+    yield (weight,), Dense((g * normal).reshape(shape).sum(1))
+    yield (bias,), Dense(g.reshape(shape).sum(1))
+
+
+_LAYERS = {
+    functional.linear: _linear,
+    functional.conv2d: _conv2d,
+    functional.group_norm: _group_norm,
+    functional.layer_norm: _layer_norm,
+}
+"""The layers that book-keeping knows, each with the formula of its parameters' gradients.
+
+A formula is called with the number of users, the gradient g of the layer's output, and the
+arguments of the layer's call. It yields pairs: some of the layer's parameters, and every user's
+gradients of them.
+"""
+
+
+def _weight(weight, bias, inputs, output_gradients, kernel=(1, 1)):
+    """Yields the gradients of a weight and a bias, in the form that takes fewer operations.
+
+    Operations in float64, in which products are measured, count twice. A materialised gradient is
+    therefore never more than twice as large as what it was made from.
+
+    Args:
+        weight, bias: the parameters.
+        inputs: a view of shape (k, groups, r, w, h, height, width, c), or (k, groups, t, p).
+        output_gradients: shape (k, groups, t, q).
+        kernel: see `_in_order`.
+    """
+    users, groups, t, q = output_gradients.shape
+    p = inputs.shape[1:].numel() // (groups * t)
+    if t == 1 or 2 * t * (p + q) < p * q:
+        inputs = inputs.reshape(users, groups, t, p)
+        yield (weight, bias), Products(inputs, output_gradients, bias is not None, kernel)
+        return
+    gradients = inputs.new_empty(users, groups, q, p)
+    size = users_at_a_time(groups * t * p, inputs.device)
+    for a, g, out in zip(
+        *(x.split(size) for x in (inputs, output_gradients, gradients)), strict=True
+    ):
+        torch.matmul(g.mT, a.reshape(len(a), groups, t, p), out=out)
+    yield (weight,), Dense(gradients.flatten(1), kernel)
+    yield (bias,), Dense(output_gradients.sum(2).flatten(1))
+
+
+def _two(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (value, value) if isinstance(value, int) else tuple(value)
+
+
+def _edges(padding, kernel, dilation) -> list[int]:
+    """A convolution's padding as `functional.pad` takes it: last axis first, before and after."""
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        totals = [space * (size - 1) for size, space in zip(kernel, _two(dilation), strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(side, side) for side in _two(padding)]
+    return [side for pair in reversed(sides) for side in pair]

@@ -1,0 +1,177 @@
+"""What book-keeping knows of many users' gradients: their norms, and their clipped sum.
+
+A layer's gradients are held in one of two forms: materialised for each user (`Dense`), or as the
+factors they are products of (`Products`), whichever takes fewer operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+"""Parameters by name, or one such tensor for each of k users: shape (k, ...)."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A parameter's gradient of each user, materialised.
+
+    Attributes:
+        gradients: float32 of shape (k, size).
+        kernel: see `_in_order`.
+    """
+
+    gradients: torch.Tensor
+    kernel: tuple[int, int] = (1, 1)
+
+    def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared norms, float64 of shape (k,), twice: as measured and as bounded."""
+        size = users_at_a_time(self.gradients.shape[1], self.gradients.device)
+        blocks = self.gradients.split(size)
+        squares = torch.cat([_squared_lengths(block) for block in blocks])
+        large = ~squares.isfinite()
+        if large.any():  # in float64 no square of a finite float32 is
+            squares[large] = self.gradients[large].double().square().sum(1)
+        return squares, squares
+
+    def of(self, users: torch.Tensor) -> Dense:
+        """The same gradients of these users only."""
+        return Dense(self.gradients[users], self.kernel)
+
+    def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The sum over users with weights of shape (k,), of shape (size,)."""
+        yield _in_order(weights @ self.gradients, self.kernel)
+
+
+@dataclass(frozen=True)
+class Products:
+    """A weight's gradient of each user as a sum of outer products, sum_t g_t a_t^T, not formed.
+
+    A bias is the weight of one more input that is always 1.
+
+    The norm: ||sum_t g_t a_t^T||^2 = sum_st (g_s.g_t)(a_s.a_t). The terms may cancel. In float64
+    that is wrong by about 1e-12 b^2 at most, where b = sum_t |g_t||a_t| bounds the norm; and the
+    sum itself, in float32, by some 1e-7 b, or 2e-6 b where the products are such that hundreds are
+    rounded alike. While a user's scale times b is at most 10 C, its clipped update is therefore no
+    longer than C (1 + 2e-5). Users of whom more cancels are left to vmap, which measures the very
+    numbers that it sums. So are users with inputs above 1e19, whose squares are too large for
+    float32: a scaled g_t is wrong by 1e-45 an entry where it is hardly a float32, and a_t
+    multiplies that. To 1e-26 an entry, which is little of a C of 1e-18, the least that
+    `simulator.config` takes.
+
+    Attributes:
+        inputs: a, float32 of shape (k, groups, t, p).
+        output_gradients: g, float32 of shape (k, groups, t, q).
+        bias: whether there is one.
+        kernel: see `_in_order`.
+    """
+
+    inputs: torch.Tensor
+    output_gradients: torch.Tensor
+    bias: bool
+    kernel: tuple[int, int]
+
+    def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared norms, and b^2 or infinity for a user left to vmap: float64 of shape (k,)."""
+        one = _squared_lengths(self.inputs, self.bias)
+        other = _squared_lengths(self.output_gradients)
+        if self.inputs.shape[2] == 1:
+            norms = one.mul_(other).sum((1, 2))
+            return norms, norms
+        bounds = (one * other).sqrt_().sum(2).square_().sum(1)
+        a, g = self.inputs.double(), self.output_gradients.double()
+        return ((a @ a.mT + self.bias) * (g @ g.mT)).sum((1, 2, 3)).clamp_(min=0.0), bounds
+
+    def of(self, users: torch.Tensor) -> Products:
+        """The same gradients of these users only."""
+        return replace(
+            self, inputs=self.inputs[users], output_gradients=self.output_gradients[users]
+        )
+
+    def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The sums over users with weights of shape (k,).
+
+        The weight's is of shape (groups * q * p,), and the bias's of shape (groups * q,).
+        """
+        scaled = self.output_gradients * weights[:, None, None, None]
+        if scaled.shape[1] == 1:  # faster so
+            total = scaled.flatten(0, 2).mT @ self.inputs.flatten(0, 2)
+        else:
+            g, a = (x.transpose(0, 1).flatten(1, 2) for x in (scaled, self.inputs))
+            total = g.mT @ a
+        yield _in_order(total.flatten(), self.kernel)
+        if self.bias:
+            yield scaled.sum((0, 2)).flatten()
+
+
+Gradients = dict[tuple[str, ...], Dense | Products]
+"""Users' gradients by the names of a layer's parameters."""
+
+
+def _squared_lengths(vectors: torch.Tensor, more: float = 0.0) -> torch.Tensor:
+    """Squared lengths along the last axis, plus `more`, as float64.
+
+    Those of float32 vectors are too short by 4e-6 of their value at most.
+
+    On CPUs torch sums float32 in cascades (64 terms at most one after the other), and much faster
+    than in float64; elsewhere it promises no order. Squares too small for float32 are made up for;
+    one too large makes the sum infinite.
+    """
+    exact = None if vectors.device.type == "cpu" else torch.float64
+    sums = vectors.square().sum(-1, dtype=exact).double()
+    return sums.add_(more + vectors.shape[-1] * torch.finfo(vectors.dtype).tiny)
+
+
+def _in_order(total: torch.Tensor, kernel: tuple[int, int]) -> torch.Tensor:
+    """A sum over users from (..., positions, channels), as it was computed, to channels first."""
+    return total if kernel == (1, 1) else total.unflatten(0, (-1, *kernel)).mT.flatten()
+
+
+def only(gradients: Gradients, users: torch.Tensor) -> Gradients:
+    """The same gradients of these users only."""
+    return {names: part.of(users) for names, part in gradients.items()}
+
+
+def lengths(gradients: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
+    """Users' norms over all parameters, and their bounds, or the norms where nothing can cancel.
+
+    Float64 of shape (k,).
+    """
+    squares, bounds = zip(*(part.squared_lengths() for part in gradients.values()), strict=True)
+    norms = functools.reduce(torch.add, squares).sqrt()
+    if all(map(operator.is_, squares, bounds)):
+        return norms, norms
+    return norms, functools.reduce(torch.add, bounds).sqrt()
+
+
+def scales_of(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """The factors that clip users' updates; for a zero update C / 0 is infinite, so it is 1."""
+    return (clip_norm / norms).clamp(max=1.0)
+
+
+def scaled_sum(gradients: Gradients, scales: torch.Tensor, order: Iterable[str]) -> torch.Tensor:
+    """The sum over users for float64 scales, float32 of shape (d,), the parameters in order."""
+    rounded = scales.float()  # down: among the smallest float32 the nearest may be far above
+    scales = torch.where(rounded > scales, rounded.nextafter(torch.zeros_like(rounded)), rounded)
+    return weighted_sum(gradients, scales, order)
+
+
+def weighted_sum(gradients: Gradients, weights: torch.Tensor, order: Iterable[str]) -> torch.Tensor:
+    """As `scaled_sum`, for weights of the gradients' own type."""
+    sums: Tensors = {}
+    for names, part in gradients.items():
+        sums.update(zip(names, part.weighted_sums(weights), strict=True))
+    return torch.cat([sums[name] for name in order])
+
+
+def users_at_a_time(size: int, device: torch.device) -> int:
+    """How many users to take at a time so that `size` numbers of each stay in a core's cache.
+
+    A GPU wants more at a time.
+    """
+    return max(1, (2**18 if device.type == "cpu" else 2**26) // (size + 1))

@@ -1,0 +1,45 @@
+"""What a run's configuration is made of: its sections, and names that may be the reader's own."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number above 0")]
+Count = Annotated[int, Field(ge=1, description="a whole number, at least 1")]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run; one line says which value, and what is allowed."""
+
+
+class Section(BaseModel):
+    """A table of the configuration; a key that it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
+    """What a configuration means by `name`: an entry of `known`, or `module:callable`, imported.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"{kind} must be one of {', '.join(known)}, or module:callable, got {name}"
+        )
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:  # whatever the reader's module raises
+        raise ConfigError(f"{kind} {name} could not be imported: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, without its line breaks; its kind if it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
