@@ -10,14 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shuffler.wire.channel import MOST_USERS, parse_address
 
-__all__ = ["ConfigError", "Limits", "ShufflerConfig", "Tls", "load_config"]
-
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
-
-
-class ConfigError(ValueError):
-    """The configuration is not valid; one line says which key and what is wrong with it."""
 
 
 class _Section(BaseModel):
@@ -105,20 +99,20 @@ def load_config(path: Path) -> ShufflerConfig:
     """Reads a configuration; paths in it are relative to its directory.
 
     Raises:
-        ConfigError: one line.
+        ValueError: one line that says which key and what is wrong with it.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise ValueError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
     try:
         config = ShufflerConfig.model_validate(content)
     except ValidationError as error:
         # A misspelt key first: it is also why another one is missing.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        raise ConfigError(f"{path}: {_one_line(first)}") from None
+        raise ValueError(f"{path}: {_one_line(first)}") from None
     base = path.absolute().parent
     found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
     if config.tls is not None:

@@ -7,50 +7,28 @@ what Poisson many of them hide.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
-from accounting.mechanisms import GaussianMechanism, Randomness
-from shuffler.wire.reports import encode_report
-from shuffler.wire.sealing import RoundHeader, seal
-
-__all__ = ["BlanketMaker"]
+from accounting.mechanisms import Randomness
+from shuffler.store.rounds import Round, Run
+from shuffler.wire.reports import encode_report, report_length
+from shuffler.wire.sealing import payload_length, seal
 
 _BYTES_AT_ONCE = 2**22
 _MOST_AT_ONCE = 256
 
 
-@dataclasses.dataclass(frozen=True)
-class BlanketMaker:
-    """Makes the blankets of one round that are still to be made.
+def make_blankets(run: Run, round: Round, randomness: Randomness, numbers: range) -> list[bytes]:
+    """The first of a round's blankets with these numbers, sealed, as many as memory is given to.
 
-    Attributes:
-        header: the round.
-        public_key: the server's, to which users' reports of this round are sealed too.
-        mechanism: of the plan.
-        dimension: entries of a report.
-        randomness: where the noise comes from.
-        first, last: numbers of the next one and the one after the last.
+    It may run in any thread.
     """
-
-    header: RoundHeader
-    public_key: bytes
-    mechanism: GaussianMechanism
-    dimension: int
-    randomness: Randomness
-    first: int
-    last: int
-
-    def next(self) -> list[bytes]:
-        """The next of them, sealed, as many as memory is given to; in any thread."""
-        zero = np.zeros(self.dimension)
-        count = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // (2 * self.dimension)))
-        sealed = []
-        for number in range(self.first, min(self.first + count, self.last)):
-            (noise,) = self.randomness.blanket_noise(
-                self.header.round, np.array([number]), self.dimension
-            )
-            report = encode_report(self.mechanism.report(zero, noise))
-            sealed.append(seal(report, self.public_key, self.header))
-        return sealed
+    assert run.mechanism is not None
+    dimension = payload_length(run.report_bytes, round.public_key) // report_length(1)
+    count = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // report_length(dimension)))
+    zero, header, sealed = np.zeros(dimension), run.header(round), []
+    for number in numbers[:count]:
+        (noise,) = randomness.blanket_noise(round.number, np.array([number]), dimension)
+        report = encode_report(run.mechanism.report(zero, noise))
+        sealed.append(seal(report, round.public_key, header))
+    return sealed

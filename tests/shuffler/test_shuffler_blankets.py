@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import random
+import secrets
 import signal
 import sqlite3
 import subprocess
@@ -41,7 +42,6 @@ from shuffler import (
     seal,
     sealed_length,
 )
-from shuffler.store import spool as spool_module
 from shuffler.store.runs import RunStore
 from shuffler.store.spool import RoundSpool
 from shuffler.store.spool_rows import BlanketsLeft
@@ -224,7 +224,7 @@ def test_storing_blankets_asks_the_same_of_the_system_whatever_the_number_kept(
     asked = []
     for kept in (0, 1, 1300, 2560):
         draw = random.Random(7).randrange
-        monkeypatch.setattr(spool_module.secrets, "randbelow", draw)
+        monkeypatch.setattr(secrets, "randbelow", draw)
         asked.append(asked_of_the_system(memory_path, kept))
     assert asked[0]["syscw"] > 2560
     assert asked == [asked[0]] * 4
@@ -236,10 +236,10 @@ def test_as_many_are_made_whatever_the_number_kept(tmp_path: Path):
     for round in range(1, 6):
         store.open_round("run", round, "model", generate_key_pair()[1])
         made = 0
-        while maker := store.blankets_of("run", round):
-            sealed = maker.next()
+        while make := store.batches.next_blankets("run", round):
+            sealed = make()
             made += len(sealed)
-            store.add_blankets("run", round, sealed)
+            store.batches.add_blankets("run", round, sealed)
         assert made == most_blankets(2.0)
         store.close_round("run", round, discard=True)
     store.close()
@@ -323,15 +323,15 @@ def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"shuffler_blankets": -1.0}, "shuffler_blankets must lie"),
-        ({"shuffler_blankets": 1e8}, "shuffler_blankets must lie"),
-        ({"shuffler_blankets": "50"}, "shuffler_blankets must lie"),
-        ({"shuffler_blankets": None}, "shuffler_blankets must lie"),
-        ({"clip_norm": 0}, "clip_norm must lie"),
-        ({"noise_multiplier": None}, "noise_multiplier must lie"),
-        ({"noise_multiplier": True}, "noise_multiplier must lie"),
-        ({"noise_multiplier": 10**400}, "noise_multiplier must lie"),
-        ({"clip_norm": 1e308}, "clip_norm must lie"),
+        ({"shuffler_blankets": -1.0}, "the plan's shuffler_blankets: Input should be"),
+        ({"shuffler_blankets": 1e8}, "the plan's shuffler_blankets: Input should be"),
+        ({"shuffler_blankets": "50"}, "the plan's shuffler_blankets: Input should be"),
+        ({"shuffler_blankets": None}, "the plan's shuffler_blankets: Input should be"),
+        ({"clip_norm": 0}, "the plan's clip_norm: Input should be"),
+        ({"noise_multiplier": None}, "the plan's noise_multiplier: Input should be"),
+        ({"noise_multiplier": True}, "the plan's noise_multiplier: Input should be"),
+        ({"noise_multiplier": 10**400}, "the plan's noise_multiplier: Input should be"),
+        ({"clip_norm": 1e308}, "the plan's clip_norm: Input should be"),
         ({"clip_norm": 5e-324}, "clip_norm is too small"),
     ],
 )
@@ -350,20 +350,29 @@ def test_reports_that_are_no_whole_numbers_of_entries_can_have_no_blankets(share
         shared.control.open_round("odd", 1, "model", shared.public_key)
 
 
+RESERVE = 128 * 2**10
+
+
+def room(directory: Path) -> int:
+    """Bytes of the disk that reports may still take."""
+    disk = os.statvfs(directory)
+    return disk.f_bavail * disk.f_frsize - RESERVE
+
+
 def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(
     tiny_disk: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The disk fills after the round was opened; what is reserved is left for closing it."""
-    store = RunStore(tiny_disk, reserve_bytes=128 * 2**10)
+    store = RunStore(tiny_disk, reserve_bytes=RESERVE)
     length = sealed_length(report_length(200))
     store.create_run("run", plan(users=10, expected=10.0), length)
     store.open_round("run", 1, "model", generate_key_pair()[1])
-    (tiny_disk / "other").write_bytes(bytes(store._room() - 20_000))
+    (tiny_disk / "other").write_bytes(bytes(room(tiny_disk) - 20_000))
     with pytest.raises(ShufflerRefused) as refused:
-        while maker := store.blankets_of("run", 1):
-            store.add_blankets("run", 1, maker.next())
+        while make := store.batches.next_blankets("run", 1):
+            store.batches.add_blankets("run", 1, make())
     assert refused.value.reason is Refusal.STORAGE_FULL
-    assert store._room() > 0
+    assert room(tiny_disk) > 0
     with pytest.raises(ShufflerRefused, match="blankets are not stored"):
         store.close_round("run", 1)
     assert store.close_round("run", 1, discard=True) is Outcome.DISCARDED

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from shuffler_world import World, free_port, in_release, raw_channel, scrape
+from shuffler_world import World, exit_code, free_port, in_release, raw_channel, scrape
 
 from shuffler import IntakeClient, Outcome, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
 from shuffler.keys import Authority, Role
@@ -271,6 +271,6 @@ def test_a_release_that_nobody_reads_does_not_hold_up_the_end(start: Callable[..
     world = start(limits={"release_idle_seconds": IDLE, "stop_seconds": 3600})
     release = in_release(world)
     os.kill(world.process.pid, signal.SIGTERM)
-    assert world.process._child.wait(60) == 0
+    assert exit_code(world) == 0
     with pytest.raises(ShufflerUnavailable):
         list(release)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import re
 import signal
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from queue import SimpleQueue
 import grpc
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shuffler_world import (
     KEY_DIGEST,
@@ -43,8 +44,9 @@ from shuffler import (
     Verdict,
     sealed_length,
 )
+from shuffler.callers import Caller, Revoked, Role, caller_of
 from shuffler.config import Limits
-from shuffler.keys import Authority, Caller, Revoked, Role, caller_of
+from shuffler.keys import Authority
 from shuffler.service.operations import Metrics
 from shuffler.service.server import ShufflerServer
 from shuffler.store.runs import RunStore
@@ -117,15 +119,48 @@ def test_each_role_may_make_its_own_calls_and_no_others(guarded: World, role: st
             assert attempt(channel, call) is expected, call
 
 
-@pytest.mark.parametrize(("role", "call"), [("node", "Submit"), ("server", "EndRun")])
+def signed(place: Path, uri: str) -> Credentials:
+    """A client's certificate that says this; not of our making, but of the authority's key."""
+    AUTHORITY.write(place)
+    signer = serialization.load_pem_private_key((place / "authority.key").read_bytes(), None)
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    issuer = x509.load_pem_x509_certificate(AUTHORITY.certificate)
+    usage = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH])
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])
+    certificate = x509.CertificateBuilder(
+        issuer.subject,
+        x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "a")]),
+        key.public_key(),
+        x509.random_serial_number(),
+        now - datetime.timedelta(days=1),
+        now + datetime.timedelta(days=1),
+    )
+    certificate = certificate.add_extension(usage, False).add_extension(names, False)
+    pem = certificate.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return Credentials(AUTHORITY.certificate, pem, private)
+
+
+@pytest.mark.parametrize(
+    ("uri", "call", "status"),
+    [
+        ("urn:shufl:node:10:a", "Submit", grpc.StatusCode.OK),
+        ("urn:shufl:node:10:a:b", "Submit", grpc.StatusCode.PERMISSION_DENIED),
+        ("urn:shufl:server:a:b", "EndRun", grpc.StatusCode.PERMISSION_DENIED),
+        ("urn:shufl:server:10:a", "EndRun", grpc.StatusCode.PERMISSION_DENIED),
+    ],
+)
 def test_a_certificate_that_says_more_than_it_should_is_nobody_s(
-    guarded: World, monkeypatch: pytest.MonkeyPatch, role: str, call: str
+    guarded: World, tmp_path: Path, uri: str, call: str, status: grpc.StatusCode
 ):
-    monkeypatch.setattr("shuffler.keys._NAME", re.compile(".*"))
-    issued = AUTHORITY.issue(Role(role), "a:b", users=10 if role == "node" else 0)
-    assert caller_of(issued.certificate) is None
+    issued = signed(tmp_path, uri)
+    assert (caller_of(issued.certificate) is None) == (status is not grpc.StatusCode.OK)
     with raw_channel(guarded, issued) as channel:
-        assert attempt(channel, call) is grpc.StatusCode.PERMISSION_DENIED
+        assert attempt(channel, call) is status
 
 
 @pytest.mark.parametrize("call", CALLS)

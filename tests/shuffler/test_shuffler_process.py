@@ -52,9 +52,9 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         (
             PLAIN + SPOOL,
             "t" * 31,
-            "SHUFL_CONTROL_TOKEN must hold a token of at least 32 characters",
+            "SHUFL_CONTROL_TOKEN must hold 32 or more printable ASCII characters",
         ),
-        (PLAIN + SPOOL, "é" * 32, "the control token must be printable ASCII"),
+        (PLAIN + SPOOL, "é" * 32, "must hold 32 or more printable ASCII characters"),
         ("", TOKEN, "either a section [tls] or plaintext = true"),
         (PLAIN + TLS, TOKEN, "either a section [tls] or plaintext = true"),
         (PLAIN + 'listen = "0.0.0.0:0"', TOKEN, "plaintext only on a loopback address"),
