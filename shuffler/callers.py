@@ -74,7 +74,6 @@ class Revoked:
                 SHA-256 fingerprint of one certificate on each line; `#` begins a comment line.
 
         Raises:
-            OSError: if the file cannot be read.
             ValueError: if a line is neither; one line naming the file.
         """
         self.path = path
@@ -88,11 +87,7 @@ class Revoked:
         return len(self._entries)
 
     def read(self) -> None:
-        """Reads the file again; where that fails what was read before stays.
-
-        Raises:
-            OSError, ValueError: as at first.
-        """
+        """Reads the file again; where that fails what was read before stays."""
         if self.path is None:
             return
         entries = set()

@@ -23,7 +23,7 @@ import typer
 from accounting.mechanisms import make_randomness
 from shuffler.callers import Revoked, Role
 from shuffler.config import load_config
-from shuffler.keys import MAX_DAYS, Authority, read_server_files
+from shuffler.keys import MAX_DAYS, Authority
 from shuffler.service.operations import Metrics, log_to
 from shuffler.service.server import ShufflerServer
 from shuffler.store.runs import RunStore
@@ -70,7 +70,7 @@ def shuffler_command(
             if settings.simulation_seed is not None and not exit_with_parent:
                 raise ValueError(f"{config}: simulation_seed is for a simulation's own shuffler")
             tls = settings.tls
-            security = read_server_files(tls) if tls else _read_token()
+            security = tls.read() if tls else _read_token()
             revoked = Revoked(tls.revoked if tls else None)
             os.umask(0o077)
             log_to(settings.log_file)
@@ -161,14 +161,10 @@ async def _serve(
     loop = asyncio.get_running_loop()
     stopped, at_once = asyncio.Event(), asyncio.Event()
 
-    def stop() -> None:
-        if stopped.is_set():
+    def stop(now: bool = False) -> None:
+        if now or stopped.is_set():
             at_once.set()
         stopped.set()
-
-    def stop_at_once() -> None:
-        stopped.set()
-        at_once.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
@@ -178,7 +174,7 @@ async def _serve(
     try:
         address = await server.start(listen)
         if parent is not None:
-            _watch_parent(parent, lambda: _from_thread(loop, stop_at_once))
+            _watch_parent(parent, functools.partial(loop.call_soon_threadsafe, stop, True))
         typer.echo(f"{READY}{address}")
         sys.stdout.flush()
         await stopped.wait()
@@ -194,12 +190,7 @@ def _read_again(revoked: Revoked) -> None:
         _log.error("withdrawn credentials not read, those before stay: %s", error)
 
 
-def _from_thread(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function)
-
-
-def _watch_parent(parent: int, stop: Callable[[], None]) -> None:
+def _watch_parent(parent: int, stop: Callable[[], object]) -> None:
     """Calls `stop` when standard input ends or the parent process changes.
 
     Both, because either alone can fail: another child of the parent may hold the pipe open, and
@@ -212,7 +203,8 @@ def _watch_parent(parent: int, stop: Callable[[], None]) -> None:
                 readable, _, _ = select.select([0], [], [], _PARENT_SECONDS)
                 if readable and not os.read(0, 4096):
                     break
-        stop()
+        with suppress(RuntimeError):  # the loop has ended by itself
+            stop()
 
     threading.Thread(target=watch, daemon=True).start()
 

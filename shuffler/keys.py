@@ -13,19 +13,16 @@ import datetime
 import ipaddress
 import os
 import re
-import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shuffler.callers import NAME, Role, fingerprint_of, uri_of
-from shuffler.config import Tls
 
 MAX_DAYS = 36_500
 """Longest life of a certificate."""
@@ -54,11 +51,7 @@ class Credentials:
 
     @classmethod
     def read(cls, directory: Path, name: str) -> Credentials:
-        """What `shufl keys` wrote for this name.
-
-        Raises:
-            OSError: if a file cannot be read.
-        """
+        """What `shufl keys` wrote for this name."""
         files = (directory / file for file in ("authority.pem", f"{name}.pem", f"{name}.key"))
         return cls(*(path.read_bytes() for path in files))
 
@@ -97,7 +90,6 @@ class Authority:
         """The authority in `authority.pem` and `authority.key`.
 
         Raises:
-            OSError: if a file cannot be read.
             ValueError: if one does not hold what it should.
         """
         certificate = x509.load_pem_x509_certificate((directory / "authority.pem").read_bytes())
@@ -162,57 +154,8 @@ class Authority:
         return Credentials(self.certificate, _pem(certificate), _key_pem(key))
 
 
-def read_server_files(tls: Tls) -> Credentials:
-    """A shuffler's side of TLS, if it is what clients will accept.
-
-    Raises:
-        OSError: if a file cannot be read.
-        ValueError: if the certificate is not a server's, not valid now or not issued by the
-            authority, if others than its owner may read the key, or if the key is not the
-            certificate's. One line naming the file.
-    """
-    own, issuer = _load(tls.certificate), _load(tls.authority)
-    if tls.key.stat().st_mode & 0o077:
-        raise ValueError(f"{tls.key}: others than its owner may use it; chmod 600")
-    now = datetime.datetime.now(datetime.UTC)
-    for path, loaded in ((tls.certificate, own), (tls.authority, issuer)):
-        if now < loaded.not_valid_before_utc:
-            raise ValueError(f"{path}: not valid before {loaded.not_valid_before_utc:%Y-%m-%d}")
-        if now > loaded.not_valid_after_utc:
-            raise ValueError(f"{path}: expired on {loaded.not_valid_after_utc:%Y-%m-%d}")
-    try:
-        usage = list(own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-    except (ValueError, x509.ExtensionNotFound):
-        usage = []
-    if ExtendedKeyUsageOID.SERVER_AUTH not in usage:
-        raise ValueError(f"{tls.certificate}: not a shuffler's certificate (no serverAuth)")
-    try:
-        own.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature):
-        raise ValueError(f"{tls.certificate}: not issued by {tls.authority}") from None
-    try:
-        # Asked here, because gRPC would only say that it cannot listen.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(tls.certificate, tls.key, password="")
-    except ssl.SSLError as error:
-        raise ValueError(f"{tls.key}: TLS certificate and key do not fit: {error.reason}") from None
-    files = (tls.authority, tls.certificate, tls.key)
-    return Credentials(*(path.read_bytes() for path in files))
-
-
-def _load(path: Path) -> x509.Certificate:
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except ValueError:
-        raise ValueError(f"{path}: not a certificate in PEM") from None
-
-
 def _write_secret(path: Path, content: bytes) -> None:
-    """Writes a new file that only its owner can read.
-
-    Raises:
-        FileExistsError: if there is one.
-    """
+    """Writes a new file that only its owner can read."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

@@ -97,9 +97,7 @@ class ShufflerServer:
                 )
                 port = self._server.add_secure_port(address, tls)
         except RuntimeError:
-            port = 0
-        if port == 0:
-            raise ValueError(f"cannot listen on {listen}")
+            raise ValueError(f"cannot listen on {listen}") from None
         await self._server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         return join_address(host, port)

@@ -7,16 +7,21 @@ import functools
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from accounting.mechanisms import Randomness
 from shuffler.callers import Caller
-from shuffler.store.blankets import make_blankets
-from shuffler.store.rounds import RoundState, Run
+from shuffler.store.rounds import Round, RoundState, Run
 from shuffler.store.slots import Slot
 from shuffler.store.spool import RoundSpool
 from shuffler.store.storage import Disk, storage_errors, storage_verdict
 from shuffler.wire.errors import Verdict
-from shuffler.wire.sealing import key_digest
+from shuffler.wire.reports import encode_report, report_length
+from shuffler.wire.sealing import key_digest, payload_length, seal
 from shuffler.wire.shuffler_pb2 import SubmitRequest
+
+_BLANKET_BYTES = 2**22  # made at once, at most
+_BLANKETS = 256  # the same
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class OpenBatches:
             return None
         run = self._runs[run_id]
         missing = range(spool.blankets.made, spool.blankets.work)
-        return functools.partial(make_blankets, run, run.rounds[number], self._randomness, missing)
+        return functools.partial(_make_blankets, run, run.rounds[number], self._randomness, missing)
 
     def add_blankets(self, run_id: str, number: int, sealed: Sequence[bytes]) -> None:
         """Stores the next blankets of a round; those of a round that is over are dropped.
@@ -127,7 +132,7 @@ class OpenBatches:
             return Verdict.WRONG_MODEL_VERSION
         if request.key_digest != key_digest(entry.public_key):
             return Verdict.WRONG_KEY
-        if request.user >= min(report.caller.users, run.users):
+        if request.user >= min(report.caller.users, run.plan.users):
             return Verdict.BAD_SENDER
         if slot is not None and slot.verdict is not Verdict.ACCEPTED:
             return slot.verdict
@@ -151,3 +156,22 @@ class OpenBatches:
             if report.slot is not None:
                 report.slot.give_up()
         return verdicts + [Verdict.STORAGE_FULL] * (len(reports) - len(rows))
+
+
+def _make_blankets(run: Run, round: Round, randomness: Randomness, numbers: range) -> list[bytes]:
+    """The first of a round's blankets with these numbers, sealed; in any thread.
+
+    A blanket comes from the same mechanism and the same source of randomness as a user's report,
+    and is sealed in the same way, so that nothing in it tells the two apart.
+    docs/theory-blanket.md proves what Poisson many of them hide.
+    """
+    mechanism = run.plan.mechanism
+    assert mechanism is not None
+    dimension = payload_length(run.report_bytes, round.public_key) // report_length(1)
+    count = max(1, min(_BLANKETS, _BLANKET_BYTES // report_length(dimension)))
+    zero, header, sealed = np.zeros(dimension), run.header(round), []
+    for number in numbers[:count]:
+        (noise,) = randomness.blanket_noise(round.number, np.array([number]), dimension)
+        report = encode_report(mechanism.report(zero, noise))
+        sealed.append(seal(report, round.public_key, header))
+    return sealed

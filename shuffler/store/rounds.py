@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from accounting.mechanisms import GaussianMechanism, most_blankets
 from shuffler.store.slots import slot_bytes
@@ -54,6 +54,40 @@ class Round:
     spool: RoundSpool | None = None
 
 
+class Plan(BaseModel):
+    """What the shuffler reads from a privacy plan; the last two only where there are blankets."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    users: int
+    minimum_batch: Annotated[int, Field(ge=1)]
+    shuffler_blankets: Annotated[float, Field(ge=0, le=1e7)] = 0.0
+    clip_norm: Scale | None = None
+    noise_multiplier: Scale | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.minimum_batch > self.users:
+            raise ValueError(f"minimum_batch lies in [1, users], got {self.minimum_batch}")
+        if self.shuffler_blankets and (self.clip_norm is None or self.noise_multiplier is None):
+            raise ValueError("blankets need clip_norm and noise_multiplier")
+        if self.mechanism is not None and not self.mechanism.unit > 0:
+            raise ValueError("clip_norm is too small for blankets")
+        return self
+
+    @property
+    def mechanism(self) -> GaussianMechanism | None:
+        """What makes a blanket; None without blankets."""
+        if not self.shuffler_blankets or self.clip_norm is None or self.noise_multiplier is None:
+            return None
+        return GaussianMechanism(self.clip_norm, self.noise_multiplier)
+
+    @property
+    def most_blankets(self) -> int:
+        """How many blankets are made for a round, of which a secret number is kept."""
+        return most_blankets(self.shuffler_blankets)
+
+
 @dataclasses.dataclass(slots=True)
 class Run:
     """A run that has not ended.
@@ -61,26 +95,16 @@ class Run:
     Attributes:
         run_id: its name.
         digest: SHA-256 of its plan, hexadecimal.
-        users, minimum_batch: as in its plan.
-        blankets: how many of them a round gets in expectation.
-        mechanism: what makes a blanket; None without blankets.
+        plan: what its plan says.
         report_bytes: length of every sealed report.
         rounds: by number; old ones are forgotten.
     """
 
     run_id: str
     digest: str
-    users: int
-    minimum_batch: int
-    blankets: float
-    mechanism: GaussianMechanism | None
+    plan: Plan
     report_bytes: int
     rounds: dict[int, Round] = dataclasses.field(default_factory=dict)
-
-    @property
-    def most_blankets(self) -> int:
-        """How many blankets are made for a round, of which a secret number is kept."""
-        return most_blankets(self.blankets)
 
     @property
     def report_cost(self) -> int:
@@ -107,23 +131,8 @@ class Run:
             seal(b"", round.public_key, self.header(round))
         except Exception as error:
             raise _malformed(f"the public key is not one to seal reports to: {error}") from error
-        if self.mechanism is not None and (length == 0 or length % report_length(1)):
+        if self.plan.shuffler_blankets and (length == 0 or length % report_length(1)):
             raise _malformed(f"no report has {length} bytes, so it can have no blankets")
-
-
-class _Plan(BaseModel):
-    """What the shuffler reads from a plan; the last two only where there are blankets."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    users: int
-    minimum_batch: Annotated[int, Field(ge=1)]
-    shuffler_blankets: Annotated[float, Field(ge=0, le=1e7)] = 0.0
-
-
-class _BlanketPlan(_Plan):
-    clip_norm: Scale
-    noise_multiplier: Scale
 
 
 def parse_run(run_id: str, plan: bytes, report_bytes: int) -> Run:
@@ -132,24 +141,13 @@ def parse_run(run_id: str, plan: bytes, report_bytes: int) -> Run:
         raise _malformed(f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}")
     if len(plan) > _MAX_PLAN_BYTES:
         raise _malformed(f"a plan has at most {_MAX_PLAN_BYTES} bytes")
-    mechanism = None
     try:
-        fields = _Plan.model_validate_json(plan)
-        if fields.shuffler_blankets:
-            noise = _BlanketPlan.model_validate_json(plan)
-            mechanism = GaussianMechanism(noise.clip_norm, noise.noise_multiplier)
+        fields = Plan.model_validate_json(plan)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "JSON"
         raise _malformed(f"the plan's {name}: {first['msg']}") from None
-    if fields.minimum_batch > fields.users:
-        raise _malformed(
-            f"the plan's minimum_batch must lie in [1, users], got {fields.minimum_batch}"
-        )
-    if mechanism is not None and not mechanism.unit > 0:
-        raise _malformed("the plan's clip_norm is too small for blankets")
-    digest, users, minimum = hashlib.sha256(plan).hexdigest(), fields.users, fields.minimum_batch
-    return Run(run_id, digest, users, minimum, fields.shuffler_blankets, mechanism, report_bytes)
+    return Run(run_id, hashlib.sha256(plan).hexdigest(), fields, report_bytes)
 
 
 def _malformed(detail: str) -> ShufflerRefused:

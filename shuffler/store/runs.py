@@ -99,7 +99,7 @@ class RunStore:
                 raise ShufflerRefused(Refusal.RUN_ENDED)
             if len(self._runs) == _MAX_RUNS:
                 raise ShufflerRefused(Refusal.TOO_MANY_RUNS)
-            capacity = self._users_of(run) + run.most_blankets
+            capacity = self._users_of(run) + run.plan.most_blankets
             self._disk.check_length(file_bytes(report_bytes, capacity))
             self._file.add_run(run, plan)
             self._runs[run_id] = run
@@ -128,7 +128,7 @@ class RunStore:
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
             with storage_errors():
-                self._disk.require(run.most_blankets * run.report_cost)
+                self._disk.require(run.plan.most_blankets * run.report_cost)
                 entry.spool = self._open_spool(run, entry)
             self._file.add_round(run, entry, forgotten)
         except ShufflerRefused:
@@ -167,7 +167,7 @@ class RunStore:
             entry.outcome = Outcome.DISCARDED
         elif entry.spool.blankets.made < entry.spool.blankets.work:
             raise ShufflerRefused(Refusal.STORAGE_FAILED, "the round's blankets are not stored")
-        elif entry.spool.count >= run.minimum_batch:
+        elif entry.spool.count >= run.plan.minimum_batch:
             entry.outcome = Outcome.RELEASABLE
         else:
             entry.outcome = Outcome.BELOW_MINIMUM
@@ -239,14 +239,14 @@ class RunStore:
 
     def _users_of(self, run: Run) -> int:
         """For how many users' reports a round of a run makes room here."""
-        return min(run.users, self._most_users)
+        return min(run.plan.users, self._most_users)
 
     def _open_spool(self, run: Run, entry: Round) -> RoundSpool:
         def draw() -> int:
-            return self._randomness.number_of_blankets(entry.number, run.blankets)
+            return self._randomness.number_of_blankets(entry.number, run.plan.shuffler_blankets)
 
         path, users = _path(self._directory, run, entry), self._users_of(run)
-        return RoundSpool(path, run.report_bytes, users, run.most_blankets, draw)
+        return RoundSpool(path, run.report_bytes, users, run.plan.most_blankets, draw)
 
     def _recover(self) -> None:
         """Takes up the runs on disk and deletes what no open or closed round names."""

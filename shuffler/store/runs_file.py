@@ -83,42 +83,35 @@ class RunsFile:
 
     def add_run(self, run: Run, plan: bytes) -> None:
         """Enters a new run."""
-        with self._durably() as rows:
-            row = run.run_id, plan, run.report_bytes
-            rows.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", row)
+        self._write(("INSERT INTO runs VALUES (?, ?, ?, 0)", run.run_id, plan, run.report_bytes))
 
     def add_round(self, run: Run, round: Round, forgotten: Sequence[int]) -> None:
         """Enters an open round, and drops some old ones."""
-        with self._durably() as rows:
-            rows.execute(
-                "INSERT INTO rounds VALUES (?, ?, ?, ?, NULL, ?)",
-                (run.run_id, round.number, round.model_version, round.state, round.public_key),
-            )
-            rows.executemany(
-                "DELETE FROM rounds WHERE run_id = ? AND round = ?",
-                [(run.run_id, old) for old in forgotten],
-            )
+        about = run.run_id, round.number, round.model_version, round.state, round.public_key
+        drop = "DELETE FROM rounds WHERE run_id = ? AND round = ?"
+        self._write(
+            ("INSERT INTO rounds VALUES (?, ?, ?, ?, NULL, ?)", *about),
+            *((drop, run.run_id, old) for old in forgotten),
+        )
 
     def move(self, run: Run, round: Round, state: RoundState) -> None:
         """Brings a round to this state, with its outcome; then the entry in memory too."""
-        with self._durably() as rows:
-            rows.execute(
-                "UPDATE rounds SET state = ?, outcome = ? WHERE run_id = ? AND round = ?",
-                (state, round.outcome, run.run_id, round.number),
-            )
+        change = "UPDATE rounds SET state = ?, outcome = ? WHERE run_id = ? AND round = ?"
+        self._write((change, state, round.outcome, run.run_id, round.number))
         round.state = state
 
     def end_run(self, run_id: str) -> None:
         """Drops all of a run but its id."""
-        with self._durably() as rows:
-            rows.execute("DELETE FROM rounds WHERE run_id = ?", (run_id,))
-            rows.execute("UPDATE runs SET plan = NULL, ended = 1 WHERE run_id = ?", (run_id,))
+        self._write(
+            ("DELETE FROM rounds WHERE run_id = ?", run_id),
+            ("UPDATE runs SET plan = NULL, ended = 1 WHERE run_id = ?", run_id),
+        )
 
-    @contextmanager
-    def _durably(self) -> Iterator[sqlite3.Connection]:
-        """A transaction on runs.db; a full or failing disk becomes a refusal."""
+    def _write(self, *changes: tuple[Any, ...]) -> None:
+        """All of the statements, each with its values, or none of them."""
         with storage_errors(), transaction(self._connection) as rows:
-            yield rows
+            for statement, *values in changes:
+                rows.execute(statement, values)
 
 
 @contextmanager

@@ -29,10 +29,7 @@ def slot_bytes(report_bytes: int) -> int:
 
 
 def file_bytes(report_bytes: int, capacity: int) -> int:
-    """Length in bytes of the file for at most `capacity` reports and blankets.
-
-    Nearly all of it is holes.
-    """
+    """Length in bytes, nearly all of it holes, of a file for so many reports and blankets."""
     return _SLOTS_PER_REPORT * capacity * slot_bytes(report_bytes)
 
 
@@ -42,16 +39,10 @@ class SlotFile:
     Attributes:
         slots: how many there are.
         stride: how many bytes each has.
-        report_bytes: length of a report.
-        descriptor: of the open file.
     """
 
     def __init__(self, path: Path, report_bytes: int, capacity: int, existing: bool) -> None:
-        """Opens the file, or makes it.
-
-        Raises:
-            DamagedFile: if an existing one is missing or has another length.
-        """
+        """Opens the file, or makes it; an existing one that is missing or too short is damaged."""
         self.slots = _SLOTS_PER_REPORT * capacity
         self.report_bytes = report_bytes
         self.stride = slot_bytes(report_bytes)
@@ -162,7 +153,6 @@ class Slot:
     It has a descriptor of its own, which stays good when the batch is destroyed meanwhile.
 
     Attributes:
-        number: of the slot.
         generation: how often syncing had failed when it was reserved.
         verdict: `ACCEPTED` while the report can be accepted, else why it cannot.
     """

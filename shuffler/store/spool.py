@@ -1,20 +1,17 @@
 """One round's batch on disk, in an order that says nothing.
 
-Reports of a run have one length, so a batch is a file of equal slots, twice as many as there may be
-reports, with holes where nothing is stored. Each accepted report is written into a slot drawn
-uniformly among the free ones, from the operating system's entropy. Whatever the order of arrival,
-the reports in the order of their slots are a uniformly random permutation (each sequence of
-distinct slots is equally likely), so reading the file from front to back *is* the shuffle.
+Each accepted report lies in a slot of a file, drawn uniformly among the free ones, from the
+operating system's entropy. Whatever the order of arrival, the reports in the order of their slots
+are a uniformly random permutation (each sequence of distinct slots is equally likely), so reading
+the file from front to back *is* the shuffle. There are twice as many slots as there may be reports.
 
 Which slots are taken is a set of bits, and which users of which sender have reported is a set of
-keyed hashes, in buckets by their first bits, each sorted: both in a small SQLite file. All of its
-rows are made when the round is opened, in order, and afterwards only replaced in place by rows of
-the same length. So every byte of both files is a function of the sets (which slot holds which
-report, which users have reported) and of the hashes' key, and the order of arrival is in neither:
-a row that came with its first report would lie in its page where SQLite had room *then*. No row
-connects a user with a report, and none holds a time or a number of arrival. The journal that makes
-a commit atomic is emptied by the commit. The key lies in the file: it keeps senders from choosing
-their buckets, and hides nothing from whoever has the file.
+keyed hashes: rows of a small SQLite file that are all made when the round is opened, in order, and
+then replaced in place. So every byte of both files is a function of the sets and of the hashes'
+key, and the order of arrival is in neither: a row that came with its first report would lie in its
+page where SQLite had room *then*. No row connects a user with a report. The journal that makes a
+commit atomic is emptied by the commit. The key keeps senders from choosing their buckets, and hides
+nothing from whoever has the file.
 
 The shuffler's own reports, the blankets, lie among the others in slots drawn alike. How many are
 kept is decided when the round is opened and lies in the SQLite file, so that a crash does not draw
@@ -22,13 +19,8 @@ it anew. A fixed number is made and written, and those beyond the number kept ar
 away, a bit in the same row; their slots are not used again.
 
 A group of reports is stored in this order: into free slots; `fdatasync`; then one commit that marks
-slots and users, synced. What has no mark was never acknowledged and is never read.
-
-What remains for whoever reads the raw device *during* a round: the file system gives out blocks as
-they are needed, so the places of the reports' blocks, and what is left of the journals' deleted
-blocks, tell roughly which reports came in the same group, and which users. A copy of the files does
-not tell it. Deleting unlinks, which leaves blocks to the file system: use an encrypted disk where
-that matters.
+slots and users, synced. What has no mark was never acknowledged and is never read. What remains for
+whoever reads the raw device *during* a round is in docs/shuffler.md.
 """
 
 from __future__ import annotations

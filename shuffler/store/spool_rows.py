@@ -16,9 +16,12 @@ import hashlib
 import secrets
 import sqlite3
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from shuffler.store.storage import DamagedFile, transaction
+
+_T = TypeVar("_T")
 
 USERS_PER_BUCKET = 128
 """How many users a bucket gets on average, at most."""
@@ -125,39 +128,30 @@ class TakenSlots:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._rows: dict[int, bytearray] = {}
-        self._changed: set[int] = set()
+        self._rows = _Rows(lambda part: bytearray(_row(connection, "slots", part)))
 
     def holds(self, number: int) -> bool:
         """Whether the slot is taken or thrown away."""
         part, bit = divmod(number, _BITS)
-        row = self._row(part)
+        row = self._rows[part]
         return bool((row[bit >> 3] | row[_ROW_BYTES + (bit >> 3)]) & 1 << (bit & 7))
 
     def put(self, number: int, keep: bool = True) -> None:
         """Takes the slot, or throws it away."""
         part, bit = divmod(number, _BITS)
-        self._row(part)[(0 if keep else _ROW_BYTES) + (bit >> 3)] |= 1 << (bit & 7)
-        self._changed.add(part)
+        self._rows[part][(0 if keep else _ROW_BYTES) + (bit >> 3)] |= 1 << (bit & 7)
+        self._rows.changed.add(part)
 
     def rising(self) -> Iterator[int]:
         """The numbers of the taken slots, as saved."""
         for part, bits in self._connection.execute("SELECT * FROM slots ORDER BY number"):
-            for index, byte in enumerate(bits[:_ROW_BYTES]):
-                for bit in range(8):
-                    if byte >> bit & 1:
-                        yield part * _BITS + index * 8 + bit
+            for bit in range(_BITS):
+                if bits[bit >> 3] & 1 << (bit & 7):
+                    yield part * _BITS + bit
 
     def save(self) -> None:
         """Writes the changes, within the caller's transaction."""
-        changed = {part: bytes(self._rows[part]) for part in self._changed}
-        _replace(self._connection, "slots", changed)
-        self._changed.clear()
-
-    def _row(self, part: int) -> bytearray:
-        if part not in self._rows:
-            self._rows[part] = bytearray(_row(self._connection, "slots", part))
-        return self._rows[part]
+        _replace(self._connection, "slots", self._rows.take_changed(bytes))
 
 
 class ReportedUsers:
@@ -167,31 +161,27 @@ class ReportedUsers:
         self._connection = connection
         self._key = _row(connection, "hash_key", 0)
         self._buckets = _buckets(users)
-        self._rows: dict[int, set[bytes]] = {}
-        self._changed: set[int] = set()
+        self._rows = _Rows(lambda bucket: _split(_row(connection, "reported", bucket)))
 
     def holds(self, sender: str, user: int) -> bool:
         """Whether the user has reported."""
         bucket, name = self._place(sender, user)
-        return name in self._row(bucket)
+        return name in self._rows[bucket]
 
     def has_room(self, sender: str, user: int) -> bool:
         """Whether the user's bucket has room for one more."""
         bucket, _ = self._place(sender, user)
-        return len(self._row(bucket)) < _BUCKET_HASHES
+        return len(self._rows[bucket]) < _BUCKET_HASHES
 
     def put(self, sender: str, user: int) -> None:
         """Notes that the user has reported."""
         bucket, name = self._place(sender, user)
-        self._row(bucket).add(name)
-        self._changed.add(bucket)
+        self._rows[bucket].add(name)
+        self._rows.changed.add(bucket)
 
     def save(self) -> None:
         """Writes the changes, within the caller's transaction."""
-        joined = {bucket: b"".join(sorted(self._rows[bucket])) for bucket in self._changed}
-        padded = {bucket: names.ljust(_BUCKET_BYTES, b"\0") for bucket, names in joined.items()}
-        _replace(self._connection, "reported", padded)
-        self._changed.clear()
+        _replace(self._connection, "reported", self._rows.take_changed(_join))
 
     def _place(self, sender: str, user: int) -> tuple[int, bytes]:
         # The user's bytes are of one length, so no two pairs give the same bytes.
@@ -199,12 +189,30 @@ class ReportedUsers:
         name = hashlib.blake2b(pair, digest_size=_HASH_BYTES, key=self._key).digest()
         return int.from_bytes(name[:8], "big") * self._buckets >> 64, name
 
-    def _row(self, bucket: int) -> set[bytes]:
-        if bucket not in self._rows:
-            hashes = _row(self._connection, "reported", bucket)
-            names = {hashes[i : i + _HASH_BYTES] for i in range(0, len(hashes), _HASH_BYTES)}
-            self._rows[bucket] = names - {bytes(_HASH_BYTES)}
-        return self._rows[bucket]
+
+class _Rows(dict[int, _T]):
+    """Rows, each read when it is first asked for; `changed`: those to be written."""
+
+    def __init__(self, read: Callable[[int], _T]) -> None:
+        self.changed: set[int] = set()
+        self._read = read
+
+    def __missing__(self, number: int) -> _T:
+        self[number] = self._read(number)
+        return self[number]
+
+    def take_changed(self, content: Callable[[_T], bytes]) -> dict[int, bytes]:
+        changed, self.changed = self.changed, set()
+        return {number: content(self[number]) for number in changed}
+
+
+def _split(hashes: bytes) -> set[bytes]:
+    names = {hashes[i : i + _HASH_BYTES] for i in range(0, len(hashes), _HASH_BYTES)}
+    return names - {bytes(_HASH_BYTES)}
+
+
+def _join(names: set[bytes]) -> bytes:
+    return b"".join(sorted(names)).ljust(_BUCKET_BYTES, b"\0")
 
 
 def _row(connection: sqlite3.Connection, table: str, number: int) -> bytes:

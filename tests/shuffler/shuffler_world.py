@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import signal
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Sequence
 
@@ -71,6 +74,15 @@ def report(
         sealed=sealed,
     )
     return Report(request, Caller(Role.NODE, "node", 2**32), slot)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """What a command has left."""
+
+    returncode: object
+    stdout: str
+    stderr: str
 
 
 class World:
@@ -143,6 +155,12 @@ def exit_code(world: World) -> int:
     ended = os.waitid(os.P_PID, world.process.pid, os.WEXITED | os.WNOWAIT)
     assert ended is not None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def kill(world: World) -> None:
+    os.kill(world.process.pid, signal.SIGKILL)
+    while world.process.alive:
+        time.sleep(0.01)
 
 
 class Silence:

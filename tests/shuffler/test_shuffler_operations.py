@@ -102,6 +102,7 @@ def test_health_is_told_to_a_monitor(start: Callable[..., World]):
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+@pytest.mark.slow
 def test_stopped_in_order_it_answers_what_it_has_taken(start: Callable[..., World], tmp_path: Path):
     world = start(tmp_path / "spool")
     header = world.begin()
@@ -173,18 +174,20 @@ def signal_and_wait(world: World) -> None:
                 return
 
 
+@pytest.mark.slow
 def test_a_release_that_runs_at_sigterm_is_finished_and_new_calls_are_refused(
     start: Callable[..., World],
 ):
     world = start(limits={"stop_seconds": 120})
     release = in_release(world)
     signal_and_wait(world)
-    time.sleep(4)  # longer than other calls get
+    time.sleep(2.5)  # longer than other calls get
     assert world.process.alive
     assert len(list(release)) == 39
     assert exit_code(world) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["a second signal", "the end of the time"])
 def test_a_release_at_sigterm_ends_with(start: Callable[..., World], how: str, tmp_path: Path):
     world = start(
@@ -193,7 +196,7 @@ def test_a_release_at_sigterm_ends_with(start: Callable[..., World], how: str, t
     release = in_release(world)
     signal_and_wait(world)
     if how == "a second signal":
-        time.sleep(3)
+        time.sleep(2.5)
         assert world.process.alive
         os.kill(world.process.pid, signal.SIGTERM)
     assert exit_code(world) == 0
@@ -207,6 +210,7 @@ def test_the_parent_waits_longer_than_its_child():
         assert ShufflerProcess(limits=limits).stop_timeout > stop_seconds
 
 
+@pytest.mark.slow
 def test_silent_streams_of_one_credential_are_ended_and_an_honest_node_gets_through(
     start: Callable[..., World],
 ):
@@ -233,22 +237,22 @@ def test_silent_streams_of_one_credential_are_ended_and_an_honest_node_gets_thro
             quiet.let_go.set()
 
 
-def test_by_default_one_credential_can_not_take_all_streams():
+def test_by_default_one_credential_cannot_take_all_streams():
     assert Limits().streams_per_sender < Limits().streams
     assert Limits().idle_seconds <= 60
 
 
 @pytest.mark.parametrize("pieces", [(b"",), (b"x", b""), (b"x", b"y", b"")])
-def test_an_empty_piece_ends_the_stream(start: Callable[..., World], pieces: tuple[bytes]):
-    world = start()
-    world.begin()
+def test_an_empty_piece_ends_the_stream(shared: World, pieces: tuple[bytes]):
+    run = f"{len(pieces)} pieces"
+    shared.begin(run)
     requests = Silence(
         *(
-            shuffler_pb2.SubmitRequest(run_id="run", round=1, sealed=sealed, more=True)
+            shuffler_pb2.SubmitRequest(run_id=run, round=1, sealed=sealed, more=True)
             for sealed in pieces
         )
     )
-    with raw_channel(world) as channel:
+    with raw_channel(shared) as channel:
         with pytest.raises(grpc.RpcError) as ended:
             list(shuffler_pb2_grpc.IntakeStub(channel).Submit(iter(requests), timeout=60))
         requests.let_go.set()
@@ -315,6 +319,7 @@ REQUESTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -393,6 +398,7 @@ def credentials_for(world: World, method: str):
     return world.process.submit if "Intake" in method else world.process.control
 
 
+@pytest.mark.slow
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -434,6 +440,7 @@ def parses(kind: type, message: bytes) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_call_that_is_silent_or_says_nothing_is_ended(start: Callable[..., World]):
     world = start(limits={"idle_seconds": 0.3})
     for method in [*METHODS, "/grpc.health.v1.Health/Watch"]:

@@ -169,7 +169,7 @@ def outcome(spool: Path) -> str:
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES)
-def test_runs_that_can_not_be_read_are_refused_and_nothing_is_deleted(
+def test_runs_that_cannot_be_read_are_refused_and_nothing_is_deleted(
     spool: Path, damage: Callable[[Path], object], words: str
 ):
     damage(spool / "runs.db")
@@ -177,14 +177,17 @@ def test_runs_that_can_not_be_read_are_refused_and_nothing_is_deleted(
 
 
 @pytest.mark.parametrize(("damage", "words"), [DAMAGES[0], DAMAGES[5], DAMAGES[-1]])
-def test_the_command_says_it_in_one_line(spool: Path, damage: Callable[[Path], object], words: str):
+def test_the_command_says_it_in_one_line(
+    command, spool: Path, damage: Callable[[Path], object], words: str
+):
     damage(spool / "runs.db")
-    refused = start(spool)
+    refused = command(f'plaintext = true\nspool = "{spool}"\n')
     assert (refused.returncode, refused.stdout) == (2, "")
     assert len(refused.stderr.splitlines()) == 1
     assert words in refused.stderr
 
 
+@pytest.mark.slow
 def test_bytes_that_are_overwritten_are_found_or_change_nothing_else(filled: Path, tmp_path: Path):
     """Whatever the place: one line that names the file, or a start."""
     draw = random.Random(5)
