@@ -29,9 +29,10 @@ _FINGERPRINT = re.compile(r"([0-9A-Fa-f]{2}:?){32}")  # SHA-256, as openssl prin
 class Role(StrEnum):
     """What a certificate is for."""
 
+    AUTHORITY = "authority"  # it issues the others, and calls nobody
     SHUFFLER = "shuffler"
-    NODE = "node"
     SERVER = "server"
+    NODE = "node"
     MONITOR = "monitor"
 
 

@@ -14,7 +14,6 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -37,16 +36,6 @@ _PARENT_SECONDS = 0.5
 # The threads that write to disk come back for a moment after each write; by default they wait 5 ms
 # for the event loop to let go.
 _SWITCH_SECONDS = 0.0005
-
-
-class Kind(StrEnum):
-    """What `shufl keys` makes."""
-
-    AUTHORITY = "authority"
-    SHUFFLER = "shuffler"
-    SERVER = "server"
-    NODE = "node"
-    MONITOR = "monitor"
 
 
 def shuffler_command(
@@ -95,7 +84,7 @@ def shuffler_command(
 
 def keys_command(
     role: Annotated[
-        Kind, typer.Argument(help="Whose certificate; `authority` first, it issues the others.")
+        Role, typer.Argument(help="Whose certificate; `authority` first, it issues the others.")
     ],
     directory: Annotated[Path, typer.Argument(help="Where the authority is, and files are made.")],
     name: Annotated[
@@ -121,18 +110,17 @@ def keys_command(
     """
     try:
         if days is None:
-            days = 3650 if role is Kind.AUTHORITY else 365
+            days = 3650 if role is Role.AUTHORITY else 365
         if not 0 < days <= MAX_DAYS:
             raise ValueError(f"--days lies in (0, {MAX_DAYS}], got {days:g}")
-        if role is Kind.AUTHORITY:
+        if role is Role.AUTHORITY:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             Authority.create(days).write(directory)
             typer.echo(str(directory / "authority.pem"))
             return
         name = name or role.value
-        issued = Authority.read(directory).issue(
-            Role(role.value), name, hosts=host or (), users=users, days=days
-        )
+        authority = Authority.read(directory)
+        issued = authority.issue(role, name, hosts=host or (), users=users, days=days)
         issued.write(directory, name)
         typer.echo(str(directory / f"{name}.pem"))
         typer.echo(f"name {name}, fingerprint {issued.fingerprint}: either withdraws it")

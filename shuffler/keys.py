@@ -135,6 +135,8 @@ class Authority:
         """
         if not NAME.fullmatch(name):
             raise ValueError(f"a name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
+        if role is Role.AUTHORITY:
+            raise ValueError("an authority is issued by none")
         if (role is Role.SHUFFLER) != bool(hosts):
             raise ValueError("a shuffler's certificate needs hosts, and no other has any")
         if (role is Role.NODE) != (users > 0):

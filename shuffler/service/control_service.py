@@ -77,22 +77,6 @@ class ControlService(shuffler_pb2_grpc.ControlServicer):
 
     async def Release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         """Sends a closed batch, once."""
-        ended = asyncio.get_running_loop().create_future()
-        self.releases.add(ended)
-        try:
-            await context.send_initial_metadata(())
-            await self._release(request, context)
-        except TimeoutError:
-            _log.warning("batch lost: its release is not read", extra=_about(request))
-            raise TimeoutError("the release is not read") from None
-        finally:
-            self.releases.discard(ended)
-            ended.set_result(None)
-        self._metrics.releases.inc()
-        _log.info("batch released", extra=_about(request))
-
-    async def _release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
-        """Sends a batch; raises `TimeoutError` when its caller does not read."""
         begun: list[RoundSpool] = []
 
         def begin() -> None:
@@ -103,19 +87,26 @@ class ControlService(shuffler_pb2_grpc.ControlServicer):
                 self._store.finish_release(request.run_id, request.round)
 
         loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        self.releases.add(ended)
         try:
+            await context.send_initial_metadata(())
             await self._intake.call(begin)
-            while True:
-                sealed, more = await loop.run_in_executor(
-                    self._readers, begun[0].next_chunk, _CHUNK_BYTES
-                )
-                if not sealed:
-                    break
+            while (chunk := await loop.run_in_executor(self._readers, _next, begun[0])).sealed:
                 async with asyncio.timeout(self._limits.release_idle_seconds):
-                    await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed, more=more))
+                    await context.write(chunk)
+        except TimeoutError:
+            _log.warning("batch lost: its release is not read", extra=_about(request))
+            raise TimeoutError("the release is not read") from None
         finally:
             # Whatever has become of this call: what it began is over, and the batch gone.
-            await asyncio.shield(self._intake.call(finish))
+            try:
+                await asyncio.shield(self._intake.call(finish))
+            finally:
+                self.releases.discard(ended)
+                ended.set_result(None)
+        self._metrics.releases.inc()
+        _log.info("batch released", extra=_about(request))
 
     async def EndRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Destroys all batches and the plan of a run."""
@@ -126,3 +117,8 @@ class ControlService(shuffler_pb2_grpc.ControlServicer):
 
 def _about(request: Any) -> dict[str, Any]:
     return {"run": request.run_id, "round": request.round}
+
+
+def _next(spool: RoundSpool) -> Any:
+    sealed, more = spool.next_chunk(_CHUNK_BYTES)
+    return shuffler_pb2.ReleaseChunk(sealed=sealed, more=more)

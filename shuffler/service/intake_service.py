@@ -127,20 +127,16 @@ class IntakeService(shuffler_pb2_grpc.IntakeServicer):
                     verdicts.append(answers.popleft().result())
                 for verdict in verdicts:  # first: with the answer the caller may end this call
                     self._metrics.reports.labels(verdict.name).inc()
-                await self._write(context, shuffler_pb2.SubmitReply(verdicts=verdicts))
+                try:
+                    async with asyncio.timeout(self._limits.idle_seconds):
+                        await context.write(shuffler_pb2.SubmitReply(verdicts=verdicts))
+                except TimeoutError:
+                    raise TimeoutError("answers are not taken") from None
                 for _ in verdicts:
                     window.release()
             await reader
         finally:
             reader.cancel()
-
-    async def _write(self, context: grpc.aio.ServicerContext, reply: Any) -> None:
-        """Answers; ends a stream whose caller does not take its answers."""
-        try:
-            async with asyncio.timeout(self._limits.idle_seconds):
-                await context.write(reply)
-        except TimeoutError:
-            raise TimeoutError("answers are not taken") from None
 
     async def _in_pieces(
         self, report: Report, slots: _Slots, context: grpc.aio.ServicerContext

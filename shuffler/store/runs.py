@@ -72,7 +72,7 @@ class RunStore:
         Raises:
             ValueError: if others may enter the directory, another process uses it, or `runs.db` is
                 damaged or of another format. Nothing is then changed.
-            OSError: if a file cannot be made or used; no open or closed batch is then given up.
+            OSError: for what may pass; no open or closed batch is then given up.
         """
         self._directory = directory
         self._most_users = most_users

@@ -17,8 +17,7 @@ Inside, before the payload, are 16 random bytes: the report's id. A copy of a se
 in by another user, opens to the same id, and `ReportOpener` rejects it. The shuffler does not see
 ids.
 
-Base mode authenticates nobody: anyone with the server's public key can seal a report. Who may
-submit is the shuffler's question.
+Base mode authenticates nobody: who may submit is the shuffler's question.
 
 A key pair is made for each round and never written anywhere; when the server drops the private key
 OpenSSL overwrites it, and the round's reports cannot be opened by anyone again.

@@ -19,7 +19,8 @@ import pytest
 from shuffler_world import World, exit_code, free_port, in_release, kill, raw_channel, scrape
 
 from shuffler import IntakeClient, Outcome, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
-from shuffler.keys import Authority, Role
+from shuffler.callers import Role
+from shuffler.keys import Authority
 from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
 from shuffler.wire.channel import PIECE_BYTES
 

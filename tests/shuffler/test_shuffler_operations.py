@@ -40,8 +40,9 @@ from shuffler import (
     ShufflerUnavailable,
     Verdict,
 )
+from shuffler.callers import Role
 from shuffler.config import Limits
-from shuffler.keys import Authority, Role
+from shuffler.keys import Authority
 from shuffler.service.operations import Pace
 from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
 

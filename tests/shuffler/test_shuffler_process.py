@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from shuffler import Refusal, ShufflerProcess, ShufflerRefused, ShufflerUnavailable
 from shuffler.__main__ import main
+from shuffler.callers import Role
 from shuffler.cli import shuffler_command
-from shuffler.keys import Authority, Role
+from shuffler.keys import Authority
 from shuffler.wire.channel import parse_address
 
 ROOT = Path(__file__).parents[2]
