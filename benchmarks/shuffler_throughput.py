@@ -51,7 +51,8 @@ from shuffler import (
     seal,
     sealed_length,
 )
-from shuffler.keys import Authority, Credentials, Role
+from shuffler.callers import Role
+from shuffler.keys import Authority, Credentials
 from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
 from shuffler.wire.channel import SERVER_OPTIONS
 

@@ -1,13 +1,13 @@
 """The shuffler: a process of its own between user devices and the server.
 
-It sees who sends and can not read what; the server reads what and is not told who. Reports travel
+It sees who sends and cannot read what; the server reads what and is not told who. Reports travel
 sealed to the server's key (`seal`), through the shuffler (`IntakeClient`, `ShufflerProcess`), to
 the server (`ControlClient`, `ReportOpener`) in an order that says nothing.
 """
 
 from shuffler.keys import Credentials
 from shuffler.process import ShufflerProcess
-from shuffler.wire.client import ControlClient, IntakeClient
+from shuffler.wire.control_client import ControlClient
 from shuffler.wire.errors import (
     Outcome,
     Refusal,
@@ -18,6 +18,7 @@ from shuffler.wire.errors import (
     ShufflerUnavailable,
     Verdict,
 )
+from shuffler.wire.intake_client import IntakeClient
 from shuffler.wire.reports import decode_report, encode_report, model_version, report_length
 from shuffler.wire.sealing import (
     PrivateKey,

@@ -6,47 +6,36 @@ import asyncio
 import functools
 import logging
 import os
+import select
 import signal
 import sqlite3
-import ssl
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
-from enum import StrEnum
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
 from accounting.mechanisms import make_randomness
-from shuffler.config import Tls, load_config
-from shuffler.keys import MAX_DAYS, Authority, Credentials, Revoked, Role, check_server_files
+from shuffler.callers import Revoked, Role
+from shuffler.config import load_config
+from shuffler.keys import MAX_DAYS, Authority
 from shuffler.service.operations import Metrics, log_to
-from shuffler.service.server import MIN_TOKEN_CHARACTERS, ShufflerServer
+from shuffler.service.server import ShufflerServer
 from shuffler.store.runs import RunStore
 from shuffler.wire.channel import READY, TOKEN_VARIABLE
 from shuffler.wire.errors import ShufflerError
 
-__all__ = ["keys_command", "shuffler_command"]
-
 _log = logging.getLogger("shuffler")
 
+_MIN_TOKEN_CHARACTERS = 32
 _PARENT_SECONDS = 0.5
 # The threads that write to disk come back for a moment after each write; by default they wait 5 ms
 # for the event loop to let go.
 _SWITCH_SECONDS = 0.0005
-
-
-class Kind(StrEnum):
-    """What `shufl keys` makes."""
-
-    AUTHORITY = "authority"
-    SHUFFLER = "shuffler"
-    SERVER = "server"
-    NODE = "node"
-    MONITOR = "monitor"
 
 
 def shuffler_command(
@@ -69,8 +58,9 @@ def shuffler_command(
                 raise ValueError(f"{config}: spool is missing: the directory for accepted reports")
             if settings.simulation_seed is not None and not exit_with_parent:
                 raise ValueError(f"{config}: simulation_seed is for a simulation's own shuffler")
-            security = _read_tls(settings.tls) if settings.tls else _read_token()
-            revoked = Revoked(settings.tls.revoked if settings.tls else None)
+            tls = settings.tls
+            security = tls.read() if tls else _read_token()
+            revoked = Revoked(tls.revoked if tls else None)
             os.umask(0o077)
             log_to(settings.log_file)
             spool = settings.spool
@@ -85,8 +75,8 @@ def shuffler_command(
             make_server = functools.partial(
                 ShufflerServer, store, security, revoked, settings.limits, metrics
             )
-            watch = functools.partial(_watch_parent, parent) if exit_with_parent else None
-            asyncio.run(_serve(make_server, settings.listen, revoked, watch))
+            watched = parent if exit_with_parent else None
+            asyncio.run(_serve(make_server, settings.listen, revoked, watched))
         except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
             typer.echo(f"shuffler: {error}", err=True)
             raise typer.Exit(2) from None
@@ -94,7 +84,7 @@ def shuffler_command(
 
 def keys_command(
     role: Annotated[
-        Kind, typer.Argument(help="Whose certificate; `authority` first, it issues the others.")
+        Role, typer.Argument(help="Whose certificate; `authority` first, it issues the others.")
     ],
     directory: Annotated[Path, typer.Argument(help="Where the authority is, and files are made.")],
     name: Annotated[
@@ -120,29 +110,27 @@ def keys_command(
     """
     try:
         if days is None:
-            days = 3650 if role is Kind.AUTHORITY else 365
+            days = 3650 if role is Role.AUTHORITY else 365
         if not 0 < days <= MAX_DAYS:
             raise ValueError(f"--days lies in (0, {MAX_DAYS}], got {days:g}")
-        if role is Kind.AUTHORITY:
+        if role is Role.AUTHORITY:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             Authority.create(days).write(directory)
             typer.echo(str(directory / "authority.pem"))
             return
         name = name or role.value
-        issued = Authority.read(directory).issue(
-            Role(role.value), name, hosts=host or (), users=users, days=days
-        )
+        authority = Authority.read(directory)
+        issued = authority.issue(role, name, hosts=host or (), users=users, days=days)
         issued.write(directory, name)
         typer.echo(str(directory / f"{name}.pem"))
         typer.echo(f"name {name}, fingerprint {issued.fingerprint}: either withdraws it")
-    except FileExistsError as error:
-        typer.echo(f"keys: {error.filename} exists already", err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        typer.echo(f"keys: {error.filename}: {error.strerror}", err=True)
-        raise typer.Exit(2) from None
-    except ValueError as error:
-        typer.echo(f"keys: {error}", err=True)
+    except (OSError, ValueError) as error:
+        wrong = str(error)
+        if isinstance(error, FileExistsError):
+            wrong = f"{error.filename} exists already"
+        elif isinstance(error, OSError):
+            wrong = f"{error.filename}: {error.strerror}"
+        typer.echo(f"keys: {wrong}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -150,7 +138,7 @@ async def _serve(
     make_server: Callable[[], ShufflerServer],
     listen: str,
     revoked: Revoked,
-    watch: Callable[[Callable[[], None]], None] | None,
+    parent: int | None,
 ) -> None:
     """Serves until SIGTERM, SIGINT, or the end of the parent.
 
@@ -161,14 +149,10 @@ async def _serve(
     loop = asyncio.get_running_loop()
     stopped, at_once = asyncio.Event(), asyncio.Event()
 
-    def stop() -> None:
-        if stopped.is_set():
+    def stop(now: bool = False) -> None:
+        if now or stopped.is_set():
             at_once.set()
         stopped.set()
-
-    def stop_at_once() -> None:
-        stopped.set()
-        at_once.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
@@ -177,8 +161,8 @@ async def _serve(
     server = make_server()
     try:
         address = await server.start(listen)
-        if watch is not None:
-            watch(lambda: _from_thread(loop, stop_at_once))
+        if parent is not None:
+            _watch_parent(parent, functools.partial(loop.call_soon_threadsafe, stop, True))
         typer.echo(f"{READY}{address}")
         sys.stdout.flush()
         await stopped.wait()
@@ -194,55 +178,29 @@ def _read_again(revoked: Revoked) -> None:
         _log.error("withdrawn credentials not read, those before stay: %s", error)
 
 
-def _from_thread(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function)
-
-
-def _watch_parent(parent: int, stop: Callable[[], None]) -> None:
+def _watch_parent(parent: int, stop: Callable[[], object]) -> None:
     """Calls `stop` when standard input ends or the parent process changes.
 
     Both, because either alone can fail: another child of the parent may hold the pipe open, and
     the parent may have been gone before its id was read.
     """
 
-    def read() -> None:
-        try:
-            while os.read(0, 4096):
-                pass
-        except OSError:
-            pass
-        stop()
+    def watch() -> None:
+        with suppress(OSError):
+            while os.getppid() == parent:
+                readable, _, _ = select.select([0], [], [], _PARENT_SECONDS)
+                if readable and not os.read(0, 4096):
+                    break
+        with suppress(RuntimeError):  # the loop has ended by itself
+            stop()
 
-    def poll() -> None:
-        pause = threading.Event()
-        while os.getppid() == parent:
-            pause.wait(_PARENT_SECONDS)
-        stop()
-
-    for target in (read, poll):
-        threading.Thread(target=target, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _read_token() -> str:
     token = os.environ.pop(TOKEN_VARIABLE, "")
-    if len(token) < MIN_TOKEN_CHARACTERS:
+    if len(token) < _MIN_TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
         raise ValueError(
-            f"{TOKEN_VARIABLE} must hold a token of at least {MIN_TOKEN_CHARACTERS} characters"
+            f"{TOKEN_VARIABLE} must hold {_MIN_TOKEN_CHARACTERS} or more printable ASCII characters"
         )
     return token
-
-
-def _read_tls(tls: Tls) -> Credentials:
-    check_server_files(tls.certificate, tls.key, tls.authority)
-    credentials = Credentials(
-        tls.authority.read_bytes(), tls.certificate.read_bytes(), tls.key.read_bytes()
-    )
-    try:
-        # Asked here, because gRPC would only say that it can not listen.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_verify_locations(tls.authority)
-        context.load_cert_chain(tls.certificate, tls.key, password="")
-    except ssl.SSLError as error:
-        raise ValueError(f"{tls.key}: TLS certificate and key do not fit: {error.reason}") from None
-    return credentials

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import ssl
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from shuffler.keys import Credentials
 from shuffler.wire.channel import MOST_USERS, parse_address
-
-__all__ = ["ConfigError", "Limits", "ShufflerConfig", "Tls", "load_config"]
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
-
-
-class ConfigError(ValueError):
-    """The configuration is not valid; one line says which key and what is wrong with it."""
 
 
 class _Section(BaseModel):
@@ -38,6 +38,44 @@ class Tls(_Section):
     key: Path
     authority: Path
     revoked: Path | None = None
+
+    def read(self) -> Credentials:
+        """A shuffler's side of TLS, if it is what clients will accept.
+
+        Raises:
+            ValueError: if the certificate is not a server's, not valid now or not issued by the
+                authority, if others than its owner may read the key, or if the key is not the
+                certificate's. One line naming the file.
+        """
+        own, issuer = _load(self.certificate), _load(self.authority)
+        if self.key.stat().st_mode & 0o077:
+            raise ValueError(f"{self.key}: others than its owner may use it; chmod 600")
+        now = datetime.datetime.now(datetime.UTC)
+        for path, loaded in ((self.certificate, own), (self.authority, issuer)):
+            if now < loaded.not_valid_before_utc:
+                raise ValueError(f"{path}: not valid before {loaded.not_valid_before_utc:%Y-%m-%d}")
+            if now > loaded.not_valid_after_utc:
+                raise ValueError(f"{path}: expired on {loaded.not_valid_after_utc:%Y-%m-%d}")
+        try:
+            usage = list(own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+        except (ValueError, x509.ExtensionNotFound):
+            usage = []
+        if ExtendedKeyUsageOID.SERVER_AUTH not in usage:
+            raise ValueError(f"{self.certificate}: not a shuffler's certificate (no serverAuth)")
+        try:
+            own.verify_directly_issued_by(issuer)
+        except (ValueError, TypeError, InvalidSignature):
+            raise ValueError(f"{self.certificate}: not issued by {self.authority}") from None
+        try:
+            # Asked here, because gRPC would only say that it cannot listen.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certificate, self.key, password="")
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"{self.key}: TLS certificate and key do not fit: {error.reason}"
+            ) from None
+        files = (self.authority, self.certificate, self.key)
+        return Credentials(*(path.read_bytes() for path in files))
 
 
 class Limits(_Section):
@@ -105,20 +143,20 @@ def load_config(path: Path) -> ShufflerConfig:
     """Reads a configuration; paths in it are relative to its directory.
 
     Raises:
-        ConfigError: one line.
+        ValueError: one line that says which key and what is wrong with it.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise ValueError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
     try:
         config = ShufflerConfig.model_validate(content)
     except ValidationError as error:
         # A misspelt key first: it is also why another one is missing.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        raise ConfigError(f"{path}: {_one_line(first)}") from None
+        raise ValueError(f"{path}: {_one_line(first)}") from None
     base = path.absolute().parent
     found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
     if config.tls is not None:
@@ -139,3 +177,10 @@ def _one_line(error: Any) -> str:
     if error["type"] == "value_error":  # of a validator here, which says what was given
         return f"{key}: {message}" if key else message
     return f"{key}: {message}, got {error['input']!r}"
+
+
+def _load(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError:
+        raise ValueError(f"{path}: not a certificate in PEM") from None

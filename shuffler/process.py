@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
-import selectors
+import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import tomli_w
 
-from shuffler.keys import Authority, Credentials, Role
+from shuffler.callers import Role
+from shuffler.keys import Authority, Credentials
 from shuffler.wire.channel import READY, TOKEN_VARIABLE, parse_address
 from shuffler.wire.errors import ShufflerError, ShufflerUnavailable
-
-__all__ = ["ShufflerProcess"]
 
 _TAIL_BYTES = 2000
 # One credential serves all nodes of a run, and they train between two reports.
@@ -29,6 +28,7 @@ _LIMITS = {"streams_per_sender": 24, "idle_seconds": 3600, "stop_seconds": 30}
 _STOP_SECONDS = 10.0  # to stop once the releases are over
 _DAYS = 30  # the longest such a process may live
 _ANY_USERS = 2**32  # a plan has no more
+_TLS = {"certificate": "shuffler.pem", "key": "shuffler.key", "authority": "authority.pem"}
 
 
 class ShufflerProcess:
@@ -46,6 +46,7 @@ class ShufflerProcess:
         submit: what `IntakeClient` needs: a node's credentials for any number of users, or None.
         monitor: credentials that may ask for its health, or None.
         address: `HOST:PORT` where it listens; set when the block is entered.
+        stop_timeout: seconds after SIGTERM before SIGKILL.
     """
 
     def __init__(
@@ -77,38 +78,30 @@ class ShufflerProcess:
             simulation_seed: makes its blankets a function of this, for a simulation; default: they
                 come from the operating system.
             start_timeout: longest wait in seconds for the child to listen.
-            stop_timeout: wait in seconds after SIGTERM before SIGKILL. Default: 10 more than
-                the limit `stop_seconds`.
+            stop_timeout: as the attribute. Default: 10 more than the limit `stop_seconds`.
         """
         self.address = ""
         self.control: Credentials | str = secrets.token_urlsafe(32)
         self.submit: Credentials | None = None
         self.monitor: Credentials | None = None
         self._own: Credentials | None = None
-        self._config: dict[str, Any] = {"listen": listen, "plaintext": plaintext}
         if not plaintext:
-            authority = authority or Authority.create(_DAYS)
-            host = parse_address(listen)[0]
-            self._own = authority.issue(Role.SHUFFLER, "shuffler", hosts=[host], days=_DAYS)
-            self.control = authority.issue(Role.SERVER, "server", days=_DAYS)
-            self.submit = authority.issue(Role.NODE, "node", users=_ANY_USERS, days=_DAYS)
-            self.monitor = authority.issue(Role.MONITOR, "monitor", days=_DAYS)
-            self._config["tls"] = {
-                "certificate": "shuffler.pem",
-                "key": "shuffler.key",
-                "authority": "authority.pem",
-            }
-        for key, path in (("spool", spool), ("log_file", log_file)):
-            if path is not None:
-                self._config[key] = str(Path(path).absolute())
-        for name, value in (("metrics", metrics), ("simulation_seed", simulation_seed)):
-            if value is not None:
-                self._config[name] = value
-        self._config["limits"] = {**_LIMITS, **(limits or {})}
+            self._issue(authority or Authority.create(_DAYS), parse_address(listen)[0])
+        all_limits = {**_LIMITS, **(limits or {})}
+        config = {
+            "tls": None if plaintext else _TLS,
+            "spool": spool and str(Path(spool).absolute()),
+            "log_file": log_file and str(Path(log_file).absolute()),
+            "metrics": metrics,
+            "simulation_seed": simulation_seed,
+        }
+        self._config: dict[str, Any] = {
+            name: value for name, value in config.items() if value is not None
+        }
+        self._config |= {"listen": listen, "plaintext": plaintext, "limits": all_limits}
         self._start_timeout = start_timeout
-        if stop_timeout is None:
-            stop_timeout = self._config["limits"]["stop_seconds"] + _STOP_SECONDS
-        self._stop_timeout = stop_timeout
+        patience = all_limits["stop_seconds"] + _STOP_SECONDS
+        self.stop_timeout = patience if stop_timeout is None else stop_timeout
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -145,8 +138,7 @@ class ShufflerProcess:
         config.write_text(tomli_w.dumps(self._config), encoding="utf-8")
         if self._own is not None:
             self._own.write(scratch, "shuffler")
-        package_parent = str(Path(__file__).resolve().parent.parent)
-        paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
         try:
             self._child = subprocess.Popen(
                 # -P: the working directory is not ours and may hold a folder named `shuffler`.
@@ -159,7 +151,7 @@ class ShufflerProcess:
                 stderr=self._errors,
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(paths),
+                    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                     **({TOKEN_VARIABLE: self.control} if isinstance(self.control, str) else {}),
                     "TMPDIR": self._scratch.name,
                 },
@@ -172,34 +164,34 @@ class ShufflerProcess:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stops the child: SIGTERM, and SIGKILL if that does not help."""
         self._stop()
+
+    def _issue(self, authority: Authority, host: str) -> None:
+        issue = functools.partial(authority.issue, days=_DAYS)
+        self._own = issue(Role.SHUFFLER, "shuffler", hosts=[host])
+        self.control = issue(Role.SERVER, "server")
+        self.submit = issue(Role.NODE, "node", users=_ANY_USERS)
+        self.monitor = issue(Role.MONITOR, "monitor")
 
     def _wait_for_address(self, child: subprocess.Popen[bytes]) -> str:
         assert child.stdout is not None
         line = b""
         deadline = time.monotonic() + self._start_timeout
-        with selectors.DefaultSelector() as selector:
-            selector.register(child.stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    raise ShufflerUnavailable(
-                        f"the shuffler did not start within {self._start_timeout:g} s{self._tail()}"
-                    )
-                read = os.read(child.stdout.fileno(), 4096)
-                if not read:
-                    child.wait(self._stop_timeout)
-                    raise ShufflerUnavailable(
-                        f"the shuffler ended with exit code {child.returncode}{self._tail()}"
-                    )
-                line += read
+        while not line.endswith(b"\n"):
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([child.stdout], [], [], left)[0]:
+                raise ShufflerUnavailable(
+                    f"the shuffler did not start within {self._start_timeout:g} s{self._tail()}"
+                )
+            read = os.read(child.stdout.fileno(), 4096)
+            if not read:
+                child.wait(self.stop_timeout)
+                raise ShufflerUnavailable(
+                    f"the shuffler ended with exit code {child.returncode}{self._tail()}"
+                )
+            line += read
         text = line.decode(errors="replace")
         if not text.startswith(READY):
             raise ShufflerUnavailable(f"the shuffler said {line!r} instead of its address")
@@ -218,7 +210,7 @@ class ShufflerProcess:
         if child is not None:
             child.terminate()  # does nothing to a child that has ended
             try:
-                child.wait(self._stop_timeout)
+                child.wait(self.stop_timeout)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()

@@ -7,9 +7,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from shuffler.service.intake import Intake
-from shuffler.store.runs import RunStore
-
-__all__ = ["BlanketTasks"]
+from shuffler.store.open_batches import OpenBatches
 
 _log = logging.getLogger("shuffler")
 
@@ -21,9 +19,9 @@ class BlanketTasks:
     waits for it learns nothing. How far it is lies on disk: after a restart it goes on from there.
     """
 
-    def __init__(self, intake: Intake, store: RunStore) -> None:
+    def __init__(self, intake: Intake, batches: OpenBatches) -> None:
         self._intake = intake
-        self._store = store
+        self._batches = batches
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blankets")
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
@@ -53,9 +51,9 @@ class BlanketTasks:
 
     async def _fill(self, run_id: str, number: int) -> None:
         loop = asyncio.get_running_loop()
-        while maker := await self._intake.call(self._store.blankets_of, run_id, number):
-            sealed = await loop.run_in_executor(self._thread, maker.next)
-            await self._intake.call(self._store.add_blankets, run_id, number, sealed)
+        while make := await self._intake.call(self._batches.next_blankets, run_id, number):
+            sealed = await loop.run_in_executor(self._thread, make)
+            await self._intake.call(self._batches.add_blankets, run_id, number, sealed)
 
     def _ended(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
         del self._tasks[key]

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 
 from shuffler.config import Limits
-from shuffler.keys import Role
 from shuffler.service.blanket_tasks import BlanketTasks
-from shuffler.service.gate import Gate, abort
 from shuffler.service.intake import Intake
 from shuffler.service.operations import Metrics
 from shuffler.store.runs import RunStore
 from shuffler.store.spool import RoundSpool
 from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
-from shuffler.wire.errors import ShufflerRefused
-
-__all__ = ["ControlService"]
 
 # Log lines name runs and rounds: no senders, no counts, no contents, nothing for each report.
 _log = logging.getLogger("shuffler")
@@ -30,11 +24,14 @@ _CHUNK_BYTES = 2**19
 
 
 class ControlService(shuffler_pb2_grpc.ControlServicer):
-    """What the server may call."""
+    """What the server may call; whoever calls has been admitted.
+
+    Attributes:
+        releases: those in progress; each is done when its release has ended.
+    """
 
     def __init__(
         self,
-        gate: Gate,
         intake: Intake,
         store: RunStore,
         blankets: BlanketTasks,
@@ -42,78 +39,44 @@ class ControlService(shuffler_pb2_grpc.ControlServicer):
         limits: Limits,
         metrics: Metrics,
     ) -> None:
-        self._gate = gate
+        self.releases: set[asyncio.Future[None]] = set()
         self._blankets = blankets
         self._intake = intake
         self._store = store
         self._readers = readers
         self._limits = limits
         self._metrics = metrics
-        self.releases: set[object] = set()  # those in progress
 
     async def CreateRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Registers a run and its plan."""
-        await self._gate.admit(context, Role.SERVER)
-        digest = await self._call(
-            context, self._store.create_run, request.run_id, request.plan, request.report_bytes
+        digest = await self._intake.call(
+            self._store.create_run, request.run_id, request.plan, request.report_bytes
         )
         _log.info("run created", extra={"run": request.run_id})
         return shuffler_pb2.CreateRunReply(plan_digest=digest)
 
     async def OpenRound(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Opens a round for reports."""
-        await self._gate.admit(context, Role.SERVER)
-        await self._call(
-            context,
-            self._store.open_round,
-            request.run_id,
-            request.round,
-            request.model_version,
-            request.public_key,
+        about = request.run_id, request.round
+        await self._intake.call(
+            self._store.open_round, *about, request.model_version, request.public_key
         )
-        self._blankets.start(request.run_id, request.round)
+        self._blankets.start(*about)
         _log.info("round opened", extra=_about(request))
         return shuffler_pb2.OpenRoundReply()
 
     async def CloseRound(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Ends a round's intake, when its blankets are made."""
-        await self._gate.admit(context, Role.SERVER)
+        about = request.run_id, request.round
         if not request.discard:
-            try:
-                await self._blankets.finish(request.run_id, request.round)
-            except ShufflerRefused as refused:
-                await abort(context, refused, self._metrics)
-        outcome = await self._call(
-            context, self._store.close_round, request.run_id, request.round, request.discard
-        )
-        name = shuffler_pb2.Outcome.Name(outcome)
-        self._metrics.rounds.labels(name).inc()
-        _log.info("round closed", extra={**_about(request), "outcome": name})
-        return shuffler_pb2.CloseRoundReply(outcome=name)
+            await self._blankets.finish(*about)
+        outcome = await self._intake.call(self._store.close_round, *about, request.discard)
+        self._metrics.rounds.labels(outcome.name).inc()
+        _log.info("round closed", extra={**_about(request), "outcome": outcome.name})
+        return shuffler_pb2.CloseRoundReply(outcome=outcome.name)
 
     async def Release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         """Sends a closed batch, once."""
-        await self._gate.admit(context, Role.SERVER)
-        release = object()
-        self.releases.add(release)
-        ended: ShufflerRefused | str | None = None
-        try:
-            await context.send_initial_metadata(())
-            await self._release(request, context)
-        except ShufflerRefused as refused:
-            ended = refused
-        except TimeoutError:
-            _log.warning("batch lost: its release is not read", extra=_about(request))
-            ended = "the release is not read"
-        finally:
-            self.releases.discard(release)
-        if ended is not None:
-            await abort(context, ended, self._metrics)
-        self._metrics.releases.inc()
-        _log.info("batch released", extra=_about(request))
-
-    async def _release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
-        """Sends a batch; raises `TimeoutError` when its caller does not read."""
         begun: list[RoundSpool] = []
 
         def begin() -> None:
@@ -124,35 +87,38 @@ class ControlService(shuffler_pb2_grpc.ControlServicer):
                 self._store.finish_release(request.run_id, request.round)
 
         loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        self.releases.add(ended)
         try:
+            await context.send_initial_metadata(())
             await self._intake.call(begin)
-            while True:
-                sealed, more = await loop.run_in_executor(
-                    self._readers, begun[0].next_chunk, _CHUNK_BYTES
-                )
-                if not sealed:
-                    break
+            while (chunk := await loop.run_in_executor(self._readers, _next, begun[0])).sealed:
                 async with asyncio.timeout(self._limits.release_idle_seconds):
-                    await context.write(shuffler_pb2.ReleaseChunk(sealed=sealed, more=more))
+                    await context.write(chunk)
+        except TimeoutError:
+            _log.warning("batch lost: its release is not read", extra=_about(request))
+            raise TimeoutError("the release is not read") from None
         finally:
             # Whatever has become of this call: what it began is over, and the batch gone.
-            await asyncio.shield(asyncio.ensure_future(self._intake.call(finish)))
+            try:
+                await asyncio.shield(self._intake.call(finish))
+            finally:
+                self.releases.discard(ended)
+                ended.set_result(None)
+        self._metrics.releases.inc()
+        _log.info("batch released", extra=_about(request))
 
     async def EndRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Destroys all batches and the plan of a run."""
-        await self._gate.admit(context, Role.SERVER)
-        await self._call(context, self._store.end_run, request.run_id)
+        await self._intake.call(self._store.end_run, request.run_id)
         _log.info("run ended", extra={"run": request.run_id})
         return shuffler_pb2.EndRunReply()
-
-    async def _call(
-        self, context: grpc.aio.ServicerContext, function: Callable[..., Any], *arguments: Any
-    ) -> Any:
-        try:
-            return await self._intake.call(function, *arguments)
-        except ShufflerRefused as refused:
-            await abort(context, refused, self._metrics)
 
 
 def _about(request: Any) -> dict[str, Any]:
     return {"run": request.run_id, "round": request.round}
+
+
+def _next(spool: RoundSpool) -> Any:
+    sealed, more = spool.next_chunk(_CHUNK_BYTES)
+    return shuffler_pb2.ReleaseChunk(sealed=sealed, more=more)

@@ -9,31 +9,21 @@ of its own; the event loop stays free.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from shuffler.store.runs import Report, RunStore
+from shuffler.store.open_batches import OpenBatches, Report
 from shuffler.wire.errors import Verdict
 
-__all__ = ["Intake"]
-
 _T = TypeVar("_T")
+_Item = tuple[Report | Callable[[], Any], asyncio.Future[Any]]  # with its answer
 
 _QUEUE_REPORTS = 4096
 _QUEUE_BYTES = 16 * 2**20
 _GROUP_REPORTS = 1024
 _GROUP_BYTES = 8 * 2**20
-
-
-@dataclasses.dataclass(slots=True)
-class _Item:
-    """A report, or a call on the store."""
-
-    content: Report | Callable[[], Any]
-    answer: asyncio.Future[Any]
 
 
 class Intake:
@@ -43,8 +33,8 @@ class Intake:
     room; whoever makes them waits for their answers.
     """
 
-    def __init__(self, store: RunStore) -> None:
-        self._store = store
+    def __init__(self, batches: OpenBatches) -> None:
+        self._batches = batches
         self._items: deque[_Item] = deque()
         self._bytes = 0
         self._filled = asyncio.Event()
@@ -55,7 +45,7 @@ class Intake:
 
     async def submit(self, report: Report) -> asyncio.Future[Verdict]:
         """Queues a report, once there is room; its verdict comes with the future."""
-        size = len(report.sealed)
+        size = len(report.request.sealed)
         while self._items and (
             len(self._items) >= _QUEUE_REPORTS or self._bytes + size > _QUEUE_BYTES
         ):
@@ -64,13 +54,8 @@ class Intake:
         self._bytes += size
         return self._put(report)
 
-    async def call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+    def call(self, function: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
         """Runs a method of the store after everything that was queued before it."""
-        answer: asyncio.Future[_T] = self._put(lambda: function(*arguments))
-        return await answer
-
-    def call_soon(self, function: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
-        """The same, queued before this returns; the answer comes with the future."""
         return self._put(lambda: function(*arguments))
 
     async def close(self) -> None:
@@ -82,23 +67,23 @@ class Intake:
 
     def _put(self, content: Report | Callable[[], Any]) -> asyncio.Future[Any]:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._items.append(_Item(content, answer))
+        self._items.append((content, answer))
         self._filled.set()
         return answer
 
     def _take(self) -> list[_Item]:
         """The next call, or as many of the next reports as one commit may hold."""
-        group = [self._items.popleft()]
-        size = _size(group[0])
-        while (
-            isinstance(group[0].content, Report)
-            and self._items
-            and isinstance(self._items[0].content, Report)
-            and len(group) < _GROUP_REPORTS
-            and size + _size(self._items[0]) <= _GROUP_BYTES
-        ):
+        group, size = [self._items.popleft()], 0
+        while isinstance(group[-1][0], Report):
+            size += len(group[-1][0].request.sealed)
+            following = self._items[0][0] if self._items else None
+            if (
+                not isinstance(following, Report)
+                or len(group) == _GROUP_REPORTS
+                or size + len(following.request.sealed) > _GROUP_BYTES
+            ):
+                break
             group.append(self._items.popleft())
-            size += _size(group[-1])
         self._bytes -= size
         self._emptied.set()
         return group
@@ -111,23 +96,21 @@ class Intake:
                 continue
             group = self._take()
             loop = asyncio.get_running_loop()
-            try:
-                results = await loop.run_in_executor(self._thread, self._do, group)
-            except Exception as error:
-                for item in group:
-                    if not item.answer.done():
-                        item.answer.set_exception(error)
-                continue
-            for item, result in zip(group, results, strict=True):
-                if not item.answer.done():  # cancelled, if its stream is gone
-                    item.answer.set_result(result)
+            results = await loop.run_in_executor(self._thread, self._do, group)
+            for (_, answer), result in zip(group, results, strict=True):
+                if answer.done():  # cancelled, if its stream is gone
+                    continue
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
 
     def _do(self, group: list[_Item]) -> list[Any]:
-        first = group[0].content
-        if not isinstance(first, Report):
-            return [first()]
-        return list(self._store.accept([item.content for item in group]))  # type: ignore[misc]
-
-
-def _size(item: _Item) -> int:
-    return len(item.content.sealed) if isinstance(item.content, Report) else 0
+        """Does what is asked; what goes wrong is each one's result."""
+        first = group[0][0]
+        try:
+            if not isinstance(first, Report):
+                return [first()]
+            return list(self._batches.accept([report for report, _ in group]))  # type: ignore[misc]
+        except Exception as error:
+            return [error] * len(group)

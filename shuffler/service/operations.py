@@ -7,6 +7,7 @@ shuffler's operator alone, on loopback.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -23,8 +24,6 @@ from prometheus_client import (
 
 from shuffler.wire.channel import parse_address
 
-__all__ = ["Metrics", "Pace", "log_to"]
-
 _FIELDS = ("run", "round", "outcome", "reason")
 _MOST_SENDERS = 10_000
 
@@ -36,32 +35,20 @@ class Metrics:
         # Otherwise each counter tells when its first report came, beside how many there were.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.reports = Counter(
-            "shufl_reports", "Reports answered, by verdict", ["verdict"], registry=self.registry
-        )
-        self.rounds = Counter(
-            "shufl_rounds", "Rounds closed, by outcome", ["outcome"], registry=self.registry
-        )
-        self.releases = Counter("shufl_releases", "Batches released", registry=self.registry)
-        self.refusals = Counter(
-            "shufl_refusals", "Calls refused, by reason", ["reason"], registry=self.registry
-        )
+        counter = functools.partial(Counter, registry=self.registry)
+        self.reports = counter("shufl_reports", "Reports answered, by verdict", ["verdict"])
+        self.rounds = counter("shufl_rounds", "Rounds closed, by outcome", ["outcome"])
+        self.releases = counter("shufl_releases", "Batches released")
+        self.refusals = counter("shufl_refusals", "Calls refused, by reason", ["reason"])
         self.streams = Gauge("shufl_streams", "Streams of reports now", registry=self.registry)
 
     def serve(self, address: str) -> Any:
-        """Answers Prometheus over HTTP in a thread.
-
-        Returns:
-            The server; `shutdown` ends it.
-
-        Raises:
-            OSError: if the address can not be had.
-        """
+        """Answers Prometheus over HTTP in a thread; `shutdown` of the result ends it."""
         host, port, _ = parse_address(address)
         try:
             server, _ = start_http_server(port, host, registry=self.registry)
         except OSError as error:
-            raise OSError(f"metrics: can not listen on {address}: {error.strerror}") from None
+            raise OSError(f"metrics: cannot listen on {address}: {error.strerror}") from None
         return server
 
 
@@ -98,14 +85,8 @@ class _Lines(logging.Formatter):
 
 
 def log_to(path: Path | None) -> None:
-    """Sends the shuffler's log to a file, or to standard error.
-
-    Raises:
-        OSError: if the file can not be written.
-    """
-    handler: logging.Handler = logging.StreamHandler()
-    if path is not None:
-        handler = logging.FileHandler(path, encoding="utf-8")
+    """Sends the shuffler's log to a file, or to standard error."""
+    handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler()
     handler.setFormatter(_Lines())
     log = logging.getLogger("shuffler")
     log.addHandler(handler)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import grpc
 from grpc_health.v1 import health, health_pb2
 
+from shuffler.callers import Revoked, Role
 from shuffler.config import Limits
-from shuffler.keys import Credentials, Revoked
+from shuffler.keys import Credentials
 from shuffler.service.blanket_tasks import BlanketTasks
 from shuffler.service.control_service import ControlService
-from shuffler.service.gate import Gate, add_service
+from shuffler.service.gate import Gate
 from shuffler.service.intake import Intake
 from shuffler.service.intake_service import IntakeService
 from shuffler.service.operations import Metrics
@@ -21,13 +23,7 @@ from shuffler.store.runs import RunStore
 from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
 
-__all__ = ["MIN_TOKEN_CHARACTERS", "ShufflerServer"]
-
-MIN_TOKEN_CHARACTERS = 32
-"""Shortest control token that a server accepts."""
-
 _STOP_SECONDS = 2.0
-_POLL_SECONDS = 0.05  # how soon the end of the last release is seen
 
 
 class ShufflerServer:
@@ -49,38 +45,27 @@ class ShufflerServer:
             revoked: whose calls and reports are refused, also on connections that are open.
             limits: how much at once.
             metrics: what is counted.
-
-        Raises:
-            ValueError: if a token is shorter than `MIN_TOKEN_CHARACTERS` or not printable ASCII.
         """
         token = security if isinstance(security, str) else None
-        if token is not None and len(token) < MIN_TOKEN_CHARACTERS:
-            raise ValueError(f"the control token needs at least {MIN_TOKEN_CHARACTERS} characters")
-        if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("the control token must be printable ASCII")
-        gate = Gate(token, revoked, metrics)
+        gate = Gate(token, revoked, limits.idle_seconds, metrics)
         self._credentials = security if isinstance(security, Credentials) else None
-        self._intake = Intake(store)
+        self._intake = Intake(store.batches)
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
-        intake = IntakeService(gate, self._intake, store, self._writers, limits, metrics)
-        self._blankets = BlanketTasks(self._intake, store)
-        control = ControlService(
-            gate, self._intake, store, self._blankets, self._readers, limits, metrics
+        self._blankets = BlanketTasks(self._intake, store.batches)
+        intake = IntakeService(gate, self._intake, store.batches, self._writers, limits, metrics)
+        self._control = ControlService(
+            self._intake, store, self._blankets, self._readers, limits, metrics
         )
         for run_id, number in store.open_rounds():
             self._blankets.start(run_id, number)
-        self._releases = control.releases
         self._stop_seconds = limits.stop_seconds
-        ours, theirs = shuffler_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR
-        for service, servicer in (
-            (ours.services_by_name["Intake"], intake),
-            (ours.services_by_name["Control"], control),
-            (theirs.services_by_name["Health"], self._health),
-        ):
-            add_service(self._server, service, servicer, limits.idle_seconds, metrics)
+        services, healthy = shuffler_pb2.DESCRIPTOR.services_by_name, health_pb2.DESCRIPTOR
+        gate.add_service(self._server, services["Intake"], intake)
+        gate.add_service(self._server, services["Control"], self._control, Role.SERVER)
+        gate.add_service(self._server, healthy.services_by_name["Health"], self._health)
 
     async def start(self, listen: str) -> str:
         """Listens and serves.
@@ -93,7 +78,7 @@ class ShufflerServer:
 
         Raises:
             ValueError: if the address is malformed, in use, or not loopback without TLS, or if
-                certificate and key can not be used.
+                certificate and key cannot be used.
         """
         host, port, loopback = parse_address(listen)
         credentials = self._credentials
@@ -112,9 +97,7 @@ class ShufflerServer:
                 )
                 port = self._server.add_secure_port(address, tls)
         except RuntimeError:
-            port = 0
-        if port == 0:
-            raise ValueError(f"can not listen on {listen}")
+            raise ValueError(f"cannot listen on {listen}") from None
         await self._server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         return join_address(host, port)
@@ -130,23 +113,14 @@ class ShufflerServer:
         """
         at_once = at_once or asyncio.Event()
         await self._health.enter_graceful_shutdown()
-        loop = asyncio.get_running_loop()
         stopping = asyncio.create_task(self._server.stop(self._stop_seconds + _STOP_SECONDS))
-        hurry = asyncio.create_task(at_once.wait())
-        begun = loop.time()
-        try:
-            while not (stopping.done() or hurry.done()):
-                waited = loop.time() - begun
-                patience = self._stop_seconds if self._releases else _STOP_SECONDS
-                if waited >= patience:
-                    break
-                await asyncio.wait(
-                    {stopping, hurry},
-                    timeout=min(_POLL_SECONDS, patience - waited),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-        finally:
-            hurry.cancel()
+        enough = [
+            asyncio.create_task(at_once.wait()),
+            asyncio.create_task(self._be_patient()),
+        ]
+        await asyncio.wait({stopping, *enough}, return_when=asyncio.FIRST_COMPLETED)
+        for task in enough:
+            task.cancel()
         await self._server.stop(None)
         await stopping
         await self._blankets.stop()
@@ -154,13 +128,21 @@ class ShufflerServer:
         self._readers.shutdown()
         self._writers.shutdown()
 
+    async def _be_patient(self) -> None:
+        """Waits for as long as calls in progress get."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(self._stop_seconds, _STOP_SECONDS)):
+                await asyncio.sleep(_STOP_SECONDS)
+                while self._control.releases:
+                    await asyncio.wait(self._control.releases)
+
 
 def _probe(host: str, port: int, listen: str) -> None:
-    """Finds out why an address can not be had; gRPC only says that it can not."""
+    """Finds out why an address cannot be had; gRPC only says that it cannot."""
     try:
         for family, kind, *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(target)
     except OSError as error:
-        raise ValueError(f"can not listen on {listen}: {error.strerror}") from None
+        raise ValueError(f"cannot listen on {listen}: {error.strerror}") from None

@@ -16,37 +16,63 @@ import hashlib
 import secrets
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from shuffler.store.storage import DamagedFile, transaction
 
-__all__ = ["BlanketsLeft", "ReportedUsers", "TakenSlots", "count_rows", "make_rows"]
+_T = TypeVar("_T")
+
+USERS_PER_BUCKET = 128
+"""How many users a bucket gets on average, at most."""
 
 _BITS = 4096  # slots of one row
 _ROW_BYTES = _BITS // 8  # of one row, for one of its two sets
 _HASH_BYTES = 16
 _BUCKET_HASHES = 253  # of one row: what fits into a page
 _BUCKET_BYTES = _BUCKET_HASHES * _HASH_BYTES
-_BUCKET_MEAN = 128  # of a full batch, at most
-_SCHEMA = """
-CREATE TABLE slots(
-    part INTEGER PRIMARY KEY, bits BLOB NOT NULL
-);
-CREATE TABLE reported(
-    bucket INTEGER PRIMARY KEY, hashes BLOB NOT NULL
-);
-CREATE TABLE hash_key(
-    key BLOB NOT NULL
-);
-CREATE TABLE blankets(
-    counts BLOB NOT NULL
-);
-"""
-_KEY_ROW = "SELECT key FROM hash_key WHERE rowid = ?"
-_BLANKETS_ROW = "SELECT counts FROM blankets WHERE rowid = ?"
 _COUNTS = struct.Struct(">QQQ")
-_SLOTS_ROW = "SELECT bits FROM slots WHERE part = ?"
-_REPORTED_ROW = "SELECT hashes FROM reported WHERE bucket = ?"
+
+
+def _tables(slots: int, users: int) -> dict[str, tuple[int, int]]:
+    """The tables: how many rows each has, and how many bytes a row."""
+    return {
+        "slots": (-(-slots // _BITS), 2 * _ROW_BYTES),
+        "reported": (_buckets(users), _BUCKET_BYTES),
+        "hash_key": (1, _HASH_BYTES),
+        "blankets": (1, _COUNTS.size),
+    }
+
+
+def make_rows(
+    connection: sqlite3.Connection, slots: int, users: int, blankets: BlanketsLeft
+) -> None:
+    """Makes all rows of a new batch for so many slots and users, in order."""
+    with transaction(connection) as rows:
+        for table, (count, length) in _tables(slots, users).items():
+            rows.execute(f"CREATE TABLE {table}(number INTEGER PRIMARY KEY, content BLOB NOT NULL)")
+            empty = ((number, length) for number in range(count))
+            rows.executemany(f"INSERT INTO {table} VALUES (?, zeroblob(?))", empty)
+        _replace(rows, "hash_key", {0: secrets.token_bytes(_HASH_BYTES)})
+        blankets.write(rows)
+
+
+def count_rows(connection: sqlite3.Connection, slots: int, users: int) -> int:
+    """How many slots are taken.
+
+    Raises:
+        DamagedFile: if not all rows are there.
+    """
+    for table, expected in _tables(slots, users).items():
+        found = connection.execute(
+            f"SELECT count(*), min(length(content)) FROM {table}"
+            " WHERE typeof(content) = 'blob' AND length(content) = ?",
+            expected[1:],
+        )
+        if found.fetchone() != expected:
+            raise DamagedFile("rows of the batch's file are missing")
+    bits = connection.execute("SELECT content FROM slots")
+    return sum(int.from_bytes(b[:_ROW_BYTES], "little").bit_count() for (b,) in bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,65 +108,14 @@ class BlanketsLeft:
         Raises:
             DamagedFile: if it is not what was written.
         """
-        counts = _blob(connection, _BLANKETS_ROW, 1)
-        if len(counts) != _COUNTS.size:
-            raise DamagedFile("the blankets' row of the batch's file is damaged")
-        left = BlanketsLeft(*_COUNTS.unpack(counts))
+        left = BlanketsLeft(*_COUNTS.unpack(_row(connection, "blankets", 0)))
         if not max(left.kept, left.made) <= left.work:
             raise DamagedFile("the blankets' row of the batch's file is damaged")
         return left
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Puts this into the batch's row, within the caller's transaction."""
-        counts = _COUNTS.pack(self.work, self.kept, self.made)
-        connection.execute("UPDATE blankets SET counts = ?", (counts,))
-
-
-def make_rows(
-    connection: sqlite3.Connection, slots: int, users: int, blankets: BlanketsLeft
-) -> None:
-    """Makes all rows of a new batch for so many slots and users, in order.
-
-    Raises:
-        sqlite3.Error: if the file can not be written.
-    """
-    with transaction(connection) as rows:
-        for statement in _SCHEMA.split(";"):
-            rows.execute(statement)
-        rows.execute("INSERT INTO hash_key VALUES (?)", (secrets.token_bytes(_HASH_BYTES),))
-        rows.execute("INSERT INTO blankets VALUES (zeroblob(?))", (_COUNTS.size,))
-        blankets.write(rows)
-        rows.executemany(
-            "INSERT INTO slots VALUES (?, zeroblob(?))",
-            ((part, 2 * _ROW_BYTES) for part in range(_parts(slots))),
-        )
-        rows.executemany(
-            "INSERT INTO reported VALUES (?, zeroblob(?))",
-            ((bucket, _BUCKET_BYTES) for bucket in range(_buckets(users))),
-        )
-
-
-def count_rows(connection: sqlite3.Connection, slots: int, users: int) -> int:
-    """How many slots are taken.
-
-    Raises:
-        DamagedFile: if not all rows are there.
-        sqlite3.Error: if the file can not be read.
-    """
-    keys = connection.execute("SELECT key FROM hash_key").fetchall()
-    parts = connection.execute(
-        "SELECT count(*) FROM slots WHERE typeof(bits) = 'blob' AND length(bits) = ?",
-        (2 * _ROW_BYTES,),
-    )
-    buckets = connection.execute(
-        "SELECT count(*) FROM reported WHERE typeof(hashes) = 'blob' AND length(hashes) = ?",
-        (_BUCKET_BYTES,),
-    )
-    found = [type(key) for (key,) in keys], *parts.fetchone(), *buckets.fetchone()
-    if found != ([bytes], _parts(slots), _buckets(users)):
-        raise DamagedFile("rows of the batch's file are missing")
-    bits = connection.execute("SELECT bits FROM slots")
-    return sum(int.from_bytes(b[:_ROW_BYTES], "little").bit_count() for (b,) in bits)
+        _replace(connection, "blankets", {0: _COUNTS.pack(self.work, self.kept, self.made)})
 
 
 class TakenSlots:
@@ -153,43 +128,30 @@ class TakenSlots:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._rows: dict[int, bytearray] = {}
-        self._changed: set[int] = set()
+        self._rows = _Rows(lambda part: bytearray(_row(connection, "slots", part)))
 
     def holds(self, number: int) -> bool:
         """Whether the slot is taken or thrown away."""
         part, bit = divmod(number, _BITS)
-        row = self._row(part)
+        row = self._rows[part]
         return bool((row[bit >> 3] | row[_ROW_BYTES + (bit >> 3)]) & 1 << (bit & 7))
 
     def put(self, number: int, keep: bool = True) -> None:
         """Takes the slot, or throws it away."""
         part, bit = divmod(number, _BITS)
-        self._row(part)[(0 if keep else _ROW_BYTES) + (bit >> 3)] |= 1 << (bit & 7)
-        self._changed.add(part)
+        self._rows[part][(0 if keep else _ROW_BYTES) + (bit >> 3)] |= 1 << (bit & 7)
+        self._rows.changed.add(part)
 
     def rising(self) -> Iterator[int]:
         """The numbers of the taken slots, as saved."""
-        for part, bits in self._connection.execute("SELECT part, bits FROM slots ORDER BY part"):
-            for index, byte in enumerate(bits[:_ROW_BYTES]):
-                for bit in range(8):
-                    if byte >> bit & 1:
-                        yield part * _BITS + index * 8 + bit
+        for part, bits in self._connection.execute("SELECT * FROM slots ORDER BY number"):
+            for bit in range(_BITS):
+                if bits[bit >> 3] & 1 << (bit & 7):
+                    yield part * _BITS + bit
 
     def save(self) -> None:
         """Writes the changes, within the caller's transaction."""
-        # Of the same length as before, so SQLite writes them where they were.
-        self._connection.executemany(
-            "UPDATE slots SET bits = ? WHERE part = ?",
-            [(bytes(self._rows[part]), part) for part in sorted(self._changed)],
-        )
-        self._changed.clear()
-
-    def _row(self, part: int) -> bytearray:
-        row = self._rows.get(part)
-        if row is None:
-            row = self._rows[part] = bytearray(_blob(self._connection, _SLOTS_ROW, part))
-        return row
+        _replace(self._connection, "slots", self._rows.take_changed(bytes))
 
 
 class ReportedUsers:
@@ -197,37 +159,29 @@ class ReportedUsers:
 
     def __init__(self, connection: sqlite3.Connection, users: int) -> None:
         self._connection = connection
-        self._key = _blob(connection, _KEY_ROW, 1)
+        self._key = _row(connection, "hash_key", 0)
         self._buckets = _buckets(users)
-        self._rows: dict[int, set[bytes]] = {}
-        self._changed: set[int] = set()
+        self._rows = _Rows(lambda bucket: _split(_row(connection, "reported", bucket)))
 
     def holds(self, sender: str, user: int) -> bool:
         """Whether the user has reported."""
         bucket, name = self._place(sender, user)
-        return name in self._row(bucket)
+        return name in self._rows[bucket]
 
     def has_room(self, sender: str, user: int) -> bool:
         """Whether the user's bucket has room for one more."""
         bucket, _ = self._place(sender, user)
-        return len(self._row(bucket)) < _BUCKET_HASHES
+        return len(self._rows[bucket]) < _BUCKET_HASHES
 
     def put(self, sender: str, user: int) -> None:
         """Notes that the user has reported."""
         bucket, name = self._place(sender, user)
-        self._row(bucket).add(name)
-        self._changed.add(bucket)
+        self._rows[bucket].add(name)
+        self._rows.changed.add(bucket)
 
     def save(self) -> None:
         """Writes the changes, within the caller's transaction."""
-        self._connection.executemany(
-            "UPDATE reported SET hashes = ? WHERE bucket = ?",
-            [
-                (b"".join(sorted(self._rows[bucket])).ljust(_BUCKET_BYTES, b"\0"), bucket)
-                for bucket in sorted(self._changed)
-            ],
-        )
-        self._changed.clear()
+        _replace(self._connection, "reported", self._rows.take_changed(_join))
 
     def _place(self, sender: str, user: int) -> tuple[int, bytes]:
         # The user's bytes are of one length, so no two pairs give the same bytes.
@@ -235,27 +189,47 @@ class ReportedUsers:
         name = hashlib.blake2b(pair, digest_size=_HASH_BYTES, key=self._key).digest()
         return int.from_bytes(name[:8], "big") * self._buckets >> 64, name
 
-    def _row(self, bucket: int) -> set[bytes]:
-        row = self._rows.get(bucket)
-        if row is None:
-            hashes = _blob(self._connection, _REPORTED_ROW, bucket)
-            names = {hashes[i : i + _HASH_BYTES] for i in range(0, len(hashes), _HASH_BYTES)}
-            row = self._rows[bucket] = names - {bytes(_HASH_BYTES)}
-        return row
+
+class _Rows(dict[int, _T]):
+    """Rows, each read when it is first asked for; `changed`: those to be written."""
+
+    def __init__(self, read: Callable[[int], _T]) -> None:
+        self.changed: set[int] = set()
+        self._read = read
+
+    def __missing__(self, number: int) -> _T:
+        self[number] = self._read(number)
+        return self[number]
+
+    def take_changed(self, content: Callable[[_T], bytes]) -> dict[int, bytes]:
+        changed, self.changed = self.changed, set()
+        return {number: content(self[number]) for number in changed}
 
 
-def _blob(connection: sqlite3.Connection, query: str, number: int) -> bytes:
+def _split(hashes: bytes) -> set[bytes]:
+    names = {hashes[i : i + _HASH_BYTES] for i in range(0, len(hashes), _HASH_BYTES)}
+    return names - {bytes(_HASH_BYTES)}
+
+
+def _join(names: set[bytes]) -> bytes:
+    return b"".join(sorted(names)).ljust(_BUCKET_BYTES, b"\0")
+
+
+def _row(connection: sqlite3.Connection, table: str, number: int) -> bytes:
+    query = f"SELECT content FROM {table} WHERE number = ?"
     found = connection.execute(query, (number,)).fetchone()
     if found is None:
         raise sqlite3.DatabaseError("a row of the batch's file is missing")
     return bytes(found[0])
 
 
-def _parts(slots: int) -> int:
-    """How many rows of bits."""
-    return -(-slots // _BITS)
+def _replace(connection: sqlite3.Connection, table: str, rows: Mapping[int, bytes]) -> None:
+    """Puts other contents of the same length into rows; SQLite writes them where they were."""
+    connection.executemany(
+        f"UPDATE {table} SET content = ? WHERE number = ?",
+        [(rows[number], number) for number in sorted(rows)],
+    )
 
 
 def _buckets(users: int) -> int:
-    """How many rows of hashes."""
-    return -(-users // _BUCKET_MEAN)
+    return -(-users // USERS_PER_BUCKET)

@@ -1,4 +1,4 @@
-"""SQLite files in a private directory, and what a full disk is called."""
+"""A private directory, the SQLite files in it, and how much room there is for more."""
 
 from __future__ import annotations
 
@@ -10,25 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shuffler.wire.errors import Refusal, ShufflerRefused
-
-__all__ = [
-    "PAGE_BYTES",
-    "DamagedFile",
-    "claim_directory",
-    "connect",
-    "damage",
-    "delete_database",
-    "exists",
-    "storage_errors",
-    "storage_refusal",
-    "sync_directory",
-    "transaction",
-]
+from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 
 PAGE_BYTES = 4096
 """Length in bytes of a database page."""
 
+_SETTINGS = (
+    *(f"page_size={PAGE_BYTES}", "locking_mode=EXCLUSIVE", "journal_mode=TRUNCATE"),
+    *("synchronous=FULL", "secure_delete=ON", "temp_store=MEMORY"),
+)
 _DAMAGE = {  # `ERROR`: a table or a column is not there
     sqlite3.SQLITE_ERROR,
     sqlite3.SQLITE_CORRUPT,
@@ -56,11 +46,7 @@ def damage() -> Iterator[None]:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is such a file; an error that leaves it open is raised.
-
-    Raises:
-        OSError: if it can not be found out.
-    """
+    """Whether there is such a file; unlike `Path.exists` it raises what leaves that open."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -76,7 +62,6 @@ def claim_directory(directory: Path) -> int:
 
     Raises:
         ValueError: if others may enter the directory, or another process holds it.
-        OSError: if the directory can not be made or used.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
@@ -103,9 +88,6 @@ def connect(path: Path) -> sqlite3.Connection:
 
     A rollback journal, emptied by every commit, and not a write-ahead log: a log keeps what was
     written in which order until it is folded into the file.
-
-    Raises:
-        sqlite3.Error: if the file can not be opened or written.
     """
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
@@ -115,12 +97,8 @@ def connect(path: Path) -> sqlite3.Connection:
         sync_directory(path.parent)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
-        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-        connection.execute("PRAGMA journal_mode=TRUNCATE")
-        connection.execute("PRAGMA synchronous=FULL")
-        connection.execute("PRAGMA secure_delete=ON")
-        connection.execute("PRAGMA temp_store=MEMORY")
+        for setting in _SETTINGS:
+            connection.execute(f"PRAGMA {setting}")
     except BaseException:
         connection.close()
         raise
@@ -138,20 +116,15 @@ def delete_database(path: Path) -> None:
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     """All of the block's statements or none of them; on disk when the block has ended."""
     connection.execute("BEGIN IMMEDIATE")
-    try:
+    with connection:
         yield connection
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
-def storage_refusal(error: sqlite3.Error | OSError) -> Refusal:
+def storage_verdict(error: sqlite3.Error | OSError) -> Verdict:
     """`STORAGE_FULL` for a full disk, `STORAGE_FAILED` for any other trouble with it."""
     full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     no_space = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return Refusal.STORAGE_FULL if full or no_space else Refusal.STORAGE_FAILED
+    return Verdict.STORAGE_FULL if full or no_space else Verdict.STORAGE_FAILED
 
 
 @contextmanager
@@ -160,8 +133,46 @@ def storage_errors() -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as error:
-        reason = storage_refusal(error)
-        raise ShufflerRefused(reason, "the shuffler's disk is full or fails") from error
+        raise ShufflerRefused(Refusal[storage_verdict(error).name]) from error
+
+
+class Disk:
+    """The room that the file system of a directory has for reports."""
+
+    def __init__(self, directory: Path, reserve_bytes: int) -> None:
+        self._directory = directory
+        self._reserve = reserve_bytes
+
+    def room(self) -> int:
+        """How many bytes reports may still take: all that are free but the reserve."""
+        disk = os.statvfs(self._directory)
+        return disk.f_bavail * disk.f_frsize - self._reserve
+
+    def require(self, length: int) -> None:
+        """Raises the `OSError` of a full disk where there is less room."""
+        if self.room() < length:
+            raise OSError(errno.ENOSPC, "no room for reports")
+
+    def check_length(self, length: int) -> None:
+        """Finds out whether the file system allows a file of this length, nearly all of it holes.
+
+        Raises:
+            ShufflerRefused: `MALFORMED`, or storage.
+        """
+        probe = self._directory / "batch-probe"  # left by a crash, it goes with the next start
+        with storage_errors(), probe.open("wb") as file:
+            try:
+                file.truncate(length)
+            except OSError as error:
+                if error.errno not in (errno.EFBIG, errno.EINVAL):
+                    raise
+                raise ShufflerRefused(
+                    Refusal.MALFORMED,
+                    f"a round's file would have {length} bytes (2 x users x report), more than the"
+                    " spool's file system allows",
+                ) from None
+            finally:
+                probe.unlink()
 
 
 def sync_directory(directory: Path) -> None:

@@ -4,19 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 
-__all__ = [
-    "CHANNEL_OPTIONS",
-    "MAX_REPORT_BYTES",
-    "MOST_USERS",
-    "PIECE_BYTES",
-    "READY",
-    "SERVER_OPTIONS",
-    "TOKEN_KEY",
-    "TOKEN_VARIABLE",
-    "join_address",
-    "parse_address",
-]
-
 MAX_REPORT_BYTES = 64 * 2**20
 """Longest sealed report that a run may declare, in bytes."""
 

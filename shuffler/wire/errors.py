@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum, StrEnum
 
-__all__ = [
-    "Outcome",
-    "Refusal",
-    "RejectReason",
-    "ReportRejected",
-    "ShufflerError",
-    "ShufflerRefused",
-    "ShufflerUnavailable",
-    "Verdict",
-]
-
 
 class Verdict(IntEnum):
     """The shuffler's answer to one report; the numbers are those of `shuffler.proto`.
@@ -47,28 +36,40 @@ class Outcome(IntEnum):
 
 
 class Refusal(StrEnum):
-    """Why a call was refused."""
+    """Why a call was refused.
 
-    UNAUTHENTICATED = "UNAUTHENTICATED"
-    NOT_PERMITTED = "NOT_PERMITTED"
-    BUSY = "BUSY"
-    IDLE = "IDLE"
-    MALFORMED = "MALFORMED"
-    UNKNOWN_RUN = "UNKNOWN_RUN"
-    RUN_EXISTS = "RUN_EXISTS"
-    RUN_ENDED = "RUN_ENDED"
-    UNKNOWN_ROUND = "UNKNOWN_ROUND"
-    ROUND_NOT_INCREASING = "ROUND_NOT_INCREASING"
-    ANOTHER_ROUND_OPEN = "ANOTHER_ROUND_OPEN"
-    ROUND_NOT_CLOSED = "ROUND_NOT_CLOSED"
-    BELOW_MINIMUM = "BELOW_MINIMUM"
-    DISCARDED = "DISCARDED"
-    ALREADY_RELEASED = "ALREADY_RELEASED"
-    BATCH_LOST = "BATCH_LOST"
-    TOO_MANY_RUNS = "TOO_MANY_RUNS"
-    TOO_MANY_BATCHES = "TOO_MANY_BATCHES"
-    STORAGE_FULL = "STORAGE_FULL"
-    STORAGE_FAILED = "STORAGE_FAILED"
+    Attributes:
+        sentence: the same for people.
+    """
+
+    sentence: str
+
+    def __new__(cls, name: str, sentence: str) -> Refusal:
+        """A value that is its name and has a sentence."""
+        member = str.__new__(cls, name)
+        member._value_, member.sentence = name, sentence
+        return member
+
+    UNAUTHENTICATED = "UNAUTHENTICATED", "wrong or missing token"
+    NOT_PERMITTED = "NOT_PERMITTED", "not with this certificate"
+    BUSY = "BUSY", "too many streams at once"
+    IDLE = "IDLE", "nothing came for too long"
+    MALFORMED = "MALFORMED", "not a message of this protocol"
+    UNKNOWN_RUN = "UNKNOWN_RUN", "no such run"
+    RUN_EXISTS = "RUN_EXISTS", "this run has another plan or report length"
+    RUN_ENDED = "RUN_ENDED", "this run has ended and its id cannot be used again"
+    UNKNOWN_ROUND = "UNKNOWN_ROUND", "this round was never opened, or is long since over"
+    ROUND_NOT_INCREASING = "ROUND_NOT_INCREASING", "this round does not follow the last one"
+    ANOTHER_ROUND_OPEN = "ANOTHER_ROUND_OPEN", "close the open round first"
+    ROUND_NOT_CLOSED = "ROUND_NOT_CLOSED", "close the round first"
+    BELOW_MINIMUM = "BELOW_MINIMUM", "the batch was below the plan's minimum and is destroyed"
+    DISCARDED = "DISCARDED", "the batch was destroyed when the round was closed"
+    ALREADY_RELEASED = "ALREADY_RELEASED", "a batch is released once"
+    BATCH_LOST = "BATCH_LOST", "the batch's file was missing or damaged after a restart"
+    TOO_MANY_RUNS = "TOO_MANY_RUNS", "too many runs have not ended"
+    TOO_MANY_BATCHES = "TOO_MANY_BATCHES", "fetch one of the closed rounds first"
+    STORAGE_FULL = "STORAGE_FULL", "the shuffler's disk is full"
+    STORAGE_FAILED = "STORAGE_FAILED", "the shuffler's disk fails"
 
 
 class ShufflerError(Exception):
@@ -90,10 +91,10 @@ class ShufflerRefused(ShufflerError):
         detail: one sentence for people.
     """
 
-    def __init__(self, reason: Refusal, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
+    def __init__(self, reason: Refusal, detail: str = "") -> None:
         self.reason = reason
-        self.detail = detail
+        self.detail = detail or reason.sentence
+        super().__init__(f"{reason}: {self.detail}")
 
     def __reduce__(self) -> tuple[type[ShufflerRefused], tuple[Refusal, str]]:
         return (type(self), (self.reason, self.detail))

@@ -10,8 +10,6 @@ import numpy as np
 
 from shuffler.wire.errors import RejectReason, ReportRejected
 
-__all__ = ["decode_report", "encode_report", "model_version", "report_length"]
-
 _ENTRY, _ENTRY_BYTES = "<i2", 2  # little-endian 16-bit integers
 
 

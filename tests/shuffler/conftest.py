@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from shuffler_world import World
+from shuffler_world import Ended, World
 
 from shuffler import ShufflerProcess
+from shuffler.__main__ import main
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_spools_in_memory() -> Iterator[None]:
+    """Where there is such a place: every report is synced to disk, and nothing here needs a disk
+    but what has a spool under `tmp_path`."""
+    before = tempfile.tempdir
+    if Path("/dev/shm").is_dir():
+        tempfile.tempdir = "/dev/shm"
+    yield
+    tempfile.tempdir = before
 
 
 @pytest.fixture
@@ -34,6 +50,31 @@ def shared() -> Iterator[World]:
         world = World(process)
         yield world
         world.close()
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Callable[..., Ended]]:
+    """Runs `python -m shuffler` in this process, where it ends by itself: with this content of its
+    configuration, which lies in `tmp_path`."""
+    log, mask = logging.getLogger("shuffler"), os.umask(0o077)
+    handlers, level, propagate = log.handlers[:], log.level, log.propagate
+
+    def run(config: str, *arguments: str, token: str = "t" * 32) -> Ended:
+        file = tmp_path / "shuffler.toml"
+        file.write_text(config, encoding="utf-8")
+        monkeypatch.setenv("SHUFL_CONTROL_TOKEN", token)
+        monkeypatch.setattr(sys, "argv", ["shuffler", "--config", str(file), *arguments])
+        try:
+            code = main()
+        except SystemExit as ended:
+            code = ended.code
+        return Ended(code, *capsys.readouterr())
+
+    yield run
+    os.umask(mask)
+    log.handlers[:], log.level, log.propagate = handlers, level, propagate
 
 
 @pytest.fixture

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import signal
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Sequence
 
@@ -22,6 +26,9 @@ from shuffler import (
     seal,
     sealed_length,
 )
+from shuffler.callers import Caller, Role
+from shuffler.store.open_batches import Report
+from shuffler.store.slots import Slot
 from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import CHANNEL_OPTIONS
 
@@ -46,6 +53,36 @@ def raw_channel(
     assert given is not None
     tls = grpc.ssl_channel_credentials(given.authority, given.private_key, given.certificate)
     return grpc.secure_channel(world.process.address, tls, options)
+
+
+def report(
+    digest: str,
+    user: int,
+    sealed: bytes,
+    round: int = 1,
+    run_id: str = "run",
+    slot: Slot | None = None,
+) -> Report:
+    """As the store gets it, of a round with the model "model" and `PUBLIC_KEY`."""
+    request = shuffler_pb2.SubmitRequest(
+        run_id=run_id,
+        round=round,
+        model_version="model",
+        plan_digest=digest,
+        key_digest=KEY_DIGEST,
+        user=user,
+        sealed=sealed,
+    )
+    return Report(request, Caller(Role.NODE, "node", 2**32), slot)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """What a command has left."""
+
+    returncode: object
+    stdout: str
+    stderr: str
 
 
 class World:
@@ -111,6 +148,19 @@ def in_release(world: World, reports: int = 40):
     release = world.control.release("run", 1)
     next(release)
     return release
+
+
+def exit_code(world: World) -> int:
+    """Waits for the end of the process, and leaves its code for its owner to take."""
+    ended = os.waitid(os.P_PID, world.process.pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def kill(world: World) -> None:
+    os.kill(world.process.pid, signal.SIGKILL)
+    while world.process.alive:
+        time.sleep(0.01)
 
 
 class Silence:

@@ -11,10 +11,8 @@ import dataclasses
 import json
 import os
 import random
-import signal
+import secrets
 import sqlite3
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
-from shuffler_world import World, raw_channel
+from shuffler_world import World, kill, raw_channel
 
 from accounting.mechanisms import GaussianMechanism, SeededRandomness, most_blankets
 from shuffler import (
@@ -41,7 +39,6 @@ from shuffler import (
     seal,
     sealed_length,
 )
-from shuffler.store import spool as spool_module
 from shuffler.store.runs import RunStore
 from shuffler.store.spool import RoundSpool
 from shuffler.store.spool_rows import BlanketsLeft
@@ -112,6 +109,7 @@ def test_blankets_from_the_system_have_the_mechanisms_law_and_never_come_again(
     assert all(stats.poisson.ppf(1e-9, EXPECTED) <= n <= most_blankets(EXPECTED) for n in counts)
 
 
+@pytest.mark.slow
 def test_the_number_of_blankets_is_poisson_over_rounds(start: Callable[..., World]):
     world = start()
     counts = []
@@ -156,20 +154,19 @@ def test_the_minimum_batch_counts_users_reports_and_blankets_together(
     assert world.control.close_round("run", 1) is expected
 
 
+@pytest.mark.slow
 def test_killed_at_ten_moments_of_a_round_it_never_draws_a_second_number(
-    start: Callable[..., World], tmp_path: Path
+    start: Callable[..., World], memory_path: Path
 ):
-    place = tmp_path / "spool"
-    length = sealed_length(report_length(20_000))  # so that the blankets take some seconds
+    place = memory_path / "spool"
+    length = sealed_length(report_length(10_000))  # so that the blankets take some seconds
     world = start(place)
     keys = world.private_key, world.public_key
     header = opened(world, length=length, expected=2000.0)
     drawn, made = set(), []
     for moment in range(10):
         time.sleep(0.03 * moment)
-        os.kill(world.process.pid, signal.SIGKILL)
-        while world.process.alive:
-            time.sleep(0.01)
+        kill(world)
         left = kept(place)
         drawn.add((left.kept, left.work))
         made.append(left.made)
@@ -191,9 +188,7 @@ def test_killed_between_closing_and_the_release_the_number_stays(
     keys = world.private_key, world.public_key
     header = opened(world)
     world.control.close_round("run", 1)
-    os.kill(world.process.pid, signal.SIGKILL)
-    while world.process.alive:
-        time.sleep(0.01)
+    kill(world)
     world = start(place, simulation_seed=6)  # another source: nothing is drawn any more
     world.private_key, world.public_key = keys
     count = SeededRandomness(5).number_of_blankets(1, EXPECTED)
@@ -224,7 +219,7 @@ def test_storing_blankets_asks_the_same_of_the_system_whatever_the_number_kept(
     asked = []
     for kept in (0, 1, 1300, 2560):
         draw = random.Random(7).randrange
-        monkeypatch.setattr(spool_module.secrets, "randbelow", draw)
+        monkeypatch.setattr(secrets, "randbelow", draw)
         asked.append(asked_of_the_system(memory_path, kept))
     assert asked[0]["syscw"] > 2560
     assert asked == [asked[0]] * 4
@@ -236,15 +231,16 @@ def test_as_many_are_made_whatever_the_number_kept(tmp_path: Path):
     for round in range(1, 6):
         store.open_round("run", round, "model", generate_key_pair()[1])
         made = 0
-        while maker := store.blankets_of("run", round):
-            sealed = maker.next()
+        while make := store.batches.next_blankets("run", round):
+            sealed = make()
             made += len(sealed)
-            store.add_blankets("run", round, sealed)
+            store.batches.add_blankets("run", round, sealed)
         assert made == most_blankets(2.0)
         store.close_round("run", round, discard=True)
     store.close()
 
 
+@pytest.mark.slow
 def test_closing_waits_until_the_blankets_are_made_and_discarding_does_not(
     start: Callable[..., World], tmp_path: Path
 ):
@@ -279,6 +275,7 @@ def answers(world: World, reports: int) -> list[bytes]:
     return [each.SerializeToString() for each in found]
 
 
+@pytest.mark.slow
 def test_no_answer_log_or_metric_tells_how_many_blankets_or_reports_there_were(
     start: Callable[..., World], tmp_path: Path
 ):
@@ -308,30 +305,28 @@ def test_a_report_for_another_key_than_the_rounds_is_refused(start: Callable[...
     assert submitted(world, header, 2) == [Verdict.ACCEPTED] * 2
 
 
-@pytest.mark.parametrize("key", [b"", bytes(31), bytes(32), bytes(1216)])
-def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(
-    start: Callable[..., World], key: bytes
-):
-    world = start()
-    world.control.create_run("run", plan(), LENGTH)
+@pytest.mark.parametrize("key", [b"", bytes(31), bytes(32), bytes(1216)], ids=len)
+def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(shared: World, key: bytes):
+    run = f"key of {len(key)}"
+    shared.control.create_run(run, plan(), LENGTH)
     with pytest.raises(ShufflerRefused, match="the public key is not one to seal") as refused:
-        world.control.open_round("run", 1, "model", key)
+        shared.control.open_round(run, 1, "model", key)
     assert refused.value.reason is Refusal.MALFORMED
-    world.control.open_round("run", 1, "model", world.public_key)
+    shared.control.open_round(run, 1, "model", shared.public_key)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"shuffler_blankets": -1.0}, "shuffler_blankets must lie"),
-        ({"shuffler_blankets": 1e8}, "shuffler_blankets must lie"),
-        ({"shuffler_blankets": "50"}, "shuffler_blankets must lie"),
-        ({"shuffler_blankets": None}, "shuffler_blankets must lie"),
-        ({"clip_norm": 0}, "clip_norm must lie"),
-        ({"noise_multiplier": None}, "noise_multiplier must lie"),
-        ({"noise_multiplier": True}, "noise_multiplier must lie"),
-        ({"noise_multiplier": 10**400}, "noise_multiplier must lie"),
-        ({"clip_norm": 1e308}, "clip_norm must lie"),
+        ({"shuffler_blankets": -1.0}, "the plan's shuffler_blankets: Input should be"),
+        ({"shuffler_blankets": 1e8}, "the plan's shuffler_blankets: Input should be"),
+        ({"shuffler_blankets": "50"}, "the plan's shuffler_blankets: Input should be"),
+        ({"shuffler_blankets": None}, "the plan's shuffler_blankets: Input should be"),
+        ({"clip_norm": 0}, "the plan's clip_norm: Input should be"),
+        ({"noise_multiplier": None}, "blankets need clip_norm and noise_multiplier"),
+        ({"noise_multiplier": True}, "the plan's noise_multiplier: Input should be"),
+        ({"noise_multiplier": 10**400}, "the plan's noise_multiplier: Input should be"),
+        ({"clip_norm": 1e308}, "the plan's clip_norm: Input should be"),
         ({"clip_norm": 5e-324}, "clip_norm is too small"),
     ],
 )
@@ -350,20 +345,29 @@ def test_reports_that_are_no_whole_numbers_of_entries_can_have_no_blankets(share
         shared.control.open_round("odd", 1, "model", shared.public_key)
 
 
+RESERVE = 128 * 2**10
+
+
+def room(directory: Path) -> int:
+    """Bytes of the disk that reports may still take."""
+    disk = os.statvfs(directory)
+    return disk.f_bavail * disk.f_frsize - RESERVE
+
+
 def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(
     tiny_disk: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The disk fills after the round was opened; what is reserved is left for closing it."""
-    store = RunStore(tiny_disk, reserve_bytes=128 * 2**10)
+    store = RunStore(tiny_disk, reserve_bytes=RESERVE)
     length = sealed_length(report_length(200))
     store.create_run("run", plan(users=10, expected=10.0), length)
     store.open_round("run", 1, "model", generate_key_pair()[1])
-    (tiny_disk / "other").write_bytes(bytes(store._room() - 20_000))
+    (tiny_disk / "other").write_bytes(bytes(room(tiny_disk) - 20_000))
     with pytest.raises(ShufflerRefused) as refused:
-        while maker := store.blankets_of("run", 1):
-            store.add_blankets("run", 1, maker.next())
+        while make := store.batches.next_blankets("run", 1):
+            store.batches.add_blankets("run", 1, make())
     assert refused.value.reason is Refusal.STORAGE_FULL
-    assert store._room() > 0
+    assert room(tiny_disk) > 0
     with pytest.raises(ShufflerRefused, match="blankets are not stored"):
         store.close_round("run", 1)
     assert store.close_round("run", 1, discard=True) is Outcome.DISCARDED
@@ -397,17 +401,8 @@ def test_blankets_and_reports_never_share_a_slot(memory_path: Path):
     spool.destroy()
 
 
-def test_a_seed_for_blankets_is_for_a_simulations_own_shuffler_only(tmp_path: Path):
-    config = tmp_path / "shuffler.toml"
-    config.write_text('plaintext = true\nsimulation_seed = 3\nspool = "spool"\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "shuffler", "--config", str(config)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "SHUFL_CONTROL_TOKEN": "x" * 40},
-        check=False,
-    )
+def test_a_seed_for_blankets_is_for_a_simulations_own_shuffler_only(command, tmp_path: Path):
+    done = command('plaintext = true\nsimulation_seed = 3\nspool = "spool"\n')
     assert done.returncode == 2
-    assert (
-        done.stderr == f"shuffler: {config}: simulation_seed is for a simulation's own shuffler\n"
-    )
+    words = "simulation_seed is for a simulation's own shuffler"
+    assert done.stderr == f"shuffler: {tmp_path / 'shuffler.toml'}: {words}\n"

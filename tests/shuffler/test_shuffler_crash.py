@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shuffler_world import World
+from shuffler_world import World, kill
 
 from shuffler import (
     Outcome,
@@ -23,27 +23,22 @@ from shuffler import (
 )
 
 
-def kill(world: World) -> None:
-    os.kill(world.process.pid, signal.SIGKILL)
-    while world.process.alive:
-        time.sleep(0.01)
-
-
+@pytest.mark.slow
 def test_killed_before_closing_all_acknowledged_reports_are_released(
-    start: Callable[..., World], tmp_path: Path
+    start: Callable[..., World], memory_path: Path
 ):
-    world = start(tmp_path / "spool")
+    world = start(memory_path / "spool")
     header = world.begin()
     reports = world.reports(header, 100)
     assert world.submit(header, reports) == [Verdict.ACCEPTED] * 100
     kill(world)
-    world = start(tmp_path / "spool")
+    world = start(memory_path / "spool")
     assert world.submit(header, reports[:1]) == [Verdict.DUPLICATE]
     more = world.reports(header, 5, first=100)
     assert world.submit(header, more) == [Verdict.ACCEPTED] * 5
     assert world.control.close_round("run", 1) is Outcome.RELEASABLE
     kill(world)
-    world = start(tmp_path / "spool")
+    world = start(memory_path / "spool")
     released = list(world.control.release("run", 1))
     assert sorted(released) == sorted(sealed for _, sealed in reports + more)
     with pytest.raises(ShufflerRefused) as refused:
@@ -51,12 +46,13 @@ def test_killed_before_closing_all_acknowledged_reports_are_released(
     assert refused.value.reason is Refusal.ALREADY_RELEASED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trial", "length"), [*((n, 148) for n in range(3)), (3, 2**18 + 5)])
 def test_killed_while_submitting_what_was_acknowledged_is_released_once(
-    start: Callable[..., World], tmp_path: Path, trial: int, length: int
+    start: Callable[..., World], memory_path: Path, trial: int, length: int
 ):
     """Short reports, and long ones that come in pieces."""
-    world = start(tmp_path / "spool")
+    world = start(memory_path / "spool")
     header = world.begin(report_bytes=length)
     count = 20_000 if length < 1000 else 500
     sent = [(user, os.urandom(length)) for user in range(count)]
@@ -70,7 +66,7 @@ def test_killed_while_submitting_what_was_acknowledged_is_released_once(
                 os.kill(world.process.pid, signal.SIGKILL)
     assert acknowledged < len(sent)
     kill(world)
-    world = start(tmp_path / "spool")
+    world = start(memory_path / "spool")
     more = count // 66
     again = world.submit(header, sent[: acknowledged + more])  # a client that does not know
     assert set(again[:acknowledged]) == {Verdict.DUPLICATE}
@@ -82,10 +78,11 @@ def test_killed_while_submitting_what_was_acknowledged_is_released_once(
     assert set(released) <= {sealed for _, sealed in sent}
 
 
+@pytest.mark.slow
 def test_killed_while_releasing_the_batch_is_lost_and_not_released_again(
-    start: Callable[..., World], tmp_path: Path
+    start: Callable[..., World], memory_path: Path
 ):
-    world = start(tmp_path / "spool")
+    world = start(memory_path / "spool")
     header = world.begin(report_bytes=2**20)
     world.submit(header, [(user, os.urandom(2**20)) for user in range(40)])
     world.control.close_round("run", 1)
@@ -94,20 +91,21 @@ def test_killed_while_releasing_the_batch_is_lost_and_not_released_again(
     kill(world)
     with pytest.raises(ShufflerUnavailable):
         list(release)
-    world = start(tmp_path / "spool")
+    world = start(memory_path / "spool")
     with pytest.raises(ShufflerRefused) as refused:
         list(world.control.release("run", 1))
     assert refused.value.reason is Refusal.ALREADY_RELEASED
-    assert not list((tmp_path / "spool").glob("batch-*"))
+    assert not list((memory_path / "spool").glob("batch-*"))
     world.control.open_round("run", 2, "model 2", world.public_key)
 
 
-def test_stopped_in_order_it_keeps_a_given_spool(start: Callable[..., World], tmp_path: Path):
-    world = start(tmp_path / "spool")
+@pytest.mark.slow
+def test_stopped_in_order_it_keeps_a_given_spool(start: Callable[..., World], memory_path: Path):
+    world = start(memory_path / "spool")
     header = world.begin()
     world.submit(header, world.reports(header, 4))
     world.process.__exit__(None, None, None)
-    world = start(tmp_path / "spool")
+    world = start(memory_path / "spool")
     world.control.close_round("run", 1)
     assert len(list(world.control.release("run", 1))) == 4
 

@@ -43,6 +43,7 @@ def submit_at_once(world: World, header, streams: int, reports: int, length: int
     return verdicts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("streams", "reports", "length"), [(4, 2, 64 * 2**20), (24, 5, 4_000_000), (24, 50, 250_000)]
 )
@@ -80,15 +81,15 @@ def raw_submit(world: World, requests) -> list[Verdict]:
 
 @pytest.mark.parametrize(("count", "verdict"), [(2, 5), (3, 1), (4, 5), (40, 5)])
 def test_a_report_in_too_few_or_too_many_pieces_has_the_wrong_length(
-    start: Callable[..., World], count: int, verdict: int
+    shared: World, count: int, verdict: int
 ):
-    world = start()
-    header = world.begin(report_bytes=3 * PIECE_BYTES)
-    assert raw_submit(world, pieces(header, count, more=False)) == [Verdict(verdict)]
-    again = world.submit(header, [(0, bytes(3 * PIECE_BYTES))])
+    run = f"{count} pieces"
+    header = shared.begin(run, report_bytes=3 * PIECE_BYTES)
+    assert raw_submit(shared, pieces(header, count, more=False)) == [Verdict(verdict)]
+    again = shared.submit(header, [(0, bytes(3 * PIECE_BYTES))])
     assert again == [Verdict.DUPLICATE if verdict == 1 else Verdict.ACCEPTED]
-    world.control.close_round("run", 1)
-    assert list(world.control.release("run", 1)) == [bytes(3 * PIECE_BYTES)]
+    shared.control.close_round(run, 1)
+    assert list(shared.control.release(run, 1)) == [bytes(3 * PIECE_BYTES)]
 
 
 def test_a_report_that_breaks_off_or_does_not_end_is_not_in_the_batch(start, tmp_path: Path):
@@ -201,6 +202,7 @@ def own_memory(pid: int) -> int:
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
+@pytest.mark.slow
 def test_rounds_through_the_service_leave_nothing_that_grows(start, tmp_path: Path):
     """Of each four one is released, one broken off, one discarded, one below the minimum.
 

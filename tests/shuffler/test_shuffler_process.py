@@ -8,37 +8,21 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import typer
-from shuffler_world import World
 from typer.testing import CliRunner
 
-from shuffler import ShufflerProcess, ShufflerUnavailable
+from shuffler import Refusal, ShufflerProcess, ShufflerRefused, ShufflerUnavailable
+from shuffler.__main__ import main
+from shuffler.callers import Role
 from shuffler.cli import shuffler_command
-from shuffler.keys import Authority, Role
+from shuffler.keys import Authority
 from shuffler.wire.channel import parse_address
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "t" * 32
-
-
-def command(
-    config: str, *arguments: str, token: str = TOKEN, timeout: float = 60
-) -> subprocess.CompletedProcess:
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "shuffler.toml"
-        file.write_text(config, encoding="utf-8")
-        return subprocess.run(
-            [sys.executable, "-m", "shuffler", "--config", str(file), *arguments],
-            env={**os.environ, "SHUFL_CONTROL_TOKEN": token},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
 
 
 PLAIN = "plaintext = true\n"
@@ -52,9 +36,9 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         (
             PLAIN + SPOOL,
             "t" * 31,
-            "SHUFL_CONTROL_TOKEN must hold a token of at least 32 characters",
+            "SHUFL_CONTROL_TOKEN must hold 32 or more printable ASCII characters",
         ),
-        (PLAIN + SPOOL, "é" * 32, "the control token must be printable ASCII"),
+        (PLAIN + SPOOL, "é" * 32, "must hold 32 or more printable ASCII characters"),
         ("", TOKEN, "either a section [tls] or plaintext = true"),
         (PLAIN + TLS, TOKEN, "either a section [tls] or plaintext = true"),
         (PLAIN + 'listen = "0.0.0.0:0"', TOKEN, "plaintext only on a loopback address"),
@@ -80,7 +64,7 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         ("plaintext = yes", TOKEN, "is not valid TOML"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(config: str, token: str, words: str):
+def test_bad_input_is_one_line_and_exit_code_2(command, config: str, token: str, words: str):
     done = command(config, token=token)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -88,35 +72,47 @@ def test_bad_input_is_one_line_and_exit_code_2(config: str, token: str, words: s
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_configuration_that_is_not_there_and_an_unknown_option_are_one_line():
-    for arguments in (["--config", "/nowhere.toml"], [], ["--bogus"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "shuffler", *arguments],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 2
-        assert len(done.stderr.splitlines()) == 1
+@pytest.mark.parametrize("arguments", [["--config", "/nowhere.toml"], []])
+def test_a_configuration_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+):
+    monkeypatch.setattr(sys, "argv", ["shuffler", *arguments])
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_taken_port_and_a_taken_spool_are_refused(start: Callable[..., World], tmp_path: Path):
-    world = start(tmp_path / "spool")
+def test_an_unknown_option_is_one_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "shuffler", "--bogus"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_taken_port_and_a_taken_spool_are_refused(start, command, tmp_path: Path):
+    world = start(tmp_path / "taken")
     taken = command(PLAIN + SPOOL + f'listen = "{world.process.address}"')
     assert taken.returncode == 2
     assert len(taken.stderr.splitlines()) == 1
-    assert f"can not listen on {world.process.address}: Address already in use" in taken.stderr
+    assert f"cannot listen on {world.process.address}: Address already in use" in taken.stderr
     metrics = command(PLAIN + SPOOL + f'metrics = "{world.process.address}"')
     assert metrics.returncode == 2
-    words = f"metrics: can not listen on {world.process.address}: Address already in use"
+    words = f"metrics: cannot listen on {world.process.address}: Address already in use"
     assert metrics.stderr == f"shuffler: {words}\n"
-    shared = command(PLAIN + f'spool = "{tmp_path / "spool"}"')
+    shared = command(PLAIN + f'spool = "{tmp_path / "taken"}"')
     assert shared.returncode == 2
     assert "in use by another shuffler" in shared.stderr
 
 
-def test_a_certificate_that_does_not_fit_its_key_is_refused(tmp_path: Path):
+def test_a_certificate_that_does_not_fit_its_key_is_refused(command, tmp_path: Path):
     authority = Authority.create()
     authority.issue(Role.SHUFFLER, "one", hosts=["127.0.0.1"]).write(tmp_path, "one")
     authority.issue(Role.SHUFFLER, "two", hosts=["127.0.0.1"]).write(tmp_path, "two")
@@ -139,7 +135,9 @@ def test_a_certificate_that_does_not_fit_its_key_is_refused(tmp_path: Path):
         ("mode", "own.key: others than its owner may use it"),
     ],
 )
-def test_tls_files_that_no_client_would_accept_are_refused(tmp_path: Path, wrong: str, words: str):
+def test_tls_files_that_no_client_would_accept_are_refused(
+    command, tmp_path: Path, wrong: str, words: str
+):
     authority = Authority.create()
     role = Role.SERVER if wrong == "client" else Role.SHUFFLER
     hosts = [] if wrong == "client" else ["127.0.0.1"]
@@ -160,24 +158,12 @@ def test_tls_files_that_no_client_would_accept_are_refused(tmp_path: Path, wrong
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_store_that_refuses_at_the_start_is_one_line(tmp_path: Path):
-    config = tmp_path / "shuffler.toml"
-    config.write_text(PLAIN + 'spool = "spool"\n')
-    code = (
-        "import sys, shuffler.cli as cli; from shuffler import Refusal, ShufflerRefused\n"
-        "def full(*_, **__): raise ShufflerRefused(Refusal.STORAGE_FULL, 'the disk is full')\n"
-        "cli.RunStore = full\n"
-        f"sys.argv[1:] = ['--config', {str(config)!r}]\n"
-        "from shuffler.__main__ import main; sys.exit(main())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "SHUFL_CONTROL_TOKEN": TOKEN},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_a_store_that_refuses_at_the_start_is_one_line(command, monkeypatch: pytest.MonkeyPatch):
+    def full(*_, **__):
+        raise ShufflerRefused(Refusal.STORAGE_FULL, "the disk is full")
+
+    monkeypatch.setattr("shuffler.cli.RunStore", full)
+    done = command(PLAIN + SPOOL)
     assert done.returncode == 2
     assert done.stderr == "shuffler: STORAGE_FULL: the disk is full\n"
 

@@ -89,7 +89,7 @@ def test_a_dropped_private_key_is_nowhere_in_memory(name):
 import ctypes, re, secrets
 from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
-from shuffler import sealing
+from shuffler.wire import sealing
 from shuffler import RoundHeader, ReportOpener, generate_key_pair, seal
 
 made = []  # the parts of the pair, masked and wiped, to be searched for
@@ -214,19 +214,19 @@ def test_a_header_survives_a_dictionary_and_a_pickle(header):
 
 @pytest.mark.parametrize("fields", [{}, {**HEADER.to_dict(), "more": 1}])
 def test_a_header_with_other_fields_is_refused(fields):
-    with pytest.raises(ValueError, match="a round header has the fields"):
+    with pytest.raises(ValueError, match=r"Unexpected keyword|Field required"):
         RoundHeader.from_dict(fields)
 
 
 @pytest.mark.parametrize("number", [-1, 2**63])
 def test_a_round_out_of_range_is_refused(number):
-    with pytest.raises(ValueError, match="round must lie in"):
+    with pytest.raises(ValueError, match=r"Input should be (greater|less) than"):
         RoundHeader("run", number, "m", "d", "k")
 
 
 @pytest.mark.parametrize("number", [1.0, True, "1"])
 def test_a_round_that_is_no_integer_is_refused(number):
-    with pytest.raises(TypeError, match="round must be an integer"):
+    with pytest.raises(ValueError, match="Input should be a valid integer"):
         RoundHeader("run", number, "m", "d", "k")
 
 

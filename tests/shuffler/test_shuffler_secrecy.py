@@ -42,7 +42,7 @@ def test_no_plaintext_reaches_the_shuffler_and_nothing_stays_after_a_release(
     start: Callable[..., World], tmp_path: Path
 ):
     if not os.access("/proc/self/mem", os.R_OK):
-        pytest.skip("process memory can not be read here")
+        pytest.skip("process memory cannot be read here")
     place, log = tmp_path / "spool", tmp_path / "log"
     world = start(place, log_file=log)
     pid = world.process.pid

@@ -57,6 +57,7 @@ def test_a_release_is_exactly_the_accepted_reports_in_another_order(shared: Worl
     assert sorted(opened) == sorted(payload(user) for user in range(200))
 
 
+@pytest.mark.slow
 def test_the_position_of_the_first_report_is_uniform_through_the_service(shared: World):
     positions: Counter = Counter()
     header = shared.begin("position", 1)
@@ -307,6 +308,7 @@ def test_the_largest_report_passes_and_a_larger_one_is_refused_here(shared: Worl
     assert list(shared.control.release("large", 1)) == [report]
 
 
+@pytest.mark.slow
 def test_a_shuffler_that_is_not_there_or_hangs_is_unavailable(start):
     world = start()
     header = world.begin()

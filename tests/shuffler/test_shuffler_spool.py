@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import math
 import os
 import random
+import secrets
 import sqlite3
 import stat
 import tempfile
@@ -16,13 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import shuffler_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, spearmanr
-from shuffler_world import KEY_DIGEST, PUBLIC_KEY, plan
+from shuffler_world import PUBLIC_KEY, plan
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.store.runs import Report, RunStore
+from shuffler.store.runs import RunStore
 from shuffler.store.runs_file import RunsFile
 from shuffler.store.spool import RoundSpool
 
@@ -36,9 +37,8 @@ def p_value(counts: Counter, cells: list) -> float:
     return chisquare([counts[cell] for cell in cells]).pvalue
 
 
-def report(user: int, digest: str, round: int = 1, length: int = 64) -> Report:
-    content = bytes([user % 256]) * length
-    return Report("run", round, "model", digest, KEY_DIGEST, "node", user, 2**32, content)
+def report(user: int, digest: str, round: int = 1, length: int = 64, run_id: str = "run"):
+    return shuffler_world.report(digest, user, bytes([user % 256]) * length, round, run_id)
 
 
 def read(spool: RoundSpool, limit: int = 3 * 64) -> list[bytes]:
@@ -56,6 +56,7 @@ def read(spool: RoundSpool, limit: int = 3 * 64) -> list[bytes]:
     return reports
 
 
+@pytest.mark.slow
 def test_all_orders_of_five_reports_are_equally_likely(memory_path):
     orders: Counter = Counter()
     for _ in range(1800):
@@ -65,7 +66,7 @@ def test_all_orders_of_five_reports_are_equally_likely(memory_path):
         kept, lost = spool.reserve(), spool.reserve()
         kept.append([bytes([3])])
         lost.append([b"x"])
-        spool.give_up(lost)
+        lost.give_up()
         spool.add([("node", 4, bytes([4])), ("node", 3, kept)])
         orders[tuple(sealed[0] for sealed in read(spool))] += 1
         spool.destroy()
@@ -93,18 +94,23 @@ def test_the_order_is_independent_of_sender_and_content(memory_path):
     assert p_value(positions, list(range(20))) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_positions_among_ten_thousand_are_uniform(memory_path):
-    """Of the first, a middle and the last report, over tenths of the batch; one large group."""
-    positions: dict[int, Counter] = {0: Counter(), 5000: Counter(), 9999: Counter()}
-    for _ in range(60):
+    """Of the first, of middle and of the last reports, over tenths of the batch; large groups.
+
+    Five of each are all but independent among so many.
+    """
+    positions: dict[int, Counter] = {0: Counter(), 5000: Counter(), 9995: Counter()}
+    for _ in range(20):
         spool = RoundSpool(memory_path / "batch.db", 2, 10_000)
         for first in range(0, 10_000, 2500):
             users = range(first, first + 2500)
             spool.add([("node", user, user.to_bytes(2, "big")) for user in users])
         order = read(spool, 2**20)
         assert sorted(order) == [user.to_bytes(2, "big") for user in range(10_000)]
-        for user, counts in positions.items():
-            counts[order.index(user.to_bytes(2, "big")) // 1000] += 1
+        for first, counts in positions.items():
+            for user in range(first, first + 5):
+                counts[order.index(user.to_bytes(2, "big")) // 1000] += 1
         spool.destroy()
     for counts in positions.values():
         assert p_value(counts, list(range(10))) > FALSE_ALARM
@@ -123,13 +129,15 @@ def test_neighbours_on_arrival_are_not_neighbours_on_release(tmp_path):
     spool.destroy()
 
 
-def filled(path: Path, order: list[int], group: int, capacity: int = 5000) -> list[bytes]:
+def filled(monkeypatch, path: Path, order: list[int], group: int) -> list[bytes]:
     """All bytes of a batch's files, filled in this order; what is random does not depend on it."""
+    capacity = 5000
     slots = random.Random(1).sample(range(2 * capacity), capacity)
     spool = RoundSpool(path / "batch.db", 40, capacity)
+    drawn = (slots[user] for user in order)
+    monkeypatch.setattr(secrets, "randbelow", lambda _: next(drawn))
     for start in range(0, len(order), group):
         users = order[start : start + group]
-        spool._spoilt = [slots[user] for user in reversed(users)]  # the next to be given out
         some = [(f"node {user % 97}", user, user.to_bytes(40, "big")) for user in users]
         assert spool.add(some) == [Verdict.ACCEPTED] * len(users)
     spool.close()
@@ -147,14 +155,14 @@ def test_every_byte_of_the_files_is_the_same_whatever_the_order_of_arrival(
     memory_path, monkeypatch
 ):
     """Many senders, slots in many parts, users in many buckets; the key and the slots fixed."""
-    monkeypatch.setattr("shuffler.store.spool.secrets.token_bytes", lambda n: bytes(range(n)))
+    monkeypatch.setattr(secrets, "token_bytes", lambda n: bytes(range(n)))
     rising = list(range(3000))
     shuffled = random.Random(2).sample(rising, len(rising))
-    first = filled(memory_path, rising, 7)
+    first = filled(monkeypatch, memory_path, rising, 7)
     assert first[1] == b""  # the journal
-    assert filled(memory_path, rising[::-1], 7) == first
-    assert filled(memory_path, shuffled, 300) == first
-    assert filled(memory_path, rising[1:], 7) != first
+    assert filled(monkeypatch, memory_path, rising[::-1], 7) == first
+    assert filled(monkeypatch, memory_path, shuffled, 300) == first
+    assert filled(monkeypatch, memory_path, rising[1:], 7) != first
 
 
 def test_the_files_hold_two_sets_a_key_and_how_far_the_blankets_are(tmp_path):
@@ -165,13 +173,13 @@ def test_the_files_hold_two_sets_a_key_and_how_far_the_blankets_are(tmp_path):
     tables = rows.execute("SELECT name FROM sqlite_master WHERE sql IS NOT NULL")
     names = {"slots", "reported", "hash_key", "blankets"}
     assert {name for (name,) in tables.fetchall()} == names
-    assert rows.execute("SELECT counts FROM blankets").fetchall() == [(bytes(24),)]
+    assert rows.execute("SELECT content FROM blankets").fetchall() == [(bytes(24),)]
     rows.close()
     spool.destroy()
 
 
 def test_a_full_bucket_refuses_the_report_and_loses_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("shuffler.store.spool_rows._BUCKET_MEAN", 1000)
+    monkeypatch.setattr("shuffler.store.spool_rows.USERS_PER_BUCKET", 1000)
     spool = RoundSpool(tmp_path / "batch.db", 2, 1000)
     sent = [("node", user, user.to_bytes(2, "big")) for user in range(300)]
     verdicts = spool.add(sent)
@@ -191,6 +199,7 @@ def test_a_batch_takes_one_report_of_a_user_and_as_many_as_there_are_users(tmp_p
     spool.destroy()
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # it waits for the disk
 @given(st.lists(st.integers(0, 40_000), unique=True, min_size=1, max_size=200), st.data())
 def test_the_sets_hold_what_was_put(numbers, data):
@@ -234,7 +243,7 @@ def test_a_failed_sync_spoils_the_reports_that_were_being_written(tmp_path, monk
         raise OSError(errno.EIO, "lost pages")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="lost pages"):
-        patch.setattr("shuffler.store.spool.os.fdatasync", fails)
+        patch.setattr(os, "fdatasync", fails)
         spool.add([("a", 3, before[3])])
     later = spool.reserve()
     later.append([before[4]])
@@ -266,7 +275,7 @@ def test_a_round_whose_slots_are_all_promised_refuses_and_goes_on(tmp_path):
     slots = [spool.reserve() for _ in range(4)]
     assert spool.reserve() is None
     assert spool.add([("node", 0, b"one")]) == [Verdict.ROUND_FULL]
-    spool.give_up(slots.pop())
+    slots.pop().give_up()
     assert spool.add([("node", 0, b"one"), ("node", 1, b"two")]) == [
         Verdict.ACCEPTED,
         Verdict.ROUND_FULL,
@@ -285,7 +294,7 @@ def test_what_is_destroyed_is_gone_though_a_stream_has_a_slot(tmp_path):
     assert os.fstat(watch).st_blocks > 0
     spool.destroy()
     assert os.fstat(watch).st_blocks == 0
-    spool.give_up(slot)
+    slot.give_up()
     os.close(watch)
 
 
@@ -323,7 +332,7 @@ def test_a_restart_keeps_open_and_closed_rounds_and_deletes_leftovers(tmp_path):
     digest = store.create_run("run", plan(), 64)
     for round in (1, 2):
         store.open_round("run", round, "model", PUBLIC_KEY)
-        store.accept([report(user, digest, round) for user in range(10)])
+        store.batches.accept([report(user, digest, round) for user in range(10)])
         if round == 1:
             store.close_round("run", 1)
     store.close()
@@ -333,7 +342,7 @@ def test_a_restart_keeps_open_and_closed_rounds_and_deletes_leftovers(tmp_path):
     store = RunStore(tmp_path)
     assert not list(tmp_path.glob(f"batch-{'0' * 64}*"))
     assert store.create_run("run", plan(), 64) == digest
-    again = store.accept([report(user, digest, 2) for user in range(11)])
+    again = store.batches.accept([report(user, digest, 2) for user in range(11)])
     assert again == [Verdict.DUPLICATE] * 10 + [Verdict.ACCEPTED]
     assert store.close_round("run", 2) is Outcome.RELEASABLE
     for round, count in ((1, 10), (2, 11)):
@@ -348,7 +357,7 @@ def test_a_crash_while_releasing_loses_the_batch(tmp_path):
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(), 64)
     store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.accept([report(1, digest)])
+    store.batches.accept([report(1, digest)])
     store.close_round("run", 1)
     store.begin_release("run", 1)
     store.close()
@@ -365,7 +374,7 @@ def test_a_batch_whose_file_is_gone_is_reported_lost_and_not_released_empty(tmp_
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(), 64)
     store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.accept([report(1, digest)])
+    store.batches.accept([report(1, digest)])
     store.close()
     for path in tmp_path.glob(gone):
         path.unlink()
@@ -401,14 +410,14 @@ def test_a_damaged_batch_is_reported_lost_and_the_other_runs_go_on(
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(1000), 64)
     store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.accept([report(1, digest)])
+    store.batches.accept([report(1, digest)])
     if closed:
         store.close_round("run", 1)
     (file,) = tmp_path.glob(f"batch-*{suffix}")
     store.create_run("other", plan(1000), 64)
     store.open_round("other", 1, "model", PUBLIC_KEY)
-    mine = dataclasses.replace(report(2, digest), run_id="other")
-    assert store.accept([mine]) == [Verdict.ACCEPTED]
+    mine = report(2, digest, run_id="other")
+    assert store.batches.accept([mine]) == [Verdict.ACCEPTED]
     store.close()
     damage(file)
     for _ in range(2):  # the second start finds the same
@@ -418,13 +427,13 @@ def test_a_damaged_batch_is_reported_lost_and_the_other_runs_go_on(
                 call("run", 1)
             assert refused.value.reason is Refusal.BATCH_LOST
         assert len(list(tmp_path.glob("batch-*.reports"))) == 1
-        assert store.accept([mine]) == [Verdict.DUPLICATE]
+        assert store.batches.accept([mine]) == [Verdict.DUPLICATE]
         store.close()
     store = RunStore(tmp_path)
     store.open_round("run", 2, "model", PUBLIC_KEY)
-    assert store.accept([report(1, digest, 2)]) == [Verdict.ACCEPTED]
+    assert store.batches.accept([report(1, digest, 2)]) == [Verdict.ACCEPTED]
     assert store.close_round("other", 1) is Outcome.RELEASABLE
-    assert read(store.begin_release("other", 1)) == [mine.sealed]
+    assert read(store.begin_release("other", 1)) == [mine.request.sealed]
     store.close()
 
 
@@ -445,7 +454,7 @@ def test_after_a_crash_while_releasing_it_starts_on_a_disk_that_others_filled(
     store = RunStore(place)
     digest = store.create_run("run", plan(1000), 64)
     store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.accept([report(1, digest)])
+    store.batches.accept([report(1, digest)])
     store.close_round("run", 1)
     store.begin_release("run", 1)
     store.close()
@@ -471,7 +480,7 @@ def test_ending_a_run_while_it_is_released_stops_the_release(tmp_path):
     store = RunStore(tmp_path)
     digest = store.create_run("run", plan(), 64)
     store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.accept([report(user, digest) for user in range(10)])
+    store.batches.accept([report(user, digest) for user in range(10)])
     store.close_round("run", 1)
     spool = store.begin_release("run", 1)
     assert len(spool.next_chunk(2 * 64)[0]) == 2
@@ -487,15 +496,15 @@ def test_a_disk_that_others_fill_is_a_verdict_and_the_reports_stay(tiny_disk: Pa
     store = RunStore(tiny_disk / "spool", reserve_bytes=-(2**40))
     digest = store.create_run("run", plan(1000), 20_000)
     store.open_round("run", 1, "model", PUBLIC_KEY)
-    assert store.accept([report(0, digest, length=20_000)]) == [Verdict.ACCEPTED]
+    assert store.batches.accept([report(0, digest, length=20_000)]) == [Verdict.ACCEPTED]
     filler = fill(tiny_disk)
     group = [report(user, digest, length=20_000) for user in range(1, 20)]
-    assert set(store.accept(group)) == {Verdict.STORAGE_FULL}
+    assert set(store.batches.accept(group)) == {Verdict.STORAGE_FULL}
     with pytest.raises(ShufflerRefused) as refused:
         store.create_run("another run", plan() + b" " * 100_000, 20_000)
     assert refused.value.reason is Refusal.STORAGE_FULL
     filler.unlink()
-    assert store.accept(group[:3]) == [Verdict.ACCEPTED] * 3
+    assert store.batches.accept(group[:3]) == [Verdict.ACCEPTED] * 3
     assert store.close_round("run", 1) is Outcome.RELEASABLE
     spool = store.begin_release("run", 1)
     assert sorted(sealed[0] for sealed in read(spool, 2**20)) == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Starting on a directory whose files can not be opened now, or are not what was written."""
+"""Starting on a directory whose files cannot be opened now, or are not what was written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shuffler_world import KEY_DIGEST, PUBLIC_KEY, plan
+from shuffler_world import PUBLIC_KEY, plan, report
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.store.runs import Report, RunStore
+from shuffler.store.runs import RunStore
 
 ROOT = Path(__file__).parents[2]
 RUNS = 12
@@ -30,9 +30,8 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         digest = store.create_run(f"run {number}", plan(1000), 64)
         store.open_round(f"run {number}", 1, "model", PUBLIC_KEY)
         sealed = bytes([number]) * 64
-        about = (f"run {number}", 1, "model", digest, KEY_DIGEST)
-        report = Report(*about, "node", 7, 2**32, sealed)
-        assert store.accept([report]) == [Verdict.ACCEPTED]
+        mine = report(digest, 7, sealed, run_id=f"run {number}")
+        assert store.batches.accept([mine]) == [Verdict.ACCEPTED]
         if number % 2:
             store.close_round(f"run {number}", 1)
     store.close()
@@ -81,7 +80,7 @@ def test_too_few_open_files_stop_the_start_and_no_batch_is_lost(spool: Path):
     assert refused.stdout == ""
     assert len(refused.stderr.splitlines()) == 1
     assert f"shuffler: {spool}/batch-" in refused.stderr
-    assert "can not be opened" in refused.stderr
+    assert "cannot be opened" in refused.stderr
     assert contents(spool) == before
     started = start(spool)
     assert (started.returncode, started.stderr) == (0, "")
@@ -139,8 +138,8 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda runs: os.truncate(runs, runs.stat().st_size - 4096), "damaged: "),
     (lambda runs: os.truncate(runs, 0), "damaged: it has no format number"),
     (lambda runs: runs.unlink(), "damaged: it is missing, and there are batches"),
-    (lambda runs: (runs.unlink(), runs.mkdir()), "can not be opened: unable to open"),
-    (execute("PRAGMA user_version = 2"), "has format 2, this shuffler reads format 3"),
+    (lambda runs: (runs.unlink(), runs.mkdir()), "cannot be opened: unable to open"),
+    (execute("PRAGMA user_version = 2"), "has format 2, this shuffler reads format 4"),
     (execute("UPDATE runs SET plan = '{}' WHERE run_id = 'run 3'"), "a row does not parse"),
     (execute("UPDATE runs SET plan = x'00' WHERE run_id = 'run 3'"), "a row does not parse"),
     (execute("UPDATE runs SET report_bytes = 0"), "a row does not parse"),
@@ -170,7 +169,7 @@ def outcome(spool: Path) -> str:
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES)
-def test_runs_that_can_not_be_read_are_refused_and_nothing_is_deleted(
+def test_runs_that_cannot_be_read_are_refused_and_nothing_is_deleted(
     spool: Path, damage: Callable[[Path], object], words: str
 ):
     damage(spool / "runs.db")
@@ -178,14 +177,17 @@ def test_runs_that_can_not_be_read_are_refused_and_nothing_is_deleted(
 
 
 @pytest.mark.parametrize(("damage", "words"), [DAMAGES[0], DAMAGES[5], DAMAGES[-1]])
-def test_the_command_says_it_in_one_line(spool: Path, damage: Callable[[Path], object], words: str):
+def test_the_command_says_it_in_one_line(
+    command, spool: Path, damage: Callable[[Path], object], words: str
+):
     damage(spool / "runs.db")
-    refused = start(spool)
+    refused = command(f'plaintext = true\nspool = "{spool}"\n')
     assert (refused.returncode, refused.stdout) == (2, "")
     assert len(refused.stderr.splitlines()) == 1
     assert words in refused.stderr
 
 
+@pytest.mark.slow
 def test_bytes_that_are_overwritten_are_found_or_change_nothing_else(filled: Path, tmp_path: Path):
     """Whatever the place: one line that names the file, or a start."""
     draw = random.Random(5)

@@ -1,0 +1,154 @@
+"""A run as the shuffler knows it: what its plan says, and how far each of its rounds is."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from accounting.mechanisms import GaussianMechanism, most_blankets
+from shuffler.store.slots import slot_bytes
+from shuffler.store.spool import RoundSpool
+from shuffler.store.storage import PAGE_BYTES
+from shuffler.wire.channel import MAX_REPORT_BYTES
+from shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
+from shuffler.wire.reports import report_length
+from shuffler.wire.sealing import RoundHeader, key_digest, payload_length, seal
+
+_MAX_PLAN_BYTES = 2**20
+_OVERHEAD_BYTES = 2 * (PAGE_BYTES + 8)  # of the journal, for the two pages of a report's marks
+
+Scale = Annotated[float, Field(gt=0, le=1e100)]  # so that products of two are finite
+
+
+class RoundState(StrEnum):
+    """How far a round is."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    RELEASING = "releasing"
+    DONE = "done"
+
+
+@dataclasses.dataclass(slots=True)
+class Round:
+    """A round of a run.
+
+    Attributes:
+        number: counts from 0.
+        model_version: the model that its reports are computed on.
+        public_key: the server's, to which its reports are sealed.
+        state: how far it is.
+        outcome: what closing it found; None before, and for a lost batch.
+        spool: its batch; None when it is gone, or not opened yet.
+    """
+
+    number: int
+    model_version: str
+    public_key: bytes
+    state: RoundState
+    outcome: Outcome | None
+    spool: RoundSpool | None = None
+
+
+class Plan(BaseModel):
+    """What the shuffler reads from a privacy plan; the last two only where there are blankets."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    users: int
+    minimum_batch: Annotated[int, Field(ge=1)]
+    shuffler_blankets: Annotated[float, Field(ge=0, le=1e7)] = 0.0
+    clip_norm: Scale | None = None
+    noise_multiplier: Scale | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.minimum_batch > self.users:
+            raise ValueError(f"minimum_batch lies in [1, users], got {self.minimum_batch}")
+        if self.shuffler_blankets and (self.clip_norm is None or self.noise_multiplier is None):
+            raise ValueError("blankets need clip_norm and noise_multiplier")
+        if self.mechanism is not None and not self.mechanism.unit > 0:
+            raise ValueError("clip_norm is too small for blankets")
+        return self
+
+    @property
+    def mechanism(self) -> GaussianMechanism | None:
+        """What makes a blanket; None without blankets."""
+        if not self.shuffler_blankets or self.clip_norm is None or self.noise_multiplier is None:
+            return None
+        return GaussianMechanism(self.clip_norm, self.noise_multiplier)
+
+    @property
+    def most_blankets(self) -> int:
+        """How many blankets are made for a round, of which a secret number is kept."""
+        return most_blankets(self.shuffler_blankets)
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """A run that has not ended.
+
+    Attributes:
+        run_id: its name.
+        digest: SHA-256 of its plan, hexadecimal.
+        plan: what its plan says.
+        report_bytes: length of every sealed report.
+        rounds: by number; old ones are forgotten.
+    """
+
+    run_id: str
+    digest: str
+    plan: Plan
+    report_bytes: int
+    rounds: dict[int, Round] = dataclasses.field(default_factory=dict)
+
+    @property
+    def report_cost(self) -> int:
+        """How many bytes of the disk a report, or a blanket, takes at most."""
+        return max(slot_bytes(self.report_bytes), PAGE_BYTES) + _OVERHEAD_BYTES
+
+    def open_round(self) -> Round | None:
+        """The one round that takes reports, if any does."""
+        return next((r for r in self.rounds.values() if r.state is RoundState.OPEN), None)
+
+    def in_state(self, state: RoundState) -> list[int]:
+        """The numbers of the rounds in this state, rising."""
+        return sorted(number for number, r in self.rounds.items() if r.state is state)
+
+    def header(self, round: Round) -> RoundHeader:
+        """What the reports of a round are bound to."""
+        digest = key_digest(round.public_key)
+        return RoundHeader(self.run_id, round.number, round.model_version, self.digest, digest)
+
+    def check_key(self, round: Round) -> None:
+        """Refuses a round to whose public key this run's reports cannot be sealed."""
+        try:
+            length = payload_length(self.report_bytes, round.public_key)
+            seal(b"", round.public_key, self.header(round))
+        except Exception as error:
+            raise _malformed(f"the public key is not one to seal reports to: {error}") from error
+        if self.plan.shuffler_blankets and (length == 0 or length % report_length(1)):
+            raise _malformed(f"no report has {length} bytes, so it can have no blankets")
+
+
+def parse_run(run_id: str, plan: bytes, report_bytes: int) -> Run:
+    """The run that a plan, a JSON object, describes; one that does not is refused."""
+    if not 1 <= report_bytes <= MAX_REPORT_BYTES:
+        raise _malformed(f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}")
+    if len(plan) > _MAX_PLAN_BYTES:
+        raise _malformed(f"a plan has at most {_MAX_PLAN_BYTES} bytes")
+    try:
+        fields = Plan.model_validate_json(plan)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])) or "JSON"
+        raise _malformed(f"the plan's {name}: {first['msg']}") from None
+    return Run(run_id, hashlib.sha256(plan).hexdigest(), fields, report_bytes)
+
+
+def _malformed(detail: str) -> ShufflerRefused:
+    return ShufflerRefused(Refusal.MALFORMED, detail)

@@ -1,0 +1,144 @@
+"""What the server uses to run rounds at the shuffler and to fetch their batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from shuffler.keys import Credentials
+from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire.channel import TOKEN_KEY
+from shuffler.wire.connection import Answers, Connection
+from shuffler.wire.errors import Outcome
+
+_stubs: Any = shuffler_pb2_grpc  # generated without types
+
+_BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
+
+
+class ControlClient(Connection):
+    """Runs rounds. For the server only: it needs the server's credentials.
+
+    All methods raise `ShufflerUnavailable` if the shuffler does not answer, and `ShufflerRefused`
+    if it refuses: for the reasons named, or `STORAGE_FULL` and `STORAGE_FAILED`.
+    """
+
+    def __init__(self, address: str, credentials: Credentials | str, timeout: float = 60.0) -> None:
+        """Remembers where the shuffler is; connects with the first call.
+
+        Args:
+            address: the shuffler's `HOST:PORT`.
+            credentials: a server's; or, in plaintext, the control token that the shuffler was
+                started with.
+            timeout: longest wait in seconds for one answer, or one part of a release.
+
+        Raises:
+            ValueError: if the address is malformed, or not loopback in plaintext, or the token is
+                no text that a header may carry.
+        """
+        token = credentials if isinstance(credentials, str) else None
+        super().__init__(address, None if isinstance(credentials, str) else credentials, timeout)
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ValueError("a control token is printable ASCII")
+        self._metadata = ((TOKEN_KEY, f"Bearer {token}"),) if token is not None else ()
+
+    def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
+        """Registers a run with its plan; the same call again changes nothing.
+
+        Args:
+            run_id: the run's name, 1 to 256 characters.
+            plan: the privacy plan, a JSON object with `users`, `minimum_batch` and
+                `shuffler_blankets`; with blankets also `clip_norm` and `noise_multiplier`.
+            report_bytes: length of every sealed report in bytes (`sealed_length` of the payload).
+
+        Returns:
+            The plan's digest as the shuffler computed it: SHA-256 of `plan`, hexadecimal.
+
+        Raises:
+            ShufflerRefused: `MALFORMED`; `RUN_EXISTS` with another plan or length; `RUN_ENDED`;
+                `TOO_MANY_RUNS`.
+        """
+        request = shuffler_pb2.CreateRunRequest(run_id=run_id, plan=plan, report_bytes=report_bytes)
+        return str(self._call("CreateRun", request).plan_digest)
+
+    def open_round(self, run_id: str, round: int, model_version: str, public_key: bytes) -> None:
+        """Opens a round for reports on this model version, sealed to this key.
+
+        The shuffler begins to make the round's blankets.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
+                `ROUND_NOT_INCREASING`, `TOO_MANY_BATCHES`, `MALFORMED`.
+        """
+        request = shuffler_pb2.OpenRoundRequest(
+            run_id=run_id, round=round, model_version=model_version, public_key=public_key
+        )
+        self._call("OpenRound", request)
+
+    def close_round(self, run_id: str, round: int, discard: bool = False) -> Outcome:
+        """Ends the round's intake; asking again gives the same answer.
+
+        Waits until the round's blankets are made, an hour at most.
+
+        Args:
+            run_id: the run.
+            round: the open round.
+            discard: whether to destroy the batch unseen, whatever its size; also one that is
+                closed and not yet released.
+
+        Returns:
+            `RELEASABLE`, or `BELOW_MINIMUM` or `DISCARDED`: then the batch has been destroyed. How
+            many reports and blankets there were is not told.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
+        """
+        request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round, discard=discard)
+        patience = None if discard else max(self.timeout, _BLANKET_SECONDS)
+        return Outcome(self._call("CloseRound", request, patience).outcome)
+
+    def release(self, run_id: str, round: int) -> Iterator[bytes]:
+        """The sealed reports of a closed round in uniformly random order.
+
+        The shuffler gives a batch out once and destroys it at the end of this call, also when the
+        call is broken off: then the rest is lost. Nothing is asked before the first iteration.
+
+        Raises:
+            ShufflerRefused: `ROUND_NOT_CLOSED`, `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`,
+                `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
+            ShufflerUnavailable: the batch may then be incomplete.
+        """
+        stub = _stubs.ControlStub(self.connected())
+        request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
+        with self.errors():
+            answers = Answers(stub.Release(request, metadata=self._metadata), ahead=1)
+        pieces: list[bytes] = []
+        try:
+            while True:
+                with self.errors():
+                    chunk = answers.next(time.monotonic() + self.timeout)
+                if chunk is None:
+                    return
+                if chunk.more or pieces:
+                    pieces += chunk.sealed
+                    if not chunk.more:
+                        yield b"".join(pieces)
+                        pieces.clear()
+                else:
+                    yield from chunk.sealed
+        finally:
+            answers.close()
+
+    def end_run(self, run_id: str) -> None:
+        """Destroys everything of a run; repeating it changes nothing.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`.
+        """
+        self._call("EndRun", shuffler_pb2.EndRunRequest(run_id=run_id))
+
+    def _call(self, name: str, request: Any, timeout: float | None = None) -> Any:
+        method = getattr(_stubs.ControlStub(self.connected()), name)
+        with self.errors():
+            return method(request, timeout=timeout or self.timeout, metadata=self._metadata)

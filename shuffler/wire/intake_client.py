@@ -1,0 +1,182 @@
+"""What user devices use to hand sealed reports in.
+
+Where the shuffler has ended a stream for its silence, another is begun and reports without a
+verdict are sent again; nothing else is retried.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from shuffler.keys import Credentials
+from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire.channel import MAX_REPORT_BYTES, PIECE_BYTES
+from shuffler.wire.connection import Answers, Connection
+from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+from shuffler.wire.sealing import RoundHeader
+
+_stubs: Any = shuffler_pb2_grpc  # generated without types
+
+_WINDOW_REPORTS = 256  # of one stream, sent and not yet answered
+_WINDOW_BYTES = 32 * 2**20
+
+
+class IntakeClient(Connection):
+    """Hands sealed reports in. For user devices and for the nodes that simulate many of them.
+
+    One object per process and stream of reports is meant; several threads may share it.
+    """
+
+    def __init__(
+        self, address: str, credentials: Credentials | None = None, timeout: float = 60.0
+    ) -> None:
+        """Remembers where the shuffler is; connects with the first report.
+
+        Args:
+            address: the shuffler's `HOST:PORT`.
+            credentials: a node's; None: plaintext, to a shuffler that has no TLS.
+            timeout: longest wait in seconds for one verdict. A stream of reports may last longer.
+
+        Raises:
+            ValueError: if the address is malformed, or not loopback without `credentials`.
+        """
+        super().__init__(address, credentials, timeout)
+
+    def submit(
+        self, header: RoundHeader, reports: Iterable[tuple[int, bytes]]
+    ) -> Iterator[Verdict]:
+        """Streams reports of one round to the shuffler.
+
+        Nothing is sent before the result is iterated over. `reports` is then read in the caller's
+        thread, as far ahead of the verdicts as the window of unanswered reports allows (256, and
+        32 MiB or one report), so it can be a generator of any length. It may also be slow: where
+        the shuffler has ended a silent stream, the next report begins another, and those without a
+        verdict are sent again.
+
+        Args:
+            header: the round; the same that the reports were sealed with.
+            reports: pairs of the user's number, counted by this sender, and the sealed report.
+
+        Yields:
+            One verdict for each report, in order. Only `ACCEPTED` reports are in the batch.
+
+        Raises:
+            ShufflerRefused: `NOT_PERMITTED`, or `BUSY` when too many streams are open. Reports
+                without a verdict were not taken.
+            ShufflerUnavailable: if the shuffler is not there or stops answering. The reports
+                without a verdict may or may not be in the batch; submitting them again is harmless.
+            ValueError: if a report is longer than any shuffler takes.
+        """
+        stream = _Reports(self, header)
+        try:
+            for user, sealed in reports:
+                if len(sealed) > MAX_REPORT_BYTES:
+                    raise ValueError(
+                        f"a sealed report has at most {MAX_REPORT_BYTES} bytes, got {len(sealed)}"
+                    )
+                while stream.must_wait(len(sealed)):
+                    yield stream.verdict()
+                stream.send(user, sealed)
+            stream.end()
+            while stream.waiting:
+                yield stream.verdict()
+        finally:
+            stream.close()
+
+
+class _Reports:
+    """The reports of one `submit`, over one call, or several where the shuffler ends a silent one.
+
+    Before the shuffler ends a call with `IDLE` it answers every report that it has read. So those
+    without a verdict are not in the batch, and are sent again over the next call.
+
+    Attributes:
+        waiting: user and report, of those without a verdict.
+    """
+
+    def __init__(self, client: IntakeClient, header: RoundHeader) -> None:
+        self.waiting: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0  # of them
+        self._client = client
+        self._about = header.to_dict()
+        self._answers: Answers | None = None
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._verdicts: deque[int] = deque()  # received and not yet passed on
+        self._all_sent = False
+
+    def must_wait(self, length: int) -> bool:
+        """Whether the next verdict comes before a report of this length may be sent."""
+        full = len(self.waiting) >= _WINDOW_REPORTS or self._bytes + length > _WINDOW_BYTES
+        return bool(self.waiting) and (full or self._ended())
+
+    def send(self, user: int, sealed: bytes) -> None:
+        """Sends one report more."""
+        if self._answers is None:
+            self._open()
+        elif not self.waiting and self._ended():
+            # No verdict is due, so this is the end.
+            self._receive(time.monotonic() + self._client.timeout)
+        self.waiting.append((user, sealed))
+        self._bytes += len(sealed)
+        self._put(user, sealed)
+
+    def end(self) -> None:
+        """There are no more reports."""
+        self._all_sent = True
+        self._requests.put(None)
+
+    def verdict(self) -> Verdict:
+        """The next; waits for it, over as many calls as fit in the client's `timeout`."""
+        until = time.monotonic() + self._client.timeout
+        while not self._verdicts:
+            self._receive(until)
+        self._bytes -= len(self.waiting.popleft()[1])
+        return Verdict(self._verdicts.popleft())
+
+    def close(self) -> None:
+        """Ends the call."""
+        self._requests.put(None)
+        if self._answers is not None:
+            self._answers.close()
+
+    def _ended(self) -> bool:
+        return self._answers is not None and bool(self._answers.call.done())
+
+    def _open(self) -> None:
+        """Begins a call, with the reports that wait."""
+        self._requests = queue.SimpleQueue()
+        stub = _stubs.IntakeStub(self._client.connected())
+        with self._client.errors():
+            self._answers = Answers(stub.Submit(iter(self._requests.get, None)))
+        for user, sealed in self.waiting:
+            self._put(user, sealed)
+        if self._all_sent:
+            self._requests.put(None)
+
+    def _receive(self, until: float) -> None:
+        """Takes the next verdicts; where the call was ended for silence, begins another."""
+        assert self._answers is not None
+        try:
+            with self._client.errors():
+                reply = self._answers.next(until)
+                if reply is None:
+                    raise EOFError("it ended the stream early")
+            self._verdicts.extend(reply.verdicts)
+        except ShufflerRefused as refused:
+            if refused.reason is not Refusal.IDLE:
+                raise
+            self._requests.put(None)
+            self._open()
+
+    def _put(self, user: int, sealed: bytes) -> None:
+        """Queues the messages that carry one report."""
+        about = {**self._about, "user": user}  # the first says what it is
+        for start in range(0, max(len(sealed), 1), PIECE_BYTES):
+            end = start + PIECE_BYTES
+            piece, more = sealed[start:end], end < len(sealed)
+            self._requests.put(shuffler_pb2.SubmitRequest(sealed=piece, more=more, **about))
+            about = {}
