@@ -3,9 +3,11 @@
 Every refusal is one line that names the value, what is allowed and what was given.
 """
 
+import difflib
 import math
 import numbers
-from typing import Annotated, Any, ClassVar, Self
+import textwrap
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -23,10 +25,14 @@ Rate = Annotated[float, _PLAIN, Field(gt=0, le=1, description="a number in (0, 1
 Probability = Annotated[float, _PLAIN, Field(gt=0, lt=1, description="a number in (0, 1)")]
 
 
-class Checked(BaseModel):
-    """A frozen record of checked values; a wrong one is a ValueError of one line."""
+class Record(BaseModel):
+    """A frozen record of values of exactly the types named; an unknown name is an error."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Checked(Record):
+    """A record of which a wrong value is a ValueError of one line."""
 
     def __init__(self, **values: Any) -> None:
         """Checks every value.
@@ -45,28 +51,48 @@ class Checked(BaseModel):
 
 
 def one_line(error: ValidationError, model: type[BaseModel]) -> str:
-    """Returns what is wrong first, as `name must be …, got …`; unknown names come before all else.
+    """Returns what is wrong first: `key must be …, got …`, or that a key is unknown or missing.
+
+    An unknown key comes before all else: it may be why another one is missing.
 
     Args:
         error: What pydantic found.
-        model: The model whose fields' descriptions say what is allowed.
+        model: The model, whose fields' descriptions say what is allowed.
     """
     first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     if first["type"] == "value_error":  # of a check of our own, which says it all
         return str(first["ctx"]["error"])
-    name = ".".join(str(part) for part in first["loc"])
+    path = [str(part) for part in first["loc"]]
+    section, depth = _section_of(path, model)
     if first["type"] == "extra_forbidden":
-        return f"unknown key {name}; allowed: {', '.join(model.model_fields)}"
-    field = model.model_fields.get(str(first["loc"][0])) if first["loc"] else None
-    allowed = field.description if field and field.description else first["msg"]
+        names = list(section.model_fields)
+        close = difflib.get_close_matches(path[-1], names, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        return f"unknown key {'.'.join(path)}; {hint}allowed: {', '.join(names)}"
+    given = textwrap.shorten(repr(first["input"]), 100)
+    if depth == len(path):  # a whole section
+        if first["type"] == "missing":
+            return f"{'.'.join(path)} is missing"
+        return f"{'.'.join(path) or 'it'} must be a table of values, got {given}"
+    key, field = ".".join(path[: depth + 1]), section.model_fields[path[depth]]
     if first["type"] == "missing":
-        return f"{name} is missing" + (f": {allowed}" if field and field.description else "")
-    if field is None or not field.description:
-        allowed = allowed.removeprefix("Input should be ").replace(
-            "Invalid JSON", "an object of JSON"
-        )
-        return f"{name or 'it'} must be {allowed}, got {first['input']!r}"
-    return f"{name} must be {allowed}, got {first['input']!r}"
+        return f"{key} is missing" + (f": {field.description}" if field.description else "")
+    allowed = field.description or first["msg"].removeprefix("Input should be ")
+    if not field.description and (values := get_args(field.annotation)):
+        allowed = "one of " + ", ".join(str(value) for value in values)
+    return f"{key} must be {allowed}, got {given}"
+
+
+def _section_of(path: list[str], model: type[BaseModel]) -> tuple[type[BaseModel], int]:
+    """The innermost section that a path leads into, and how many names of the path it takes."""
+    for depth, part in enumerate(path):
+        info = model.model_fields.get(part)
+        kinds = (info.annotation, *get_args(info.annotation)) if info else ()
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not inner:
+            return model, depth
+        model = inner[0]
+    return model, len(path)
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:

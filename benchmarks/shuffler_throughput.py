@@ -199,8 +199,8 @@ def compare(
     rates: dict[str, list[float]] = {name: [] for name in names}
     ready = []
     blanketed = f"{run_id}-blankets"
-    noisy = {"shuffler_blankets": float(count), "clip_norm": 1.0, "noise_multiplier": 1.0}
-    noisy |= {"users": count, "minimum_batch": count}
+    noisy = {"shuffler_blankets": float(count), "users": count, "minimum_batch": count}
+    noisy["mechanism"] = {"clip_norm": 1.0, "noise_multiplier": 1.0}
     noisy_digest = control.create_run(blanketed, json.dumps(noisy).encode(), length)
     for round in range(options.rounds + 1):  # the first warms up
         header = RoundHeader(run_id, round, "model", digest, key_digest(public_key))

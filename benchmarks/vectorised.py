@@ -123,7 +123,7 @@ def opacus(config: Config, ghost: bool) -> Play:
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
     experiment, own = prepare(config), threading.local()
-    clip_norm = experiment.plan.clip_norm
+    clip_norm = experiment.plan.mechanism.clip_norm
 
     def make() -> None:
         model = experiment.make_model().train().to(config.simulation.device)
@@ -200,7 +200,7 @@ def pfl_simulator(config: str) -> tuple:
     model = PyTorchModel(network, torch.optim.SGD, optimiser)
     sampler = get_user_sampler("random", list(range(plan.users)))
     data = FederatedDataset(lambda user: Dataset(raw_data=records(user), user_id=user), sampler)
-    mechanism = GaussianMechanism(plan.clip_norm, plan.noise_multiplier)
+    mechanism = GaussianMechanism(plan.mechanism.clip_norm, plan.mechanism.noise_multiplier)
     context = functools.partial(
         CentralContext,
         current_central_iteration=0,

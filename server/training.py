@@ -51,10 +51,7 @@ class Training:
         self.dimension = sum(p.numel() for p in self.model.parameters())
         self._optimiser = settings.optimiser.build(self.model)
         self._test = settings.load_test()
-        plan = settings.plan
-        self._budget = PrivacyBudget(
-            plan.make_accountant(), plan.event(), plan.target_epsilon, plan.delta, settings.ledger
-        )
+        self._budget = PrivacyBudget(settings.plan, settings.ledger)
         self._spent_before = {entry.round: entry.note for entry in settings.ledger.entries}
         self._first = 1
         if settings.checkpoint is None:

@@ -13,6 +13,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from accounting.validation import one_line
 from shuffler.keys import Credentials
 from shuffler.wire.channel import MOST_USERS, parse_address
 
@@ -154,29 +155,12 @@ def load_config(path: Path) -> ShufflerConfig:
     try:
         config = ShufflerConfig.model_validate(content)
     except ValidationError as error:
-        # A misspelt key first: it is also why another one is missing.
-        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        raise ValueError(f"{path}: {_one_line(first)}") from None
+        raise ValueError(f"{path}: {one_line(error, ShufflerConfig)}") from None
     base = path.absolute().parent
     found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
     if config.tls is not None:
         found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})
     return config.model_copy(update=found)
-
-
-def _one_line(error: Any) -> str:
-    """One pydantic error: which key, what is wrong, and what is allowed or was given."""
-    key = ".".join(error["loc"])
-    if error["type"] == "extra_forbidden":
-        sections: dict[str, type[_Section]] = {"tls": Tls, "limits": Limits}
-        section = sections.get(error["loc"][0], ShufflerConfig)
-        return f"unknown key {key}; allowed: {', '.join(section.model_fields)}"
-    if error["type"] == "missing":
-        return f"{key} is missing"
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "value_error":  # of a validator here, which says what was given
-        return f"{key}: {message}" if key else message
-    return f"{key}: {message}, got {error['input']!r}"
 
 
 def _load(path: Path) -> x509.Certificate:

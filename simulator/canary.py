@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -84,7 +84,7 @@ def projections(round: CanaryRound, plan: PrivacyPlan) -> np.ndarray:
     "plus" at 1, "minus" at -1, "zero" at 0.
     """
     direction = np.array([-1.0, 1.0]) / np.sqrt(2.0)
-    return np.asarray(round.reports @ direction / plan.clip_norm)
+    return np.asarray(round.reports @ direction / plan.mechanism.clip_norm)
 
 
 def likelihood_score(plan: PrivacyPlan, others: Others) -> Score:
@@ -126,7 +126,7 @@ def canary_rounds(
         run_id=f"canary-{uuid.uuid4()}",
         plan=plan,
         make_model=_make_model,
-        load_users=functools.partial(_load_users, canary, others, plan.clip_norm),
+        load_users=functools.partial(_load_users, canary, others, plan.mechanism.clip_norm),
         training=LocalTraining(),
         shufflers=((shuffler.address, shuffler.submit),),
         seed=seed,
@@ -196,7 +196,7 @@ def run_canary(
 
     The budget does not end the rounds: they are repetitions of one, not a training run.
     """
-    plan = replace(plan, target_epsilon=1e300, accountant="local")
+    plan = plan.replace(target_epsilon=1e300, accountant="local")
     other = _replacement(plan)
     present = canary_rounds(plan, "plus", others, shuffler, 2 * seed, make_node)
     replaced = canary_rounds(plan, other, others, shuffler, 2 * seed + 1, make_node)
@@ -233,7 +233,7 @@ def check_end_to_end(
         if not accountant.counts_on_others
     ]
     with ShufflerProcess() as shuffler:
-        repeated = replace(plan, rounds=rounds, minimum_batch=1)
+        repeated = plan.replace(rounds=rounds, minimum_batch=1)
         worlds = run_canary(repeated, "absent", shuffler, seed)
     score = likelihood_score(plan, "absent")
     lower = delta_lower_bound(*worlds.scores(score), epsilon, confidence)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.resources
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from accounting import ACCOUNTANTS
+from accounting import ACCOUNTANTS, validation
+from accounting.mechanisms import MECHANISMS
+from accounting.validation import Count, Positive, Probability, Rate
 from server import AGGREGATORS
 from simulator.data.datasets import DATASETS
 from simulator.data.partition import SCHEMES
 from simulator.engines import ENGINES
-from simulator.section import ConfigError, Count, Positive, Section
+from simulator.section import ConfigError, Section
 
 
 class Privacy(Section):
     """The privacy plan, but for n. See `accounting.PrivacyPlan`."""
 
-    check_in_rate: float = Field(gt=0, le=1, allow_inf_nan=False, description="a number in (0, 1]")
+    check_in_rate: Rate
     clip_norm: float = Field(
         1.0, ge=1e-18, allow_inf_nan=False, description="a number, at least 1e-18"
     )
@@ -32,12 +33,11 @@ class Privacy(Section):
         allow_inf_nan=False,
         description="a number above 0, or left out to be found from target_epsilon and rounds",
     )
+    mechanism: Literal[tuple(MECHANISMS)] = "gaussian"  # type: ignore[valid-type]
     adjacency: Literal["replace", "zero-out"] = "replace"
     accountant: Literal[tuple(ACCOUNTANTS)] = "theorem3"  # type: ignore[valid-type]
     target_epsilon: Positive
-    delta: Literal["1/n"] | Annotated[float, Field(gt=0, lt=1)] = Field(
-        "1/n", description='"1/n" or a number in (0, 1)'
-    )
+    delta: Literal["1/n"] | Probability = Field("1/n", description='"1/n" or a number in (0, 1)')
     rounds: int = Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")
     minimum_batch: int | None = Field(
         None, ge=1, description="a whole number from 1 to the number of users"
@@ -157,9 +157,7 @@ def load(source: str, overrides: list[str] | None = None) -> Config:
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        # A misspelt key comes first: it may be why another one is missing.
-        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        raise ConfigError(f"{source}: {_one_line(first)}") from None
+        raise ConfigError(f"{source}: {validation.one_line(error, Config)}") from None
 
 
 def dumps(config: Config) -> str:
@@ -193,43 +191,3 @@ def _override(content: dict[str, Any], override: str) -> None:
         if not isinstance(content, dict):
             raise ConfigError(f"override {key.strip()}: {section} is not a section")
     content[last] = parsed
-
-
-def _one_line(error: Any) -> str:
-    """One pydantic error as `key: what is allowed, got what`."""
-    if error["type"] == "value_error":  # of a validator here, which names the key itself
-        return str(error["ctx"]["error"])
-    path = [str(part) for part in error["loc"]]
-    section, field = _locate(path)
-    key = ".".join(path[: len(path) if field is None else field[1]])
-    if error["type"] == "extra_forbidden":
-        names = list(section.model_fields)
-        close = difflib.get_close_matches(path[-1], names, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        return f"unknown key {key}; {hint}allowed: {', '.join(names)}"
-    allowed = _allowed(section.model_fields[field[0]]) if field else "a section"
-    if error["type"] == "missing":
-        return f"{key} is missing: {allowed}"
-    return f"{key} must be {allowed}, got {error['input']!r}"
-
-
-def _locate(path: list[str]) -> tuple[type[Section], tuple[str, int] | None]:
-    """The section an error's path ends in, and its field's name with the field's depth."""
-    section: type[Section] = Config
-    for depth, part in enumerate(path):
-        info = section.model_fields.get(part)
-        if info is None:
-            return section, None
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            section = info.annotation
-        else:
-            return section, (part, depth + 1)
-    return section, None
-
-
-def _allowed(info: Any) -> str:
-    if info.description:
-        return info.description
-    if values := get_args(info.annotation):
-        return "one of " + ", ".join(str(value) for value in values)
-    return "a string" if info.annotation is str else "a section"

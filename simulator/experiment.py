@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from accounting import PrivacyPlan, epsilon_of, least_noise, rounds_within_budget
+from accounting.mechanisms import MECHANISMS
 from clients import LocalTraining, local_update
 from server import AGGREGATORS, Aggregator, Optimiser
 from simulator.config import Config
@@ -114,7 +115,7 @@ def prepare(config: Config) -> Experiment:
     if not plan.mechanism.unit * 2**15 < _LARGEST_FLOAT32:
         raise ConfigError(
             "privacy.clip_norm times the noise must fit float32 numbers, got "
-            f"C = {plan.clip_norm:g}, z = {plan.noise_multiplier:g}"
+            f"C = {plan.mechanism.clip_norm:g}, z = {plan.mechanism.noise_multiplier:g}"
         )
     halting_round = rounds_within_budget(plan)
     if halting_round == 0:
@@ -133,22 +134,20 @@ def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
         ValueError: a value out of range, or no noise reaches the target.
     """
     values = config.privacy.model_dump()
-    given = values.pop("noise_multiplier")
-    plan = PrivacyPlan(users=config.data.users, noise_multiplier=given or 1.0, **values)
-    if given is None:
-        noise = least_noise(
-            lambda z: epsilon_of(
-                plan.accountant,
-                plan.adjacency,
-                replace(plan, noise_multiplier=z).event(),
-                plan.rounds,
-                plan.delta,
-            ),
-            plan.target_epsilon,
-        )
-        plan = replace(plan, noise_multiplier=noise)
-    privacy = config.privacy.model_copy(update={"noise_multiplier": plan.noise_multiplier})
-    return config.model_copy(update={"privacy": privacy}), plan
+    clip_norm, given = values.pop("clip_norm"), values.pop("noise_multiplier")
+    make_mechanism = MECHANISMS[values.pop("mechanism")]
+
+    def with_noise(noise_multiplier: float) -> PrivacyPlan:
+        mechanism = make_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
+        return PrivacyPlan(users=config.data.users, mechanism=mechanism, **values)
+
+    def epsilon_at(noise_multiplier: float) -> float:
+        plan = with_noise(noise_multiplier)
+        return epsilon_of(plan.accountant, plan.adjacency, plan.event(), plan.rounds, plan.delta)
+
+    noise = given or least_noise(epsilon_at, config.privacy.target_epsilon)
+    privacy = config.privacy.model_copy(update={"noise_multiplier": noise})
+    return config.model_copy(update={"privacy": privacy}), with_noise(noise)
 
 
 def _try_training(model: torch.nn.Module, dataset: Dataset, config: Config) -> None:

@@ -89,7 +89,7 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: P
             xscale="log",
             xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
             ylabel="test accuracy (%)",
-            title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, z = {plan.noise_multiplier:g}, "
-            f"λ = {plan.shuffler_blankets:g}",
+            title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, "
+            f"z = {plan.mechanism.noise_multiplier:g}, λ = {plan.shuffler_blankets:g}",
         )
         axes.legend()

@@ -208,8 +208,8 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
         spent = "nothing was spent"
     else:
         accountant = ledger.plan.make_accountant()
-        for event in ledger.events():
-            accountant.compose(event)
+        if ledger.entries:
+            accountant.compose(ledger.plan.event(), len(ledger.entries))
         epsilon = accountant.get_epsilon(ledger.plan.delta)
         spent = f"{len(ledger.entries)} rounds spent, ε {epsilon:.4g} by {accountant.name}"
     console.print(
@@ -241,8 +241,8 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
         "data": f"{config.data.dataset}, {plan.users} users; "
         f"{config.model.name}, {experiment.parameters} parameters",
         "engine": engine.description,
-        "privacy": f"γ = {plan.check_in_rate:g}, C = {plan.clip_norm:g}, "
-        f"z = {plan.noise_multiplier:g}, {plan.adjacency} (σ = {plan.sigma:g}), "
+        "privacy": f"γ = {plan.check_in_rate:g}, C = {plan.mechanism.clip_norm:g}, "
+        f"z = {plan.mechanism.noise_multiplier:g}, {plan.adjacency} (σ = {plan.sigma:g}), "
         f"δ = {plan.delta:.3g}, minimum batch {plan.minimum_batch}, "
         f"{plan.shuffler_blankets:g} blankets a round expected; "
         f"coins and noise from {randomness}",

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number above 0")]
-Count = Annotated[int, Field(ge=1, description="a whole number, at least 1")]
+from accounting.validation import Record
 
 
 class ConfigError(ValueError):
     """The configuration cannot be run; one line says which value, and what is allowed."""
 
 
-class Section(BaseModel):
-    """A table of the configuration; a key that it does not know is an error."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+class Section(Record):
+    """A table of the configuration."""
 
 
 def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:

@@ -16,9 +16,12 @@ from accounting.mechanisms.randomness import (
 )
 
 Mechanism = GaussianMechanism
-"""Any mechanism; of several it is their union, told apart by `name`."""
+"""Any mechanism. Of several it is their union, which plans tell apart by `name`."""
+
+MECHANISMS: dict[str, type[Mechanism]] = {"gaussian": GaussianMechanism}
 
 __all__ = [
+    "MECHANISMS",
     "GaussianMechanism",
     "Mechanism",
     "Randomness",

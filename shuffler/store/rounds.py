@@ -10,6 +10,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from accounting.mechanisms import GaussianMechanism, most_blankets
+from accounting.validation import one_line
 from shuffler.store.slots import slot_bytes
 from shuffler.store.spool import RoundSpool
 from shuffler.store.storage import PAGE_BYTES
@@ -21,7 +22,7 @@ from shuffler.wire.sealing import RoundHeader, key_digest, payload_length, seal
 _MAX_PLAN_BYTES = 2**20
 _OVERHEAD_BYTES = 2 * (PAGE_BYTES + 8)  # of the journal, for the two pages of a report's marks
 
-Scale = Annotated[float, Field(gt=0, le=1e100)]  # so that products of two are finite
+_LARGEST_SCALE = 1e100  # of C and z, so that their product is finite
 
 
 class RoundState(StrEnum):
@@ -55,32 +56,30 @@ class Round:
 
 
 class Plan(BaseModel):
-    """What the shuffler reads from a privacy plan; the last two only where there are blankets."""
+    """What the shuffler reads from a privacy plan; the mechanism only where there are blankets."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
     users: int
     minimum_batch: Annotated[int, Field(ge=1)]
     shuffler_blankets: Annotated[float, Field(ge=0, le=1e7)] = 0.0
-    clip_norm: Scale | None = None
-    noise_multiplier: Scale | None = None
+    mechanism: GaussianMechanism | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.minimum_batch > self.users:
             raise ValueError(f"minimum_batch lies in [1, users], got {self.minimum_batch}")
-        if self.shuffler_blankets and (self.clip_norm is None or self.noise_multiplier is None):
-            raise ValueError("blankets need clip_norm and noise_multiplier")
-        if self.mechanism is not None and not self.mechanism.unit > 0:
-            raise ValueError("clip_norm is too small for blankets")
+        if not self.shuffler_blankets:
+            return self
+        if self.mechanism is None:
+            raise ValueError("blankets need a mechanism")
+        scales = self.mechanism.clip_norm, self.mechanism.noise_multiplier
+        if not (min(scales) > 0 and max(scales) <= _LARGEST_SCALE and self.mechanism.unit > 0):
+            raise ValueError(
+                f"clip_norm and noise_multiplier of blankets must lie in (0, {_LARGEST_SCALE:g}], "
+                f"got {scales[0]:g} and {scales[1]:g}"
+            )
         return self
-
-    @property
-    def mechanism(self) -> GaussianMechanism | None:
-        """What makes a blanket; None without blankets."""
-        if not self.shuffler_blankets or self.clip_norm is None or self.noise_multiplier is None:
-            return None
-        return GaussianMechanism(self.clip_norm, self.noise_multiplier)
 
     @property
     def most_blankets(self) -> int:
@@ -144,9 +143,7 @@ def parse_run(run_id: str, plan: bytes, report_bytes: int) -> Run:
     try:
         fields = Plan.model_validate_json(plan)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "JSON"
-        raise _malformed(f"the plan's {name}: {first['msg']}") from None
+        raise _malformed(f"the plan: {one_line(error, Plan)}") from None
     return Run(run_id, hashlib.sha256(plan).hexdigest(), fields, report_bytes)
 
 

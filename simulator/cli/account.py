@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,20 +32,18 @@ def account_command(
     try:
         if run is not None:
             ledger = Ledger.read(run / "ledger.jsonl")
-            counts: Counter[Any] = Counter({ledger.plan.event(): 0})
-            counts.update(ledger.events())
+            event, count = ledger.plan.event(), len(ledger.entries)
             adjacency, at = ledger.plan.adjacency, ledger.plan.delta
         else:
             users = options.checked_users(n, noise)
             event = make_event(users, gamma, noise, blankets)
-            counts = Counter({event: options.checked_count("--rounds", rounds)})
+            count = options.checked_count("--rounds", rounds)
             at = options.checked_delta(delta, users)
         options.check_adjacency(adjacency)
-        found = price(counts.items(), adjacency, at, lower=True)
-        taken = sum(getattr(each, "check_in_rate", 1.0) * count for each, count in counts.items())
+        found = price(event, count, adjacency, at, lower=True)
     except (ValueError, LedgerError) as error:
         options.fail(error)
-    if note := participation_note(taken, 1, at):
+    if note := participation_note(event.chance, count, at):
         typer.echo(f"warning: {note}", err=True)
     rows = epsilon_rows(found)
     for row in found:
@@ -87,10 +84,10 @@ def compare_command(
         points = sorted({max(1, round(last ** (step / 8))) for step in range(9)})
         curves: dict[str, list[float | None]] = {}
         for point in points:
-            for row in price([(event, point)], adjacency, at):
+            for row in price(event, point, adjacency, at):
                 curves.setdefault(row.name, []).append(row.epsilon)
         others = (
-            comparisons.peers(users, event.check_in_rate, event.noise_multiplier, points, at)
+            comparisons.peers(users, event.chance, event.mechanism.noise_multiplier, points, at)
             if peers
             else []
         )
@@ -129,13 +126,12 @@ def _print_peers(points: list[int], others: Any) -> None:
 
 def make_event(n: int, gamma: float | None, noise: float | None, blankets: float) -> Any:
     """One check-in round, from the options."""
-    from accounting import ShuffledCheckInGaussianDpEvent
+    from accounting import CheckIn, GaussianMechanism, Shuffled
 
     if blankets and not 1e-3 <= blankets <= 1e9:
         raise ValueError(f"--blankets must be 0 or lie in [0.001, 10^9], got {blankets:g}")
-    return ShuffledCheckInGaussianDpEvent(
-        n, needed("--gamma", gamma), needed("--noise", noise), blankets
-    )
+    mechanism = GaussianMechanism(noise_multiplier=needed("--noise", noise))
+    return Shuffled(n, CheckIn(needed("--gamma", gamma)), mechanism, blankets)
 
 
 def _draw(points: list[int], curves: dict[str, list[float | None]], title: str, path: Path) -> None:

@@ -21,11 +21,12 @@ from pydantic import Field
 
 from accounting import ACCOUNTANTS
 from accounting.mechanisms import seed_of_shuffler
+from accounting.validation import Count, Positive
 from clients import ClientSettings, make_client_app
 from server import RoundRecord, RunResult, ServerSettings, TrainingSettings, make_server_app
 from shuffler import ShufflerProcess
 from simulator.engines.base import EngineFailed, interrupts, start_ray
-from simulator.section import ConfigError, Count, Positive, Section, one_line
+from simulator.section import ConfigError, Section, one_line
 
 if TYPE_CHECKING:
     from simulator.experiment import Experiment

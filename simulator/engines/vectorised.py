@@ -23,6 +23,7 @@ from torch import nn
 
 from accounting import PrivacyPlan
 from accounting.mechanisms import make_randomness, seed_of_shuffler
+from accounting.validation import Count
 from clients import LocalTraining, record_orders
 from server import (
     Aggregate,
@@ -42,7 +43,7 @@ from simulator.engines.user_gradients import (
     fastest_method,
     ready_for,
 )
-from simulator.section import ConfigError, Count, Section, one_line
+from simulator.section import ConfigError, Section, one_line
 
 if TYPE_CHECKING:
     from simulator.experiment import Experiment
@@ -231,7 +232,7 @@ class VectorisedRounds:
         count = len(users) + sum(last for *_, last in added)
         total = self._sum_reports(round, model, users, added).astype(np.float64)
         if settings.keys.noise == "aggregate":
-            scale = plan.noise_multiplier * plan.clip_norm / plan.mechanism.unit
+            scale = plan.mechanism.noise_multiplier * plan.mechanism.clip_norm / plan.mechanism.unit
             total += scale * self._randomness.summed_noise(round, count, settings.dimension)
         aggregator = settings.aggregator(plan, settings.dimension)
         aggregator.add(total)
@@ -322,12 +323,19 @@ class ReportSum:
         if len(users):
             features, labels = self._records(users)
             orders = self._orders(round, users, labels.shape[1])
-            given = features, labels, self._training, orders, self._plan.clip_norm, self._precision
+            given = (
+                features,
+                labels,
+                self._training,
+                orders,
+                self._plan.mechanism.clip_norm,
+                self._precision,
+            )
             with self._turn:
                 total = clipped_sum_of_updates(self._method, self._model, *given).cpu()
         if self._noise_in_reports:
             noise = np.zeros(self._dimension)
-            scale = self._plan.noise_multiplier * self._plan.clip_norm
+            scale = self._plan.mechanism.noise_multiplier * self._plan.mechanism.clip_norm
             size = max(1, _NUMBERS_AT_ONCE // self._dimension)
             for part in np.split(users, range(size, len(users), size)):
                 noise += self._randomness.standard_normal(round, part, self._dimension).sum(0)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
+from rounds import make_plan
 from torch import nn
 
-from accounting import PrivacyPlan, rounds_within_budget
+from accounting import rounds_within_budget
 from accounting.mechanisms import SeededRandomness
 from clients import ClientSettings, LocalTraining, ReportFailed, RoundRefused, make_client_app
 from shuffler import (
@@ -33,7 +34,7 @@ DIMENSION = 2 * WIDTH + 2
 
 
 def plan(rate):
-    return PrivacyPlan(
+    return make_plan(
         users=USERS,
         check_in_rate=rate,
         clip_norm=1.0,

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import torch
+from rounds import check_in
 
-from accounting import ShuffledCheckInGaussianDpEvent, make_accountant
+from accounting import make_accountant
 
 USERS, RATE, NOISE = 60, 0.5, 1.0
 
@@ -45,7 +46,7 @@ def epsilon_after(rounds):
     """Theorem 3's epsilon of the tiny plan, composed round by round."""
     accountant = make_accountant("theorem3", "zero-out")
     for _ in range(rounds):
-        accountant.compose(ShuffledCheckInGaussianDpEvent(USERS, RATE, NOISE))
+        accountant.compose(check_in(USERS, RATE, NOISE))
     return accountant.get_epsilon(1 / USERS)
 
 

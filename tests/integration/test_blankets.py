@@ -11,10 +11,11 @@ import pytest
 import torch
 from odd_models import fingerprint
 from rich.console import Console
+from rounds import make_plan
 from run_world import json_lines, model_of, only_folder, python_path, shufl
 from typer.testing import CliRunner
 
-from accounting import PrivacyPlan, make_accountant
+from accounting import make_accountant
 from accounting.audit.attack import clopper_pearson, delta_lower_bound
 from accounting.mechanisms import SeededRandomness, seed_of_shuffler
 from shuffler import ShufflerProcess
@@ -24,7 +25,7 @@ from simulator.config import ConfigError, load
 from simulator.experiment import prepare
 from simulator.run import run
 
-ALONE = PrivacyPlan(
+ALONE = make_plan(
     users=40,
     check_in_rate=1.0,
     clip_norm=0.5,

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rounds import make_plan
 from run_world import python_path
 from scipy import stats
 
-from accounting import PrivacyPlan, make_accountant, mean_update_error
+from accounting import make_accountant, mean_update_error
 from accounting.mechanisms import SeededRandomness
 from clients import Node
 from shuffler import ShufflerProcess
@@ -21,7 +22,7 @@ DELTA = 0.3  # large, so that a few hundred rounds can say something
 
 
 def plan(users, noise, rounds, adjacency="replace", rate=1.0):
-    return PrivacyPlan(
+    return make_plan(
         users=users,
         check_in_rate=rate,
         clip_norm=0.5,

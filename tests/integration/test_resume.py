@@ -82,7 +82,6 @@ def test_a_killed_run_ends_with_the_model_of_one_never_killed(tmp_path):
     assert same_model(whole, folder)
     ledgers = [Ledger.read(path / "ledger.jsonl") for path in (whole, folder)]
     assert [e.round for e in ledgers[1].entries] == [e.round for e in ledgers[0].entries]
-    assert ledgers[1].events() == ledgers[0].events()
     for ours, theirs in zip(rows(folder), rows(whole), strict=True):
         for row in (ours, theirs):
             del row["seconds"]

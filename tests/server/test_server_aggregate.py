@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from rounds import make_plan
 
-from accounting import PrivacyPlan
 from server import Aggregator, Mean, aggregate_reports
 from shuffler import RoundHeader, encode_report, generate_key_pair, key_digest, seal
 
-PLAN = PrivacyPlan(
+PLAN = make_plan(
     users=50,
     check_in_rate=0.2,
     clip_norm=0.5,

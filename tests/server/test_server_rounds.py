@@ -1,14 +1,12 @@
 """What nodes say of themselves before the first round is checked, and decides what is released."""
 
-import dataclasses
-
 import pytest
+from rounds import make_plan
 
-from accounting import PrivacyPlan
 from server import RoundFailed
 from server.rounds import NodeUsers, enough_users, users_of_node, users_present
 
-PLAN = PrivacyPlan(
+PLAN = make_plan(
     users=100, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=1.0, rounds=10, delta=1e-3,
     target_epsilon=10.0, minimum_batch=1, least_present=30,
 )  # fmt: skip
@@ -40,5 +38,5 @@ def test_users_are_present_where_their_nodes_answered():
 
 def test_enough_is_what_the_halting_accountant_counts_on():
     assert [enough_users(users, PLAN) for users in (0, 29, 30, 100)] == [False, False, True, True]
-    alone = dataclasses.replace(PLAN, accountant="local")
+    alone = PLAN.replace(accountant="local")
     assert [enough_users(users, alone) for users in (0, 1, 29)] == [False, True, True]

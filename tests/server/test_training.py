@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from rounds import make_plan
 from torch import nn
 
-from accounting import Ledger, PrivacyPlan
+from accounting import Ledger
 from server import (
     Aggregate,
     Mean,
@@ -16,7 +17,7 @@ from server import (
     load_checkpoint,
 )
 
-PLAN = PrivacyPlan(
+PLAN = make_plan(
     users=50, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=2.0, rounds=20, delta=0.02,
     target_epsilon=1e6, minimum_batch=1,
 )  # fmt: skip

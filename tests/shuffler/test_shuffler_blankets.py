@@ -46,7 +46,7 @@ from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
 
 DIMENSION = 40
 EXPECTED = 200.0
-MECHANISM = GaussianMechanism(0.5, 1.5)
+MECHANISM = GaussianMechanism(clip_norm=0.5, noise_multiplier=1.5)
 LENGTH = sealed_length(report_length(DIMENSION))
 
 
@@ -55,10 +55,13 @@ def plan(expected: float = EXPECTED, users: int = 1000, minimum: int = 1) -> byt
         "users": users,
         "minimum_batch": minimum,
         "shuffler_blankets": expected,
-        "clip_norm": MECHANISM.clip_norm,
-        "noise_multiplier": MECHANISM.noise_multiplier,
+        "mechanism": MECHANISM.model_dump(),
     }
     return json.dumps(fields).encode()
+
+
+def mechanism(**change: object) -> dict[str, object]:
+    return {"mechanism": MECHANISM.model_dump() | change}
 
 
 def opened(world: World, round: int = 1, length: int = LENGTH, **of_plan: float) -> RoundHeader:
@@ -318,16 +321,19 @@ def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(shared: World, ke
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"shuffler_blankets": -1.0}, "the plan's shuffler_blankets: Input should be"),
-        ({"shuffler_blankets": 1e8}, "the plan's shuffler_blankets: Input should be"),
-        ({"shuffler_blankets": "50"}, "the plan's shuffler_blankets: Input should be"),
-        ({"shuffler_blankets": None}, "the plan's shuffler_blankets: Input should be"),
-        ({"clip_norm": 0}, "the plan's clip_norm: Input should be"),
-        ({"noise_multiplier": None}, "blankets need clip_norm and noise_multiplier"),
-        ({"noise_multiplier": True}, "the plan's noise_multiplier: Input should be"),
-        ({"noise_multiplier": 10**400}, "the plan's noise_multiplier: Input should be"),
-        ({"clip_norm": 1e308}, "the plan's clip_norm: Input should be"),
-        ({"clip_norm": 5e-324}, "clip_norm is too small"),
+        ({"shuffler_blankets": -1.0}, "the plan: shuffler_blankets must be"),
+        ({"shuffler_blankets": 1e8}, "the plan: shuffler_blankets must be"),
+        ({"shuffler_blankets": "50"}, "the plan: shuffler_blankets must be"),
+        ({"shuffler_blankets": None}, "the plan: shuffler_blankets must be"),
+        ({"mechanism": None}, "blankets need a mechanism"),
+        ({"mechanism": {"clip_norm": 1.0}}, "noise_multiplier is missing"),
+        (mechanism(clip_norm=0.0), "clip_norm must be a number above 0"),
+        (mechanism(noise_multiplier=None), "noise_multiplier must be a number"),
+        (mechanism(noise_multiplier=True), "noise_multiplier must be a number"),
+        (mechanism(noise_multiplier=10**400), "noise_multiplier must be a number"),
+        (mechanism(noise_multiplier=0.0), "of blankets must lie in"),
+        (mechanism(clip_norm=1e308), "of blankets must lie in"),
+        (mechanism(clip_norm=5e-324), "of blankets must lie in"),
     ],
 )
 def test_a_plan_without_what_blankets_need_is_refused(

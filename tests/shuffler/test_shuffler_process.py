@@ -53,14 +53,14 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         (PLAIN + 'spool = "/proc/nowhere"', TOKEN, "/proc/nowhere"),
         (PLAIN + 'spool = "/dev/null"', TOKEN, "/dev/null"),
         (PLAIN + SPOOL + 'log_file = "/nowhere/log"', TOKEN, "/nowhere/log"),
-        (PLAIN + "spol = 3", TOKEN, "unknown key spol; allowed: listen"),
+        (PLAIN + "spol = 3", TOKEN, "unknown key spol; did you mean spool? allowed: listen"),
         (
             PLAIN + "[limits]\nstreems = 1",
             TOKEN,
-            "unknown key limits.streems; allowed: users, streams",
+            "unknown key limits.streems; did you mean streams? allowed: users, streams",
         ),
-        (PLAIN + "[limits]\nidle_seconds = 1e10", TOKEN, "limits.idle_seconds: Input should be"),
-        (PLAIN + "[limits]\nstreams = 0", TOKEN, "limits.streams: Input should be greater than"),
+        (PLAIN + "[limits]\nidle_seconds = 1e10", TOKEN, "limits.idle_seconds must be"),
+        (PLAIN + "[limits]\nstreams = 0", TOKEN, "limits.streams must be greater than"),
         ("plaintext = yes", TOKEN, "is not valid TOML"),
     ],
 )

@@ -5,15 +5,13 @@ import math
 
 import mpmath as mp
 import pytest
+from rounds import check_in, make_plan
 from typer.testing import CliRunner
 
 from accounting import (
     ACCOUNTANTS,
-    FixedSizeShuffledGaussianDpEvent,
     Ledger,
     LocalAccountant,
-    PrivacyPlan,
-    ShuffledCheckInGaussianDpEvent,
     make_accountant,
 )
 from shuffler import report_length, sealed_length
@@ -38,7 +36,7 @@ def test_the_papers_setting_by_every_accountant():
 
 
 def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
-    plan = PrivacyPlan(
+    plan = make_plan(
         users=500,
         check_in_rate=0.2,
         clip_norm=1.0,
@@ -51,7 +49,7 @@ def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
     )
     with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
         for round in range(1, 8):
-            ledger.append_round(round, plan.event())
+            ledger.append_round(round)
     rows = json.loads(shufl(f"account {tmp_path} --json").stdout)
     expected = make_accountant("rdp", "zero-out").compose(plan.event(), 7).get_epsilon(1e-4)
     assert rows["rdp"]["epsilon"] == pytest.approx(expected)
@@ -64,7 +62,7 @@ def test_calibrated_noise_is_within_the_target_and_nearly_least(accountant):
     assert found["epsilon"] <= 15
 
     def epsilon(noise):
-        event = ShuffledCheckInGaussianDpEvent(1000, 0.3, noise, 99.0)
+        event = check_in(1000, 0.3, noise, 99.0)
         return make_accountant(accountant).compose(event, 20).get_epsilon(1e-5)
 
     assert epsilon(found["noise"]) <= 15
@@ -75,7 +73,7 @@ def test_calibrated_noise_is_within_the_target_and_nearly_least(accountant):
 def test_calibrated_rounds_are_the_most():
     command = f"calibrate {SMALL} --noise 3 --target-epsilon 2 --accountant rdp --json"
     rounds = json.loads(shufl(command).stdout)["rounds"]
-    event = ShuffledCheckInGaussianDpEvent(1000, 0.3, 3.0)
+    event = check_in(1000, 0.3, 3.0)
 
     def epsilon(count):
         return make_accountant("rdp").compose(event, count).get_epsilon(1e-5)
@@ -88,7 +86,7 @@ def test_calibrated_rate_is_nearly_the_largest():
     rate = json.loads(shufl(f"{command} --accountant rdp --json").stdout)["gamma"]
 
     def epsilon(gamma):
-        event = ShuffledCheckInGaussianDpEvent(1000, gamma, 3.0)
+        event = check_in(1000, gamma, 3.0)
         return make_accountant("rdp").compose(event, 100).get_epsilon(1e-5)
 
     assert epsilon(rate) <= 0.6 < epsilon(min(1.0, rate * 1.003))
@@ -126,10 +124,10 @@ def test_a_billion_rounds_are_priced(plan):
 
 
 @pytest.mark.parametrize("rounds", [0, 3])
-def test_a_run_folder_of_two_kinds_of_rounds_is_priced_by_those_who_price_both(
+def test_a_run_folder_is_not_priced_by_who_does_not_price_its_rounds(
     tmp_path, rounds, fixed_size_only
 ):
-    plan = PrivacyPlan(
+    plan = make_plan(
         users=500,
         check_in_rate=0.2,
         clip_norm=1.0,
@@ -140,12 +138,11 @@ def test_a_run_folder_of_two_kinds_of_rounds_is_priced_by_those_who_price_both(
         minimum_batch=1,
         shuffler_blankets=30.0,
     )
-    other = FixedSizeShuffledGaussianDpEvent(500, 100, 2.0)
     with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
         for round in range(1, rounds + 1):
-            ledger.append_round(round, other if round == 2 else plan.event())
+            ledger.append_round(round)
     rows = json.loads(shufl(f"account {tmp_path} --json").stdout)
-    spent = make_accountant("local").epsilon_after(other, 1e-4, rounds) if rounds else 0.0
+    spent = plan.make_accountant("local").epsilon_after(plan.event(), 1e-4, rounds) if rounds else 0
     assert rows["local"]["epsilon"] == pytest.approx(spent)
     assert rows[fixed_size_only]["epsilon"] is None
 
@@ -163,10 +160,10 @@ def test_blankets_reach_the_event_and_change_nothing_for_who_does_not_count_on_t
     monkeypatch.setattr(LocalAccountant, "compose", spy)
     command = f"{command} {SMALL} --noise 3 --rounds 20 --json"
     without = json.loads(shufl(command).stdout)
-    assert {event.shuffler_blankets for event in seen} == {0.0}
+    assert {event.blankets for event in seen} == {0.0}
     seen.clear()
     blankets = json.loads(shufl(f"{command} --blankets 150").stdout)
-    assert set(seen) == {ShuffledCheckInGaussianDpEvent(1000, 0.3, 3.0, 150.0)}
+    assert set(seen) == {check_in(1000, 0.3, 3.0, 150.0)}
     for name in ("theorem3", "rdp", "pld", "crowd", "local"):
         here, before = (each.get("epsilon", each)[name] for each in (blankets, without))
         if isinstance(here, dict):
@@ -180,7 +177,7 @@ def test_the_error_of_calibrated_noise_allows_for_the_blankets():
     found = json.loads(shufl(f"{command} --blankets 150 --dimension 10 --json").stdout)
     assert found["blankets"] == 150
     noise = found["noise"]
-    event = ShuffledCheckInGaussianDpEvent(1000, 0.3, noise, 150.0)
+    event = check_in(1000, 0.3, noise, 150.0)
     assert make_accountant("local").compose(event, 20).get_epsilon(1e-5) == found["epsilon"] <= 15
     expected = math.sqrt((noise**2 * (1 + 150 / 300) + 0.7 / 10) / 300)
     assert found["mean_update_error"] == pytest.approx(expected)
@@ -204,7 +201,7 @@ def test_calibrated_blankets_are_nearly_the_fewest():
     found = json.loads(shufl(f"{command} --noise 1 --json").stdout)
 
     def epsilon(blankets):
-        event = ShuffledCheckInGaussianDpEvent(1000, 0.3, 1.0, blankets)
+        event = check_in(1000, 0.3, 1.0, blankets)
         return make_accountant("blanket").compose(event, 20).get_epsilon(1e-5)
 
     assert found["noise"] == 1.0
@@ -218,7 +215,7 @@ def test_noise_and_blankets_of_least_error_reach_the_headline():
     assert result.stderr == ""
     found = json.loads(result.stdout)
     noise, blankets = found["noise"], found["blankets"]
-    event = ShuffledCheckInGaussianDpEvent(60_000, 0.1, noise, blankets)
+    event = check_in(60_000, 0.1, noise, blankets)
     assert make_accountant("blanket").compose(event, 5540).get_epsilon(1 / 60_000) <= 1
     assert found["epsilon"] <= 1
     error = noise * math.sqrt((6000 + blankets) / 6000**2)
@@ -267,7 +264,7 @@ def test_compare_is_the_accountants_against_rounds(tmp_path):
     command = f"compare {SMALL} --noise 3 --rounds 50 --plot {tmp_path}/curves.png --json"
     result = json.loads(shufl(command).stdout)
     assert result["rounds"][0] == 1 and result["rounds"][-1] == 50
-    event = ShuffledCheckInGaussianDpEvent(1000, 0.3, 3.0)
+    event = check_in(1000, 0.3, 3.0)
     for name in ("theorem3", "rdp", "crowd", "local"):
         curve = result["epsilon"][name]
         assert curve == sorted(curve)
@@ -279,7 +276,7 @@ def test_compare_is_the_accountants_against_rounds(tmp_path):
 def test_compare_shows_other_systems_with_what_they_cover():
     command = f"compare {SMALL} --noise 3 --rounds 50 --peers"
     result = json.loads(shufl(f"{command} --json").stdout)
-    names = ["girgis", "clones", "clones-2021", "rr-strong", "rr-weak", "central"]
+    names = ["girgis", "clones-2021", "rr-strong", "rr-weak", "central"]
     assert list(result["peers"]) == names
     for peer in result["peers"].values():
         assert len(peer["epsilon"]) == len(result["rounds"])

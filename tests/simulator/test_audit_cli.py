@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from rounds import check_in
 from typer.testing import CliRunner
 
-from accounting import ShuffledCheckInGaussianDpEvent, accountants_for
+from accounting import accountants_for
 from simulator.cli.__main__ import app
 
 COUNTEREXAMPLE = (
@@ -43,7 +44,7 @@ def test_the_homogeneous_placement_alone_refutes_nothing():
 def test_only_those_who_make_a_claim_are_audited(fixed_size_only):
     command = "audit --n 5 --noise 1 --samples 2000 --seed 1"
     checks = json.loads(shufl(f"{command} --json").stdout)
-    assert set(checks) == set(accountants_for(ShuffledCheckInGaussianDpEvent(5, 1.0, 1.0)))
+    assert set(checks) == set(accountants_for(check_in(5, 1.0, 1.0)))
     refused = shufl(f"{command} --accountant {fixed_size_only}")
     assert refused.exit_code == 2 and "got 'fixed-size-only'" in refused.stderr
 

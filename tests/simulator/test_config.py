@@ -1,9 +1,9 @@
 """Every mistake is one line that names the key, the value and what is allowed."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
+from rounds import with_noise
 
 from accounting import ACCOUNTANTS
 from simulator.config import ConfigError, dumps, load, shipped
@@ -58,7 +58,7 @@ from simulator.experiment import prepare
         ("learning_rate=1.0", "unknown key learning_rate; allowed: name, seed"),
         ("seed=-1", r'seed must be a whole number in \[0, 2\^63\), or "system"'),
         ("seed=sometimes", "seed must be a whole number .* got 'sometimes'"),
-        ("simulation=3", "simulation must be a section, got 3"),
+        ("simulation=3", "simulation must be a table of values, got 3"),
         ("name=../up", r"name must be at most 100 letters, digits, .* got '\.\./up'"),
         ("training.momentum=1.0", r"training.momentum must be a number in \[0, 1\), got 1.0"),
         ("privacy", "an override must look like section.key=value, got 'privacy'"),
@@ -102,12 +102,13 @@ def test_noise_left_out_is_calibrated_under_the_accountant(tmp_path, accountant)
     overrides = ["privacy.rounds=20", "data.users=400", f"privacy.accountant={accountant}"]
     plan = prepare(load(str(path), [*overrides, "privacy.minimum_batch=1"])).plan
     assert plan.accountant == accountant
+    found = plan.mechanism.noise_multiplier
 
     def epsilon(noise):
-        event = dataclasses.replace(plan, noise_multiplier=noise).event()
+        event = with_noise(plan.event(), noise)
         return plan.make_accountant().compose(event, 20).get_epsilon(plan.delta)
 
-    assert epsilon(plan.noise_multiplier) <= 10.0 < epsilon(plan.noise_multiplier * 0.997)
+    assert epsilon(found) <= 10.0 < epsilon(found * 0.997)
 
 
 def test_a_missing_key_says_what_belongs_there(tmp_path):

@@ -73,7 +73,7 @@ def largest_rounding(engine, roundings):
 def sum_by_hand(engine, users, round):
     """The clipped updates of `users`, one after the other."""
     settings, records, randomness = engine.settings, engine.load_users(), SeededRandomness(5)
-    model, clip_norm = settings.make_model().train(), settings.plan.clip_norm
+    model, clip_norm = settings.make_model().train(), settings.plan.mechanism.clip_norm
     total = np.zeros(settings.dimension)
     seeds = randomness.training_seeds(round, users).tolist()
     for user, seed in zip(users.tolist(), seeds, strict=True):
