@@ -5,7 +5,6 @@ from .accountants.local import LocalAccountant
 from .accountants.pld import PldAccountant
 from .accountants.renyi import (
     CheckInRdpAccountant,
-    OrderRangeWarning,
     Theorem3Accountant,
 )
 from .adjacency import ADJACENCIES, effective_sigma
@@ -58,7 +57,6 @@ __all__ = [
     "LedgerEntry",
     "LedgerError",
     "LocalAccountant",
-    "OrderRangeWarning",
     "PldAccountant",
     "PrivacyBudget",
     "PrivacyPlan",

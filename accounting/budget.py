@@ -2,10 +2,8 @@
 
 import bisect
 import dataclasses
-import warnings
 from typing import Any
 
-from accounting.accountants.renyi import OrderRangeWarning
 from accounting.events import Shuffled
 from accounting.ledger import Ledger
 from accounting.plan import PrivacyPlan
@@ -146,9 +144,7 @@ def price(
             continue
         if rounds:
             accountant.compose(event, rounds)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", OrderRangeWarning)  # the note says so
-            epsilon = float(accountant.get_epsilon(delta))
+        epsilon = float(accountant.get_epsilon(delta))
         asked = lower and rounds <= _MOST_BOUNDED_ROUNDS
         least = accountant.epsilon_lower_bound(delta) if asked else None
         notes = [accountant.note(delta)]

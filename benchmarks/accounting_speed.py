@@ -17,7 +17,6 @@ import resource
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,7 +151,6 @@ def partition_row(order: int, users: int) -> dict[str, Any]:
 
 def measure(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One row, in this process."""
-    warnings.simplefilter("ignore", accounting.OrderRangeWarning)
     kind, _, value = row.rpartition(":")
     if kind == "import":
         result: dict[str, Any] = {}

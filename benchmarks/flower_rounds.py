@@ -13,7 +13,6 @@ import argparse
 import tempfile
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ from flwr.serverapp import ServerApp
 from rich.console import Console
 from rich.table import Table
 
-from accounting import OrderRangeWarning
 from accounting.mechanisms import SeededRandomness
 from clients import local_update
 from simulator.config import load
@@ -101,7 +99,6 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore", OrderRangeWarning)  # of epsilon after a few rounds; not shown
     config = load(
         arguments.config,
         [f"privacy.rounds={arguments.rounds}", f"training.evaluate_every={arguments.rounds}"],

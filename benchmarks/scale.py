@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import resource
 import time
-import warnings
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from accounting import OrderRangeWarning
 from accounting.mechanisms import make_randomness
 from simulator.config import load
 from simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
@@ -38,7 +36,6 @@ def measure(
         cores together, seconds of a core for its coins (medians, the first round left out), and
         the process's peak memory in MB.
     """
-    warnings.simplefilter("ignore", OrderRangeWarning)  # of epsilon after a few rounds; not shown
     started = time.perf_counter()
     settings = {
         "simulation.engine": "vectorised", "data.partition": "repeated", "data.users": users,

@@ -42,7 +42,6 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 
-from accounting import OrderRangeWarning
 from accounting.mechanisms import SeededRandomness
 from simulator.config import Config, load
 from simulator.engines.vectorised import (
@@ -344,7 +343,6 @@ def main() -> None:
         "--only", action="append", help="beside plain, the paths that start so; several times"
     )
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore", OrderRangeWarning)  # of epsilon after a few rounds; not shown
     settings = ["training.algorithm=fedsgd", "simulation.engine=vectorised", *arguments.set]
     config = load(arguments.config, settings)
     experiment, console, simulation = prepare(config), Console(), config.simulation

@@ -1,6 +1,7 @@
 """The base of all accountants: which rounds they price, and what they must say of themselves."""
 
 import abc
+import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
@@ -46,6 +47,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         """
         adjacency.effective_sigma(1.0, neighboring_relation)
         super().__init__(neighboring_relation)
+        self._counts: dict[Shuffled, int] = {}  # how often each round took place
 
     def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
         leaves = list(_leaves_of(event, count))
@@ -53,8 +55,15 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
             if (refusal := self._refusal(leaf)) is not None:
                 return self.CompositionErrorDetails(invalid_event=leaf, error_message=refusal)
         if do_compose:
-            self._add(leaves)
+            self._counts = self._with(leaves)
         return None
+
+    def _with(self, leaves: list[tuple[Shuffled, int]]) -> dict[Shuffled, int]:
+        counts = dict(self._counts)
+        for event, count in leaves:
+            if count:
+                counts[event] = counts.get(event, 0) + count
+        return counts
 
     def _refusal(self, event: Any) -> str | None:
         """Returns one line if this accountant does not price `event`, which is not a nested one."""
@@ -71,25 +80,52 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         noise = event.mechanism.noise_multiplier
         return adjacency.effective_sigma(noise, self.neighboring_relation)
 
-    def _checked_leaves(self, event: Any, count: int) -> list[tuple[Shuffled, int]]:
-        error = self._maybe_compose(event, count, False)
-        if error is not None:
-            raise dp_accounting.UnsupportedEventError(
-                f"{error.error_message}, got {error.invalid_event!r}"
-            )
-        return list(_leaves_of(event, count))
+    def _unshuffled(self, counts: dict[Shuffled, int]) -> float:
+        """μ = 1/σ of the one Gaussian that rounds amount to without a shuffler; inf without noise.
+
+        It bounds every pair of neighbouring datasets.
+        """
+        sigmas = [(self._sigma(event), count) for event, count in counts.items()]
+        return math.sqrt(sum(sorted(c / s / s if s else math.inf for s, c in sigmas)))
 
     @abc.abstractmethod
-    def _add(self, leaves: list[tuple[Shuffled, int]]) -> None:
-        """Composes rounds into the state."""
+    def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
+        """Returns ε at `delta`, in [0, 1], of so many rounds."""
 
     @abc.abstractmethod
+    def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
+        """Returns δ at `epsilon` >= 0 of so many rounds."""
+
+    def get_epsilon(self, target_delta: float) -> float:
+        """Returns ε at `target_delta` of what was composed; inf if none is found.
+
+        Raises:
+            ValueError: δ outside [0, 1].
+        """
+        return self._epsilon(self._counts, _checked_delta(target_delta))
+
+    def get_delta(self, target_epsilon: float) -> float:
+        """Returns δ at `target_epsilon` of what was composed.
+
+        Raises:
+            ValueError: ε below 0.
+        """
+        if not target_epsilon >= 0.0:
+            raise ValueError(f"epsilon must be at least 0, got {target_epsilon}")
+        return self._delta(self._counts, target_epsilon)
+
     def epsilon_after(self, event: Any, delta: float, count: int = 1) -> float:
         """Returns ε at `delta` if `event` took place `count` more times; composes nothing.
 
         Raises:
             dp_accounting.UnsupportedEventError: This accountant does not price `event`.
         """
+        error = self._maybe_compose(event, count, False)
+        if error is not None:
+            raise dp_accounting.UnsupportedEventError(
+                f"{error.error_message}, got {error.invalid_event!r}"
+            )
+        return self._epsilon(self._with(list(_leaves_of(event, count))), _checked_delta(delta))
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:
         """Returns an ε that no accountant of the same pair can fall below; None if not known."""
@@ -102,6 +138,12 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
             ValueError: δ outside [0, 1].
         """
         return None
+
+
+def _checked_delta(delta: float) -> float:
+    if not 0.0 <= delta <= 1.0:
+        raise ValueError(f"delta must lie in [0, 1], got {delta}")
+    return delta
 
 
 def _leaves_of(event: Any, count: int) -> Iterator[tuple[Any, int]]:

@@ -1,9 +1,6 @@
 """The accountant without a shuffler: what remains if it colludes with the server."""
 
 import math
-from typing import Any
-
-from dp_accounting import NeighboringRelation
 
 from accounting.accountants.base import ShuffleAccountant
 from accounting.events import Shuffled
@@ -25,63 +22,21 @@ class LocalAccountant(ShuffleAccountant):
         "that colludes with the shuffler; assumes only that the user's own device adds the noise"
     )
 
-    def __init__(
-        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE
-    ) -> None:
-        """Makes an accountant that has spent nothing.
-
-        Raises:
-            ValueError: `neighboring_relation` is ADD_OR_REMOVE_ONE.
-        """
-        super().__init__(neighboring_relation)
-        self._rounds: dict[float, int] = {}
-
-    def _with(self, leaves: list[tuple[Shuffled, int]]) -> dict[float, int]:
-        rounds = dict(self._rounds)
-        for event, count in leaves:
-            sigma = self._sigma(event)
-            rounds[sigma] = rounds.get(sigma, 0) + count
-        return rounds
-
-    def _add(self, leaves: list[tuple[Shuffled, int]]) -> None:
-        self._rounds = self._with(leaves)
-
-    @staticmethod
-    def _mean_shift(rounds: dict[float, int]) -> float:
-        """μ = 1/σ of the one Gaussian that all rounds amount to."""
-        return math.sqrt(
-            sum(count / sigma / sigma if sigma else math.inf for sigma, count in rounds.items())
-        )
-
-    @staticmethod
-    def _epsilon(shift: float, delta: float) -> float:
-        if not 0.0 <= delta <= 1.0:
-            raise ValueError(f"delta must lie in [0, 1], got {delta}")
+    def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
+        shift = self._unshuffled(counts)
         if shift == 0.0:
             return 0.0
         if shift == math.inf or delta == 0.0:
             return math.inf
         return gaussian_epsilon(shift, delta)
 
-    def get_epsilon(self, target_delta: float) -> float:
-        """Returns the exact ε of the composed Gaussian reports at `target_delta`."""
-        return self._epsilon(self._mean_shift(self._rounds), target_delta)
-
-    def get_delta(self, target_epsilon: float) -> float:
-        """Returns the exact δ of the composed Gaussian reports at `target_epsilon` >= 0."""
-        if not target_epsilon >= 0.0:
-            raise ValueError(f"epsilon must be at least 0, got {target_epsilon}")
-        shift = self._mean_shift(self._rounds)
+    def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
+        shift = self._unshuffled(counts)
         if shift == math.inf:
             return 1.0
-        if shift == 0.0 or target_epsilon == math.inf:
+        if shift == 0.0 or epsilon == math.inf:
             return 0.0
-        return min(1.0, math.exp(float(log_gaussian_delta(shift, target_epsilon))))
-
-    def epsilon_after(self, event: Any, delta: float, count: int = 1) -> float:
-        """See `ShuffleAccountant.epsilon_after`."""
-        leaves = self._checked_leaves(event, count)
-        return self._epsilon(self._mean_shift(self._with(leaves)), delta)
+        return min(1.0, math.exp(float(log_gaussian_delta(shift, epsilon))))
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""

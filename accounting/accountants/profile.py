@@ -4,7 +4,7 @@ import abc
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
@@ -45,7 +45,6 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             ValueError: `neighboring_relation` is ADD_OR_REMOVE_ONE.
         """
         super().__init__(neighboring_relation)
-        self._counts: dict[Shuffled, int] = {}
         self._prices = _Prices(type(self), neighboring_relation)
 
     @abc.abstractmethod
@@ -63,16 +62,6 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         It is one direction's, P against Q; the accountant composes the larger of both.
         """
         return None
-
-    def _with(self, leaves: list[tuple[Shuffled, int]]) -> dict[Shuffled, int]:
-        counts = dict(self._counts)
-        for event, count in leaves:
-            if count:
-                counts[event] = counts.get(event, 0) + count
-        return counts
-
-    def _add(self, leaves: list[tuple[Shuffled, int]]) -> None:
-        self._counts = self._with(leaves)
 
     @staticmethod
     def _is_private(event: Shuffled) -> bool:
@@ -95,17 +84,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         composed = self._prices.composed(tuple(event for event, _ in lossy), blocks, target)
         return read(composed, tuple(count for _, count in lossy))
 
-    def _unshuffled(self, counts: dict[Shuffled, int]) -> float:
-        """μ of the Gaussian that the rounds amount to without a shuffler, which bounds all pairs.
-
-        Where shuffling hides nearly nothing it is below what composition on a grid can certify.
-        """
-        sigmas = ((self._sigma(event), count) for event, count in counts.items())
-        return math.sqrt(sum(sorted(count / sigma / sigma for sigma, count in sigmas)))
-
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
-        if not 0.0 <= delta <= 1.0:
-            raise ValueError(f"delta must lie in [0, 1], got {delta}")
         if not all(map(self._is_private, counts)):
             return math.inf
         if not counts or delta == 1.0:
@@ -115,34 +94,22 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         least = self._least(
             counts, Target(delta=delta), lambda composed, times: composed.epsilon(times, delta)
         )
+        # Where shuffling hides nearly nothing, composition on a grid certifies more than this.
         shift = self._unshuffled(counts)
         return min(least, gaussian_epsilon(shift, delta)) if shift < math.inf else least
 
-    def get_epsilon(self, target_delta: float) -> float:
-        """Returns a certified ε at `target_delta`; inf if none is found."""
-        return self._epsilon(self._counts, target_delta)
-
-    def get_delta(self, target_epsilon: float) -> float:
-        """Returns a certified δ at `target_epsilon` >= 0."""
-        if not target_epsilon >= 0.0:
-            raise ValueError(f"epsilon must be at least 0, got {target_epsilon}")
-        if not all(map(self._is_private, self._counts)):
+    def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
+        if not all(map(self._is_private, counts)):
             return 1.0
-        if not self._counts or target_epsilon == math.inf:
+        if not counts or epsilon == math.inf:
             return 0.0
         least = self._least(
-            self._counts,
-            Target(epsilon=target_epsilon),
-            lambda composed, times: composed.delta(times, target_epsilon),
+            counts, Target(epsilon=epsilon), lambda composed, times: composed.delta(times, epsilon)
         )
-        shift = self._unshuffled(self._counts)
+        shift = self._unshuffled(counts)
         if shift < math.inf:
-            least = min(least, math.exp(float(log_gaussian_delta(shift, target_epsilon))))
+            least = min(least, math.exp(float(log_gaussian_delta(shift, epsilon))))
         return min(1.0, least)
-
-    def epsilon_after(self, event: Any, delta: float, count: int = 1) -> float:
-        """See `ShuffleAccountant.epsilon_after`."""
-        return self._epsilon(self._with(self._checked_leaves(event, count)), delta)
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:
         """Returns a lower bound of the worst pair's ε; None if no such bound is known.

@@ -1,10 +1,8 @@
 """Accountants that compose Rényi divergences: the published bounds, and the exact values."""
 
 import abc
-import dataclasses
 import functools
 import math
-import warnings
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,19 +13,6 @@ from accounting.accountants.base import ShuffleAccountant
 from accounting.events import FixedSize, Shuffled
 from accounting.numerics import FloatArray, conversion, reverse_moments, theorem3
 from accounting.numerics import renyi as rdp_bounds
-
-
-class OrderRangeWarning(UserWarning):
-    """The best Rényi order is the last one computed: more orders could give a smaller ε."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Spent:
-    """Composed rounds: everything before the present run of equal events, and that run."""
-
-    base: FloatArray
-    event: Shuffled | None
-    count: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -72,7 +57,6 @@ class RdpShuffleAccountant(ShuffleAccountant):
         wanted = self.default_max_order if max_order is None else max_order
         self._max_order = validation.integer("highest Rényi order", wanted, 2)
         self._orders: FloatArray = np.arange(2.0, self._max_order + 1.0)
-        self._spent = _Spent(np.zeros_like(self._orders), None, 0)
 
     @property
     def orders(self) -> FloatArray:
@@ -82,7 +66,7 @@ class RdpShuffleAccountant(ShuffleAccountant):
     @property
     def rdp(self) -> FloatArray:
         """The composed ε(λ) at each order, shape (K,)."""
-        return self._total(self._spent)
+        return self._total(self._counts)
 
     @staticmethod
     @abc.abstractmethod
@@ -95,56 +79,15 @@ class RdpShuffleAccountant(ShuffleAccountant):
     def _rdp_of(self, event: Shuffled) -> FloatArray:
         return _rdp_vector(type(self), event, self._sigma(event), self._options())
 
-    def _total(self, spent: _Spent) -> FloatArray:
-        if spent.event is None:
-            return spent.base
-        return spent.base + spent.count * self._rdp_of(spent.event)
+    def _total(self, counts: dict[Shuffled, int]) -> FloatArray:
+        rounds = (count * self._rdp_of(event) for event, count in counts.items())
+        return sum(rounds, np.zeros_like(self._orders))
 
-    def _pushed(self, leaves: list[tuple[Shuffled, int]]) -> _Spent:
-        spent = self._spent
-        for event, count in leaves:
-            if event == spent.event:
-                spent = dataclasses.replace(spent, count=spent.count + count)
-            else:
-                spent = _Spent(self._total(spent), event, count)
-        return spent
+    def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
+        return conversion.epsilon_from_rdp(self._orders, self._total(counts), delta)[0]
 
-    def _add(self, leaves: list[tuple[Shuffled, int]]) -> None:
-        self._spent = self._pushed(leaves)
-
-    def _warn_at_last_order(self, value: float, worst: float, index: int) -> None:
-        if 0.0 < value < worst and index == self._orders.size - 1:
-            warnings.warn(
-                f"{self.name}: the best Rényi order is the last one computed "
-                f"({self._max_order}); a larger max_order could give a smaller bound",
-                OrderRangeWarning,
-                stacklevel=3,
-            )
-
-    def get_epsilon(self, target_delta: float) -> float:
-        """Returns the least ε over the orders at `target_delta` (Lemma 2).
-
-        Warns:
-            OrderRangeWarning: The best order is the last one computed.
-        """
-        epsilon, index = conversion.epsilon_from_rdp(self._orders, self.rdp, target_delta)
-        self._warn_at_last_order(epsilon, math.inf, index)
-        return epsilon
-
-    def get_delta(self, target_epsilon: float) -> float:
-        """Returns the least δ over the orders at `target_epsilon`.
-
-        Warns:
-            OrderRangeWarning: The best order is the last one computed.
-        """
-        delta, index = conversion.delta_from_rdp(self._orders, self.rdp, target_epsilon)
-        self._warn_at_last_order(delta, 1.0, index)
-        return delta
-
-    def epsilon_after(self, event: Any, delta: float, count: int = 1) -> float:
-        """See `ShuffleAccountant.epsilon_after`."""
-        total = self._total(self._pushed(self._checked_leaves(event, count)))
-        return conversion.epsilon_from_rdp(self._orders, total, delta)[0]
+    def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
+        return conversion.delta_from_rdp(self._orders, self._total(counts), epsilon)[0]
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
@@ -183,8 +126,6 @@ class Theorem3Accountant(RdpShuffleAccountant):
         self,
         neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE,
         max_order: int | None = None,
-        split: theorem3.Split = "chernoff",
-        rate: theorem3.Rate = "nominal",
         capped: bool = False,
     ) -> None:
         """Makes an accountant that has spent nothing.
@@ -192,8 +133,6 @@ class Theorem3Accountant(RdpShuffleAccountant):
         Args:
             neighboring_relation: REPLACE_ONE or REPLACE_SPECIAL.
             max_order: Highest Rényi order; 256 if None.
-            split: See `theorem3.shuffled_check_in_gaussian`.
-            rate: See `theorem3.shuffled_check_in_gaussian`.
             capped: Whether no order costs more than Theorem 1's with all n users, which bounds
                 every check-in rate and every number of reports (docs/theory.md, section 3). Not
                 the published bound then: 0.213 in the published setting, not 9.617.
@@ -202,23 +141,19 @@ class Theorem3Accountant(RdpShuffleAccountant):
             ValueError: A value outside its range.
         """
         super().__init__(neighboring_relation, max_order)
-        validation.choice("split", split, ("chernoff", "binomial"))
-        validation.choice("rate", rate, ("nominal", "conditional"))
-        self._form = (split, rate, bool(capped))
+        self._capped = bool(capped)
 
     def _options(self) -> tuple[Any, ...]:
-        return (self._max_order, *self._form)
+        return (self._max_order, self._capped)
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`: also where Theorem 1 alone would say less."""
-        notes, (split, rate, capped) = super().note(delta), self._form
-        if capped or self._spent.event is None or np.any(self._spent.base):
+        notes = super().note(delta)
+        if self._capped:
             return notes
-        relation, order = self.neighboring_relation, self._max_order
-        other = Theorem3Accountant(relation, order, split, rate, capped=True)
-        least = other.epsilon_after(self._spent.event, delta, self._spent.count)
-        mine = conversion.epsilon_from_rdp(self._orders, self.rdp, delta)[0]
-        if not least < 0.99 * mine:
+        other = Theorem3Accountant(self.neighboring_relation, self._max_order, capped=True)
+        least = other._epsilon(self._counts, delta)
+        if not least < 0.99 * self._epsilon(self._counts, delta):
             return notes
         text = f"Theorem 1 with all n users, which bounds every check-in rate, gives {least:.4g}"
         return f"{notes}; {text}" if notes else text
@@ -226,7 +161,7 @@ class Theorem3Accountant(RdpShuffleAccountant):
     @staticmethod
     def log_moments(event: Shuffled, sigma: float, max_order: int, *options: Any) -> FloatArray:
         """See `RdpShuffleAccountant.log_moments`."""
-        *form, capped = options
+        (capped,) = options
         users, rate = event.users, event.chance
         exact = CheckInRdpAccountant.log_moments(event, sigma, max_order)
         if rate == 1.0:
@@ -235,8 +170,7 @@ class Theorem3Accountant(RdpShuffleAccountant):
             reports = event.participation.reports
             bound = rdp_bounds.subsampled_shuffled_gaussian(rate, reports, sigma, max_order)
         else:
-            arguments = (users, rate, sigma, max_order)
-            bound = theorem3.shuffled_check_in_gaussian(*arguments, *form)
+            bound = theorem3.shuffled_check_in_gaussian(users, rate, sigma, max_order)
         if capped:
             bound = np.minimum(bound, rdp_bounds.shuffled_gaussian(users, sigma, max_order))
         floored: FloatArray = np.maximum(bound, exact)

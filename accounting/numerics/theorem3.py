@@ -8,61 +8,22 @@ Everything rests on two facts. The first term rises with m. The second falls, an
 is a polynomial in 1/m with non-negative coefficients, because all cumulants of Y are positive: so
 it is convex, a value at any m costs one sum, and a bisection on the slope finds the minimum.
 
-Given k reports one user is among them with probability k/n, not γ. The printed theorem uses γ
-(`rate="nominal"`); where nγ < 1 that can fall below the true divergence, so `Theorem3Accountant`
-never uses it without a floor.
-`rate="conditional"` uses k/n and is sound for every parameter.
+Given k reports one user is among them with probability k/n, not γ. The printed theorem uses γ;
+where nγ < 1 that can fall below the true divergence, so `Theorem3Accountant` never uses it without
+a floor.
 """
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from accounting.numerics import FloatArray, moments
 from accounting.numerics import renyi as rdp_bounds
 
-Split = Literal["chernoff", "binomial"]
-Rate = Literal["nominal", "conditional"]
 _Index = NDArray[np.int64]
 _TailFunction = Callable[[_Index], FloatArray]
-
-_TAIL_ROUND_UP = 1e-9  # relative; covers the incomplete beta function's own error
-_SMALLEST_EXACT_TAIL = 1e-250
-# How far above the mean the conditional form may cut, in standard deviations; the best is taken.
-_UPPER_CUTS = (2.0, 4.0, 6.0, 9.0, 13.0, 20.0, 40.0)
-
-
-def log_binomial_tails(k: NDArray[np.int64], n: int, p: float) -> tuple[FloatArray, FloatArray]:
-    """Returns upper bounds of `log P[K <= k]` and `log P[K > k]`, `K ~ Bin(n, p)`.
-
-    Exact (rounded up by 1e-9) where the probability is above 1e-250; below that the bound
-    `exp(-n KL(k/n || p))` of Chernoff and Hoeffding, which never underflows.
-
-    Args:
-        k: Counts in 0..n.
-        n: Number of trials.
-        p: Success probability in (0, 1].
-    """
-    count = k.astype(np.float64)
-    with np.errstate(divide="ignore"):
-        lower = np.where(k >= n, 1.0, special.betainc(np.maximum(n - count, 0.5), count + 1, 1 - p))
-        upper = np.where(k >= n, 0.0, special.betainc(count + 1, np.maximum(n - count, 0.5), p))
-        log_lower, log_upper = np.log(lower), np.log(upper)
-    log_lower = np.where(lower > _SMALLEST_EXACT_TAIL, log_lower, _chernoff_kl(count, n, p))
-    above = np.where(k >= n, -np.inf, _chernoff_kl(np.minimum(count + 1, n), n, p))
-    log_upper = np.where(upper > _SMALLEST_EXACT_TAIL, log_upper, above)
-    return np.minimum(log_lower + _TAIL_ROUND_UP, 0.0), np.minimum(log_upper + _TAIL_ROUND_UP, 0.0)
-
-
-def _chernoff_kl(count: FloatArray, n: int, p: float) -> FloatArray:
-    """`-n KL(count/n || p)`: bounds either tail that starts at `count` on its side of the mean."""
-    divergence = special.rel_entr(count, n * p) + special.rel_entr(n - count, n * (1.0 - p))
-    result: FloatArray = np.minimum(-divergence, 0.0)
-    return result
 
 
 def _log_chernoff(m: _Index, mean: float) -> FloatArray:
@@ -145,8 +106,8 @@ def _minimise(
     """The least `log(e^{first} tail(m) + h(m))` per order over every integer m in 1..top.
 
     The tail is convex up to `convex_top`, and h on either side of q: bisection on the sign of the
-    forward difference is exact there. Past `convex_top` (the last standard deviation, Chernoff
-    only) the terms' own ends bound the sum from below; if that does not settle it, enumerate.
+    forward difference is exact there. Past `convex_top` (the last standard deviation) the terms'
+    own ends bound the sum from below; if that does not settle it, enumerate.
     """
     orders = first.size
 
@@ -184,12 +145,7 @@ def _minimise(
 
 
 def shuffled_check_in_gaussian(
-    users: int,
-    check_in_rate: float,
-    sigma: float,
-    max_order: int,
-    split: Split = "chernoff",
-    rate: Rate = "nominal",
+    users: int, check_in_rate: float, sigma: float, max_order: int
 ) -> FloatArray:
     """Theorem 3, minimised over every split m = 1..⌊nγ⌋+1 separately for each order.
 
@@ -198,61 +154,18 @@ def shuffled_check_in_gaussian(
         check_in_rate: γ in (0, 1].
         sigma: Noise standard deviation over the sensitivity; 0 gives infinite bounds.
         max_order: Highest order, at least 2.
-        split: "chernoff" as printed, or "binomial" for the exact tail P[K <= m-1].
-        rate: "nominal" as printed; "conditional" bounds the rate by M/n for m <= K <= M and adds
-            `P[K > M] e^{(λ-1) ε_SSG(1, M+1)}`, the least over several M. Under "conditional" that
-            upper tail is the binomial one whatever the split.
 
     Returns:
         Log-moments, shape (max_order + 1,), rounded up.
-
-    Raises:
-        ValueError: An unknown split or rate.
     """
-    if split not in ("chernoff", "binomial"):
-        raise ValueError(f"split must be 'chernoff' or 'binomial', got {split!r}")
-    if rate not in ("nominal", "conditional"):
-        raise ValueError(f"rate must be 'nominal' or 'conditional', got {rate!r}")
     if not moments.is_representable(sigma, max_order):
         return np.concatenate([np.zeros(2), np.full(max_order - 1, np.inf)])
     mean = users * check_in_rate
     top = min(math.floor(mean) + 1, users)
-    convex_top = top
-    if split == "chernoff":
-        convex_top = min(top, max(math.floor(mean + 1.0 - math.sqrt(mean)), 0))
-
-    def tail(m: _Index) -> FloatArray:
-        chernoff = _log_chernoff(m, mean)
-        if split == "chernoff":
-            return chernoff
-        return np.minimum(log_binomial_tails(m - 1, users, check_in_rate)[0], chernoff)
-
+    convex_top = min(top, max(math.floor(mean + 1.0 - math.sqrt(mean)), 0))
     table = _moment_table(sigma, max_order)
     log_q = float(moments.log_cumulants(sigma, max_order)[2])
-    nominal = _SecondTerm(check_in_rate, table, log_q)
-    first = np.logaddexp(0.0, nominal.value(np.ones(max_order - 1, dtype=np.int64)))
-    if rate == "nominal":
-        excess = _minimise(first, tail, nominal, top, convex_top)
-    else:
-        excess = np.full(max_order - 1, np.inf)
-        everyone = _SecondTerm(1.0, table, log_q)
-        for last in _upper_cuts(users, check_in_rate):
-            second = _SecondTerm(last / users, table, log_q)
-            found = _minimise(first, tail, second, min(top, last), min(convex_top, last))
-            above = _above_cut(last, users, check_in_rate, everyone)
-            excess = np.minimum(excess, np.logaddexp(found, above))
+    second = _SecondTerm(check_in_rate, table, log_q)
+    first = np.logaddexp(0.0, second.value(np.ones(max_order - 1, dtype=np.int64)))
+    excess = _minimise(first, lambda m: _log_chernoff(m, mean), second, top, convex_top)
     return moments.round_up(np.concatenate([np.zeros(2), np.logaddexp(0.0, excess)]))
-
-
-def _above_cut(last: int, users: int, check_in_rate: float, everyone: _SecondTerm) -> FloatArray:
-    """`log P[K > M] e^{(λ-1) ε_SSG(1, M+1)}`, nothing if M is everyone."""
-    m = np.full(everyone.max_order - 1, min(last + 1, users), dtype=np.int64)
-    chance = log_binomial_tails(np.array([last]), users, check_in_rate)[1]
-    result: FloatArray = chance + np.logaddexp(0.0, everyone.value(m))
-    return result
-
-
-def _upper_cuts(users: int, check_in_rate: float) -> list[int]:
-    mean = users * check_in_rate
-    spread = math.sqrt(mean * (1.0 - check_in_rate)) + 1.0
-    return sorted({min(users, math.ceil(mean + cut * spread)) for cut in _UPPER_CUTS} | {users})

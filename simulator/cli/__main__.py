@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -79,7 +78,7 @@ def _run(config: str | None, overrides: list[str], runs: Path, resume: Path | No
     from rich.console import Console
     from torch import OutOfMemoryError
 
-    from accounting import LedgerError, OrderRangeWarning
+    from accounting import LedgerError
     from server import CheckpointError, RoundFailed
     from shuffler import ShufflerError
     from simulator.config import ConfigError, load
@@ -87,8 +86,6 @@ def _run(config: str | None, overrides: list[str], runs: Path, resume: Path | No
     from simulator.records import MetricsError
     from simulator.run import resume_run, run
 
-    # The closing table carries these; here they would cut through the progress bar.
-    warnings.simplefilter("ignore", OrderRangeWarning)
     ends_early = (
         CheckpointError,
         EngineFailed,

@@ -1,4 +1,4 @@
-"""Theorem 3 and the direct sum of Eq. 17."""
+"""Theorem 3, as it is printed."""
 
 import math
 
@@ -9,7 +9,6 @@ from accounting_oracles import moment, theorem3
 from dp_accounting.rdp import compute_epsilon
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from accounting.numerics import renyi as rdp_bounds
 from accounting.numerics import theorem3 as t3
@@ -39,7 +38,7 @@ def test_equals_the_printed_formula_at_every_split_in_50_digits(users, rate, sig
         assert truth <= mp.mpf(float(got[order])) <= truth * (1 + mp.mpf(2e-10))
 
 
-def every_split(users, rate, sigma, max_order, split):
+def every_split(users, rate, sigma, max_order):
     """Brute force over all m, with the moments of each m from the direct recurrence."""
     mean = users * rate
     m = np.arange(1, min(math.floor(mean) + 1, users) + 1)
@@ -48,24 +47,16 @@ def every_split(users, rate, sigma, max_order, split):
     )
     first = np.logaddexp(0.0, second[:, 0])
     tail = -0.5 * mean * np.maximum(1 - (m - 1) / mean, 0) ** 2
-    if split == "binomial":
-        tail = np.minimum(tail, stats.binom.logcdf(m - 1, users, rate))
     return np.logaddexp(0.0, np.min(np.logaddexp(first[:, None] + tail, second), axis=1))
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    users=st.integers(1, 3000),
-    rate=st.floats(1e-3, 1.0),
-    sigma=st.floats(0.2, 30.0),
-    split=st.sampled_from(["chernoff", "binomial"]),
-)
-def test_the_split_found_is_the_best_of_all(users, rate, sigma, split):
-    got = t3.shuffled_check_in_gaussian(users, rate, sigma, 40, split=split)[2:]
-    brute = every_split(users, rate, sigma, 40, split)[2:]
-    # Below e^-575 the binomial tail is bounded, not computed: hence a looser upper limit there.
+@given(users=st.integers(1, 3000), rate=st.floats(1e-3, 1.0), sigma=st.floats(0.2, 30.0))
+def test_the_split_found_is_the_best_of_all(users, rate, sigma):
+    got = t3.shuffled_check_in_gaussian(users, rate, sigma, 40)[2:]
+    brute = every_split(users, rate, sigma, 40)[2:]
     assert np.all(got >= brute * (1 - 1e-12))
-    assert np.all(got <= brute * (1 + (1e-8 if split == "binomial" else 3e-10)))
+    assert np.all(got <= brute * (1 + 3e-10))
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,9 +64,8 @@ def test_the_split_found_is_the_best_of_all(users, rate, sigma, split):
 def test_as_printed_is_never_below_the_exact_value_if_a_report_is_expected(users, rate, sigma):
     assume(users * rate >= 1.0)
     exact = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, 60)
-    for split in ("chernoff", "binomial"):
-        printed = t3.shuffled_check_in_gaussian(users, rate, sigma, 60, split=split)
-        assert np.all(printed * (1 + 1e-9) >= exact)
+    printed = t3.shuffled_check_in_gaussian(users, rate, sigma, 60)
+    assert np.all(printed * (1 + 1e-9) >= exact)
 
 
 def test_as_printed_falls_below_the_true_divergence_if_hardly_anyone_checks_in():
@@ -88,41 +78,6 @@ def test_as_printed_falls_below_the_true_divergence_if_hardly_anyone_checks_in()
     assert printed < 0.1 * exact  # high ones are not
 
 
-@settings(max_examples=40, deadline=None)
-@given(**PARAMETERS)
-def test_the_conditional_rate_is_sound_everywhere(users, rate, sigma):
-    exact = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, 30)
-    bound = t3.shuffled_check_in_gaussian(users, rate, sigma, 30, rate="conditional")
-    assert np.all(bound * (1 + 1e-9) >= exact)
-
-
-@settings(max_examples=40, deadline=None)
-@given(**PARAMETERS)
-def test_the_binomial_tail_is_never_worse_than_chernoff(users, rate, sigma):
-    chernoff = t3.shuffled_check_in_gaussian(users, rate, sigma, 40)
-    binomial = t3.shuffled_check_in_gaussian(users, rate, sigma, 40, split="binomial")
-    assert np.all(binomial <= chernoff)
-
-
-@settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 10**6), p=st.floats(1e-4, 0.999), at=st.floats(0, 1))
-def test_binomial_tails_are_bounds_and_tight_where_representable(n, p, at):
-    k = np.array([int(at * n)])
-    lower, upper = t3.log_binomial_tails(k, n, p)
-    for got, truth in ((lower, stats.binom.logcdf(k, n, p)), (upper, stats.binom.logsf(k, n, p))):
-        if truth[0] > -700:  # scipy's own is the logarithm of a subnormal number beyond
-            assert got[0] >= truth[0] - 1e-9 * abs(truth[0]) - 1e-12
-        if truth[0] > -500:
-            assert got[0] == pytest.approx(truth[0], abs=1e-6)
-
-
-def test_far_binomial_tails_do_not_underflow():
-    lower, upper = t3.log_binomial_tails(np.array([0, 9999]), 10_000, 0.9)
-    assert lower[0] == pytest.approx(10_000 * math.log(0.1))
-    assert np.all(np.isfinite(lower))
-    assert upper[1] == pytest.approx(10_000 * math.log(0.9), abs=1e-6)
-
-
 def test_a_hundred_million_expected_reports_are_no_harder():
     result = t3.shuffled_check_in_gaussian(10**9, 0.1, 1.0, 256)
     assert np.all(np.isfinite(result))
@@ -130,9 +85,3 @@ def test_a_hundred_million_expected_reports_are_no_harder():
 
 def test_no_noise_is_infinite():
     assert np.all(t3.shuffled_check_in_gaussian(10, 0.5, 0.0, 5)[2:] == np.inf)
-
-
-@pytest.mark.parametrize("wrong", [{"split": "bernstein"}, {"rate": "printed"}])
-def test_unknown_forms_are_refused(wrong):
-    with pytest.raises(ValueError, match="must be"):
-        t3.shuffled_check_in_gaussian(10, 0.5, 1.0, 5, **wrong)
