@@ -221,10 +221,9 @@ def _mistake(dataset: Any) -> str | None:
                 f"{int(labels.min())} to {int(labels.max())}"
             )
     try:
-        finite = dataset.inputs(dataset.train_features[:1]).isfinite().all()
-        fits = dataset.inputs(dataset.train_features[:1]).shape[1:] == dataset.input_shape
-    except (TypeError, ValueError, RuntimeError) as error:
+        inputs = dataset.inputs(dataset.train_features[:1])
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         return f"cannot be normalised by its scale, mean and std: {one_line(error)}"
-    if not (finite and fits):
+    if not (inputs.isfinite().all() and inputs.shape[1:] == dataset.input_shape):
         return "must give finite records of the same shape, normalised by its scale, mean and std"
     return None
