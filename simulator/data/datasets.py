@@ -204,7 +204,7 @@ def _mistake(dataset: Any) -> str | None:
             if getattr(tensor, "dtype", None) not in dtypes or tensor.device.type != "cpu":
                 allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 got = getattr(tensor, "dtype", type(tensor).__name__)
-                return f"must have {name} that are a {allowed} tensor on the CPU, got {got}"
+                return f"must have {name} as a tensor of {allowed} on the CPU, got {got}"
         if features.dim() < 2 or features.shape[1:] != dataset.input_shape:
             return (
                 "must have features of shape (records, ...), alike in training and test, got "
