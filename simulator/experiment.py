@@ -30,14 +30,12 @@ class Experiment:
         plan: the privacy plan.
         halting_round: rounds the budget allows under the plan's accountant, at least 1.
         parameters: number of model parameters d.
-        crowds: how many users report to each shuffler.
     """
 
     config: Config
     plan: PrivacyPlan
     halting_round: int
     parameters: int
-    crowds: tuple[int, ...]
 
     @property
     def seed(self) -> int | None:
@@ -52,14 +50,20 @@ class Experiment:
     @property
     def shuffler_of(self) -> functools.partial:
         """Says to which shuffler, from 0, each of some users reports: that of their node."""
-        return functools.partial(
-            _shuffler_of, self.config.simulation.nodes, self.config.shuffler.number
-        )
+        nodes, shufflers = self.config.simulation.nodes, self.config.shuffler.number
+        return functools.partial(_shuffler_of, nodes, shufflers)
+
+    @property
+    def crowds(self) -> tuple[int, ...]:
+        """How many users report to each shuffler."""
+        return _crowds(self.config)
 
     @property
     def make_model(self) -> functools.partial:
         """Builds the initial model; picklable."""
-        return _make_model(self.config, self.dataset)
+        model, dataset = self.config.model, self.dataset
+        about = dataset.input_shape, dataset.classes, _data_seed(self.config), model.options
+        return functools.partial(build_model, model.name, *about)
 
     @property
     def load_users(self) -> functools.partial:
@@ -82,7 +86,13 @@ class Experiment:
     @property
     def local_training(self) -> LocalTraining:
         """The clients' side of training."""
-        return _local_training(self.config)
+        training = self.config.training
+        return LocalTraining(
+            training.algorithm,
+            training.local_epochs,
+            training.local_learning_rate,
+            training.local_batch_size,
+        )
 
     @property
     def aggregator(self) -> type[Aggregator]:
@@ -109,9 +119,9 @@ def prepare(config: Config) -> Experiment:
         records_per_user(len(dataset.train_labels), plan.users, config.data.partition)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    model = _make_model(config, dataset)()
-    _try_training(model, dataset, config)
-    parameters = sum(p.numel() for p in model.parameters())
+    experiment = Experiment(config, plan, halting_round=0, parameters=0)
+    model = experiment.make_model()
+    _try_training(model, experiment)
     if not plan.mechanism.unit * 2**15 < _LARGEST_FLOAT32:
         raise ConfigError(
             "privacy.clip_norm times the noise must fit float32 numbers, got "
@@ -124,7 +134,8 @@ def prepare(config: Config) -> Experiment:
             f"privacy.target_epsilon must be at least {one * 1.001:.4g}, the {plan.accountant} "
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
-    return Experiment(config, plan, halting_round, parameters, _crowds(config))
+    parameters = sum(p.numel() for p in model.parameters())
+    return replace(experiment, halting_round=halting_round, parameters=parameters)
 
 
 def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
@@ -150,30 +161,22 @@ def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
     return config.model_copy(update={"privacy": privacy}), with_noise(noise)
 
 
-def _try_training(model: torch.nn.Module, dataset: Dataset, config: Config) -> None:
+def _try_training(model: torch.nn.Module, experiment: Experiment) -> None:
     """Computes one update from one blank record.
 
     Raises:
         ConfigError: it fails.
     """
+    dataset = experiment.dataset
     blank = dataset.inputs(torch.zeros_like(dataset.train_features[:1]))
     label = torch.zeros(1, dtype=torch.int64)
     try:
-        local_update(model.train(), blank, label, _local_training(config), seed=0)
+        local_update(model.train(), blank, label, experiment.local_training, seed=0)
     except Exception as error:
         raise ConfigError(
-            f"model {config.model.name} could not be trained on one record: {one_line(error)}"
+            f"model {experiment.config.model.name} could not be trained on one record: "
+            f"{one_line(error)}"
         ) from error
-
-
-def _local_training(config: Config) -> LocalTraining:
-    training = config.training
-    return LocalTraining(
-        training.algorithm,
-        training.local_epochs,
-        training.local_learning_rate,
-        training.local_batch_size,
-    )
 
 
 def _resolve(config: Config, dataset: Dataset) -> Config:
@@ -216,14 +219,3 @@ def _crowds(config: Config) -> tuple[int, ...]:
 def _data_seed(config: Config) -> int:
     """Seed of the partition and the initial model, which no privacy rests on."""
     return 0 if config.seed == "system" else config.seed
-
-
-def _make_model(config: Config, dataset: Dataset) -> functools.partial:
-    return functools.partial(
-        build_model,
-        config.model.name,
-        dataset.input_shape,
-        dataset.classes,
-        _data_seed(config),
-        config.model.options,
-    )

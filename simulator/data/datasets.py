@@ -204,7 +204,7 @@ def _mistake(dataset: Any) -> str | None:
             if getattr(tensor, "dtype", None) not in dtypes or tensor.device.type != "cpu":
                 allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 got = getattr(tensor, "dtype", type(tensor).__name__)
-                return f"must have {name} that are a {allowed} tensor on the CPU, got {got}"
+                return f"must have {name} as a tensor of {allowed} on the CPU, got {got}"
         if features.dim() < 2 or features.shape[1:] != dataset.input_shape:
             return (
                 "must have features of shape (records, ...), alike in training and test, got "
@@ -221,10 +221,9 @@ def _mistake(dataset: Any) -> str | None:
                 f"{int(labels.min())} to {int(labels.max())}"
             )
     try:
-        finite = dataset.inputs(dataset.train_features[:1]).isfinite().all()
-        fits = dataset.inputs(dataset.train_features[:1]).shape[1:] == dataset.input_shape
-    except (TypeError, ValueError, RuntimeError) as error:
+        inputs = dataset.inputs(dataset.train_features[:1])
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         return f"cannot be normalised by its scale, mean and std: {one_line(error)}"
-    if not (finite and fits):
+    if not (inputs.isfinite().all() and inputs.shape[1:] == dataset.input_shape):
         return "must give finite records of the same shape, normalised by its scale, mean and std"
     return None

@@ -116,6 +116,7 @@ def test_a_shuffler_that_keeps_the_order_is_caught(shuffler_that_keeps_order):
     assert worlds.epsilon_lower_bound(likelihood_score(audited, "minus"), DELTA) <= claim
 
 
+@pytest.mark.slow
 def test_reports_hold_an_update_and_its_noise_and_the_mean_is_as_exact_as_stated(shuffler):
     audited = plan(users=40, noise=0.05, rounds=60, rate=0.8)
     audited = replace(audited, accountant="local", target_epsilon=1e300)

@@ -64,6 +64,7 @@ def test_both_engines_train_on_it_in_processes_of_their_own(place):
         torch.testing.assert_close(theirs[name], value, rtol=1e-3, atol=0.02)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_the_same_records_only(place):
     folder = finished(place, "runs", "simulation.engine=vectorised")
     before = model_of(folder)

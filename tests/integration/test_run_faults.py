@@ -152,6 +152,7 @@ def mistaken(folder, *overrides):
     return ["run", str(tiny_config(folder, 2)), "--runs", str(folder / "runs"), *settings]
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_the_command_itself_in_one_line(tmp_path):
     """After all imports, so that no library writes there either."""
     result = shufl(*mistaken(tmp_path, "simulation.cpus_per_node=1e6"))

@@ -55,7 +55,9 @@ def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
     assert rows["rdp"]["epsilon"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("accountant", ["theorem3", "rdp", "blanket", "local"])
+@pytest.mark.parametrize(
+    "accountant", ["theorem3", "rdp", pytest.param("blanket", marks=pytest.mark.slow), "local"]
+)
 def test_calibrated_noise_is_within_the_target_and_nearly_least(accountant):
     command = f"calibrate {SMALL} --blankets 99 --rounds 20 --target-epsilon 15 --json"
     found = json.loads(shufl(f"{command} --accountant {accountant}").stdout)

@@ -109,10 +109,13 @@ def test_a_readers_callable_is_a_dataset(monkeypatch):
     ("changes", "message"),
     [
         ({"train_features": torch.zeros(8, 3, dtype=torch.float64)}, "uint8 or float32 .*float64"),
-        ({"train_features": np.zeros((8, 3), np.float32)}, "train_features that are .*, got float"),
+        (
+            {"train_features": np.zeros((8, 3), np.float32)},
+            "train_features as a tensor of .*, got float",
+        ),
         ({"train_features": torch.zeros(8)}, "features of shape .records, ....* got .8,. and"),
         ({"test_features": torch.ones(2, 4)}, r"alike in training and test, got \(8, 3\) and"),
-        ({"train_labels": torch.zeros(8)}, "train_labels that are a int64 tensor .*, got torch.fl"),
+        ({"train_labels": torch.zeros(8)}, "train_labels as a tensor of int64 .*, got torch.fl"),
         ({"train_labels": torch.arange(7) % 2}, "one train label for each .*, got .7,. labels"),
         (
             {"train_features": torch.zeros(0, 3), "train_labels": torch.zeros(0).long()},

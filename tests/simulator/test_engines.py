@@ -1,0 +1,71 @@
+"""A new engine is a class and a line of the table: configuration, run and report use that."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from simulator.config import ConfigError, load
+
+SILENT = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from server import PlayedRound, Training
+from simulator.engines import ENGINES
+from simulator.section import Count, Section
+
+class SilentKeys(Section):
+    hush: Count = 1
+
+class SilentEngine:
+    keys, not_ignored = SilentKeys, ("hush",)
+    gradients, repeats_releases = "none", True
+
+    def __init__(self, experiment):
+        self.description = f"silent, hush {experiment.config.simulation.hush}"
+        self._users = experiment.plan.users
+
+    def run(self, training, observe, stop):
+        def play(round, model):
+            return PlayedRound("below-minimum", None, self._users, 0)
+
+        return Training(training).run(play, observe, stop.is_set)
+
+ENGINES["silent"] = SilentEngine
+
+from simulator.config import ConfigError, load
+from simulator.run import run
+
+run(
+    load("quickstart", ["simulation.engine=silent", "simulation.hush=3", "privacy.rounds=2"]),
+    Path(sys.argv[1]),
+    Console(),
+)
+try:
+    load("quickstart", ["simulation.hush=3"])
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_an_engine_in_the_table_can_be_configured_run_and_reported(tmp_path):
+    command = [sys.executable, "-c", SILENT, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "engine   silent, hush 3\n" in result.stdout
+    assert "simulation.hush must be 1 for engine flower, got 3" in result.stdout
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["engine"], summary["gradients"]) == ("silent", "none")
+    assert (summary["rounds"], summary["stopped_by"]) == (2, "rounds")
+    assert "hush = 3" in (folder / "config.toml").read_text()
+
+
+def test_keys_of_all_engines_are_known_and_those_of_none_are_named():
+    settings = ["simulation.nodes=3", "simulation.workers=2", "simulation.engine=vectorised"]
+    simulation = load("quickstart", settings).simulation
+    assert (simulation.nodes, simulation.workers) == (3, 2)
+    with pytest.raises(ConfigError, match=r"unknown key simulation.worker; did you mean workers\?"):
+        load("quickstart", ["simulation.worker=2"])
