@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test lint bench proto mnist clean
+.PHONY: run test check lint bench proto mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
 test: .venv/ready lint
 	$(BIN)/pytest -n 2 --dist loadfile
+
+check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -67,6 +67,7 @@ def test_the_readme_is_a_page():
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.slow
 @each_page
 def test_python_examples_print_what_they_say(page):
     for example in re.findall(r"^```python\n(.*?)^```", text_of(page), re.S | re.M):

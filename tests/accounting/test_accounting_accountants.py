@@ -289,6 +289,7 @@ def test_no_noise_is_not_private(name):
         assert accountant.get_delta(10.0) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_dp_accountings_calibration_finds_the_noise(name):
     small = (

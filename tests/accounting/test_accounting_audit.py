@@ -27,6 +27,8 @@ from accounting.audit.placements import (
     make_placement,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def placement_by_hand(others, adjacency):
     """User 1 holds e₁, and under D′ -e₁ or 0."""

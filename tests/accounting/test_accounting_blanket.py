@@ -16,6 +16,8 @@ import accounting
 from accounting.accountants.blanket import BlanketAccountant, divergence_of
 from accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
+pytestmark = pytest.mark.slow
+
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 PAIRS = {opposite: (1.0, -1.0), against_zero: (1.0, 0.0), zero_against: (0.0, 1.0)}
 

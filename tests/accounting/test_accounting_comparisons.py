@@ -57,6 +57,7 @@ def test_who_knows_more_learns_more(n, k, local):
     assert np.all(weak[matter] <= strong[matter] * 1.1)
 
 
+@pytest.mark.slow
 def test_large_groups_agree_with_monte_carlo():
     n, k, local = 2000, 4, 2.0
     share = blanket_share(k, local)

@@ -20,6 +20,8 @@ import accounting
 from accounting.accountants.crowd import CrowdAccountant, crowd_of
 from accounting.numerics.worst_pairs import pairs_of
 
+pytestmark = pytest.mark.slow
+
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 
 

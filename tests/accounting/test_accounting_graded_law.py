@@ -12,6 +12,8 @@ from accounting.accountants.pld import _report
 from accounting.numerics.graded_law import law_of_sum
 from accounting.numerics.summand import Summand
 
+pytestmark = pytest.mark.slow
+
 POINTS = 60
 
 

@@ -15,6 +15,8 @@ from accounting.numerics.jump_sum import positive_part
 from accounting.numerics.summand import Summand
 from accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
+pytestmark = pytest.mark.slow
+
 PAIRS = [opposite, against_zero, zero_against]
 
 

@@ -240,6 +240,7 @@ KILLED = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_kill_9_while_appending_loses_no_acknowledged_round(path, tmp_path):
     acknowledged = tmp_path / "acknowledged"
     acknowledged.touch()

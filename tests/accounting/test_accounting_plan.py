@@ -49,7 +49,7 @@ GOOD = {
         ({"shuffler_blankets": "5"}, "shuffler_blankets must be a number"),
         ({"accountant": "magic"}, "accountant must be 'theorem3' or 'rdp' or 'pld'"),
         ({"accountant": 3}, "accountant must be"),
-        ({"chek_in_rate": 0.1, "users": 0}, "unknown key chek_in_rate; allowed: users, check_in"),
+        ({"chek_in_rate": 0.1, "users": 0}, "unknown key chek_in_rate; did you mean check_in_"),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_in_one_line(change, message):

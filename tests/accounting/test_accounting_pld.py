@@ -16,6 +16,8 @@ from accounting.accountants.pld import PldAccountant, round_profile
 from accounting.numerics.gaussian import log_gaussian_delta
 from accounting.numerics.lower_profile import LowerProfile
 
+pytestmark = pytest.mark.slow
+
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 CHECK_IN = check_in
 EVERYONE = everyone

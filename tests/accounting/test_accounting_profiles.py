@@ -17,6 +17,8 @@ from accounting.accountants import profile as profiles
 from accounting.numerics import composition, loss_pmf
 from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
 
+pytestmark = pytest.mark.slow
+
 ZERO_OUT = NeighboringRelation.REPLACE_SPECIAL
 
 

@@ -11,6 +11,8 @@ import pytest
 from accounting_oracles import moment
 from accounting_oracles import partitions as partitions_of
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "accounting_speed.py"
 
 

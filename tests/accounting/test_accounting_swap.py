@@ -16,6 +16,8 @@ from accounting.numerics.jump_sum import positive_parts
 from accounting.numerics.swap_bound import _WORST, SwapBound
 from accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
+pytestmark = pytest.mark.slow
+
 # User 1's two records on a line, in the unit ball.
 PAIRS = {opposite: (1.0, -1.0), against_zero: (1.0, 0.0), zero_against: (0.0, 1.0)}
 DIRECTIONS = {"replace": (opposite, opposite), "zero-out": (against_zero, zero_against)}

@@ -132,6 +132,7 @@ def test_reports_hold_an_update_and_its_noise_and_the_mean_is_as_exact_as_stated
     assert np.mean(errors, axis=0) == pytest.approx(0.0, abs=5 * expected / np.sqrt(60))
 
 
+@pytest.mark.slow
 def test_rounds_with_check_in_and_zero_out_stay_below_every_pairs_claim(shuffler):
     audited = plan(users=2, noise=0.6, rounds=80, adjacency="zero-out", rate=0.6)
     worlds = run_canary(audited, "minus", shuffler, seed=3)

@@ -105,6 +105,7 @@ def test_with_the_systems_entropy_every_draw_is_spent_once(tmp_path):
     assert [entry.round for entry in entries] == list(range(1, ROUNDS + 1))
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumed_stays_as_it_is(five, tmp_path):
     folder = shutil.copytree(five, tmp_path / "five")
     kept = ("ledger.jsonl", "metrics.jsonl", "summary.json")

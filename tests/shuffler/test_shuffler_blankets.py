@@ -183,6 +183,7 @@ def test_killed_at_ten_moments_of_a_round_it_never_draws_a_second_number(
     assert len({opener.open(sealed) for sealed in batch}) == len(batch)
 
 
+@pytest.mark.slow
 def test_killed_between_closing_and_the_release_the_number_stays(
     start: Callable[..., World], tmp_path: Path
 ):

@@ -67,6 +67,7 @@ def test_pauses_near_the_idle_limit_lose_and_repeat_nothing(start: Callable[...,
     assert len(set(world.control.release("run", 1))) == 800
 
 
+@pytest.mark.slow
 def test_a_shuffler_that_ends_during_a_pause_is_noticed_with_the_next_report(
     start: Callable[..., World], tmp_path: Path
 ):
@@ -105,6 +106,7 @@ def once_free(submit: Callable[[], list[Verdict]]) -> list[Verdict]:
             assert busy.reason is Refusal.BUSY
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_take_its_answers_is_ended_and_keeps_only_itself_out(
     start: Callable[..., World],
 ):
@@ -213,6 +215,7 @@ def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(start, rel
         list(intake.submit(header, [(0, bytes(8 * PIECE_BYTES))]))
 
 
+@pytest.mark.slow
 def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(start, relay):
     """Its connection stays open, and nothing passes: a process in between is stopped."""
     address = f"127.0.0.1:{free_port()}"

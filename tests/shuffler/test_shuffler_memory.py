@@ -17,6 +17,8 @@ from shuffler import IntakeClient, Outcome, Verdict
 from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
 from shuffler.wire.channel import PIECE_BYTES
 
+pytestmark = pytest.mark.slow
+
 LIMIT_MB = 300
 
 

@@ -82,6 +82,7 @@ def test_a_report_opens_once_also_among_others(keys):
         assert rejected.value.reason is RejectReason.REPLAYED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUITES)
 def test_a_dropped_private_key_is_nowhere_in_memory(name):
     """In a process of its own: the key is found while it is held, and not afterwards."""

@@ -38,6 +38,7 @@ def disk_holds(directory: Path, needle: bytes) -> bool:
     return any(needle in path.read_bytes() for path in directory.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_no_plaintext_reaches_the_shuffler_and_nothing_stays_after_a_release(
     start: Callable[..., World], tmp_path: Path
 ):
@@ -73,6 +74,7 @@ def test_no_plaintext_reaches_the_shuffler_and_nothing_stays_after_a_release(
     assert all(json.loads(line)["event"] for line in text.splitlines())
 
 
+@pytest.mark.slow
 def test_the_log_of_two_rounds_of_different_size_is_the_same(
     start: Callable[..., World], tmp_path: Path
 ):

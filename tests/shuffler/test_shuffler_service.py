@@ -336,6 +336,7 @@ def _submit_one(intake: IntakeClient, header: RoundHeader, user: int, answers) -
     answers.put(list(intake.submit(header, [(user, bytes(sealed_length(PAYLOAD_BYTES)))])))
 
 
+@pytest.mark.slow
 def test_a_client_made_before_a_fork_or_pickled_connects_where_it_is_used(shared: World):
     header = shared.begin("forked")
     intake = IntakeClient(shared.process.address, shared.process.submit)  # has no channel yet

@@ -73,6 +73,7 @@ def start(spool: Path, files: int | None = None) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_too_few_open_files_stop_the_start_and_no_batch_is_lost(spool: Path):
     before = contents(spool)
     refused = start(spool, files=20)

@@ -35,6 +35,7 @@ def test_the_papers_setting_by_every_accountant():
     assert epsilons["blanket"] is None  # no --blankets
 
 
+@pytest.mark.slow
 def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
     plan = make_plan(
         users=500,
@@ -125,6 +126,7 @@ def test_a_billion_rounds_are_priced(plan):
         assert rows[name]["lower_bound"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [0, 3])
 def test_a_run_folder_is_not_priced_by_who_does_not_price_its_rounds(
     tmp_path, rounds, fixed_size_only
@@ -231,6 +233,7 @@ def test_what_was_left_out_is_what_the_table_names():
     assert shown.exit_code == 0 and "blankets for ε ≤ 2" in shown.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["account", "calibrate --target-epsilon 20"])
 def test_a_delta_not_far_below_the_chance_to_take_part_is_warned_of(command):
     command = f"{command} --n 1000 --gamma 0.001 --rounds 5"  # the chance is 0.005

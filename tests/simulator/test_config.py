@@ -95,6 +95,7 @@ def test_an_accountant_left_out_is_theorem3(tmp_path):
     assert load(str(path)) == experiment.config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["local", "theorem3"])
 def test_noise_left_out_is_calibrated_under_the_accountant(tmp_path, accountant):
     path = tmp_path / "run.toml"

@@ -14,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from server import PlayedRound, Training
 from simulator.engines import ENGINES
-from simulator.section import Count, Section
+from accounting.validation import Count
+from simulator.section import Section
 
 class SilentKeys(Section):
     hush: Count = 1
@@ -50,6 +51,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.slow
 def test_an_engine_in_the_table_can_be_configured_run_and_reported(tmp_path):
     command = [sys.executable, "-c", SILENT, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

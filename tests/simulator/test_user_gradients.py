@@ -21,6 +21,8 @@ from simulator.engines.user_gradients import (
 )
 from simulator.models import logistic_regression, mlp, small_cnn
 
+pytestmark = pytest.mark.slow
+
 GRADIENT = LocalTraining()
 METHODS = ["book-keeping", "vmap"]
 PRECISIONS = ["float32", "bfloat16"]

@@ -189,6 +189,7 @@ def test_memory_that_runs_out_is_one_line(tmp_path):
     assert result.stderr == "error: CUDA out of memory. Tried to allocate 9 GiB.\n"
 
 
+@pytest.mark.slow
 def test_a_run_reports_who_does_not_price_its_rounds(tmp_path, fixed_size_only):
     folder = run_folder(tmp_path)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -201,6 +202,7 @@ def test_a_run_reports_who_does_not_price_its_rounds(tmp_path, fixed_size_only):
     assert (folder / "accuracy_epsilon.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["5", "system"])
 @pytest.mark.parametrize("noise", ["report", "aggregate"])
 def test_the_noise_of_the_sum_has_variance_k_times_that_of_a_report(seed, noise):
@@ -249,6 +251,7 @@ def test_only_users_who_checked_in_are_touched(monkeypatch):
     assert sorted(seen) == checked_in(3).tolist()
 
 
+@pytest.mark.slow
 def test_rounds_without_check_ins_are_spent_and_leave_the_model(tmp_path):
     folder = run_folder(tmp_path, "privacy.check_in_rate=1e-7")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
