@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import dp_accounting
-from dp_accounting import NeighboringRelation, dp_event
+from dp_accounting import DpEvent, NeighboringRelation, dp_event
 
 from accounting import adjacency
 from accounting.events import CheckIn, FixedSize, Shuffled
@@ -49,7 +49,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         super().__init__(neighboring_relation)
         self._counts: dict[Shuffled, int] = {}  # how often each round took place
 
-    def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
+    def _maybe_compose(self, event: DpEvent, count: int, do_compose: bool) -> Any:
         leaves = list(_leaves_of(event, count))
         for leaf, _ in leaves:
             if (refusal := self._refusal(leaf)) is not None:
@@ -65,7 +65,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
                 counts[event] = counts.get(event, 0) + count
         return counts
 
-    def _refusal(self, event: Any) -> str | None:
+    def _refusal(self, event: DpEvent) -> str | None:
         """Returns one line if this accountant does not price `event`, which is not a nested one."""
         if (
             isinstance(event, Shuffled)
@@ -114,7 +114,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
             raise ValueError(f"epsilon must be at least 0, got {target_epsilon}")
         return self._delta(self._counts, target_epsilon)
 
-    def epsilon_after(self, event: Any, delta: float, count: int = 1) -> float:
+    def epsilon_after(self, event: DpEvent, delta: float, count: int = 1) -> float:
         """Returns ε at `delta` if `event` took place `count` more times; composes nothing.
 
         Raises:
@@ -146,7 +146,7 @@ def _checked_delta(delta: float) -> float:
     return delta
 
 
-def _leaves_of(event: Any, count: int) -> Iterator[tuple[Any, int]]:
+def _leaves_of(event: DpEvent, count: int) -> Iterator[tuple[Shuffled, int]]:
     """Yields the rounds in an event that release something, with how often each took place."""
     if isinstance(event, dp_event.SelfComposedDpEvent):
         yield from _leaves_of(event.event, count * event.count)
@@ -159,5 +159,5 @@ def _leaves_of(event: Any, count: int) -> Iterator[tuple[Any, int]]:
         yield event, count
 
 
-def _is_silent(event: Any) -> bool:
+def _is_silent(event: DpEvent) -> bool:
     return isinstance(event, Shuffled) and event.participation == FixedSize(0)

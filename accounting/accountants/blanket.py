@@ -11,7 +11,8 @@ the pairs of `accounting.numerics.worst_pairs`.
 """
 
 import functools
-from typing import Any
+
+from dp_accounting import DpEvent
 
 from accounting.accountants.base import UNPROTECTED
 from accounting.accountants.profile import ProfileShuffleAccountant
@@ -43,7 +44,7 @@ class BlanketAccountant(ProfileShuffleAccountant):
     )
     participations = (CheckIn,)
 
-    def _refusal(self, event: Any) -> str | None:
+    def _refusal(self, event: DpEvent) -> str | None:
         if isinstance(event, Shuffled) and event != UNPROTECTED and event.blankets == 0.0:
             return "blanket prices rounds with shuffler blankets only"
         return super()._refusal(event)

@@ -7,6 +7,7 @@ the many draws of noise from a stream cipher that it keys afresh for every call.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 import os
@@ -165,8 +166,8 @@ class SystemRandomness:
     def number_of_blankets(self, round: int, expected: float) -> int:
         """By inversion of one uniform of 52 bits."""
         (uniform,) = _system_uniform(1).tolist()
-        most = most_blankets(expected)
-        return _least(lambda number: special.pdtr(number, expected) >= uniform, most)
+        numbers = range(most_blankets(expected))
+        return bisect.bisect_left(numbers, uniform, key=lambda it: special.pdtr(it, expected))
 
     def blanket_noise(self, round: int, blankets: np.ndarray, size: int) -> np.ndarray:
         """As `standard_normal`."""
@@ -187,7 +188,8 @@ def most_blankets(expected: float) -> int:
     if expected == 0:
         return 0
     beyond = math.ceil(expected + 20 * math.sqrt(expected) + 60)
-    return _least(lambda number: special.pdtrc(number, expected) < _NEVER, beyond)
+    numbers = range(beyond)
+    return bisect.bisect_left(numbers, True, key=lambda it: special.pdtrc(it, expected) < _NEVER)
 
 
 def seed_of_shuffler(seed: int | None, shuffler: int) -> int | None:
@@ -261,15 +263,6 @@ def _secret_words(size: int) -> np.ndarray:
     """
     stream = Cipher(algorithms.ChaCha20(os.urandom(32), bytes(16)), mode=None).encryptor()
     return np.frombuffer(stream.update(_ZEROS[: 8 * size]), dtype=np.uint64)
-
-
-def _least(holds: Callable[[int], bool], highest: int) -> int:
-    """The least number from 0 on that a property holds of, once true always true; or `highest`."""
-    low, high = 0, highest
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
 
 
 def _below(uniforms: Callable[[int], np.ndarray], size: int, bound: float) -> np.ndarray:
