@@ -3,7 +3,6 @@
 import json
 import os
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +74,7 @@ def test_a_server_that_asks_one_user_alone_stays_below_the_claim(shuffler):
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_shuffler_that_adds_none_or_half_is_caught(shuffler, share):
     rounds = 800 if share else 100
-    lying = replace(ALONE, rounds=rounds, shuffler_blankets=8.0 * share, accountant="local")
+    lying = ALONE.replace(rounds=rounds, shuffler_blankets=8.0 * share, accountant="local")
     assert shown(lying, shuffler) > claimed()
 
 
@@ -106,7 +105,7 @@ def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(shuffler_that_re
         seen.update(fresh)
         return max(-10.0, min(10.0, sum(fresh)))
 
-    plan = replace(ALONE, rounds=200)
+    plan = ALONE.replace(rounds=200)
     worlds = run_canary(plan, "absent", shuffler_that_repeats_blankets, seed=4)
     found = delta_lower_bound(*worlds.scores(first_seen), EPSILON, 0.99)
     assert found > claimed()
