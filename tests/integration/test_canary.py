@@ -120,12 +120,12 @@ def test_reports_hold_an_update_and_its_noise_and_the_mean_is_as_exact_as_stated
     audited = plan(users=40, noise=0.05, rounds=60, rate=0.8)
     audited = audited.replace(accountant="local", target_epsilon=1e300)
     rounds = list(canary_rounds(audited, "minus", "minus", shuffler, seed=4))
-    reports = np.concatenate([each.reports for each in rounds]) / audited.clip_norm
+    reports = np.concatenate([each.reports for each in rounds]) / audited.mechanism.clip_norm
     along, across = np.array([[-1.0, 1.0], [1.0, 1.0]]) @ reports.T / np.sqrt(2)
     for noise in (along + 1, across):
         assert stats.kstest(noise / 0.05, "norm").pvalue > 1e-4
     mean = np.array([1.0, -1.0]) / np.sqrt(2)
-    errors = [each.aggregate.estimate / audited.clip_norm - mean for each in rounds]
+    errors = [each.aggregate.estimate / audited.mechanism.clip_norm - mean for each in rounds]
     expected = mean_update_error(40, 0.8, 0.05, dimension=2)
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(expected, rel=0.35)
     assert np.mean(errors, axis=0) == pytest.approx(0.0, abs=5 * expected / np.sqrt(60))
