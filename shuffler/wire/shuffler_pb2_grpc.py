@@ -178,7 +178,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EndRun(self, request, context):
-        """Destroys all batches and the plan of a run. Its run_id can not be used again.
+        """Destroys all batches and the plan of a run. Its run_id cannot be used again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
