@@ -5,10 +5,11 @@ quite monotone, or the bracket is coarse, it can only err on the private side.
 """
 
 import bisect
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from accounting.events import Shuffled
 from accounting.registry import make_accountant
 
 _PRECISION = 1e-3  # relative, of continuous answers
-_ROUGH = 1e-2  # of blankets while their noise is searched
+_MOST_STEPS = 30
+_NEAR = 0.2  # of log ε: from there on the secant says where the target is
 _LARGEST_NOISE = 1e6
 _FIRST_STEP = 1.25  # of noise, squared from step to step, to 4
 # Less is never recommended, whatever ε says: where few rounds at a small γ leave a user's chance
@@ -117,10 +119,7 @@ def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) ->
 
 
 def least_blankets(
-    epsilon_at: Callable[[float], float],
-    target_epsilon: float,
-    guess: float = 1e3,
-    precision: float = _PRECISION,
+    epsilon_at: Callable[[float], float], target_epsilon: float, guess: float = 1e3
 ) -> float:
     """Returns the least expected blankets λ in [0.1, 10^7] with ε(λ) <= target.
 
@@ -128,7 +127,6 @@ def least_blankets(
         epsilon_at: ε as a function of λ.
         target_epsilon: The budget.
         guess: λ to start from.
-        precision: Of λ, relative.
 
     Raises:
         CalibrationError: Not even λ = 10^7 is enough.
@@ -152,7 +150,7 @@ def least_blankets(
         step = min(max((epsilon / target_epsilon) ** 2, 1e-2), 1e2)
         step = step * 1.04 if epsilon > target_epsilon else step / 1.04
         blankets = min(max(blankets * step, _LEAST_BLANKETS), _MOST_BLANKETS)
-    return _close_in(epsilon_at, target_epsilon, enough, few, precision)
+    return _close_in(epsilon_at, target_epsilon, enough, few)
 
 
 def least_error_blankets(
@@ -183,31 +181,55 @@ def least_error_blankets(
     noise = 1.0
     while True:
         try:
-            blankets = pairs.least(noise, 1e3)
+            blankets = pairs.about(noise, 1e3)
             break
         except CalibrationError:
             noise *= 2.0
             if noise > _MOST_NOISE_OF_BLANKETS:
                 raise
     noise, blankets = pairs.refined(*pairs.nearby(noise, blankets))
-    # The least λ to 1 % is known: it has been found that fewer do not reach the target.
-    fewer = max(blankets * math.exp(-_ROUGH), _LEAST_BLANKETS)
-    if fewer == blankets:
-        return noise, blankets
-    return noise, _close_in(lambda count: epsilon_at(noise, count), target_epsilon, blankets, fewer)
+    return noise, least_blankets(functools.partial(epsilon_at, noise), target_epsilon, blankets)
 
 
-class _Pairs(NamedTuple):
-    """Pairs of noise and blankets that reach the target; `reports` users report in expectation."""
+@dataclasses.dataclass
+class _Pairs:
+    """Pairs of noise and blankets that about reach the target, to compare their errors.
+
+    Attributes:
+        epsilon_at: ε as a function of z and λ.
+        target_epsilon: The budget.
+        reports: How many users report in expectation.
+        slope: Of log ε in log λ; nearly the same at every z. None until two places are known.
+    """
 
     epsilon_at: Callable[[float, float], float]
     target_epsilon: float
     reports: float
+    slope: float | None = None
 
-    def least(self, noise: float, guess: float) -> float:
-        """The least blankets with this noise, roughly."""
-        epsilon_at = functools.partial(self.epsilon_at, noise)
-        return least_blankets(epsilon_at, self.target_epsilon, guess, _ROUGH)
+    def about(self, noise: float, guess: float) -> float:
+        """The least blankets with this noise, to a percent or so, by the secant of log ε."""
+        before: tuple[float, float] | None = None
+        place = min(max(guess, _LEAST_BLANKETS), _MOST_BLANKETS)
+        for _ in range(_MOST_STEPS):
+            epsilon = max(self.epsilon_at(noise, place), 1e-300)
+            excess = min(max(math.log(epsilon / self.target_epsilon), -50.0), 50.0)
+            if excess > 0.0 and place == _MOST_BLANKETS:
+                raise CalibrationError(
+                    f"no blankets up to {_MOST_BLANKETS:g} a round reach epsilon "
+                    f"{self.target_epsilon:g}"
+                )
+            if excess <= 0.0 and place == _LEAST_BLANKETS:
+                return place
+            if before is not None and before[0] != place and before[1] != excess:
+                slope = (excess - before[1]) / math.log(place / before[0])
+                self.slope = min(max(slope, -2.0), -0.2)
+            root = place * math.exp(min(max(-excess / (self.slope or -0.5), -9.0), 9.0))
+            root = min(max(root, _LEAST_BLANKETS), _MOST_BLANKETS)
+            if self.slope is not None and abs(excess) < _NEAR:
+                return root
+            before, place = (place, excess), root
+        return place
 
     def error(self, noise: Any, blankets: Any) -> Any:
         """The squared error of the mean, but for a factor and what is fixed."""
@@ -223,7 +245,7 @@ class _Pairs(NamedTuple):
                 break
             other = float(tried[best])
             try:
-                most = self.least(other, float(supposed[best]))
+                most = self.about(other, float(supposed[best]))
             except CalibrationError:  # the rule of thumb promised too much
                 break
             if self.error(other, most) >= self.error(noise, blankets):
@@ -243,7 +265,7 @@ class _Pairs(NamedTuple):
                 if other < _LEAST_NOISE or most < _LEAST_BLANKETS:
                     continue
                 if self.epsilon_at(other, most) <= self.target_epsilon:
-                    noise, blankets, better = other, self.least(other, most), True
+                    noise, blankets, better = other, self.about(other, most), True
                     break
         return noise, blankets
 
@@ -280,7 +302,6 @@ def _close_in(
     target_epsilon: float,
     inside: float,
     outside: float,
-    precision: float = _PRECISION,
 ) -> float:
     """A point with ε <= target, within a relative precision of one with more.
 
@@ -296,10 +317,10 @@ def _close_in(
     below, above = excess(inside), excess(outside)
     good, bad = math.log(inside), math.log(outside)
     halve = False
-    while abs(bad - good) > precision:
+    while abs(bad - good) > _PRECISION:
         width = bad - good
         share = 0.5 if halve else below / (below - above)
-        share += math.copysign(0.4 * precision / abs(width), 0.5 - share)
+        share += math.copysign(0.4 * _PRECISION / abs(width), 0.5 - share)
         middle = good + width * min(max(share, 0.0), 1.0)
         value = excess(math.exp(middle))
         if value <= 0.0:
