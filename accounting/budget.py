@@ -41,8 +41,9 @@ class PrivacyBudget:
         self.plan = plan
         self.ledger = ledger
         self.accountant = plan.make_accountant()
-        if ledger is not None and ledger.entries:
-            self.accountant.compose(plan.event(), len(ledger.entries))
+        self._spent = len(ledger.entries) if ledger is not None else 0
+        if self._spent:
+            self.accountant.compose(plan.event(), self._spent)
 
     @property
     def epsilon(self) -> float:
@@ -65,9 +66,11 @@ class PrivacyBudget:
             note: Plain JSON values kept beside it in the ledger; no accountant uses them.
 
         Raises:
-            BudgetExceeded: It would exceed the budget. Nothing was recorded.
+            BudgetExceeded: It would exceed the budget, or the plan's rounds. Nothing was recorded.
             LedgerError: It could not be recorded. Nothing was composed: halt.
         """
+        if self._spent >= self.plan.rounds:
+            raise BudgetExceeded(f"all {self.plan.rounds} rounds of the plan are spent")
         after = self.epsilon_after()
         if not after <= self.plan.target_epsilon:
             raise BudgetExceeded(
@@ -77,6 +80,7 @@ class PrivacyBudget:
         if self.ledger is not None:
             self.ledger.append_round(self.ledger.last_round + 1 if round is None else round, note)
         self.accountant.compose(self.plan.event())
+        self._spent += 1
 
 
 def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> int:
@@ -94,10 +98,10 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
     """
     pricing, event = plan.make_accountant(accountant), plan.event()
 
-    def epsilon_after(rounds: int) -> float:
-        return pricing.epsilon_after(event, plan.delta, rounds)
+    def exceeds(rounds: int) -> bool:  # also where ε is not a number
+        return not pricing.epsilon_after(event, plan.delta, rounds) <= plan.target_epsilon
 
-    return bisect.bisect(range(1, plan.rounds + 1), plan.target_epsilon, key=epsilon_after)
+    return bisect.bisect_left(range(1, plan.rounds + 1), True, key=exceeds)
 
 
 NOT_PRICED = "does not price these rounds"

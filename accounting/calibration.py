@@ -115,7 +115,11 @@ def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) ->
         epsilon_after: ε as a function of T, increasing.
         target_epsilon: The budget.
     """
-    return bisect.bisect(range(1, _MOST_ROUNDS + 1), target_epsilon, key=epsilon_after)
+    return bisect.bisect_left(
+        range(1, _MOST_ROUNDS + 1),
+        True,
+        key=lambda rounds: not epsilon_after(rounds) <= target_epsilon,
+    )
 
 
 def least_blankets(

@@ -1,7 +1,7 @@
 """The privacy plan: the one source of every number that privacy depends on."""
 
 import hashlib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -10,6 +10,9 @@ from accounting.accountants.base import ShuffleAccountant
 from accounting.events import CheckIn, Shuffled
 from accounting.mechanisms import Mechanism
 from accounting.validation import Checked, Count, NotNegative, Positive, Probability, Rate, one_line
+
+# Beyond these no accountant computes.
+_LEAST_NOISE, _MOST_NOISE = 1e-12, 1e6
 
 
 class PrivacyPlan(Checked):
@@ -35,10 +38,10 @@ class PrivacyPlan(Checked):
         ValueError: A value outside its range, in one line.
     """
 
-    users: Count
+    users: Annotated[Count, Field(le=10**12, description="a whole number from 1 to 10^12")]
     check_in_rate: Rate
     mechanism: Mechanism
-    rounds: Count
+    rounds: Annotated[Count, Field(le=10**9, description="a whole number from 1 to 10^9")]
     delta: Probability
     target_epsilon: Positive
     minimum_batch: Count
@@ -62,8 +65,12 @@ class PrivacyPlan(Checked):
                     f"{name} must be at most the number of users, {self.users}, "
                     f"got {getattr(self, name)}"
                 )
-        if not self.mechanism.noise_multiplier > 0:
-            raise ValueError("noise_multiplier must be a number above 0, got 0.0")
+        noise = self.mechanism.noise_multiplier
+        if not _LEAST_NOISE <= noise <= _MOST_NOISE:
+            raise ValueError(
+                f"noise_multiplier of a plan must lie in [{_LEAST_NOISE:g}, {_MOST_NOISE:g}], "
+                f"got {noise:g}"
+            )
         registry.check_accountant(self.accountant, self.event())
         return self
 

@@ -69,6 +69,8 @@ def one_line(error: ValidationError, model: type[BaseModel]) -> str:
         close = difflib.get_close_matches(path[-1], names, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         return f"unknown key {'.'.join(path)}; {hint}allowed: {', '.join(names)}"
+    if first["type"] == "json_invalid":
+        return f"it must be JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
     given = textwrap.shorten(repr(first["input"]), 100)
     if depth == len(path):  # a whole section
         if first["type"] == "missing":

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import dp_accounting
 from dp_accounting import DpEvent, NeighboringRelation, dp_event
 
-from accounting import adjacency
+from accounting import adjacency, validation
 from accounting.events import CheckIn, FixedSize, Shuffled
 from accounting.mechanisms import GaussianMechanism
 
@@ -118,8 +118,10 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         """Returns ε at `delta` if `event` took place `count` more times; composes nothing.
 
         Raises:
+            ValueError: δ outside [0, 1], or a count that is negative or not whole.
             dp_accounting.UnsupportedEventError: This accountant does not price `event`.
         """
+        validation.integer("count", count, 0)
         error = self._maybe_compose(event, count, False)
         if error is not None:
             raise dp_accounting.UnsupportedEventError(

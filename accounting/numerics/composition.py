@@ -293,7 +293,7 @@ class _Spectrum:
         # Halving alone would do; steps along the tangent of log δ, doubled each time they stay on
         # one side, close in faster.
         here, step, side = self.at(high), 1.0, 0
-        if here > delta:  # past the last loss, or by the slack alone
+        if not here <= delta:  # past the last loss, or by the slack alone
             high, here = reach, 0.0
         guess = high
         while high - low > 1:
@@ -302,7 +302,7 @@ class _Spectrum:
             if not low < guess < high or step > 64.0:
                 guess = min(max(guess, low + 1), high - 1) if step <= 64.0 else (low + high) // 2
             here = self.at(guess)
-            above = here > delta
+            above = not here <= delta
             low, high = (guess, high) if above else (low, guess)
             step = 2.0 * step if above == side else 1.0
             side = above

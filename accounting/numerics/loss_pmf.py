@@ -145,11 +145,15 @@ class Profile:
             interval *= 2.0
         grid: FloatArray = np.arange(max(math.ceil(top / interval), 1) + 1.0) * interval
         deltas = self.delta_at(grid)
-        upper = _masses(grid, deltas)
-        lower = upper * np.exp(-grid[1:])
+        with np.errstate(over="ignore", invalid="ignore"):
+            upper = _masses(grid, deltas)
+            lower = upper * np.exp(-grid[1:])
         infinity = float(deltas[-1])
         middle = max(1.0 - infinity - float(np.sum(upper)) - float(np.sum(lower)), 0.0)
-        return LossPmf(interval, np.concatenate([lower[::-1], [middle], upper]), infinity)
+        probs = np.concatenate([lower[::-1], [middle], upper])
+        if not np.all(np.isfinite(probs)):  # e^loss overflows on so coarse a grid: all is infinite
+            return LossPmf(interval, np.zeros_like(probs), 1.0)
+        return LossPmf(interval, probs, infinity)
 
 
 def dyadic_interval(spread: float) -> float:

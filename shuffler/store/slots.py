@@ -197,9 +197,9 @@ class Slot:
 
     def close(self) -> None:
         """Ends the writing; may be repeated."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1  # to which nothing can be written
+        descriptor, self._descriptor = self._descriptor, -1  # to which nothing can be written
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _write_at(descriptor: int, parts: Sequence[bytes], offset: int) -> None:

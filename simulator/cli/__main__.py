@@ -33,7 +33,9 @@ def _root() -> None:
 def run_command(
     config: Annotated[
         str | None,
-        typer.Argument(help="A TOML file, or the name of one that ships (quickstart, mnist)."),
+        typer.Argument(
+            help="A TOML file, or the name of one that ships (quickstart, mnist, mnist-private)."
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -58,7 +60,8 @@ def run_command(
 
     By default on Flower and Ray with a real shuffler.
 
-    CONFIG is a TOML file, or the name of one that ships with shufl: quickstart, mnist.
+    CONFIG is a TOML file, or the name of one that ships with shufl: quickstart, mnist or
+    mnist-private.
     """
     if (config is None) == (resume is None):
         fail(ValueError("give either a CONFIG to run or --resume RUN_FOLDER"))

@@ -164,6 +164,6 @@ def _calibrated(plan: _Plan, dimension: int | None) -> tuple[list[str], dict[str
         "reports_a_round": reports,
         "bytes_a_round": None if report_bytes is None else reports * report_bytes,
     }
-    if note := participation_note(plan.gamma, plan.rounds, plan.delta):
+    if plan.rounds and (note := participation_note(plan.gamma, plan.rounds, plan.delta)):
         typer.echo(f"warning: {note}", err=True)
     return missing, result

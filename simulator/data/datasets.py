@@ -121,8 +121,8 @@ def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple:
         )
     except (RuntimeError, OSError) as error:
         raise ConfigError(
-            f"{class_name} could not be downloaded or verified ({one_line(error)}); put its archives "
-            f"({folder / pattern}) in a folder and name that folder in SHUFL_DATA"
+            f"{class_name} could not be downloaded or verified ({one_line(error)}); put its "
+            f"archives ({folder / pattern}) in a folder and name that folder in SHUFL_DATA"
         ) from error
 
 

@@ -393,3 +393,21 @@ def test_importing_the_package_does_not_import_a_framework():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("blankets", [0.0, 1.0])
+@pytest.mark.parametrize(("noise", "rounds"), [(0.07, 6 * 10**8), (0.07, 2**29), (1.0, 10**17)])
+def test_more_loss_than_floats_hold_is_never_reported_as_none(noise, rounds, blankets):
+    event = check_in(100, 0.5, noise, blankets)
+    local = accounting.make_accountant("local").epsilon_after(event, 1e-6, rounds)
+    assert local > 1e10
+    for name in accounting.accountants_for(event):
+        assert accounting.make_accountant(name).epsilon_after(event, 1e-6, rounds) > 0.1 * local
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_count_that_is_negative_or_not_whole_is_refused(name):
+    event = priced(name)[0]
+    for count in (-1, 0.5, True):
+        with pytest.raises(ValueError, match="count must be"):
+            accounting.make_accountant(name).epsilon_after(event, 1e-5, count)

@@ -187,3 +187,21 @@ def test_the_table_passes_warnings_on():
     plan = small_plan(users=60_000, noise_multiplier=20.0, delta=1e-9)
     rows = {row.name: row for row in accounting.epsilon_table(plan, 1)}
     assert "last one computed" in rows["rdp"].warning
+
+
+def test_no_more_than_the_plans_rounds_are_spent(tmp_path):
+    plan = small_plan(rounds=3)
+    with accounting.Ledger.create(tmp_path / "ledger", plan, "run") as ledger:
+        for _ in range(2):
+            guard(plan, ledger).spend()
+        last = guard(plan, ledger)
+        last.spend()
+        with pytest.raises(accounting.BudgetExceeded, match="all 3 rounds of the plan are spent"):
+            last.spend()
+        assert len(ledger.entries) == 3
+
+
+def test_rounds_whose_epsilon_is_not_a_number_are_not_within_a_budget(monkeypatch):
+    monkeypatch.setattr(accounting.Theorem3Accountant, "epsilon_after", lambda *_: math.nan)
+    assert accounting.rounds_within_budget(small_plan()) == 0
+    assert accounting.most_rounds(lambda rounds: math.nan, 1.0) == 0

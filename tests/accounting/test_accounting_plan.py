@@ -25,17 +25,21 @@ GOOD = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"users": 0}, "users must be a whole number, at least 1, got 0"),
-        ({"users": True}, "users must be a whole number, at least 1, got True"),
+        ({"users": 0}, "users must be a whole number from 1 to .*, got 0"),
+        ({"users": True}, "users must be a whole number from 1 to .*, got True"),
         ({"users": 10.5}, "users must be a whole number"),
         ({"check_in_rate": 1.3}, r"check_in_rate must be a number in \(0, 1\], got 1.3"),
         ({"check_in_rate": 0}, r"check_in_rate must be a number in \(0, 1\], got 0"),
         ({"check_in_rate": True}, "check_in_rate must be a number"),
         ({"clip_norm": 0.0}, "clip_norm must be a number above 0, got 0.0"),
         ({"clip_norm": math.nan}, "clip_norm must be a number above 0, got nan"),
-        ({"noise_multiplier": 0.0}, "noise_multiplier must be a number above 0, got 0.0"),
+        ({"noise_multiplier": 0.0}, r"noise_multiplier of a plan must lie in .*, got 0"),
+        ({"noise_multiplier": 5e-324}, r"noise_multiplier of a plan must lie in .*, got 4.94"),
+        ({"noise_multiplier": 1e308}, r"noise_multiplier of a plan must lie in .*, got 1e"),
+        ({"rounds": 2**63}, r"rounds must be a whole number from 1 to 10\^9, got 92"),
+        ({"users": 10**30}, r"users must be a whole number from 1 to 10\^12, got 1000"),
         ({"noise_multiplier": math.inf}, "noise_multiplier must be a number"),
-        ({"rounds": 0}, "rounds must be a whole number, at least 1"),
+        ({"rounds": 0}, "rounds must be a whole number from 1 to"),
         ({"delta": 0.0}, r"delta must be a number in \(0, 1\), got 0.0"),
         ({"delta": 1.0}, r"delta must be a number in \(0, 1\), got 1.0"),
         ({"target_epsilon": -1.0}, "target_epsilon must be a number above 0"),
@@ -136,7 +140,7 @@ def test_json_with_other_keys_is_refused():
     with pytest.raises(ValueError, match="privacy plan: rounds is missing"):
         accounting.PrivacyPlan.from_json(json.dumps(values))
     for text in ("[]", "{", "3", b"\xff"):
-        with pytest.raises(ValueError, match=r"privacy plan: it must be an? "):
+        with pytest.raises(ValueError, match="privacy plan: it must be "):
             accounting.PrivacyPlan.from_json(text)
 
 
