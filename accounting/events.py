@@ -12,7 +12,7 @@ import attrs
 import dp_accounting
 
 from accounting import validation
-from accounting.mechanisms import GaussianMechanism
+from accounting.mechanisms import Mechanism
 
 
 def _users(value: Any) -> int:
@@ -86,7 +86,7 @@ class Shuffled(dp_accounting.DpEvent):
 
     users: int = attrs.field(converter=_users)
     participation: CheckIn | FixedSize = attrs.field(validator=_fits)
-    mechanism: GaussianMechanism
+    mechanism: Mechanism
     blankets: float = attrs.field(default=0.0, converter=_blankets)
 
     @property

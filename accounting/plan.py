@@ -9,7 +9,15 @@ from accounting import adjacency, registry
 from accounting.accountants.base import ShuffleAccountant
 from accounting.events import CheckIn, Shuffled
 from accounting.mechanisms import Mechanism
-from accounting.validation import Checked, Count, NotNegative, Positive, Probability, Rate, one_line
+from accounting.validation import (
+    Checked,
+    Count,
+    NotNegative,
+    Positive,
+    Probability,
+    Rate,
+    first_mistake,
+)
 
 # Beyond these no accountant computes.
 _LEAST_NOISE, _MOST_NOISE = 1e-12, 1e6
@@ -109,7 +117,7 @@ class PrivacyPlan(Checked):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise ValueError(f"privacy plan: {one_line(error, cls)}") from None
+            raise ValueError(f"privacy plan: {first_mistake(error, cls)}") from None
 
     def digest(self) -> str:
         """Returns the SHA-256 of `to_json`, in hex."""

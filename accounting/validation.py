@@ -43,14 +43,14 @@ class Checked(Record):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ValueError(one_line(error, type(self))) from None
+            raise ValueError(first_mistake(error, type(self))) from None
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some values changed, checked like a new one."""
         return type(self)(**(dict(self) | changes))
 
 
-def one_line(error: ValidationError, model: type[BaseModel]) -> str:
+def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
     """Returns what is wrong first: `key must be …, got …`, or that a key is unknown or missing.
 
     An unknown key comes before all else: it may be why another one is missing.
@@ -60,9 +60,10 @@ def one_line(error: ValidationError, model: type[BaseModel]) -> str:
         model: The model, whose fields' descriptions say what is allowed.
     """
     first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-    if first["type"] == "value_error":  # of a check of our own, which says it all
-        return str(first["ctx"]["error"])
     path = [str(part) for part in first["loc"]]
+    if first["type"] == "value_error":  # of a check of our own, which says what is wrong
+        text, where = str(first["ctx"]["error"]), ".".join(path)
+        return text if text.startswith(where) else f"{where}: {text}"
     section, depth = _section_of(path, model)
     if first["type"] == "extra_forbidden":
         names = list(section.model_fields)

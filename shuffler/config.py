@@ -13,7 +13,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from accounting.validation import one_line
+from accounting.validation import first_mistake
 from shuffler.keys import Credentials
 from shuffler.wire.channel import MOST_USERS, parse_address
 
@@ -155,7 +155,7 @@ def load_config(path: Path) -> ShufflerConfig:
     try:
         config = ShufflerConfig.model_validate(content)
     except ValidationError as error:
-        raise ValueError(f"{path}: {one_line(error, ShufflerConfig)}") from None
+        raise ValueError(f"{path}: {first_mistake(error, ShufflerConfig)}") from None
     base = path.absolute().parent
     found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
     if config.tls is not None:

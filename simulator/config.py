@@ -157,7 +157,7 @@ def load(source: str, overrides: list[str] | None = None) -> Config:
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {validation.one_line(error, Config)}") from None
+        raise ConfigError(f"{source}: {validation.first_mistake(error, Config)}") from None
 
 
 def dumps(config: Config) -> str:

@@ -19,6 +19,8 @@ from accounting.numerics.lower_profile import LowerProfile
 
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
 _WIDEST = 1e-3
+# Where a mesh half as coarse changes ε by less than this share, it costs a third of that itself.
+_AGREED = 2e-3
 
 # Losses so rare that those of all rounds come to this share of δ count as infinite: they would
 # make windows long.
@@ -200,7 +202,20 @@ class _Prices(NamedTuple):
             interval = self.pmf(event, interval, rare).interval
         pmfs = [self.pmf(event, interval, rare) for event in events]
         # ... and where rare losses make the window long.
-        tilt, coarser = fitted_tilt(pmfs, blocks, target)
-        if coarser > interval:
-            pmfs = [self.pmf(event, coarser, rare) for event in events]
-        return Composition(pmfs, blocks, target, tilt)
+        tilt, interval, first = fitted_tilt(pmfs, blocks, target)
+
+        def on(mesh: float) -> Composition:
+            return Composition([self.pmf(e, mesh, rare) for e in events], blocks, target, tilt)
+
+        if first == interval:
+            return on(interval)
+        # All are upper bounds, and what a mesh costs is as its square: where one half as coarse
+        # answers the same at both ends of the blocks, a finer one would not answer otherwise.
+        coarse, fine = on(first), on(0.5 * first)
+        ends = [tuple(block[end] for block in blocks) for end in (0, 1)]
+        answers = [(coarse.answer(end, target), fine.answer(end, target)) for end in ends]
+        cost = max(rough / max(exact, 1e-300) for rough, exact in answers) - 1.0
+        if cost <= _AGREED:
+            return fine
+        halvings = math.ceil(0.5 * math.log2(cost / _AGREED))
+        return on(max(interval, 0.5 * first * math.exp2(-halvings)))

@@ -250,6 +250,13 @@ class Composition:
         epsilon = low * self._h + math.log1p(math.expm1(self._h * (high - low)) * share)
         return epsilon * (1.0 + 1e-14)
 
+    def answer(self, counts: Counts, target: Target) -> float:
+        """Returns ε or δ, whichever the target leaves open."""
+        if target.delta is not None:
+            return self.epsilon(counts, target.delta)
+        assert target.epsilon is not None
+        return self.delta(counts, target.epsilon)
+
     def delta(self, counts: Counts, epsilon: float) -> float:
         """Returns an upper bound of δ at `epsilon` >= 0."""
         times = np.array(counts, dtype=np.float64)
@@ -291,16 +298,18 @@ class _Spectrum:
         chernoff = math.ceil((self.log_scale - math.log(delta)) / self.decay)
         low, high = -1, min(max(chernoff, 0), reach)
         # Halving alone would do; steps along the tangent of log δ, doubled each time they stay on
-        # one side, close in faster.
+        # one side, close in faster, but where δ is flat they may not: every fourth one halves.
         here, step, side = self.at(high), 1.0, 0
         if not here <= delta:  # past the last loss, or by the slack alone
             high, here = reach, 0.0
-        guess = high
+        guess, turn = high, 0
         while high - low > 1:
+            turn += 1
             ratio = math.log(here / delta) if here > 0.0 else -math.inf
             guess += round(max(min(ratio / self.decay * step, 1e15), -1e15))
-            if not low < guess < high or step > 64.0:
-                guess = min(max(guess, low + 1), high - 1) if step <= 64.0 else (low + high) // 2
+            if turn % 4 == 0:
+                guess = (low + high) // 2
+            guess = min(max(guess, low + 1), high - 1)
             here = self.at(guess)
             above = not here <= delta
             low, high = (guess, high) if above else (low, guess)
@@ -311,8 +320,11 @@ class _Spectrum:
 
 def fitted_tilt(
     pmfs: Sequence[LossPmf], blocks: Sequence[tuple[int, int]], target: Target
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """Returns the tilt of a `Composition`, and the mesh it should have: the given or a coarser one.
+
+    The third number is a still coarser mesh, which is worth a trial where rare large losses make
+    the window long; at other times it is the second one again.
 
     Every mesh gives upper bounds. Chords of length h add at most h²/12 to a loss's mean and twice
     that to its variance, hence to ε about a share `h² (1 + θ)/12` of the tilted mean at most.
@@ -331,7 +343,8 @@ def fitted_tilt(
     widest = math.sqrt(12.0 * _COARSENED * max(mean, 0.0) / sum(most) / (1.0 + theta))
     while points > _MAX_WINDOW or (even and points > _LONG_WINDOW and 2.0 * interval <= widest):
         interval, points = 2.0 * interval, points // 2
-    return theta, interval
+    octaves = 0 if even else max(math.ceil(math.log2(points / _LONG_WINDOW)), 0)
+    return theta, interval, interval * math.exp2(octaves)
 
 
 def _window(

@@ -125,10 +125,6 @@ class Profile:
         mean = float(np.sum((upper - lower) * losses))
         return math.sqrt(max(float(np.sum((upper + lower) * losses**2)) - mean * mean, 0.0))
 
-    def interval(self) -> float:
-        """Returns the mesh for compositions of this profile alone: a power of two."""
-        return dyadic_interval(self.spread())
-
     def discretised(self, interval: float, rare: float = 0.0) -> LossPmf:
         """Returns the loss on a grid: δ at its points joined by chords ("connect the dots").
 

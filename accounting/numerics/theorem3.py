@@ -14,7 +14,6 @@ a floor.
 """
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,6 @@ from accounting.numerics import FloatArray, moments
 from accounting.numerics import renyi as rdp_bounds
 
 _Index = NDArray[np.int64]
-_TailFunction = Callable[[_Index], FloatArray]
 
 
 def _log_chernoff(m: _Index, mean: float) -> FloatArray:
@@ -101,18 +99,19 @@ def _moment_table(sigma: float, max_order: int) -> FloatArray:
 
 
 def _minimise(
-    first: FloatArray, tail: _TailFunction, second: _SecondTerm, top: int, convex_top: int
+    first: FloatArray, mean: float, second: _SecondTerm, top: int, convex_top: int
 ) -> FloatArray:
-    """The least `log(e^{first} tail(m) + h(m))` per order over every integer m in 1..top.
+    """The least `log(e^{first} P[K < m] + h(m))` per order over every integer m in 1..top.
 
-    The tail is convex up to `convex_top`, and h on either side of q: bisection on the sign of the
-    forward difference is exact there. Past `convex_top` (the last standard deviation) the terms'
-    own ends bound the sum from below; if that does not settle it, enumerate.
+    For P[K < m] stands Chernoff's bound of it. That is convex up to `convex_top`, and h on either
+    side of q: bisection on the sign of the forward difference is exact there. Past `convex_top`
+    (the last standard deviation) the terms' own ends bound the sum from below; if that does not
+    settle it, enumerate.
     """
     orders = first.size
 
     def objective(m: _Index) -> FloatArray:
-        result: FloatArray = np.logaddexp(first + tail(m), second.value(m))
+        result: FloatArray = np.logaddexp(first + _log_chernoff(m, mean), second.value(m))
         return result
 
     def all_at(m: int) -> _Index:
@@ -126,7 +125,7 @@ def _minimise(
         low, high = all_at(start), all_at(stop)
         while np.any(low < high):
             middle = (low + high) // 2
-            here, there = tail(middle), tail(middle + 1)
+            here, there = _log_chernoff(middle, mean), _log_chernoff(middle + 1, mean)
             with np.errstate(divide="ignore", invalid="ignore"):
                 rise = first + there + np.log(-np.expm1(np.minimum(here - there, 0.0)))
             rising = rise >= second.drop(middle)
@@ -137,7 +136,8 @@ def _minimise(
     start = convex_top + 1
     if start > top:
         return best
-    floor = np.logaddexp(first + tail(all_at(start)), second.value(all_at(top)))
+    chance = _log_chernoff(all_at(start), mean)
+    floor = np.logaddexp(first + chance, second.value(all_at(top)))
     if np.any(floor < best):
         for m in range(start, top + 1):
             best = np.minimum(best, objective(all_at(m)))
@@ -167,5 +167,5 @@ def shuffled_check_in_gaussian(
     log_q = float(moments.log_cumulants(sigma, max_order)[2])
     second = _SecondTerm(check_in_rate, table, log_q)
     first = np.logaddexp(0.0, second.value(np.ones(max_order - 1, dtype=np.int64)))
-    excess = _minimise(first, lambda m: _log_chernoff(m, mean), second, top, convex_top)
+    excess = _minimise(first, mean, second, top, convex_top)
     return moments.round_up(np.concatenate([np.zeros(2), np.logaddexp(0.0, excess)]))

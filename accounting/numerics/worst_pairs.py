@@ -19,8 +19,8 @@ from accounting.numerics.loss_pmf import MAX_LOSS
 from accounting.numerics.lower_profile import LowerProfile
 
 # α - 1 at which a divergence is computed, in units of the scale of the mean: chords between.
-_STEP, _EVEN_UNTIL = 0.1, 5.0
-_GROWTH = 1.08
+_STEP, _EVEN_UNTIL = 0.125, 5.0
+_GROWTH = 1.1
 _FAR, _FAR_GROWTH = 30.0, 1.25
 _NEGLIGIBLE = 1e-22
 _AS_ALONE = 0.995

@@ -98,6 +98,7 @@ class Gate:
         def handler(method: MethodDescriptor) -> Any:
             kind, reply = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
             behaviour = getattr(servicer, method.name)
+            assert role is None or not method.client_streaming, "a stream of requests admits itself"
 
             def parse(message: bytes) -> Any:
                 try:

@@ -9,8 +9,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from accounting.mechanisms import GaussianMechanism, most_blankets
-from accounting.validation import one_line
+from accounting.mechanisms import Mechanism, most_blankets
+from accounting.validation import first_mistake
 from shuffler.store.slots import slot_bytes
 from shuffler.store.spool import RoundSpool
 from shuffler.store.storage import PAGE_BYTES
@@ -63,7 +63,7 @@ class Plan(BaseModel):
     users: int
     minimum_batch: Annotated[int, Field(ge=1)]
     shuffler_blankets: Annotated[float, Field(ge=0, le=1e7)] = 0.0
-    mechanism: GaussianMechanism | None = None
+    mechanism: Mechanism | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -143,7 +143,7 @@ def parse_run(run_id: str, plan: bytes, report_bytes: int) -> Run:
     try:
         fields = Plan.model_validate_json(plan)
     except ValidationError as error:
-        raise _malformed(f"the plan: {one_line(error, Plan)}") from None
+        raise _malformed(f"the plan: {first_mistake(error, Plan)}") from None
     return Run(run_id, hashlib.sha256(plan).hexdigest(), fields, report_bytes)
 
 

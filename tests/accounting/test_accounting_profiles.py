@@ -53,7 +53,7 @@ def toy():
 
 def pld_of(eps, deltas):
     profile = loss_pmf.Profile.enveloping(eps, deltas)
-    pmf = profile.discretised(profile.interval())
+    pmf = profile.discretised(loss_pmf.dyadic_interval(profile.spread()))
     return privacy_loss_distribution.PrivacyLossDistribution(
         pld_pmf.DensePLDPmf(pmf.interval, -pmf.half_width, pmf.probs, pmf.infinity, True)
     )
@@ -103,7 +103,7 @@ def test_any_points_give_a_distribution_below_all_of_them(steps, deltas):
     values = np.array(deltas[: eps.size])
     profile = loss_pmf.Profile.enveloping(eps, values)
     assert np.all(profile.delta_at(eps) <= np.minimum(values, 1) * (1 + 2e-11) + 1e-300)
-    pmf = profile.discretised(profile.interval())
+    pmf = profile.discretised(loss_pmf.dyadic_interval(profile.spread()))
     assert np.all(pmf.probs >= 0) and pmf.infinity >= 0
     # Rounding may add mass, never take any.
     assert -1e-9 <= pmf.probs.sum() + pmf.infinity - 1.0 <= 1e-3
