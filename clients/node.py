@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from accounting import rounds_within_budget
 from accounting.mechanisms import Randomness, make_randomness
+from clients.device import RoundRefused
 from clients.settings import ClientSettings
 from clients.update import local_update
 from shuffler import (
@@ -20,19 +27,59 @@ from shuffler import (
     Verdict,
     encode_report,
     key_digest,
-    model_version,
+    model_digest,
     seal,
 )
 
 log = logging.getLogger(__name__)
 
 
-class RoundRefused(ValueError):
-    """The announced round is not one this client agreed to; nobody's coin was flipped."""
-
-
 class ReportFailed(RuntimeError):
     """Computing a report failed; names the round, the user and the stage."""
+
+
+@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class Announcement:
+    """What the server says of a round, beside the model.
+
+    Attributes:
+        run_id: the run.
+        round: the round's number, from 1.
+        plan_digest: of the privacy plan.
+        public_key: the server's, for this round.
+    """
+
+    run_id: str
+    round: Annotated[int, Field(ge=0, lt=2**63)]
+    plan_digest: str
+    public_key: bytes
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Announcement:
+        """The announcement in a message.
+
+        Raises:
+            RoundRefused: a field is missing, unknown or not what it should be.
+        """
+        try:
+            return cls(**fields)
+        except (ValueError, TypeError) as error:
+            raise RoundRefused("the round's announcement is malformed") from error
+
+
+@dataclass(frozen=True)
+class PreparedRound:
+    """A round that was agreed to: its coins may be flipped, once.
+
+    Attributes:
+        header: what its reports are bound to.
+        public_key: what they are sealed to.
+        parameters: the model's, by name.
+    """
+
+    header: RoundHeader
+    public_key: bytes
+    parameters: dict[str, torch.Tensor]
 
 
 class Node:
@@ -41,14 +88,20 @@ class Node:
     Args:
         settings: the client's side of the run.
         randomness: draws coins and noise; left out, it is that of the settings' seed.
+
+    Raises:
+        ValueError: there is neither a seed nor a device's ledger.
     """
 
     def __init__(self, settings: ClientSettings, randomness: Randomness | None = None):
+        if settings.seed is None and settings.ledger is None:
+            raise ValueError("a client whose coins nobody can repeat needs a device's ledger")
         self.settings = settings
         self._plan_digest = settings.plan.digest()
         self._randomness = randomness or make_randomness(settings.seed)
         self._model = settings.make_model()
         self._records = settings.load_users()
+        self._work = threading.Lock()  # a round may still be at work when the next one comes
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
     @functools.cached_property
@@ -56,61 +109,65 @@ class Node:
         """The last round within the budget by this client's own accountant, not the server's."""
         return rounds_within_budget(self.settings.plan)
 
-    def agree(self, header: RoundHeader) -> None:
+    def agree(self, run_id: str, plan_digest: str) -> None:
         """Refuses a run or a plan that is not this client's.
 
         Raises:
-            RoundRefused: the header names another run or plan.
+            RoundRefused: it is another run or plan.
         """
-        if header.run_id != self.settings.run_id:
-            raise RoundRefused(f"run must be {self.settings.run_id}, got {header.run_id}")
-        if header.plan_digest != self._plan_digest:
-            raise RoundRefused(
-                f"privacy plan must be {self._plan_digest}, got {header.plan_digest}"
-            )
+        if run_id != self.settings.run_id:
+            raise RoundRefused(f"run must be {self.settings.run_id}, got {run_id}")
+        if plan_digest != self._plan_digest:
+            raise RoundRefused(f"privacy plan must be {self._plan_digest}, got {plan_digest}")
 
-    def check(
-        self, header: RoundHeader, model: ArrayRecord, public_key: bytes, answered: int
-    ) -> None:
-        """Refuses a round that is not this client's to answer. Depends on no coin and no data.
+    def prepare(self, announced: Announcement, model: ArrayRecord, node: int = 0) -> PreparedRound:
+        """Agrees to a round, or refuses it. Depends on no coin and no data.
+
+        The shuffler is asked what the server gave it for this round: so a server that shows nodes
+        different keys or models is refused by all nodes but those who were shown the shuffler's.
+        A round that is agreed to is in the device's ledger, on disk, when this returns.
 
         Args:
-            header: the announced round.
+            announced: what the server says of the round.
             model: the broadcast model.
-            public_key: the server's key for this round.
-            answered: the last round this node answered, 0 before the first.
+            node: this node's number, which decides its shuffler and its ledger.
 
         Raises:
-            RoundRefused: another run or plan, a model or a key other than the header names, a key
-                that nothing can be sealed to, a round already answered, or one beyond the budget.
+            RoundRefused: another run or plan, a model that is not this client's, a key that nothing
+                can be sealed to, a round beyond the budget, a shuffler that does not confirm all of
+                it, or what the device's owner does not accept.
         """
-        self.agree(header)
-        if header.model_version != model_version(array.data for array in model.values()):
-            raise RoundRefused("the model received is not the one that the round's header names")
+        self.agree(announced.run_id, announced.plan_digest)
+        parameters = self._parameters(model)
+        header = RoundHeader(
+            announced.run_id,
+            announced.round,
+            model_digest(parameters),
+            self._plan_digest,
+            key_digest(announced.public_key),
+        )
         try:
-            seal(b"", public_key, header)
+            seal(b"", announced.public_key, header)
         except Exception as error:
             raise RoundRefused("the round's public key is not one to seal to") from error
-        if header.key_digest != key_digest(public_key):
-            raise RoundRefused("the key received is not the one that the round's header names")
-        if header.round <= answered:
+        if not 1 <= header.round <= self._last_round:
             raise RoundRefused(
-                f"round must be above {answered}, the last answered, got {header.round}"
-            )
-        if header.round > self._last_round:
-            raise RoundRefused(
-                f"round must be at most {self._last_round}, where the privacy budget ends, "
+                f"round must lie in 1 to {self._last_round}, where the privacy budget ends, "
                 f"got {header.round}"
             )
+        try:
+            commitment = self._intakes[self.shuffler_of(node)].commitment(header)
+        except ShufflerError as error:
+            raise RoundRefused(f"the shuffler does not confirm the round: {error}") from None
+        if commitment != header.commitment:
+            raise RoundRefused(
+                "the shuffler was given another key, model or plan for this round than this node"
+            )
+        if self.settings.ledger is not None:
+            self.settings.ledger(node).offer(header, self.settings.plan)
+        return PreparedRound(header, announced.public_key, parameters)
 
-    def take_part(
-        self,
-        users: np.ndarray,
-        header: RoundHeader,
-        model: ArrayRecord,
-        public_key: bytes,
-        node: int = 0,
-    ) -> None:
+    def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
         """Each user flips its coin; those who check in submit a sealed private report.
 
         Whatever goes wrong from the coins on is logged on this node and not told to the server: an
@@ -119,45 +176,56 @@ class Node:
 
         Args:
             users: ids of this node's users, int of shape (u,).
-            header: the checked round.
-            model: the broadcast model.
-            public_key: the server's key for this round.
+            round: what `prepare` agreed to.
             node: this node's number, which decides where it submits.
 
         Raises:
             ReportFailed: in simulation, when computing a report failed.
         """
-        rate = self.settings.plan.check_in_rate
+        number = round.header.round
         try:
-            coins = self._randomness.check_ins(header.round, users, rate)
-            self._model.load_state_dict(model.to_torch_state_dict())
-            self._model.train()
-            reports = self._sealed_reports(users[coins], header, public_key)
-            intake = self._intakes[self.shuffler_of(node)]
-            for verdict in intake.submit(header, reports):
-                if verdict is not Verdict.ACCEPTED:
-                    log.warning("round %d: a report was rejected: %s", header.round, verdict.name)
+            with self._work:
+                coins = self._randomness.check_ins(number, users, self.settings.plan.check_in_rate)
+                self._model.load_state_dict(round.parameters)
+                self._model.train()
+                reports = self._sealed_reports(users[coins], round)
+                intake = self._intakes[self.shuffler_of(node)]
+                for verdict in intake.submit(round.header, reports):
+                    if verdict is not Verdict.ACCEPTED:
+                        log.warning("round %d: a report was rejected: %s", number, verdict.name)
         except ShufflerError as error:
-            log.warning("round %d: reports not submitted: %s", header.round, error)
+            log.warning("round %d: reports not submitted: %s", number, error)
         except Exception:
             if self.settings.seed is not None:
                 raise
-            log.exception("round %d: reports not submitted", header.round)
+            log.exception("round %d: reports not submitted", number)
+
+    def _parameters(self, model: ArrayRecord) -> dict[str, torch.Tensor]:
+        """The broadcast parameters, if they are this client's model's by name, type and shape."""
+        try:
+            given: dict[str, torch.Tensor] = dict(model.to_torch_state_dict())
+        except Exception as error:
+            raise RoundRefused("the model received cannot be read") from error
+        own = self._model.state_dict()
+        if _shapes(given) != _shapes(own):
+            raise RoundRefused("the model received has other parameters than this client's")
+        return given
 
     def shuffler_of(self, node: int) -> int:
         """To which of the shufflers, numbered from 0, the users of a node report."""
         return node % len(self._intakes)
 
     def _sealed_reports(
-        self, users: np.ndarray, header: RoundHeader, public_key: bytes
+        self, users: np.ndarray, round: PreparedRound
     ) -> Iterator[tuple[int, bytes]]:
         """(user, sealed report) of every user in `users`, one at a time."""
         for user in users.tolist():
             try:
-                sealed = seal(encode_report(self._report(user, header.round)), public_key, header)
+                report = encode_report(self._report(user, round.header.round))
+                sealed = seal(report, round.public_key, round.header)
             except Exception as error:
                 raise ReportFailed(
-                    f"round {header.round}, user {user}: computing the report failed: "
+                    f"round {round.header.round}, user {user}: computing the report failed: "
                     f"{type(error).__name__}: {error}"
                 ) from error
             yield user, sealed
@@ -170,3 +238,7 @@ class Node:
         update = local_update(self._model, features, labels, self.settings.training, seed)
         (noise,) = self._randomness.standard_normal(round, alone, update.size)
         return self.settings.plan.mechanism.report(update, noise)
+
+
+def _shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
+    return [(name, value.dtype, value.shape) for name, value in parameters.items()]

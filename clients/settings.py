@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accounting import PrivacyPlan
+from clients.device import DeviceLedger
 from shuffler import Credentials
 
 UserRecords = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -44,9 +45,12 @@ class ClientSettings:
         shufflers: host:port of the shuffler, and this node's credentials there; None only for one
             without TLS. Of several shufflers side by side: node i submits to the (i mod k)-th of k.
         seed: simulation's seed; None takes coins and noise from the operating system.
-        reply_after: seconds from a message to its acknowledgement. Work takes longer for those who
-            checked in, so outside simulation set it above the longest local work, or the moment of
-            the reply tells the server who did.
+        ledger: opens the device's own ledger of a node, by the node's number; it is asked before
+            every coin. None: there is none, in simulation only.
+        reply_after: seconds from a message to its acknowledgement, whatever the node is doing then:
+            its reports may still be on their way. Set it above the longest local work, because the
+            server closes the round when all nodes have replied. 0: the reply comes when the work is
+            done, and so tells who checked in; in simulation only.
     """
 
     run_id: str
@@ -56,4 +60,5 @@ class ClientSettings:
     training: LocalTraining
     shufflers: tuple[tuple[str, Credentials | None], ...]
     seed: int | None
+    ledger: Callable[[int], DeviceLedger] | None = None
     reply_after: float = 0.0

@@ -47,15 +47,15 @@ def wait_for_nodes(grid: Grid, nodes: int, timeout: float, stop: Callable[[], bo
 
 
 def greet(
-    grid: Grid, nodes: list[int], header: RoundHeader, timeout: float, stop: Callable[[], bool]
+    grid: Grid, nodes: list[int], about: dict[str, str], timeout: float, stop: Callable[[], bool]
 ) -> Acknowledgements:
     """Asks every node to get ready (load its data) and whether it agrees to the run's plan.
 
-    Nothing has been spent yet; `header` names the run and the plan, as round 0. Each answer says
-    for how many `users` the node speaks, and to which `shuffler` they report.
+    Nothing has been spent yet; `about` names the run and the plan. Each answer says for how many
+    `users` the node speaks, and to which `shuffler` they report.
     """
-    content = RecordDict({"round": ConfigRecord(header.to_dict())})
-    return _exchange(grid, nodes, content, MessageType.QUERY, header, timeout, stop)
+    content = RecordDict({"round": ConfigRecord({**about})})
+    return _exchange(grid, nodes, content, MessageType.QUERY, 0, timeout, stop)
 
 
 def broadcast(
@@ -71,10 +71,16 @@ def broadcast(
 
     Every node gets it every round: the server neither chooses nor is told who checks in.
     """
-    content = RecordDict(
-        {"model": model, "round": ConfigRecord({**header.to_dict(), "public_key": public_key})}
+    about = ConfigRecord(
+        {
+            "run_id": header.run_id,
+            "round": header.round,
+            "plan_digest": header.plan_digest,
+            "public_key": public_key,
+        }
     )
-    return _exchange(grid, nodes, content, MessageType.TRAIN, header, timeout, stop)
+    content = RecordDict({"model": model, "round": about})
+    return _exchange(grid, nodes, content, MessageType.TRAIN, header.round, timeout, stop)
 
 
 def _exchange(
@@ -82,7 +88,7 @@ def _exchange(
     nodes: list[int],
     content: RecordDict,
     message_type: str,
-    header: RoundHeader,
+    round: int,
     timeout: float,
     stop: Callable[[], bool],
 ) -> Acknowledgements:
@@ -90,7 +96,7 @@ def _exchange(
     waiting = set(
         grid.push_messages(
             # Flower's own deadline lies behind ours, so that ours is the one that speaks.
-            Message(content, node, message_type, group_id=str(header.round), ttl=timeout + 60)
+            Message(content, node, message_type, group_id=str(round), ttl=timeout + 60)
             for node in nodes
         )
     )

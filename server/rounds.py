@@ -24,7 +24,7 @@ from shuffler import (
     RoundHeader,
     generate_key_pair,
     key_digest,
-    model_version,
+    model_digest,
     report_length,
     sealed_length,
 )
@@ -132,8 +132,8 @@ class RoundLoop:
         settings = self.settings
         timeout = max(_START_SECONDS, settings.round_timeout)
         nodes = wait_for_nodes(self._grid, settings.nodes, timeout, self._stop)
-        header = RoundHeader(settings.run_id, 0, "", settings.plan.digest(), "")
-        answers = greet(self._grid, nodes, header, timeout, self._stop)
+        about = {"run_id": settings.run_id, "plan_digest": settings.plan.digest()}
+        answers = greet(self._grid, nodes, about, timeout, self._stop)
         if len(answers.received) < len(nodes) and not self._stop():
             missing = len(nodes) - len(answers.received)
             raise RoundFailed(
@@ -158,11 +158,11 @@ class RoundLoop:
         """
         settings, plan = self.settings, self.settings.plan
         model = ArrayRecord(trained.state_dict())
-        version = model_version(array.data for array in model.values())
+        digest = model_digest(trained.state_dict())
         private_key, public_key = generate_key_pair(settings.sealing)
-        header = RoundHeader(settings.run_id, round, version, plan.digest(), key_digest(public_key))
+        header = RoundHeader(settings.run_id, round, digest, plan.digest(), key_digest(public_key))
         for shuffler in self._shufflers:
-            shuffler.open_round(header.run_id, round, version, public_key)
+            shuffler.open_round(header.run_id, round, digest, public_key)
         asked, timeout = list(self._nodes), settings.round_timeout
         answers = broadcast(self._grid, asked, header, public_key, model, timeout, self._stop)
         for reason in answers.errors:

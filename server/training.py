@@ -21,9 +21,9 @@ from server.aggregate import Aggregate
 from server.checkpoint import Checkpoint, save_atomically
 from server.evaluate import Evaluation, evaluate
 from server.settings import RoundOutcome, RoundRecord, RunResult, StoppedBy, TrainingSettings
-from shuffler import model_version
+from shuffler import model_digest
 
-_MODEL = "model_version"  # of the model a round was played with, in its ledger line
+_MODEL = "model_digest"  # of the model a round was played with, in its ledger line
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,17 @@ class Training:
     def _would_release_the_same(self, round: int) -> bool:
         """Whether a spent round, played again now, gives what it gave."""
         before = self._spent_before.get(round, {}).get(_MODEL)
-        return self.settings.reproducible and before == self._model_version()
+        return self.settings.reproducible and before == self._model_digest()
 
-    def _model_version(self) -> str:
-        return model_version(value.numpy().tobytes() for value in self.model.state_dict().values())
+    def _model_digest(self) -> str:
+        return model_digest(self.model.state_dict())
 
     def _round(
         self, round: int, play: Callable[[int, nn.Module], PlayedRound], spent: bool
     ) -> RoundRecord:
         started = time.monotonic()
         if not spent:  # on disk before anybody works on it
-            self._budget.spend(round, {_MODEL: self._model_version()})
+            self._budget.spend(round, {_MODEL: self._model_digest()})
         played = play(round, self.model)
         aggregate = played.aggregate
         if aggregate is not None:

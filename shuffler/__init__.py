@@ -19,7 +19,7 @@ from shuffler.wire.errors import (
     Verdict,
 )
 from shuffler.wire.intake_client import IntakeClient
-from shuffler.wire.reports import decode_report, encode_report, model_version, report_length
+from shuffler.wire.reports import decode_report, encode_report, model_digest, report_length
 from shuffler.wire.sealing import (
     PrivateKey,
     ReportOpener,
@@ -53,7 +53,7 @@ __all__ = [
     "encode_report",
     "generate_key_pair",
     "key_digest",
-    "model_version",
+    "model_digest",
     "open_report",
     "report_length",
     "seal",

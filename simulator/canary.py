@@ -22,7 +22,7 @@ from torch import nn
 from accounting import PrivacyPlan, accountants_for, validation
 from accounting.audit.attack import AuditResult, ClaimCheck, delta_lower_bound, epsilon_lower_bound
 from accounting.audit.placements import AttackedRound, Placement
-from clients import ClientSettings, LocalTraining, Node, UserRecords
+from clients import Announcement, ClientSettings, LocalTraining, Node, UserRecords
 from server import Aggregate, Mean, aggregate_reports
 from shuffler import (
     ControlClient,
@@ -31,7 +31,7 @@ from shuffler import (
     ShufflerProcess,
     generate_key_pair,
     key_digest,
-    model_version,
+    model_digest,
     report_length,
     sealed_length,
 )
@@ -133,7 +133,7 @@ def canary_rounds(
     )
     node = make_node(settings)
     model = ArrayRecord(_make_model().state_dict())
-    version = model_version(array.data for array in model.values())
+    shown = model_digest(_make_model().state_dict())
     users = np.arange(1 if others == "absent" else plan.users)
     unit = plan.mechanism.unit
     with ControlClient(shuffler.address, shuffler.control) as control:
@@ -141,10 +141,10 @@ def canary_rounds(
         digest = control.create_run(settings.run_id, plan.to_json().encode(), length)
         for number in range(1, plan.rounds + 1):
             private_key, public_key = generate_key_pair()
-            header = RoundHeader(settings.run_id, number, version, digest, key_digest(public_key))
-            control.open_round(header.run_id, number, version, public_key)
-            node.check(header, model, public_key, answered=number - 1)
-            node.take_part(users, header, model, public_key)
+            header = RoundHeader(settings.run_id, number, shown, digest, key_digest(public_key))
+            control.open_round(header.run_id, number, shown, public_key)
+            announced = Announcement(header.run_id, number, digest, public_key)
+            node.take_part(users, node.prepare(announced, model))
             if control.close_round(header.run_id, number) is not Outcome.RELEASABLE:
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)
                 continue

@@ -9,13 +9,14 @@ from typing import Any
 
 import grpc
 
+from shuffler.callers import Caller
 from shuffler.config import Limits
 from shuffler.service.blanket_tasks import BlanketTasks
 from shuffler.service.intake import Intake
 from shuffler.service.operations import Metrics
 from shuffler.store.runs import RunStore
 from shuffler.store.spool import RoundSpool
-from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire import shuffler_pb2
 
 # Log lines name runs and rounds: no senders, no counts, no contents, nothing for each report.
 _log = logging.getLogger("shuffler")
@@ -23,7 +24,7 @@ _log = logging.getLogger("shuffler")
 _CHUNK_BYTES = 2**19
 
 
-class ControlService(shuffler_pb2_grpc.ControlServicer):
+class ControlService:
     """What the server may call; whoever calls has been admitted.
 
     Attributes:
@@ -47,27 +48,35 @@ class ControlService(shuffler_pb2_grpc.ControlServicer):
         self._limits = limits
         self._metrics = metrics
 
-    async def CreateRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def CreateRun(
+        self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
+    ) -> Any:
         """Registers a run and its plan."""
         digest = await self._intake.call(
-            self._store.create_run, request.run_id, request.plan, request.report_bytes
+            self._store.create_run, request.run_id, request.plan, request.report_bytes, caller.name
         )
         _log.info("run created", extra={"run": request.run_id})
         return shuffler_pb2.CreateRunReply(plan_digest=digest)
 
-    async def OpenRound(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def OpenRound(
+        self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
+    ) -> Any:
         """Opens a round for reports."""
         about = request.run_id, request.round
+        await self._check_owner(request, caller)
         await self._intake.call(
-            self._store.open_round, *about, request.model_version, request.public_key
+            self._store.open_round, *about, request.model_digest, request.public_key
         )
         self._blankets.start(*about)
         _log.info("round opened", extra=_about(request))
         return shuffler_pb2.OpenRoundReply()
 
-    async def CloseRound(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def CloseRound(
+        self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
+    ) -> Any:
         """Ends a round's intake, when its blankets are made."""
         about = request.run_id, request.round
+        await self._check_owner(request, caller)
         if not request.discard:
             await self._blankets.finish(*about)
         outcome = await self._intake.call(self._store.close_round, *about, request.discard)
@@ -75,8 +84,11 @@ class ControlService(shuffler_pb2_grpc.ControlServicer):
         _log.info("round closed", extra={**_about(request), "outcome": outcome.name})
         return shuffler_pb2.CloseRoundReply(outcome=outcome.name)
 
-    async def Release(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+    async def Release(
+        self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
+    ) -> None:
         """Sends a closed batch, once."""
+        await self._check_owner(request, caller)
         begun: list[RoundSpool] = []
 
         def begin() -> None:
@@ -108,11 +120,15 @@ class ControlService(shuffler_pb2_grpc.ControlServicer):
         self._metrics.releases.inc()
         _log.info("batch released", extra=_about(request))
 
-    async def EndRun(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def EndRun(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
         """Destroys all batches and the plan of a run."""
+        await self._check_owner(request, caller)
         await self._intake.call(self._store.end_run, request.run_id)
         _log.info("run ended", extra={"run": request.run_id})
         return shuffler_pb2.EndRunReply()
+
+    async def _check_owner(self, request: Any, caller: Caller) -> None:
+        await self._intake.call(self._store.check_owner, request.run_id, caller.name)
 
 
 def _about(request: Any) -> dict[str, Any]:

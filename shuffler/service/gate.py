@@ -23,6 +23,7 @@ _ANY_USERS = 2**32  # a plan has no more
 _STATUS = {
     Refusal.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     Refusal.NOT_PERMITTED: grpc.StatusCode.PERMISSION_DENIED,
+    Refusal.NOT_OWNER: grpc.StatusCode.PERMISSION_DENIED,
     Refusal.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Refusal.IDLE: grpc.StatusCode.ABORTED,
     Refusal.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
@@ -92,13 +93,13 @@ class Gate:
         are streams here, which makes no difference on the wire: the one request of most is read and
         checked here, and `Submit` gets None for what is no message. A method that raises
         `ShufflerRefused`, or `TimeoutError`, ends its call with that. Methods with one request are
-        for the role; where there is none, for whoever can connect.
+        for the role, and get the caller beside it; where there is no role, for whoever can connect.
+        A method with a stream of requests admits its callers itself.
         """
 
         def handler(method: MethodDescriptor) -> Any:
             kind, reply = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
             behaviour = getattr(servicer, method.name)
-            assert role is None or not method.client_streaming, "a stream of requests admits itself"
 
             def parse(message: bytes) -> Any:
                 try:
@@ -111,9 +112,8 @@ class Gate:
                     request = await self.read(context)
                     if request is grpc.aio.EOF:
                         raise ShufflerRefused(Refusal.MALFORMED)
-                    if role is not None:
-                        self.admit(context, role)
-                    answer = await behaviour(request, context)
+                    who = () if role is None else (self.admit(context, role),)
+                    answer = await behaviour(request, *who, context)
                 except (ShufflerRefused, TimeoutError) as error:
                     await self.end(context, error)
                     return

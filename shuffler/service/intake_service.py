@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,11 @@ from shuffler.service.intake import Intake
 from shuffler.service.operations import Metrics, Pace
 from shuffler.store.open_batches import OpenBatches, Report
 from shuffler.store.slots import Slot
-from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import MAX_REPORT_BYTES
 from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+
+_log = logging.getLogger("shuffler")
 
 _STREAM_REPORTS = 512  # of one stream, read and not yet answered
 _WRITE_BYTES = 2**19  # of a report in pieces, at once
@@ -27,7 +30,7 @@ _ENDLESS = ShufflerRefused(Refusal.MALFORMED, "a report that does not end")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
 
 
-class IntakeService(shuffler_pb2_grpc.IntakeServicer):
+class IntakeService:
     """What user devices may call."""
 
     def __init__(
@@ -49,6 +52,18 @@ class IntakeService(shuffler_pb2_grpc.IntakeServicer):
         self._streams_of: Counter[str] = Counter()
         rate = limits.reports_per_second
         self._pace = None if rate is None else Pace(rate, limits.burst)
+
+    async def Agree(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
+        """Tells what the server gave for a round, and counts who was shown something else."""
+        about = request.run_id, request.round
+        commitment = await self._intake.call(self._batches.commitment, *about)
+        if request.commitment != commitment:
+            self._metrics.disagreements.inc()
+            _log.warning(
+                "a node was shown another key, model or plan than the shuffler",
+                extra={"run": request.run_id, "round": request.round},
+            )
+        return shuffler_pb2.AgreeReply(commitment=commitment)
 
     async def Submit(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:
         """Hands the reports of one stream to the intake.
@@ -190,7 +205,7 @@ class _Slots:
     async def take(self, report: Report) -> Slot | Verdict:
         """A slot for a report, or why it would not be accepted."""
         about = report.request
-        round = about.run_id, str(about.round), about.model_version, about.plan_digest
+        round = about.run_id, str(about.round), about.commitment
         if round != self._round:
             self.close()
         slot = await self._wait() if self._next is not None else None

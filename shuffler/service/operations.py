@@ -40,6 +40,9 @@ class Metrics:
         self.rounds = counter("shufl_rounds", "Rounds closed, by outcome", ["outcome"])
         self.releases = counter("shufl_releases", "Batches released")
         self.refusals = counter("shufl_refusals", "Calls refused, by reason", ["reason"])
+        self.disagreements = counter(
+            "shufl_disagreements", "Nodes that were shown another key, model or plan"
+        )
         self.streams = Gauge("shufl_streams", "Streams of reports now", registry=self.registry)
 
     def serve(self, address: str) -> Any:

@@ -63,7 +63,7 @@ class ShufflerServer:
             self._blankets.start(run_id, number)
         self._stop_seconds = limits.stop_seconds
         services, healthy = shuffler_pb2.DESCRIPTOR.services_by_name, health_pb2.DESCRIPTOR
-        gate.add_service(self._server, services["Intake"], intake)
+        gate.add_service(self._server, services["Intake"], intake, Role.NODE)
         gate.add_service(self._server, services["Control"], self._control, Role.SERVER)
         gate.add_service(self._server, healthy.services_by_name["Health"], self._health)
 

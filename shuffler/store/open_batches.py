@@ -15,9 +15,9 @@ from shuffler.store.rounds import Round, RoundState, Run
 from shuffler.store.slots import Slot
 from shuffler.store.spool import RoundSpool
 from shuffler.store.storage import Disk, storage_errors, storage_verdict
-from shuffler.wire.errors import Verdict
+from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 from shuffler.wire.reports import encode_report, report_length
-from shuffler.wire.sealing import key_digest, payload_length, seal
+from shuffler.wire.sealing import payload_length, seal
 from shuffler.wire.shuffler_pb2 import SubmitRequest
 
 _BLANKET_BYTES = 2**22  # made at once, at most
@@ -46,6 +46,20 @@ class OpenBatches:
         self._runs = runs
         self._disk = disk
         self._randomness = randomness
+
+    def commitment(self, run_id: str, number: int) -> str:
+        """What everybody is to be shown of an open round (`RoundHeader.commitment`).
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, or `UNKNOWN_ROUND` where it is not open.
+        """
+        run = self._runs.get(run_id)
+        if run is None:
+            raise ShufflerRefused(Refusal.UNKNOWN_RUN)
+        entry = run.rounds.get(number)
+        if entry is None or entry.state is not RoundState.OPEN:
+            raise ShufflerRefused(Refusal.UNKNOWN_ROUND, "this round is not open")
+        return run.header(entry).commitment
 
     def accept(self, reports: Sequence[Report]) -> list[Verdict]:
         """Stores what may be stored, with one commit for each round; answers in order.
@@ -123,15 +137,11 @@ class OpenBatches:
         run = self._runs.get(request.run_id)
         if run is None:
             return Verdict.UNKNOWN_RUN
-        if request.plan_digest != run.digest:
-            return Verdict.WRONG_PLAN
         entry = run.rounds.get(request.round)
         if entry is None or entry.state is not RoundState.OPEN:
             return Verdict.ROUND_NOT_OPEN
-        if request.model_version != entry.model_version:
-            return Verdict.WRONG_MODEL_VERSION
-        if request.key_digest != key_digest(entry.public_key):
-            return Verdict.WRONG_KEY
+        if request.commitment != run.header(entry).commitment:
+            return Verdict.WRONG_COMMITMENT
         if request.user >= min(report.caller.users, run.plan.users):
             return Verdict.BAD_SENDER
         if slot is not None and slot.verdict is not Verdict.ACCEPTED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from enum import StrEnum
 from typing import Annotated, Self
@@ -40,7 +41,7 @@ class Round:
 
     Attributes:
         number: counts from 0.
-        model_version: the model that its reports are computed on.
+        model_digest: of the model that its reports are computed on.
         public_key: the server's, to which its reports are sealed.
         state: how far it is.
         outcome: what closing it found; None before, and for a lost batch.
@@ -48,7 +49,7 @@ class Round:
     """
 
     number: int
-    model_version: str
+    model_digest: str
     public_key: bytes
     state: RoundState
     outcome: Outcome | None
@@ -96,6 +97,7 @@ class Run:
         digest: SHA-256 of its plan, hexadecimal.
         plan: what its plan says.
         report_bytes: length of every sealed report.
+        owner: name of the credential of the server that created it.
         rounds: by number; old ones are forgotten.
     """
 
@@ -103,6 +105,7 @@ class Run:
     digest: str
     plan: Plan
     report_bytes: int
+    owner: str
     rounds: dict[int, Round] = dataclasses.field(default_factory=dict)
 
     @property
@@ -120,8 +123,7 @@ class Run:
 
     def header(self, round: Round) -> RoundHeader:
         """What the reports of a round are bound to."""
-        digest = key_digest(round.public_key)
-        return RoundHeader(self.run_id, round.number, round.model_version, self.digest, digest)
+        return _header(self.run_id, round.number, round.model_digest, self.digest, round.public_key)
 
     def check_key(self, round: Round) -> None:
         """Refuses a round to whose public key this run's reports cannot be sealed."""
@@ -134,7 +136,12 @@ class Run:
             raise _malformed(f"no report has {length} bytes, so it can have no blankets")
 
 
-def parse_run(run_id: str, plan: bytes, report_bytes: int) -> Run:
+@functools.lru_cache(maxsize=256)  # it is asked for with every report
+def _header(run_id: str, round: int, model: str, plan: str, public_key: bytes) -> RoundHeader:
+    return RoundHeader(run_id, round, model, plan, key_digest(public_key))
+
+
+def parse_run(run_id: str, plan: bytes, report_bytes: int, owner: str) -> Run:
     """The run that a plan, a JSON object, describes; one that does not is refused."""
     if not 1 <= report_bytes <= MAX_REPORT_BYTES:
         raise _malformed(f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}")
@@ -144,7 +151,7 @@ def parse_run(run_id: str, plan: bytes, report_bytes: int) -> Run:
         fields = Plan.model_validate_json(plan)
     except ValidationError as error:
         raise _malformed(f"the plan: {first_mistake(error, Plan)}") from None
-    return Run(run_id, hashlib.sha256(plan).hexdigest(), fields, report_bytes)
+    return Run(run_id, hashlib.sha256(plan).hexdigest(), fields, report_bytes, owner)
 
 
 def _malformed(detail: str) -> ShufflerRefused:

@@ -35,7 +35,7 @@ from shuffler.store.storage import (
 from shuffler.wire.channel import MOST_USERS
 from shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 
-_MAX_NAME = 256  # characters of a run id or a model version
+_MAX_NAME = 256  # characters of a run id or a model digest
 _MAX_ROUND = 2**63 - 1
 _MAX_RUNS = 64  # at once
 _MAX_WAITING = 4  # closed batches of a run that were not fetched
@@ -88,11 +88,12 @@ class RunStore:
             self._recover()
             self._files = files.pop_all()
 
-    def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
-        """Registers a run; the same call again changes nothing."""
+    def create_run(self, run_id: str, plan: bytes, report_bytes: int, owner: str = "") -> str:
+        """Registers a run of this server; the same call again changes nothing."""
+        self.check_owner(run_id, owner)
         if not 1 <= len(run_id) <= _MAX_NAME:
             raise ShufflerRefused(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
-        run = parse_run(run_id, plan, report_bytes)
+        run = parse_run(run_id, plan, report_bytes, owner)
         known = self._runs.get(run_id)
         if known is None:
             if self._file.has_ended(run_id):
@@ -107,15 +108,15 @@ class RunStore:
             raise ShufflerRefused(Refusal.RUN_EXISTS)
         return run.digest
 
-    def open_round(self, run_id: str, number: int, model_version: str, public_key: bytes) -> None:
+    def open_round(self, run_id: str, number: int, model_digest: str, public_key: bytes) -> None:
         """Opens a round for reports, and draws the secret number of its blankets."""
         run = self._run(run_id)
-        if number > _MAX_ROUND or not 1 <= len(model_version) <= _MAX_NAME:
+        if number > _MAX_ROUND or not 1 <= len(model_digest) <= _MAX_NAME:
             raise ShufflerRefused(
                 Refusal.MALFORMED,
-                f"a round is below 2**63, a model version has 1 to {_MAX_NAME} characters",
+                f"a round is below 2**63, a model digest has 1 to {_MAX_NAME} characters",
             )
-        entry = Round(number, model_version, public_key, RoundState.OPEN, None)
+        entry = Round(number, model_digest, public_key, RoundState.OPEN, None)
         run.check_key(entry)
         if run.open_round() is not None:
             raise ShufflerRefused(Refusal.ANOTHER_ROUND_OPEN)
@@ -219,6 +220,12 @@ class RunStore:
             _destroy(entry)
         self._file.end_run(run_id)
         del self._runs[run_id]
+
+    def check_owner(self, run_id: str, server: str) -> None:
+        """Refuses a server that did not create this run; one that is unknown is nobody's."""
+        run = self._runs.get(run_id)
+        if run is not None and run.owner != server:
+            raise ShufflerRefused(Refusal.NOT_OWNER)
 
     def close(self) -> None:
         """Closes all files and keeps them for the next start on this directory."""

@@ -22,20 +22,21 @@ from shuffler.store.storage import (
 )
 from shuffler.wire.errors import Outcome, ShufflerRefused
 
-_FORMAT = 4  # of all files in the directory; another shuffler's are refused
+_FORMAT = 5  # of all files in the directory; another shuffler's are refused
 _SCHEMA = f"""
 CREATE TABLE runs(
-    run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, ended INTEGER NOT NULL
+    run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, owner TEXT NOT NULL,
+    ended INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE rounds(
-    run_id TEXT, round INTEGER, model_version TEXT NOT NULL, state TEXT NOT NULL, outcome INTEGER,
+    run_id TEXT, round INTEGER, model_digest TEXT NOT NULL, state TEXT NOT NULL, outcome INTEGER,
     public_key BLOB NOT NULL, PRIMARY KEY (run_id, round)
 ) WITHOUT ROWID;
 PRAGMA user_version = {_FORMAT};
 """
 
 
-_RUNS = TypeAdapter(list[tuple[str, bytes, int]], config={"strict": True})
+_RUNS = TypeAdapter(list[tuple[str, bytes, int, str]], config={"strict": True})
 _ROUNDS = TypeAdapter(list[tuple[str, int, str, bytes, str, int | None]], config={"strict": True})
 
 
@@ -67,9 +68,11 @@ class RunsFile:
                 )
             if (found := ask("PRAGMA integrity_check(1)").fetchone()) != ("ok",):
                 raise DamagedFile(str(found[0]))
-            runs = ask("SELECT run_id, plan, report_bytes FROM runs WHERE NOT ended").fetchall()
+            runs = ask(
+                "SELECT run_id, plan, report_bytes, owner FROM runs WHERE NOT ended"
+            ).fetchall()
             rounds = ask(
-                "SELECT run_id, round, model_version, public_key, state, outcome FROM rounds"
+                "SELECT run_id, round, model_digest, public_key, state, outcome FROM rounds"
             ).fetchall()
             try:
                 return _parse(runs, rounds)
@@ -83,11 +86,12 @@ class RunsFile:
 
     def add_run(self, run: Run, plan: bytes) -> None:
         """Enters a new run."""
-        self._write(("INSERT INTO runs VALUES (?, ?, ?, 0)", run.run_id, plan, run.report_bytes))
+        about = run.run_id, plan, run.report_bytes, run.owner
+        self._write(("INSERT INTO runs VALUES (?, ?, ?, ?, 0)", *about))
 
     def add_round(self, run: Run, round: Round, forgotten: Sequence[int]) -> None:
         """Enters an open round, and drops some old ones."""
-        about = run.run_id, round.number, round.model_version, round.state, round.public_key
+        about = run.run_id, round.number, round.model_digest, round.state, round.public_key
         drop = "DELETE FROM rounds WHERE run_id = ? AND round = ?"
         self._write(
             ("INSERT INTO rounds VALUES (?, ?, ?, ?, NULL, ?)", *about),

@@ -21,7 +21,8 @@ class ControlClient(Connection):
     """Runs rounds. For the server only: it needs the server's credentials.
 
     All methods raise `ShufflerUnavailable` if the shuffler does not answer, and `ShufflerRefused`
-    if it refuses: for the reasons named, or `STORAGE_FULL` and `STORAGE_FAILED`.
+    if it refuses: for the reasons named, or `STORAGE_FULL`, `STORAGE_FAILED`, or `NOT_OWNER` where
+    another server created the run.
     """
 
     def __init__(self, address: str, credentials: Credentials | str, timeout: float = 60.0) -> None:
@@ -62,8 +63,8 @@ class ControlClient(Connection):
         request = shuffler_pb2.CreateRunRequest(run_id=run_id, plan=plan, report_bytes=report_bytes)
         return str(self._call("CreateRun", request).plan_digest)
 
-    def open_round(self, run_id: str, round: int, model_version: str, public_key: bytes) -> None:
-        """Opens a round for reports on this model version, sealed to this key.
+    def open_round(self, run_id: str, round: int, model_digest: str, public_key: bytes) -> None:
+        """Opens a round for reports on the model of this digest, sealed to this key.
 
         The shuffler begins to make the round's blankets.
 
@@ -72,7 +73,7 @@ class ControlClient(Connection):
                 `ROUND_NOT_INCREASING`, `TOO_MANY_BATCHES`, `MALFORMED`.
         """
         request = shuffler_pb2.OpenRoundRequest(
-            run_id=run_id, round=round, model_version=model_version, public_key=public_key
+            run_id=run_id, round=round, model_digest=model_digest, public_key=public_key
         )
         self._call("OpenRound", request)
 

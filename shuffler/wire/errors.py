@@ -18,13 +18,11 @@ class Verdict(IntEnum):
     ROUND_NOT_OPEN = 3
     DUPLICATE = 4
     WRONG_LENGTH = 5
-    WRONG_PLAN = 6
-    WRONG_MODEL_VERSION = 7
-    BAD_SENDER = 8
-    ROUND_FULL = 9
-    STORAGE_FULL = 10
-    STORAGE_FAILED = 11
-    WRONG_KEY = 12
+    WRONG_COMMITMENT = 6
+    BAD_SENDER = 7
+    ROUND_FULL = 8
+    STORAGE_FULL = 9
+    STORAGE_FAILED = 10
 
 
 class Outcome(IntEnum):
@@ -54,6 +52,7 @@ class Refusal(StrEnum):
     NOT_PERMITTED = "NOT_PERMITTED", "not with this certificate"
     BUSY = "BUSY", "too many streams at once"
     IDLE = "IDLE", "nothing came for too long"
+    NOT_OWNER = "NOT_OWNER", "this run belongs to another server"
     MALFORMED = "MALFORMED", "not a message of this protocol"
     UNKNOWN_RUN = "UNKNOWN_RUN", "no such run"
     RUN_EXISTS = "RUN_EXISTS", "this run has another plan or report length"

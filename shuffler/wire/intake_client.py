@@ -46,6 +46,23 @@ class IntakeClient(Connection):
         """
         super().__init__(address, credentials, timeout)
 
+    def commitment(self, header: RoundHeader) -> str:
+        """Returns what the shuffler knows of an open round, to be compared with the header's.
+
+        Args:
+            header: the round as the server has shown it; the shuffler counts another one than its.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, `UNKNOWN_ROUND`, `NOT_PERMITTED`.
+            ShufflerUnavailable: if the shuffler does not answer.
+        """
+        request = shuffler_pb2.AgreeRequest(
+            run_id=header.run_id, round=header.round, commitment=header.commitment
+        )
+        with self.errors():
+            stub = _stubs.IntakeStub(self.connected())
+            return str(stub.Agree(request, timeout=self.timeout).commitment)
+
     def submit(
         self, header: RoundHeader, reports: Iterable[tuple[int, bytes]]
     ) -> Iterator[Verdict]:
@@ -102,7 +119,11 @@ class _Reports:
         self.waiting: deque[tuple[int, bytes]] = deque()
         self._bytes = 0  # of them
         self._client = client
-        self._about = header.to_dict()
+        self._about: dict[str, Any] = {
+            "run_id": header.run_id,
+            "round": header.round,
+            "commitment": header.commitment,
+        }
         self._answers: Answers | None = None
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._verdicts: deque[int] = deque()  # received and not yet passed on

@@ -1,12 +1,14 @@
-"""What clients and the server agree on beside the seal: a report's bytes and a model's version."""
+"""What clients and the server agree on beside the seal: a report's bytes and a model's digest."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from shuffler.wire.errors import RejectReason, ReportRejected
 
@@ -37,10 +39,16 @@ def decode_report(payload: bytes, dimension: int) -> np.ndarray[Any, np.dtype[np
     return np.frombuffer(payload, dtype=_ENTRY)
 
 
-def model_version(parameters: Iterable[bytes]) -> str:
-    """SHA-256 (hexadecimal) of a model's parameters, each given as its bytes, in order."""
+def model_digest(parameters: Mapping[str, ArrayLike]) -> str:
+    """SHA-256 (hexadecimal) of a model: the names, types, shapes and values of its parameters.
+
+    Args:
+        parameters: by name, for example a PyTorch `state_dict` on the CPU.
+    """
     digest = hashlib.sha256()
-    for parameter in parameters:
-        digest.update(len(parameter).to_bytes(8, "big"))
-        digest.update(parameter)
+    for name, given in parameters.items():
+        values = np.asarray(given)
+        about = json.dumps([name, values.dtype.str, values.shape]).encode()
+        digest.update(len(about).to_bytes(8, "big") + about)
+        digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()

@@ -26,9 +26,10 @@ OpenSSL overwrites it, and the round's reports cannot be opened by anyone again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from cryptography.exceptions import InvalidTag
@@ -53,7 +54,7 @@ Sealing = Literal["x25519", "mlkem768-x25519"]
 PrivateKey = X25519PrivateKey | MLKEM768X25519PrivateKey
 """The server's private key of one round."""
 
-_DOMAIN = b"shufl.v3 sealed report"
+_DOMAIN = b"shufl.v4 sealed report"
 _ID_BYTES = 16
 _TAG_BYTES = 16
 _X25519_BYTES = 32
@@ -97,7 +98,7 @@ class RoundHeader:
     Attributes:
         run_id: the run.
         round: the round's number, 0 ≤ round < 2⁶³.
-        model_version: which model the report was computed on.
+        model_digest: `model_digest` of the model that the report was computed on.
         plan_digest: SHA-256 of the privacy plan's bytes, lower-case hexadecimal.
         key_digest: `key_digest` of the server's public key of the round.
 
@@ -107,36 +108,29 @@ class RoundHeader:
 
     run_id: str
     round: Annotated[int, Field(ge=0, lt=2**63)]
-    model_version: str
+    model_digest: str
     plan_digest: str
     key_digest: str
 
-    def binding(self, length: int) -> bytes:
-        """Header and payload length as bytes, different for different ones (each field carries its
-        own length)."""
+    @functools.cached_property
+    def commitment(self) -> str:
+        """SHA-256 (hexadecimal) of all fields: equal for two parties who were shown the same.
+
+        Each field carries its own length, so that different headers are different bytes.
+        """
         fields = (
-            _DOMAIN,
             self.run_id.encode(),
             self.round.to_bytes(8, "big"),
-            self.model_version.encode(),
+            self.model_digest.encode(),
             self.plan_digest.encode(),
             self.key_digest.encode(),
-            length.to_bytes(8, "big"),
         )
-        return b"".join(len(field).to_bytes(8, "big") + field for field in fields)
+        parts = b"".join(len(field).to_bytes(8, "big") + field for field in fields)
+        return hashlib.sha256(b"shufl.v4 round" + parts).hexdigest()
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name, for JSON or a message."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> RoundHeader:
-        """The header that `to_dict` described.
-
-        Raises:
-            ValueError: if a field is missing, unknown or not what it should be.
-        """
-        return cls(**fields)
+    def binding(self, length: int) -> bytes:
+        """What a sealed payload of this length is bound to."""
+        return _DOMAIN + self.commitment.encode() + length.to_bytes(8, "big")
 
 
 def generate_key_pair(sealing: Sealing = "x25519") -> tuple[PrivateKey, bytes]:

@@ -15,13 +15,11 @@ class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROUND_NOT_OPEN: _ClassVar[Verdict]
     DUPLICATE: _ClassVar[Verdict]
     WRONG_LENGTH: _ClassVar[Verdict]
-    WRONG_PLAN: _ClassVar[Verdict]
-    WRONG_MODEL_VERSION: _ClassVar[Verdict]
+    WRONG_COMMITMENT: _ClassVar[Verdict]
     BAD_SENDER: _ClassVar[Verdict]
     ROUND_FULL: _ClassVar[Verdict]
     STORAGE_FULL: _ClassVar[Verdict]
     STORAGE_FAILED: _ClassVar[Verdict]
-    WRONG_KEY: _ClassVar[Verdict]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -35,37 +33,47 @@ UNKNOWN_RUN: Verdict
 ROUND_NOT_OPEN: Verdict
 DUPLICATE: Verdict
 WRONG_LENGTH: Verdict
-WRONG_PLAN: Verdict
-WRONG_MODEL_VERSION: Verdict
+WRONG_COMMITMENT: Verdict
 BAD_SENDER: Verdict
 ROUND_FULL: Verdict
 STORAGE_FULL: Verdict
 STORAGE_FAILED: Verdict
-WRONG_KEY: Verdict
 OUTCOME_UNSPECIFIED: Outcome
 RELEASABLE: Outcome
 BELOW_MINIMUM: Outcome
 DISCARDED: Outcome
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("run_id", "round", "model_version", "plan_digest", "user", "sealed", "more", "key_digest")
+    __slots__ = ("run_id", "round", "commitment", "user", "sealed", "more")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    COMMITMENT_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
-    KEY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
-    model_version: str
-    plan_digest: str
+    commitment: str
     user: int
     sealed: bytes
     more: bool
-    key_digest: str
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_version: _Optional[str] = ..., plan_digest: _Optional[str] = ..., user: _Optional[int] = ..., sealed: _Optional[bytes] = ..., more: _Optional[bool] = ..., key_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., commitment: _Optional[str] = ..., user: _Optional[int] = ..., sealed: _Optional[bytes] = ..., more: _Optional[bool] = ...) -> None: ...
+
+class AgreeRequest(_message.Message):
+    __slots__ = ("run_id", "round", "commitment")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    COMMITMENT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    commitment: str
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., commitment: _Optional[str] = ...) -> None: ...
+
+class AgreeReply(_message.Message):
+    __slots__ = ("commitment",)
+    COMMITMENT_FIELD_NUMBER: _ClassVar[int]
+    commitment: str
+    def __init__(self, commitment: _Optional[str] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("verdicts",)
@@ -90,16 +98,16 @@ class CreateRunReply(_message.Message):
     def __init__(self, plan_digest: _Optional[str] = ...) -> None: ...
 
 class OpenRoundRequest(_message.Message):
-    __slots__ = ("run_id", "round", "model_version", "public_key")
+    __slots__ = ("run_id", "round", "model_digest", "public_key")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
-    model_version: str
+    model_digest: str
     public_key: bytes
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_version: _Optional[str] = ..., public_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_digest: _Optional[str] = ..., public_key: _Optional[bytes] = ...) -> None: ...
 
 class OpenRoundReply(_message.Message):
     __slots__ = ()

@@ -35,6 +35,11 @@ class IntakeStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Agree = channel.unary_unary(
+                '/shufl.v1.Intake/Agree',
+                request_serializer=shuffler_dot_wire_dot_shuffler__pb2.AgreeRequest.SerializeToString,
+                response_deserializer=shuffler_dot_wire_dot_shuffler__pb2.AgreeReply.FromString,
+                _registered_method=True)
         self.Submit = channel.stream_stream(
                 '/shufl.v1.Intake/Submit',
                 request_serializer=shuffler_dot_wire_dot_shuffler__pb2.SubmitRequest.SerializeToString,
@@ -45,6 +50,14 @@ class IntakeStub:
 class IntakeServicer:
     """For user devices (and the nodes that simulate many of them).
     """
+
+    def Agree(self, request, context):
+        """Which key, model and plan the shuffler knows for an open round, as one hash. Every device asks
+        before its coin, and takes part only if it was shown the same.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request_iterator, context):
         """Reports in, verdicts out: one verdict for each report, in the order of the reports, as many in
@@ -57,6 +70,11 @@ class IntakeServicer:
 
 def add_IntakeServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Agree': grpc.unary_unary_rpc_method_handler(
+                    servicer.Agree,
+                    request_deserializer=shuffler_dot_wire_dot_shuffler__pb2.AgreeRequest.FromString,
+                    response_serializer=shuffler_dot_wire_dot_shuffler__pb2.AgreeReply.SerializeToString,
+            ),
             'Submit': grpc.stream_stream_rpc_method_handler(
                     servicer.Submit,
                     request_deserializer=shuffler_dot_wire_dot_shuffler__pb2.SubmitRequest.FromString,
@@ -73,6 +91,33 @@ def add_IntakeServicer_to_server(servicer, server):
 class Intake:
     """For user devices (and the nodes that simulate many of them).
     """
+
+    @staticmethod
+    def Agree(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shufl.v1.Intake/Agree',
+            shuffler_dot_wire_dot_shuffler__pb2.AgreeRequest.SerializeToString,
+            shuffler_dot_wire_dot_shuffler__pb2.AgreeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Submit(request_iterator,
@@ -146,7 +191,8 @@ class ControlServicer:
     """
 
     def CreateRun(self, request, context):
-        """Registers a run and its plan. Repeating the same call changes nothing; the same run with
+        """Registers a run and its plan. It belongs to the caller: other servers can do nothing with it.
+        Repeating the same call changes nothing; the same run with
         another plan or another report length is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -12,6 +12,7 @@ from shuffler.cli import keys_command, shuffler_command
 from simulator.cli.account import account_command, compare_command
 from simulator.cli.audit import audit_command
 from simulator.cli.calibrate import calibrate_command
+from simulator.cli.device import device_app
 from simulator.cli.options import fail
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
@@ -113,6 +114,7 @@ app.command("compare")(compare_command)
 app.command("audit")(audit_command)
 app.command("shuffler")(shuffler_command)
 app.command("keys")(keys_command)
+app.add_typer(device_app, name="device")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from pydantic import Field
 from accounting import ACCOUNTANTS
 from accounting.mechanisms import seed_of_shuffler
 from accounting.validation import Count, Positive
-from clients import ClientSettings, make_client_app
+from clients import ClientSettings, DeviceLedger, make_client_app
 from server import RoundRecord, RunResult, ServerSettings, TrainingSettings, make_server_app
 from shuffler import ShufflerProcess
 from simulator.engines.base import EngineFailed, interrupts, start_ray
@@ -95,6 +95,8 @@ class FlowerEngine:
         results: list[RunResult] = []
         with ExitStack() as stack:
             stack.enter_context(logs_to(folder / "server.log", "server"))
+            # Gone with this run: one that is resumed plays rounds again, with the same coins.
+            devices = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
             shufflers = [
                 stack.enter_context(self._shuffler_process(folder, number))
                 for number in range(self._shuffler.number)
@@ -114,6 +116,7 @@ class FlowerEngine:
             client_app = make_client_app(
                 self._client_settings(
                     run_id=training.run_id,
+                    ledger=functools.partial(_simulated_device, devices),
                     shufflers=tuple((each.address, each.submit) for each in shufflers),
                 )
             )
@@ -128,6 +131,11 @@ class FlowerEngine:
             log_file=folder / ("shuffler.log" if number == 0 else f"shuffler-{number + 1}.log"),
             simulation_seed=seed_of_shuffler(self._seed, number),
         )
+
+
+def _simulated_device(devices: Path, node: int) -> DeviceLedger:
+    """The ledger of a simulated node, as a real device has one."""
+    return DeviceLedger(devices / f"node-{node}.db")
 
 
 def run_on_flower(

@@ -266,7 +266,7 @@ def answers(world: World, reports: int) -> list[bytes]:
     pb = shuffler_pb2
     found = [stub.CreateRun(pb.CreateRunRequest(run_id="run", plan=plan(), report_bytes=LENGTH))]
     opening = pb.OpenRoundRequest(
-        run_id="run", round=1, model_version="model", public_key=world.public_key
+        run_id="run", round=1, model_digest="model", public_key=world.public_key
     )
     found.append(stub.OpenRound(opening))
     digest = found[0].plan_digest
@@ -303,7 +303,7 @@ def test_a_report_for_another_key_than_the_rounds_is_refused(start: Callable[...
     own = world.public_key
     world.public_key = generate_key_pair()[1]
     header = dataclasses.replace(header, key_digest=key_digest(world.public_key))
-    assert submitted(world, header, 2) == [Verdict.WRONG_KEY] * 2
+    assert submitted(world, header, 2) == [Verdict.WRONG_COMMITMENT] * 2
     world.public_key = own
     header = dataclasses.replace(header, key_digest=key_digest(own))
     assert submitted(world, header, 2) == [Verdict.ACCEPTED] * 2

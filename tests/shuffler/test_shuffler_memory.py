@@ -66,9 +66,7 @@ def pieces(header, count: int, more: bool, user: int = 0):
         yield shuffler_pb2.SubmitRequest(
             run_id=header.run_id,
             round=header.round,
-            model_version=header.model_version,
-            plan_digest=header.plan_digest,
-            key_digest=header.key_digest,
+            commitment=header.commitment,
             user=user,
             sealed=bytes(PIECE_BYTES),
             more=more or number < count - 1,

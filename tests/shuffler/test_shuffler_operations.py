@@ -35,6 +35,7 @@ from shuffler import (
     ControlClient,
     IntakeClient,
     Refusal,
+    RoundHeader,
     ShufflerProcess,
     ShufflerRefused,
     ShufflerUnavailable,
@@ -311,9 +312,7 @@ REQUESTS = st.builds(
     shuffler_pb2.SubmitRequest,
     run_id=st.sampled_from(["run", "", "nun"]),
     round=st.integers(0, 2**64 - 1) | st.just(1),
-    model_version=st.sampled_from(["m", "", "x" * 300]),
-    plan_digest=st.text(max_size=70),
-    key_digest=st.text(max_size=70),
+    commitment=st.text(max_size=70),
     user=st.integers(0, 2**64 - 1) | st.integers(0, 60),
     sealed=st.binary(max_size=100) | st.binary(min_size=64, max_size=64),
     more=st.booleans(),
@@ -330,8 +329,8 @@ def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, 
     digest = hashlib.sha256(plan(50, 1)).hexdigest()
     for request in requests:
         if right:
-            request.plan_digest, request.round, request.run_id = digest, 1, "run"
-            request.key_digest = KEY_DIGEST
+            request.round, request.run_id = 1, "run"
+            request.commitment = RoundHeader("run", 1, "m", digest, KEY_DIGEST).commitment
     whole = sum(not request.more for request in requests)
     with raw_channel(world) as channel:
         call = channel.stream_stream(
@@ -359,11 +358,11 @@ def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, 
 
 
 METHODS = {
+    "/shufl.v1.Intake/Agree": shuffler_pb2.AgreeRequest(run_id="run", round=1, commitment="c"),
     "/shufl.v1.Intake/Submit": shuffler_pb2.SubmitRequest(
         run_id="run",
         round=1,
-        model_version="m",
-        key_digest=KEY_DIGEST,
+        commitment="c" * 64,
         sealed=b"x" * 64,
         user=3,
         more=True,
@@ -372,7 +371,7 @@ METHODS = {
         run_id="run", plan=plan(50, 1), report_bytes=64
     ),
     "/shufl.v1.Control/OpenRound": shuffler_pb2.OpenRoundRequest(
-        run_id="run", round=1, model_version="m", public_key=PUBLIC_KEY
+        run_id="run", round=1, model_digest="m", public_key=PUBLIC_KEY
     ),
     "/shufl.v1.Control/CloseRound": shuffler_pb2.CloseRoundRequest(run_id="no", discard=True),
     "/shufl.v1.Control/Release": shuffler_pb2.ReleaseRequest(run_id="no", round=1),

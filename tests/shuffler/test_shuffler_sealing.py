@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from shuffler import (
     ReportRejected,
     RoundHeader,
     generate_key_pair,
+    model_digest,
     open_report,
     seal,
     sealed_length,
@@ -54,7 +56,7 @@ def test_a_report_opens_and_has_the_announced_length(keys, sealing, length):
     [
         {"run_id": "run2"},
         {"round": 8},
-        {"model_version": "model 8"},
+        {"model_digest": "model 8"},
         {"plan_digest": "ac" * 32},
         {"key_digest": "ce" * 32},
     ],
@@ -198,25 +200,34 @@ def test_a_report_of_another_length_does_not_open_even_if_its_seal_fits(keys):
         open_report(sealed[:-1], keys[0], HEADER)
 
 
-def test_text_moved_between_fields_changes_the_binding():
-    assert (
-        RoundHeader("ab", 1, "c", "", "").binding(1)
-        != RoundHeader("a", 1, "bc", "", "").binding(1)
-        != RoundHeader("a", 1, "b", "c", "").binding(1)
-        != RoundHeader("a", 1, "b", "", "c").binding(1)
-    )
+def test_text_moved_between_fields_changes_the_commitment():
+    fields = [("ab", 1, "c", "", ""), ("a", 1, "bc", "", ""), ("a", 1, "b", "c", "")]
+    headers = [RoundHeader(*each) for each in [*fields, ("a", 1, "b", "", "c")]]
+    assert len({header.commitment for header in headers}) == 4
+    assert len({header.binding(1) for header in headers}) == 4
+
+
+def test_a_models_digest_covers_names_types_shapes_and_values():
+    """Two biases of one length that are swapped are another model."""
+    one, two = np.arange(3.0), np.arange(3.0) + 1
+    models = [
+        {"a.bias": one, "b.bias": two},
+        {"b.bias": one, "a.bias": two},
+        {"a.bias": two, "b.bias": one},
+        {"a.bias": one, "b.bias": two.reshape(3, 1)},
+        {"a.bias": one, "b.bias": two.view(np.int64)},
+        {"a.bias": one},
+        {"a.biasb.bias": np.concatenate([one, two])},
+    ]
+    assert len({model_digest(model) for model in models}) == len(models)
+    transposed = np.arange(6.0).reshape(2, 3).T
+    assert model_digest({"a": transposed}) == model_digest({"a": transposed.copy()})
 
 
 @given(HEADERS)
-def test_a_header_survives_a_dictionary_and_a_pickle(header):
-    assert RoundHeader.from_dict(header.to_dict()) == header
+def test_a_header_survives_a_pickle(header):
+    assert header.commitment == pickle.loads(pickle.dumps(header)).commitment
     assert pickle.loads(pickle.dumps(header)) == header
-
-
-@pytest.mark.parametrize("fields", [{}, {**HEADER.to_dict(), "more": 1}])
-def test_a_header_with_other_fields_is_refused(fields):
-    with pytest.raises(ValueError, match=r"Unexpected keyword|Field required"):
-        RoundHeader.from_dict(fields)
 
 
 @pytest.mark.parametrize("number", [-1, 2**63])

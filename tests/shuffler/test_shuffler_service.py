@@ -93,9 +93,9 @@ def test_every_rule_has_its_verdict(shared: World):
     assert verdict(run_id="nobody's") is Verdict.UNKNOWN_RUN
     assert verdict(round=4) is Verdict.ROUND_NOT_OPEN
     assert verdict(round=6) is Verdict.ROUND_NOT_OPEN
-    assert verdict(plan_digest="0" * 64) is Verdict.WRONG_PLAN
-    assert verdict(model_version="model 4") is Verdict.WRONG_MODEL_VERSION
-    assert verdict(key_digest="0" * 64) is Verdict.WRONG_KEY
+    assert verdict(plan_digest="0" * 64) is Verdict.WRONG_COMMITMENT
+    assert verdict(model_digest="model 4") is Verdict.WRONG_COMMITMENT
+    assert verdict(key_digest="0" * 64) is Verdict.WRONG_COMMITMENT
     assert verdict(sealed=sealed + b"\0") is Verdict.WRONG_LENGTH
     assert verdict(sealed=b"") is Verdict.WRONG_LENGTH
     assert verdict(user=100_000) is Verdict.BAD_SENDER

@@ -140,7 +140,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda runs: os.truncate(runs, 0), "damaged: it has no format number"),
     (lambda runs: runs.unlink(), "damaged: it is missing, and there are batches"),
     (lambda runs: (runs.unlink(), runs.mkdir()), "cannot be opened: unable to open"),
-    (execute("PRAGMA user_version = 2"), "has format 2, this shuffler reads format 4"),
+    (execute("PRAGMA user_version = 2"), "has format 2, this shuffler reads format 5"),
     (execute("UPDATE runs SET plan = '{}' WHERE run_id = 'run 3'"), "a row does not parse"),
     (execute("UPDATE runs SET plan = x'00' WHERE run_id = 'run 3'"), "a row does not parse"),
     (execute("UPDATE runs SET report_bytes = 0"), "a row does not parse"),
@@ -150,7 +150,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (execute("UPDATE rounds SET outcome = 9"), "a row does not parse"),
     (execute("UPDATE rounds SET round = 'one'"), "a row does not parse"),
     (execute("UPDATE rounds SET public_key = 'one'"), "a row does not parse"),
-    (execute("UPDATE rounds SET model_version = CAST(x'ff' AS TEXT)"), "damaged: "),
+    (execute("UPDATE rounds SET model_digest = CAST(x'ff' AS TEXT)"), "damaged: "),
     (execute("DROP TABLE rounds"), "damaged: no such table: rounds"),
 ]
 

@@ -64,12 +64,11 @@ def report(
     slot: Slot | None = None,
 ) -> Report:
     """As the store gets it, of a round with the model "model" and `PUBLIC_KEY`."""
+    header = RoundHeader(run_id, round, "model", digest, KEY_DIGEST)
     request = shuffler_pb2.SubmitRequest(
         run_id=run_id,
         round=round,
-        model_version="model",
-        plan_digest=digest,
-        key_digest=KEY_DIGEST,
+        commitment=header.commitment,
         user=user,
         sealed=sealed,
     )
