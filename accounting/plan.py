@@ -37,6 +37,9 @@ class PrivacyPlan(Checked):
         adjacency: "replace" (one record becomes any other) or "zero-out".
         shuffler_blankets: λ >= 0, how many noise-only reports the shuffler adds to a round in
             expectation.
+        cover: Whether users who did not check in send too: an empty report, which only the server
+            can tell from others, once it is opened among all the others. ε is the same; who watches
+            the network or runs the shuffler does not learn who checked in.
         least_present: Fewest users who must be present at a shuffler for its batch to be released
             where the accountant counts on others, in 1..users; all if left out. Accountants that
             count on others price a round of so many users.
@@ -55,6 +58,7 @@ class PrivacyPlan(Checked):
     minimum_batch: Count
     adjacency: Literal["replace", "zero-out"] = Field("replace", description="replace or zero-out")
     shuffler_blankets: NotNegative = 0.0
+    cover: bool = Field(False, description="true or false")
     least_present: Count
     accountant: str = "theorem3"
 

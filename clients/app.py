@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -59,7 +60,7 @@ def _partition(settings: ClientSettings, context: Context) -> tuple[int, np.ndar
     return partition, np.arange(partition, settings.plan.users, partitions)
 
 
-def _acknowledgement(content: dict[str, int | bool]) -> RecordDict:
+def _acknowledgement(content: dict[str, Any]) -> RecordDict:
     return RecordDict({"acknowledgement": ConfigRecord(content)})
 
 

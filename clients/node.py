@@ -25,6 +25,7 @@ from shuffler import (
     RoundHeader,
     ShufflerError,
     Verdict,
+    empty_report,
     encode_report,
     key_digest,
     model_digest,
@@ -170,6 +171,8 @@ class Node:
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
         """Each user flips its coin; those who check in submit a sealed private report.
 
+        Under a plan with cover the others submit an empty one.
+
         Whatever goes wrong from the coins on is logged on this node and not told to the server: an
         error only nodes with check-ins can have would tell who checked in. In simulation a failing
         computation is told, since it would otherwise be hard to find.
@@ -188,7 +191,7 @@ class Node:
                 coins = self._randomness.check_ins(number, users, self.settings.plan.check_in_rate)
                 self._model.load_state_dict(round.parameters)
                 self._model.train()
-                reports = self._sealed_reports(users[coins], round)
+                reports = self._sealed_reports(users, coins, round)
                 intake = self._intakes[self.shuffler_of(node)]
                 for verdict in intake.submit(round.header, reports):
                     if verdict is not Verdict.ACCEPTED:
@@ -216,12 +219,20 @@ class Node:
         return node % len(self._intakes)
 
     def _sealed_reports(
-        self, users: np.ndarray, round: PreparedRound
+        self, users: np.ndarray, coins: np.ndarray, round: PreparedRound
     ) -> Iterator[tuple[int, bytes]]:
-        """(user, sealed report) of every user in `users`, one at a time."""
-        for user in users.tolist():
+        """(user, sealed report) of every user who checked in, one at a time.
+
+        With cover, of every user: the others do the same work, and send an empty report of it.
+        """
+        cover = self.settings.plan.cover
+        everyone = zip(users.tolist(), coins.tolist(), strict=True)
+        for user, checked_in in everyone:
+            if not (checked_in or cover):
+                continue
             try:
-                report = encode_report(self._report(user, round.header.round))
+                values = self._report(user, round.header.round)
+                report = encode_report(values) if checked_in else empty_report(values.size)
                 sealed = seal(report, round.public_key, round.header)
             except Exception as error:
                 raise ReportFailed(

@@ -19,6 +19,7 @@ from shuffler import (
     ReportRejected,
     RoundHeader,
     decode_report,
+    empty_report,
 )
 
 
@@ -92,7 +93,8 @@ class Aggregate:
 
     Attributes:
         estimate: an `Aggregator`'s result, float32 of shape (d,).
-        reports: how many were summed: users' reports and shufflers' blankets alike.
+        reports: how many were summed: users' reports and shufflers' blankets alike, and no empty
+            ones.
         rejected: how many did not open or no honest client could have sent.
         reasons: how many of them for which reason (`RejectReason`).
     """
@@ -120,13 +122,17 @@ def aggregate_reports(
         users: how many users were present, as in `Aggregator.result`.
     """
     dimension = aggregator.dimension
+    empty = empty_report(dimension) if aggregator.plan.cover else None
     limit = aggregator.plan.mechanism.largest_honest_norm(dimension)
     opener = ReportOpener(private_key, header)
     reports = 0
     reasons: Counter[str] = Counter()
     for sealed in sealed_reports:
         try:
-            report = decode_report(opener.open(sealed), dimension).astype(np.float64)
+            payload = opener.open(sealed)
+            if payload == empty:
+                continue
+            report = decode_report(payload, dimension).astype(np.float64)
         except ReportRejected as rejected:
             reasons[rejected.reason] += 1
             continue

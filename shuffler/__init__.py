@@ -19,7 +19,13 @@ from shuffler.wire.errors import (
     Verdict,
 )
 from shuffler.wire.intake_client import IntakeClient
-from shuffler.wire.reports import decode_report, encode_report, model_digest, report_length
+from shuffler.wire.reports import (
+    decode_report,
+    empty_report,
+    encode_report,
+    model_digest,
+    report_length,
+)
 from shuffler.wire.sealing import (
     PrivateKey,
     ReportOpener,
@@ -50,6 +56,7 @@ __all__ = [
     "ShufflerUnavailable",
     "Verdict",
     "decode_report",
+    "empty_report",
     "encode_report",
     "generate_key_pair",
     "key_digest",

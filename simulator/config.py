@@ -45,6 +45,7 @@ class Privacy(Section):
     shuffler_blankets: float = Field(
         0.0, ge=0, le=1e7, allow_inf_nan=False, description="a number from 0 to 10^7"
     )
+    cover: bool = Field(False, description="true or false")
     least_present: int | None = Field(
         None, ge=1, description="a whole number from 1 to the number of users"
     )

@@ -20,6 +20,7 @@ from shuffler import (
     model_digest,
     open_report,
     report_length,
+    seal,
     sealed_length,
 )
 
@@ -87,6 +88,16 @@ class Round:
             self.plan.digest(),
             key_digest(self.public_key),
         )
+
+    def under(self, **changes):
+        """The same round under a plan that differs."""
+        self.plan = self.plan.replace(**changes)
+        self.settings = dataclasses.replace(self.settings, plan=self.plan)
+        self.header = dataclasses.replace(self.header, plan_digest=self.plan.digest())
+        return self
+
+    def seal(self, payload):
+        return seal(payload, self.public_key, self.header)
 
     def open(self):
         length = sealed_length(report_length(self.dimension))

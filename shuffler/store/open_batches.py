@@ -14,9 +14,10 @@ from shuffler.callers import Caller
 from shuffler.store.rounds import Round, RoundState, Run
 from shuffler.store.slots import Slot
 from shuffler.store.spool import RoundSpool
+from shuffler.store.spool_rows import BlanketsLeft
 from shuffler.store.storage import Disk, storage_errors, storage_verdict
 from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
-from shuffler.wire.reports import encode_report, report_length
+from shuffler.wire.reports import empty_report, encode_report, report_length
 from shuffler.wire.sealing import payload_length, seal
 from shuffler.wire.shuffler_pb2 import SubmitRequest
 
@@ -109,8 +110,9 @@ class OpenBatches:
         if spool is None or spool.blankets.made == spool.blankets.work:
             return None
         run = self._runs[run_id]
-        missing = range(spool.blankets.made, spool.blankets.work)
-        return functools.partial(_make_blankets, run, run.rounds[number], self._randomness, missing)
+        return functools.partial(
+            _make_blankets, run, run.rounds[number], self._randomness, spool.blankets
+        )
 
     def add_blankets(self, run_id: str, number: int, sealed: Sequence[bytes]) -> None:
         """Stores the next blankets of a round; those of a round that is over are dropped.
@@ -168,20 +170,26 @@ class OpenBatches:
         return verdicts + [Verdict.STORAGE_FULL] * (len(reports) - len(rows))
 
 
-def _make_blankets(run: Run, round: Round, randomness: Randomness, numbers: range) -> list[bytes]:
-    """The first of a round's blankets with these numbers, sealed; in any thread.
+def _make_blankets(
+    run: Run, round: Round, randomness: Randomness, left: BlanketsLeft
+) -> list[bytes]:
+    """The next of a round's blankets, sealed; in any thread.
 
     A blanket comes from the same mechanism and the same source of randomness as a user's report,
     and is sealed in the same way, so that nothing in it tells the two apart.
-    docs/theory-blanket.md proves what Poisson many of them hide.
+    docs/theory-blanket.md proves what Poisson many of them hide. With cover those beyond the number
+    that was drawn are empty, so that there are as many blankets and empty reports in every round,
+    and the number of the empty ones tells the server nothing that the others' does not.
     """
     mechanism = run.plan.mechanism
     assert mechanism is not None
     dimension = payload_length(run.report_bytes, round.public_key) // report_length(1)
     count = max(1, min(_BLANKETS, _BLANKET_BYTES // report_length(dimension)))
     zero, header, sealed = np.zeros(dimension), run.header(round), []
-    for number in numbers[:count]:
+    for number in range(left.made, min(left.made + count, left.work)):
         (noise,) = randomness.blanket_noise(round.number, np.array([number]), dimension)
         report = encode_report(mechanism.report(zero, noise))
+        if run.plan.cover and number >= left.drawn:
+            report = empty_report(dimension)
         sealed.append(seal(report, round.public_key, header))
     return sealed

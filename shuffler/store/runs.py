@@ -253,7 +253,9 @@ class RunStore:
             return self._randomness.number_of_blankets(entry.number, run.plan.shuffler_blankets)
 
         path, users = _path(self._directory, run, entry), self._users_of(run)
-        return RoundSpool(path, run.report_bytes, users, run.plan.most_blankets, draw)
+        return RoundSpool(
+            path, run.report_bytes, users, run.plan.most_blankets, draw, run.plan.cover
+        )
 
     def _recover(self) -> None:
         """Takes up the runs on disk and deletes what no open or closed round names."""

@@ -71,6 +71,7 @@ class RoundSpool:
         users: int,
         work: int = 0,
         draw: Callable[[], int] = lambda: 0,
+        cover: bool = False,
     ) -> None:
         """Opens the batch in this file, or starts an empty one.
 
@@ -79,7 +80,8 @@ class RoundSpool:
             report_bytes: length of every report.
             users: how many users' reports the batch may hold.
             work: how many blankets are made for it.
-            draw: how many of them are kept; asked where the batch is new.
+            draw: how many of them are blankets; asked where the batch is new.
+            cover: whether the others, empty reports, are kept too.
 
         Raises:
             DamagedFile: if a file of an existing batch is missing or damaged.
@@ -97,7 +99,9 @@ class RoundSpool:
                 self._connection = connect(path)
             files.callback(self._connection.close)
             if not existing:
-                make_rows(self._connection, self._file.slots, users, BlanketsLeft(work, draw()))
+                make_rows(
+                    self._connection, self._file.slots, users, BlanketsLeft(work, draw(), cover)
+                )
             with damage():
                 self.count = count_rows(self._connection, self._file.slots, users)
                 self.blankets = BlanketsLeft.read(self._connection)

@@ -31,7 +31,7 @@ _ROW_BYTES = _BITS // 8  # of one row, for one of its two sets
 _HASH_BYTES = 16
 _BUCKET_HASHES = 253  # of one row: what fits into a page
 _BUCKET_BYTES = _BUCKET_HASHES * _HASH_BYTES
-_COUNTS = struct.Struct(">QQQ")
+_COUNTS = struct.Struct(">QQQQ")
 
 
 def _tables(slots: int, users: int) -> dict[str, tuple[int, int]]:
@@ -77,25 +77,28 @@ def count_rows(connection: sqlite3.Connection, slots: int, users: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class BlanketsLeft:
-    """How far a round's blankets are: of `work` that are made, `kept` of them are in the batch.
+    """How far a round's blankets are: of `work` that are made, the first `drawn` are its blankets.
 
-    `kept` is the secret number M, drawn once, when the round was opened; the others are made,
-    written and marked all the same, as thrown away, so that the time does not tell M.
+    `drawn` is the secret number M, drawn once, when the round was opened. The others are made,
+    written and marked all the same, so that the time does not tell M: as thrown away, or, with
+    cover, as empty reports that are in the batch like those of users who did not check in.
 
     Attributes:
         work: how many are made in all.
-        kept: how many of them, the first ones, are in the batch in the end.
+        drawn: how many of them, the first ones, are blankets.
+        cover: whether the others are in the batch too.
         made: how many have been made.
     """
 
     work: int = 0
-    kept: int = 0
+    drawn: int = 0
+    cover: bool = False
     made: int = 0
 
     @property
     def stored(self) -> int:
-        """How many are in the batch by now."""
-        return min(self.made, self.kept)
+        """How many are in the batch by now, empty reports too."""
+        return min(self.made, self.work if self.cover else self.drawn)
 
     def after(self, more: int) -> BlanketsLeft:
         """When so many more have been made."""
@@ -108,14 +111,14 @@ class BlanketsLeft:
         Raises:
             DamagedFile: if it is not what was written.
         """
-        left = BlanketsLeft(*_COUNTS.unpack(_row(connection, "blankets", 0)))
-        if not max(left.kept, left.made) <= left.work:
+        work, drawn, cover, made = _COUNTS.unpack(_row(connection, "blankets", 0))
+        if not (max(drawn, made) <= work and cover <= 1):
             raise DamagedFile("the blankets' row of the batch's file is damaged")
-        return left
+        return BlanketsLeft(work, drawn, bool(cover), made)
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Puts this into the batch's row, within the caller's transaction."""
-        _replace(connection, "blankets", {0: _COUNTS.pack(self.work, self.kept, self.made)})
+        _replace(connection, "blankets", {0: _COUNTS.pack(*dataclasses.astuple(self))})
 
 
 class TakenSlots:

@@ -21,8 +21,13 @@ def report_length(dimension: int) -> int:
 
 
 def encode_report(report: np.ndarray) -> bytes:
-    """A report of shape (d,), int16, as d little-endian integers."""
+    """A report of shape (d,), int16 above -32 768, as d little-endian integers."""
     return report.astype(_ENTRY).tobytes()
+
+
+def empty_report(dimension: int) -> bytes:
+    """What a user who did not check in sends under a plan with cover: no report has its entries."""
+    return np.full(dimension, np.iinfo(np.int16).min, dtype=_ENTRY).tobytes()
 
 
 def decode_report(payload: bytes, dimension: int) -> np.ndarray[Any, np.dtype[np.int16]]:

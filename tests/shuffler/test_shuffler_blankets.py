@@ -171,7 +171,7 @@ def test_killed_at_ten_moments_of_a_round_it_never_draws_a_second_number(
         time.sleep(0.03 * moment)
         kill(world)
         left = kept(place)
-        drawn.add((left.kept, left.work))
+        drawn.add((left.drawn, left.work))
         made.append(left.made)
         world = start(place)
         world.private_key, world.public_key = keys

@@ -74,6 +74,7 @@ def test_metrics_count_reasons_and_the_log_names_nobody(
         'shufl_rounds_total{outcome="RELEASABLE"}': 1,
         'shufl_rounds_total{outcome="BELOW_MINIMUM"}': 1,
         "shufl_releases_total": 1,
+        "shufl_disagreements_total": 0,
         'shufl_refusals_total{reason="ROUND_NOT_CLOSED"}': 1,
         "shufl_streams": 0,
     }

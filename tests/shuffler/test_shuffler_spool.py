@@ -173,7 +173,7 @@ def test_the_files_hold_two_sets_a_key_and_how_far_the_blankets_are(tmp_path):
     tables = rows.execute("SELECT name FROM sqlite_master WHERE sql IS NOT NULL")
     names = {"slots", "reported", "hash_key", "blankets"}
     assert {name for (name,) in tables.fetchall()} == names
-    assert rows.execute("SELECT content FROM blankets").fetchall() == [(bytes(24),)]
+    assert rows.execute("SELECT content FROM blankets").fetchall() == [(bytes(32),)]
     rows.close()
     spool.destroy()
 
