@@ -30,7 +30,7 @@ bench: .venv/ready  ## users a second of the vectorised engine and its peers: so
 		--set privacy.check_in_rate=0.5 --set privacy.target_epsilon=1e6 --only plain --only "vectorised, aggregate" --only "opacus, ghost"
 
 proto: .venv/ready
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. shuffler/wire/shuffler.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. shuffler/wire/shuffler.proto
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

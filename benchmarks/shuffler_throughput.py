@@ -53,7 +53,7 @@ from shuffler import (
 )
 from shuffler.callers import Role
 from shuffler.keys import Authority, Credentials
-from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import SERVER_OPTIONS
 
 CLIENT_CORE, SERVER_CORE = 0, 1
@@ -67,24 +67,28 @@ def pin(pid: int, core: int) -> None:
         os.sched_setaffinity(int(task.name), {core})
 
 
-class Sink(shuffler_pb2_grpc.IntakeServicer):
-    """Counts bytes; a verdict for each report, in the groups in which they come."""
-
-    async def Submit(self, request_iterator, context):
-        total = reports = 0
-        async for request in request_iterator:
-            total += len(request.sealed)
-            reports += not request.more
-            if reports == 64 or (len(request.sealed) > 50_000 and not request.more):
-                await context.write(shuffler_pb2.SubmitReply(verdicts=[1] * reports))
-                reports = 0
-        await context.write(shuffler_pb2.SubmitReply(verdicts=[1] * reports))
+async def count_bytes(request_iterator, context):
+    """Takes reports; a verdict for each, in the groups in which they come."""
+    total = reports = 0
+    async for request in request_iterator:
+        total += len(request.sealed)
+        reports += not request.more
+        if reports == 64 or (len(request.sealed) > 50_000 and not request.more):
+            await context.write(shuffler_pb2.SubmitReply(verdicts=[1] * reports))
+            reports = 0
+    await context.write(shuffler_pb2.SubmitReply(verdicts=[1] * reports))
 
 
 async def serve_sink(directory: Path) -> None:
     credentials = Credentials.read(directory, "shuffler")
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    shuffler_pb2_grpc.add_IntakeServicer_to_server(Sink(), server)
+    submit = grpc.stream_stream_rpc_method_handler(
+        count_bytes,
+        shuffler_pb2.SubmitRequest.FromString,
+        shuffler_pb2.SubmitReply.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler("shufl.v1.Intake", {"Submit": submit})
+    server.add_generic_rpc_handlers((handler,))
     port = server.add_secure_port(
         "127.0.0.1:0",
         grpc.ssl_server_credentials(

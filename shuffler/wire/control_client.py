@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from shuffler.keys import Credentials
-from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import TOKEN_KEY
 from shuffler.wire.connection import Answers, Connection
 from shuffler.wire.errors import Outcome
-
-_stubs: Any = shuffler_pb2_grpc  # generated without types
+from shuffler.wire.stub import Stub
 
 _BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
 
@@ -110,7 +109,7 @@ class ControlClient(Connection):
                 `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
             ShufflerUnavailable: the batch may then be incomplete.
         """
-        stub = _stubs.ControlStub(self.connected())
+        stub = Stub("Control", self.connected())
         request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
         with self.errors():
             answers = Answers(stub.Release(request, metadata=self._metadata), ahead=1)
@@ -140,6 +139,6 @@ class ControlClient(Connection):
         self._call("EndRun", shuffler_pb2.EndRunRequest(run_id=run_id))
 
     def _call(self, name: str, request: Any, timeout: float | None = None) -> Any:
-        method = getattr(_stubs.ControlStub(self.connected()), name)
+        method = getattr(Stub("Control", self.connected()), name)
         with self.errors():
             return method(request, timeout=timeout or self.timeout, metadata=self._metadata)

@@ -13,13 +13,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shuffler.keys import Credentials
-from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import MAX_REPORT_BYTES, PIECE_BYTES
 from shuffler.wire.connection import Answers, Connection
 from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 from shuffler.wire.sealing import RoundHeader
-
-_stubs: Any = shuffler_pb2_grpc  # generated without types
+from shuffler.wire.stub import Stub
 
 _WINDOW_REPORTS = 256  # of one stream, sent and not yet answered
 _WINDOW_BYTES = 32 * 2**20
@@ -60,7 +59,7 @@ class IntakeClient(Connection):
             run_id=header.run_id, round=header.round, commitment=header.commitment
         )
         with self.errors():
-            stub = _stubs.IntakeStub(self.connected())
+            stub = Stub("Intake", self.connected())
             return str(stub.Agree(request, timeout=self.timeout).commitment)
 
     def submit(
@@ -170,7 +169,7 @@ class _Reports:
     def _open(self) -> None:
         """Begins a call, with the reports that wait."""
         self._requests = queue.SimpleQueue()
-        stub = _stubs.IntakeStub(self._client.connected())
+        stub = Stub("Intake", self._client.connected())
         with self._client.errors():
             self._answers = Answers(stub.Submit(iter(self._requests.get, None)))
         for user, sealed in self.waiting:

@@ -42,7 +42,8 @@ from shuffler import (
 from shuffler.store.runs import RunStore
 from shuffler.store.spool import RoundSpool
 from shuffler.store.spool_rows import BlanketsLeft
-from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire import shuffler_pb2
+from shuffler.wire.stub import Stub
 
 DIMENSION = 40
 EXPECTED = 200.0
@@ -262,7 +263,7 @@ def test_closing_waits_until_the_blankets_are_made_and_discarding_does_not(
 
 def answers(world: World, reports: int) -> list[bytes]:
     """Every message that the server gets in a round, but for the sealed reports themselves."""
-    stub = shuffler_pb2_grpc.ControlStub(raw_channel(world, world.process.control))
+    stub = Stub("Control", raw_channel(world, world.process.control))
     pb = shuffler_pb2
     found = [stub.CreateRun(pb.CreateRunRequest(run_id="run", plan=plan(), report_bytes=LENGTH))]
     opening = pb.OpenRoundRequest(

@@ -21,8 +21,9 @@ from shuffler_world import World, exit_code, free_port, in_release, kill, raw_ch
 from shuffler import IntakeClient, Outcome, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
 from shuffler.callers import Role
 from shuffler.keys import Authority
-from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import PIECE_BYTES
+from shuffler.wire.stub import Stub
 
 IDLE = 0.8  # longer than a busy machine stands still
 
@@ -127,7 +128,7 @@ def test_a_node_that_does_not_take_its_answers_is_ended_and_keeps_only_itself_ou
             time.sleep(0.001)
 
     with raw_channel(world, deaf, NO_WINDOW) as channel:
-        call = shuffler_pb2_grpc.IntakeStub(channel).Submit(requests(), timeout=60)
+        call = Stub("Intake", channel).Submit(requests(), timeout=60)
         while not scrape(address)["shufl_streams"]:
             time.sleep(0.02)
         no_streams(address)

@@ -14,8 +14,9 @@ import pytest
 from shuffler_world import World, free_port, plan, raw_channel, scrape
 
 from shuffler import IntakeClient, Outcome, Verdict
-from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import PIECE_BYTES
+from shuffler.wire.stub import Stub
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +76,7 @@ def pieces(header, count: int, more: bool, user: int = 0):
 
 def raw_submit(world: World, requests) -> list[Verdict]:
     with raw_channel(world) as channel:
-        replies = shuffler_pb2_grpc.IntakeStub(channel).Submit(requests)
+        replies = Stub("Intake", channel).Submit(requests)
         return [Verdict(verdict) for reply in replies for verdict in reply.verdicts]
 
 
@@ -179,7 +180,7 @@ def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., 
             assert all(thread.is_alive() for thread in threads)
             time.sleep(0.05)
         with raw_channel(world) as channel, pytest.raises(grpc.RpcError) as refused:
-            list(shuffler_pb2_grpc.IntakeStub(channel).Submit(iter([])))
+            list(Stub("Intake", channel).Submit(iter([])))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     finally:
         hold.set()

@@ -45,7 +45,8 @@ from shuffler.callers import Role
 from shuffler.config import Limits
 from shuffler.keys import Authority
 from shuffler.service.operations import Pace
-from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire import shuffler_pb2
+from shuffler.wire.stub import Stub
 
 
 def test_metrics_count_reasons_and_the_log_names_nobody(
@@ -226,10 +227,7 @@ def test_silent_streams_of_one_credential_are_ended_and_an_honest_node_gets_thro
     piece = shuffler_pb2.SubmitRequest(run_id="run", round=1, sealed=b"x", more=True)
     silences = [Silence(), Silence(), Silence(piece), Silence(piece, piece)]
     with raw_channel(world, one) as channel:
-        calls = [
-            shuffler_pb2_grpc.IntakeStub(channel).Submit(iter(quiet), timeout=60)
-            for quiet in silences
-        ]
+        calls = [Stub("Intake", channel).Submit(iter(quiet), timeout=60) for quiet in silences]
         for call in calls:
             with pytest.raises(grpc.RpcError) as ended:
                 list(call)
@@ -257,7 +255,7 @@ def test_an_empty_piece_ends_the_stream(shared: World, pieces: tuple[bytes]):
     )
     with raw_channel(shared) as channel:
         with pytest.raises(grpc.RpcError) as ended:
-            list(shuffler_pb2_grpc.IntakeStub(channel).Submit(iter(requests), timeout=60))
+            list(Stub("Intake", channel).Submit(iter(requests), timeout=60))
         requests.let_go.set()
     assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert ended.value.details() == "MALFORMED: a piece of a report is empty"

@@ -53,7 +53,8 @@ from shuffler.keys import Authority
 from shuffler.service.operations import Metrics
 from shuffler.service.server import ShufflerServer
 from shuffler.store.runs import RunStore
-from shuffler.wire import shuffler_pb2, shuffler_pb2_grpc
+from shuffler.wire import shuffler_pb2
+from shuffler.wire.stub import Stub
 
 ROOT = Path(__file__).parents[2]
 AUTHORITY = Authority.create()
@@ -84,10 +85,10 @@ def credentials(role: str, authority: Authority = AUTHORITY, **options) -> Crede
 
 def attempt(channel: grpc.Channel, call: str) -> grpc.StatusCode:
     """The status that a call ends with; a run `nobody` knows nothing, if it is let through."""
-    control, pb = shuffler_pb2_grpc.ControlStub(channel), shuffler_pb2
+    control, pb = Stub("Control", channel), shuffler_pb2
     calls: dict[str, Callable[[], object]] = {
         "Submit": lambda: list(
-            shuffler_pb2_grpc.IntakeStub(channel).Submit(iter([pb.SubmitRequest(run_id="nobody")]))
+            Stub("Intake", channel).Submit(iter([pb.SubmitRequest(run_id="nobody")]))
         ),
         "CreateRun": lambda: control.CreateRun(pb.CreateRunRequest(run_id="x", plan=b"")),
         "OpenRound": lambda: control.OpenRound(pb.OpenRoundRequest(run_id="nobody")),
@@ -474,11 +475,11 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
     config.write_text(f'metrics = "{metrics}"\n{WITH_REVOKED}')
     credentials("shuffler").write(tmp_path, "shuffler")
     revoked.write_text("# nobody yet\n\n")
-    phone, other, server, second = (
+    phone, other, server, renewed = (
         credentials("node"),
         AUTHORITY.issue(Role.NODE, "other", users=10),
         credentials("server"),
-        AUTHORITY.issue(Role.SERVER, "second"),
+        credentials("server"),  # renewed: of the same name
     )
     with running(config) as (child, address):
 
@@ -496,7 +497,7 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
 
         with (
             ControlClient(address, server) as control,
-            ControlClient(address, second) as later,
+            ControlClient(address, renewed) as later,
             IntakeClient(address, phone) as intake,
             IntakeClient(address, other) as others,
             IntakeClient(address, credentials("node")) as again,
