@@ -67,7 +67,12 @@ def shuffler_command(
             if spool is None:
                 spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
             randomness = make_randomness(settings.simulation_seed)
-            store = RunStore(spool, most_users=settings.limits.users, randomness=randomness)
+            store = RunStore(
+                spool,
+                most_users=settings.limits.users,
+                randomness=randomness,
+                floor=settings.floor,
+            )
             stack.callback(store.close)
             metrics = Metrics()
             if settings.metrics is not None:

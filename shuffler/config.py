@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from accounting.validation import first_mistake
 from shuffler.keys import Credentials
+from shuffler.store.floor import Floor
 from shuffler.wire.channel import MOST_USERS, parse_address
 
 Count = Annotated[int, Field(ge=1)]
@@ -115,6 +116,7 @@ class ShufflerConfig(_Section):
         plaintext: no TLS, and a token instead of certificates; on loopback only.
         tls: files for both sides of TLS; needed unless `plaintext` is set.
         limits: how much at once.
+        floor: what the plan of every run is held to.
         simulation_seed: makes the blankets a function of it, so that they protect nobody; with
             `--exit-with-parent` only, where the shuffler is part of a simulation.
     """
@@ -126,6 +128,7 @@ class ShufflerConfig(_Section):
     plaintext: bool = False
     tls: Tls | None = None
     limits: Limits = Limits()
+    floor: Floor = Floor()
     simulation_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
     @model_validator(mode="after")

@@ -64,6 +64,7 @@ class Plan(BaseModel):
     users: int
     minimum_batch: Annotated[int, Field(ge=1)]
     shuffler_blankets: Annotated[float, Field(ge=0, le=1e7)] = 0.0
+    rounds: int | None = None
     mechanism: Mechanism | None = None
 
     @model_validator(mode="after")
