@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.metadata
 import logging
 import os
 import select
@@ -21,9 +22,10 @@ import typer
 
 from accounting.mechanisms import make_randomness
 from shuffler.callers import Revoked, Role
-from shuffler.config import load_config
+from shuffler.config import ShufflerConfig, load_config
 from shuffler.keys import MAX_DAYS, Authority
-from shuffler.service.operations import Metrics, log_to
+from shuffler.service.log import Log
+from shuffler.service.operations import Metrics
 from shuffler.service.server import ShufflerServer
 from shuffler.store.runs import RunStore
 from shuffler.wire.channel import READY, TOKEN_VARIABLE
@@ -49,6 +51,7 @@ def shuffler_command(
     With `plaintext = true` the server's control token is read from the environment variable
     SHUFL_CONTROL_TOKEN; otherwise certificates say who may do what (`shufl keys`).
     """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can be heard, and once it cannot
     parent = os.getppid()
     with ExitStack() as stack:
         try:
@@ -62,7 +65,7 @@ def shuffler_command(
             security = tls.read() if tls else _read_token()
             revoked = Revoked(tls.revoked if tls else None)
             os.umask(0o077)
-            log_to(settings.log_file)
+            log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
             spool = settings.spool
             if spool is None:
                 spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
@@ -81,7 +84,7 @@ def shuffler_command(
                 ShufflerServer, store, security, revoked, settings.limits, metrics
             )
             watched = parent if exit_with_parent else None
-            asyncio.run(_serve(make_server, settings.listen, revoked, watched))
+            asyncio.run(_serve(make_server, settings, revoked, log, watched))
         except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
             typer.echo(f"shuffler: {error}", err=True)
             raise typer.Exit(2) from None
@@ -141,14 +144,15 @@ def keys_command(
 
 async def _serve(
     make_server: Callable[[], ShufflerServer],
-    listen: str,
+    settings: ShufflerConfig,
     revoked: Revoked,
+    log: Log,
     parent: int | None,
 ) -> None:
     """Serves until SIGTERM, SIGINT, or the end of the parent.
 
     A signal lets releases finish; a second one, or the end of the parent, ends them at once.
-    SIGHUP reads the withdrawn credentials again.
+    SIGHUP opens the log file and reads the withdrawn credentials again.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
     loop = asyncio.get_running_loop()
@@ -159,23 +163,53 @@ async def _serve(
             at_once.set()
         stopped.set()
 
+    def hang_up(*_: object) -> None:
+        loop.call_soon_threadsafe(_read_again, log, revoked)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    if revoked.path is not None:
-        loop.add_signal_handler(signal.SIGHUP, _read_again, revoked)
+    # Not the loop's own handler: with the loop that would end, and SIGHUP would kill.
+    signal.signal(signal.SIGHUP, hang_up)
+    _read_again(log, revoked)  # a SIGHUP before this went unheard
+    minutes = asyncio.create_task(_every_minute(log))
     server = make_server()
     try:
-        address = await server.start(listen)
+        address = await server.start(settings.listen)
         if parent is not None:
             _watch_parent(parent, functools.partial(loop.call_soon_threadsafe, stop, True))
+        _log.info("shuffler started", extra=_about(settings, address))
         typer.echo(f"{READY}{address}")
         sys.stdout.flush()
         await stopped.wait()
+        _log.info("shuffler stopping")
     finally:
         await server.stop(at_once)
+        minutes.cancel()
+        log.next_minute()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _log.info("shuffler stopped")
 
 
-def _read_again(revoked: Revoked) -> None:
+def _about(settings: ShufflerConfig, address: str) -> dict[str, object]:
+    """What the log says at the start: the whole configuration, but for the simulation's seed."""
+    configuration = settings.model_dump(mode="json", exclude={"simulation_seed"}, exclude_none=True)
+    version = importlib.metadata.version("shufl")
+    return {"address": address, "version": version, "configuration": configuration}
+
+
+async def _every_minute(log: Log) -> None:
+    while True:
+        await asyncio.sleep(60)
+        log.next_minute()
+
+
+def _read_again(log: Log, revoked: Revoked) -> None:
+    try:
+        log.reopen()
+    except OSError as error:
+        _log.error("log file not opened again, the one before stays: %s", error)
+    if revoked.path is None:
+        return
     try:
         revoked.read()
         _log.info("withdrawn credentials read: %d", len(revoked))

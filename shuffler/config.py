@@ -112,6 +112,9 @@ class ShufflerConfig(_Section):
         spool: directory for accepted reports. May be left out with `--exit-with-parent` only: then
             a temporary one, removed at exit.
         log_file: where the log is appended; left out: standard error.
+        log_megabytes: a log file that grows beyond is renamed to `log_file`.1 and another is begun;
+            0: never.
+        log_kept: how many renamed ones are kept.
         metrics: HOST:PORT on loopback for Prometheus; left out: none.
         plaintext: no TLS, and a token instead of certificates; on loopback only.
         tls: files for both sides of TLS; needed unless `plaintext` is set.
@@ -124,6 +127,8 @@ class ShufflerConfig(_Section):
     listen: str = "127.0.0.1:0"
     spool: Path | None = None
     log_file: Path | None = None
+    log_megabytes: Annotated[float, Field(ge=0, le=1e6)] = 10.0
+    log_kept: Annotated[int, Field(ge=1, le=1000)] = 5
     metrics: str | None = None
     plaintext: bool = False
     tls: Tls | None = None
