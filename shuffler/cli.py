@@ -16,14 +16,13 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from accounting.mechanisms import make_randomness
-from shuffler.callers import Revoked, Role
+from shuffler.callers import Revoked
 from shuffler.config import ShufflerConfig, load_config
-from shuffler.keys import MAX_DAYS, Authority
 from shuffler.service.log import Log
 from shuffler.service.operations import Metrics
 from shuffler.service.server import ShufflerServer
@@ -88,58 +87,6 @@ def shuffler_command(
         except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
             typer.echo(f"shuffler: {error}", err=True)
             raise typer.Exit(2) from None
-
-
-def keys_command(
-    role: Annotated[
-        Role, typer.Argument(help="Whose certificate; `authority` first, it issues the others.")
-    ],
-    directory: Annotated[Path, typer.Argument(help="Where the authority is, and files are made.")],
-    name: Annotated[
-        Optional[str],  # noqa: UP045 (typer reads the annotation)
-        typer.Option(help="Name of the credential and its files. Default: the role."),
-    ] = None,
-    host: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="For a shuffler: a DNS name or IP address it is known by. Repeatable."),
-    ] = None,
-    users: Annotated[int, typer.Option(help="For a node: how many users report through it.")] = 0,
-    days: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(
-            help="How long it is valid, at most as long as its authority. "
-            "Default: 365, the authority 3650."
-        ),
-    ] = None,
-) -> None:
-    """Make certificates: the authority, a shuffler's, a server's, a node's, a monitor's.
-
-    Keep authority.key on no machine of the running system: whoever has it can enrol users.
-    """
-    try:
-        if days is None:
-            days = 3650 if role is Role.AUTHORITY else 365
-        if not 0 < days <= MAX_DAYS:
-            raise ValueError(f"--days lies in (0, {MAX_DAYS}], got {days:g}")
-        if role is Role.AUTHORITY:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            Authority.create(days).write(directory)
-            typer.echo(str(directory / "authority.pem"))
-            return
-        name = name or role.value
-        authority = Authority.read(directory)
-        issued = authority.issue(role, name, hosts=host or (), users=users, days=days)
-        issued.write(directory, name)
-        typer.echo(str(directory / f"{name}.pem"))
-        typer.echo(f"name {name}, fingerprint {issued.fingerprint}: either withdraws it")
-    except (OSError, ValueError) as error:
-        wrong = str(error)
-        if isinstance(error, FileExistsError):
-            wrong = f"{error.filename} exists already"
-        elif isinstance(error, OSError):
-            wrong = f"{error.filename}: {error.strerror}"
-        typer.echo(f"keys: {wrong}", err=True)
-        raise typer.Exit(2) from None
 
 
 async def _serve(

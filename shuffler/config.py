@@ -14,7 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from accounting.validation import first_mistake
-from shuffler.keys import Credentials
+from shuffler.keys import Credentials, read_certificate
 from shuffler.store.floor import Floor
 from shuffler.wire.channel import MOST_USERS, parse_address
 
@@ -49,7 +49,7 @@ class Tls(_Section):
                 authority, if others than its owner may read the key, or if the key is not the
                 certificate's. One line naming the file.
         """
-        own, issuer = _load(self.certificate), _load(self.authority)
+        own, issuer = read_certificate(self.certificate), read_certificate(self.authority)
         if self.key.stat().st_mode & 0o077:
             raise ValueError(f"{self.key}: others than its owner may use it; chmod 600")
         now = datetime.datetime.now(datetime.UTC)
@@ -169,10 +169,3 @@ def load_config(path: Path) -> ShufflerConfig:
     if config.tls is not None:
         found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})
     return config.model_copy(update=found)
-
-
-def _load(path: Path) -> x509.Certificate:
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except ValueError:
-        raise ValueError(f"{path}: not a certificate in PEM") from None
