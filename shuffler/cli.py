@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.metadata
 import logging
 import os
 import select
@@ -15,15 +16,15 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from accounting.mechanisms import make_randomness
-from shuffler.callers import Revoked, Role
-from shuffler.config import load_config
-from shuffler.keys import MAX_DAYS, Authority
-from shuffler.service.operations import Metrics, log_to
+from shuffler.callers import Revoked
+from shuffler.config import ShufflerConfig, load_config
+from shuffler.service.log import Log
+from shuffler.service.operations import Metrics
 from shuffler.service.server import ShufflerServer
 from shuffler.store.runs import RunStore
 from shuffler.wire.channel import READY, TOKEN_VARIABLE
@@ -49,6 +50,7 @@ def shuffler_command(
     With `plaintext = true` the server's control token is read from the environment variable
     SHUFL_CONTROL_TOKEN; otherwise certificates say who may do what (`shufl keys`).
     """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can be heard, and once it cannot
     parent = os.getppid()
     with ExitStack() as stack:
         try:
@@ -62,12 +64,17 @@ def shuffler_command(
             security = tls.read() if tls else _read_token()
             revoked = Revoked(tls.revoked if tls else None)
             os.umask(0o077)
-            log_to(settings.log_file)
+            log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
             spool = settings.spool
             if spool is None:
                 spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
             randomness = make_randomness(settings.simulation_seed)
-            store = RunStore(spool, most_users=settings.limits.users, randomness=randomness)
+            store = RunStore(
+                spool,
+                most_users=settings.limits.users,
+                randomness=randomness,
+                floor=settings.floor,
+            )
             stack.callback(store.close)
             metrics = Metrics()
             if settings.metrics is not None:
@@ -76,74 +83,23 @@ def shuffler_command(
                 ShufflerServer, store, security, revoked, settings.limits, metrics
             )
             watched = parent if exit_with_parent else None
-            asyncio.run(_serve(make_server, settings.listen, revoked, watched))
+            asyncio.run(_serve(make_server, settings, revoked, log, watched))
         except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
             typer.echo(f"shuffler: {error}", err=True)
             raise typer.Exit(2) from None
 
 
-def keys_command(
-    role: Annotated[
-        Role, typer.Argument(help="Whose certificate; `authority` first, it issues the others.")
-    ],
-    directory: Annotated[Path, typer.Argument(help="Where the authority is, and files are made.")],
-    name: Annotated[
-        Optional[str],  # noqa: UP045 (typer reads the annotation)
-        typer.Option(help="Name of the credential and its files. Default: the role."),
-    ] = None,
-    host: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="For a shuffler: a DNS name or IP address it is known by. Repeatable."),
-    ] = None,
-    users: Annotated[int, typer.Option(help="For a node: how many users report through it.")] = 0,
-    days: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(
-            help="How long it is valid, at most as long as its authority. "
-            "Default: 365, the authority 3650."
-        ),
-    ] = None,
-) -> None:
-    """Make certificates: the authority, a shuffler's, a server's, a node's, a monitor's.
-
-    Keep authority.key on no machine of the running system: whoever has it can enrol users.
-    """
-    try:
-        if days is None:
-            days = 3650 if role is Role.AUTHORITY else 365
-        if not 0 < days <= MAX_DAYS:
-            raise ValueError(f"--days lies in (0, {MAX_DAYS}], got {days:g}")
-        if role is Role.AUTHORITY:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            Authority.create(days).write(directory)
-            typer.echo(str(directory / "authority.pem"))
-            return
-        name = name or role.value
-        authority = Authority.read(directory)
-        issued = authority.issue(role, name, hosts=host or (), users=users, days=days)
-        issued.write(directory, name)
-        typer.echo(str(directory / f"{name}.pem"))
-        typer.echo(f"name {name}, fingerprint {issued.fingerprint}: either withdraws it")
-    except (OSError, ValueError) as error:
-        wrong = str(error)
-        if isinstance(error, FileExistsError):
-            wrong = f"{error.filename} exists already"
-        elif isinstance(error, OSError):
-            wrong = f"{error.filename}: {error.strerror}"
-        typer.echo(f"keys: {wrong}", err=True)
-        raise typer.Exit(2) from None
-
-
 async def _serve(
     make_server: Callable[[], ShufflerServer],
-    listen: str,
+    settings: ShufflerConfig,
     revoked: Revoked,
+    log: Log,
     parent: int | None,
 ) -> None:
     """Serves until SIGTERM, SIGINT, or the end of the parent.
 
     A signal lets releases finish; a second one, or the end of the parent, ends them at once.
-    SIGHUP reads the withdrawn credentials again.
+    SIGHUP opens the log file and reads the withdrawn credentials again.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
     loop = asyncio.get_running_loop()
@@ -154,23 +110,53 @@ async def _serve(
             at_once.set()
         stopped.set()
 
+    def hang_up(*_: object) -> None:
+        loop.call_soon_threadsafe(_read_again, log, revoked)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    if revoked.path is not None:
-        loop.add_signal_handler(signal.SIGHUP, _read_again, revoked)
+    # Not the loop's own handler: with the loop that would end, and SIGHUP would kill.
+    signal.signal(signal.SIGHUP, hang_up)
+    _read_again(log, revoked)  # a SIGHUP before this went unheard
+    minutes = asyncio.create_task(_every_minute(log))
     server = make_server()
     try:
-        address = await server.start(listen)
+        address = await server.start(settings.listen)
         if parent is not None:
             _watch_parent(parent, functools.partial(loop.call_soon_threadsafe, stop, True))
+        _log.info("shuffler started", extra=_about(settings, address))
         typer.echo(f"{READY}{address}")
         sys.stdout.flush()
         await stopped.wait()
+        _log.info("shuffler stopping")
     finally:
         await server.stop(at_once)
+        minutes.cancel()
+        log.next_minute()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _log.info("shuffler stopped")
 
 
-def _read_again(revoked: Revoked) -> None:
+def _about(settings: ShufflerConfig, address: str) -> dict[str, object]:
+    """What the log says at the start: the whole configuration, but for the simulation's seed."""
+    configuration = settings.model_dump(mode="json", exclude={"simulation_seed"}, exclude_none=True)
+    version = importlib.metadata.version("shufl")
+    return {"address": address, "version": version, "configuration": configuration}
+
+
+async def _every_minute(log: Log) -> None:
+    while True:
+        await asyncio.sleep(60)
+        log.next_minute()
+
+
+def _read_again(log: Log, revoked: Revoked) -> None:
+    try:
+        log.reopen()
+    except OSError as error:
+        _log.error("log file not opened again, the one before stays: %s", error)
+    if revoked.path is None:
+        return
     try:
         revoked.read()
         _log.info("withdrawn credentials read: %d", len(revoked))

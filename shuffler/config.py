@@ -14,7 +14,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from accounting.validation import first_mistake
-from shuffler.keys import Credentials
+from shuffler.keys import Credentials, read_certificate
+from shuffler.store.floor import Floor
 from shuffler.wire.channel import MOST_USERS, parse_address
 
 Count = Annotated[int, Field(ge=1)]
@@ -48,7 +49,7 @@ class Tls(_Section):
                 authority, if others than its owner may read the key, or if the key is not the
                 certificate's. One line naming the file.
         """
-        own, issuer = _load(self.certificate), _load(self.authority)
+        own, issuer = read_certificate(self.certificate), read_certificate(self.authority)
         if self.key.stat().st_mode & 0o077:
             raise ValueError(f"{self.key}: others than its owner may use it; chmod 600")
         now = datetime.datetime.now(datetime.UTC)
@@ -111,10 +112,14 @@ class ShufflerConfig(_Section):
         spool: directory for accepted reports. May be left out with `--exit-with-parent` only: then
             a temporary one, removed at exit.
         log_file: where the log is appended; left out: standard error.
+        log_megabytes: a log file that grows beyond is renamed to `log_file`.1 and another is begun;
+            0: never.
+        log_kept: how many renamed ones are kept.
         metrics: HOST:PORT on loopback for Prometheus; left out: none.
         plaintext: no TLS, and a token instead of certificates; on loopback only.
         tls: files for both sides of TLS; needed unless `plaintext` is set.
         limits: how much at once.
+        floor: what the plan of every run is held to.
         simulation_seed: makes the blankets a function of it, so that they protect nobody; with
             `--exit-with-parent` only, where the shuffler is part of a simulation.
     """
@@ -122,10 +127,13 @@ class ShufflerConfig(_Section):
     listen: str = "127.0.0.1:0"
     spool: Path | None = None
     log_file: Path | None = None
+    log_megabytes: Annotated[float, Field(ge=0, le=1e6)] = 10.0
+    log_kept: Annotated[int, Field(ge=1, le=1000)] = 5
     metrics: str | None = None
     plaintext: bool = False
     tls: Tls | None = None
     limits: Limits = Limits()
+    floor: Floor = Floor()
     simulation_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
     @model_validator(mode="after")
@@ -161,10 +169,3 @@ def load_config(path: Path) -> ShufflerConfig:
     if config.tls is not None:
         found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})
     return config.model_copy(update=found)
-
-
-def _load(path: Path) -> x509.Certificate:
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except ValueError:
-        raise ValueError(f"{path}: not a certificate in PEM") from None

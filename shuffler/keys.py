@@ -3,6 +3,9 @@
 One authority (X.509, P-256, `cryptography`) issues every certificate of a deployment. What one says
 of its holder is in `shuffler.callers`.
 
+A private key never leaves the machine it was made on: each party makes its own with a request
+(PKCS #10), which the authority signs.
+
 Whoever holds the authority's key can enrol any number of users, and so fill a crowd with its own:
 it belongs to neither the server nor the shuffler's machine. See docs/threat-model.md.
 """
@@ -10,6 +13,8 @@ it belongs to neither the server nor the shuffler's machine. See docs/threat-mod
 from __future__ import annotations
 
 import datetime
+import errno
+import hashlib
 import ipaddress
 import os
 import re
@@ -18,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -28,6 +34,8 @@ MAX_DAYS = 36_500
 """Longest life of a certificate."""
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*\.?")
+_CURVE = ec.SECP256R1
+_SECRET = 0o600
 _EARLY = datetime.timedelta(minutes=5)  # clocks differ
 _USAGES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
@@ -51,8 +59,20 @@ class Credentials:
 
     @classmethod
     def read(cls, directory: Path, name: str) -> Credentials:
-        """What `shufl keys` wrote for this name."""
-        files = (directory / file for file in ("authority.pem", f"{name}.pem", f"{name}.key"))
+        """What `shufl keys` wrote for this name.
+
+        Raises:
+            ValueError: if a file does not hold what it should, or the key is not the certificate's.
+            OSError: if one cannot be read.
+        """
+        files = [directory / file for file in ("authority.pem", f"{name}.pem", f"{name}.key")]
+        authority, certificate = (read_certificate(path) for path in files[:2])
+        if certificate.public_key() != _read_key(files[2]).public_key():
+            raise ValueError(f"{files[2]}: not the key of {files[1]}")
+        try:
+            certificate.verify_directly_issued_by(authority)
+        except (ValueError, TypeError, InvalidSignature):
+            raise ValueError(f"{files[1]}: not issued by {files[0]}") from None
         return cls(*(path.read_bytes() for path in files))
 
     @property
@@ -66,7 +86,7 @@ class Credentials:
         Raises:
             FileExistsError: if NAME has been issued already.
         """
-        _write_secret(directory / f"{name}.key", self.private_key)
+        write_new(directory / f"{name}.key", self.private_key, _SECRET)
         (directory / f"{name}.pem").write_bytes(self.certificate)
         if not (directory / "authority.pem").exists():
             (directory / "authority.pem").write_bytes(self.authority)
@@ -82,8 +102,9 @@ class Authority:
     @classmethod
     def create(cls, days: float = 3650) -> Authority:
         """A new authority with a new key, valid for `days`."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        return cls(_builder("shufl authority", key, days).sign(key, hashes.SHA256()), key)
+        key = ec.generate_private_key(_CURVE())
+        builder = _builder("shufl authority", key.public_key(), days)
+        return cls(builder.sign(key, hashes.SHA256()), key)
 
     @classmethod
     def read(cls, directory: Path) -> Authority:
@@ -92,10 +113,10 @@ class Authority:
         Raises:
             ValueError: if one does not hold what it should.
         """
-        certificate = x509.load_pem_x509_certificate((directory / "authority.pem").read_bytes())
-        key = serialization.load_pem_private_key((directory / "authority.key").read_bytes(), None)
-        if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise ValueError("authority.key is not a key of an elliptic curve")
+        certificate = read_certificate(directory / "authority.pem")
+        key = _read_key(directory / "authority.key")
+        if certificate.public_key() != key.public_key():
+            raise ValueError(f"{directory / 'authority.key'}: not the key of authority.pem")
         return cls(certificate, key)
 
     def write(self, directory: Path) -> None:
@@ -104,8 +125,10 @@ class Authority:
         Raises:
             FileExistsError: if there is an authority in the directory.
         """
-        _write_secret(directory / "authority.key", _key_pem(self._key))
-        (directory / "authority.pem").write_bytes(self.certificate)
+        key, certificate = directory / "authority.key", directory / "authority.pem"
+        _must_be_new(certificate)  # also where the key has been moved elsewhere
+        write_new(key, _key_pem(self._key), _SECRET)
+        write_new(certificate, self.certificate)
 
     @property
     def certificate(self) -> bytes:
@@ -121,11 +144,33 @@ class Authority:
         users: int = 0,
         days: float = 365,
     ) -> Credentials:
-        """A new key and its certificate.
+        """A new key and its certificate: a request and its signature, both on this machine.
 
         Args:
-            role: what it is for.
+            role, hosts, users, days: as for `sign`.
             name: 1 to 64 letters, digits, `.`, `_` or `-`.
+
+        Raises:
+            ValueError: if an argument does not fit the role.
+        """
+        request = Request.create(name)
+        certificate = self.sign(request, role, hosts=hosts, users=users, days=days)
+        return Credentials(self.certificate, certificate, request.private_key)
+
+    def sign(
+        self,
+        request: Request,
+        role: Role,
+        *,
+        hosts: Sequence[str] = (),
+        users: int = 0,
+        days: float = 365,
+    ) -> bytes:
+        """The certificate (PEM) for a request; what it may be used for is decided here alone.
+
+        Args:
+            request: name and public key.
+            role: what it is for.
             hosts: for a shuffler: the DNS names and IP addresses that clients know it by.
             users: for a node: how many users report through it.
             days: how long it is valid.
@@ -133,38 +178,155 @@ class Authority:
         Raises:
             ValueError: if an argument does not fit the role.
         """
-        if not NAME.fullmatch(name):
-            raise ValueError(f"a name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
         if role is Role.AUTHORITY:
             raise ValueError("an authority is issued by none")
         if (role is Role.SHUFFLER) != bool(hosts):
             raise ValueError("a shuffler's certificate needs hosts, and no other has any")
-        if (role is Role.NODE) != (users > 0):
+        if users < 0 or (role is Role.NODE) != bool(users):
             raise ValueError("a node's certificate needs a number of users, and no other has one")
         names: list[x509.GeneralName] = [_host(host) for host in hosts]
         usage = ExtendedKeyUsageOID.SERVER_AUTH
         if role is not Role.SHUFFLER:
-            names = [x509.UniformResourceIdentifier(uri_of(role, name, users))]
+            names = [x509.UniformResourceIdentifier(uri_of(role, request.name, users))]
             usage = ExtendedKeyUsageOID.CLIENT_AUTH
-        key = ec.generate_private_key(ec.SECP256R1())
         certificate = (
-            _builder(name, key, days, self._certificate)
+            _builder(request.name, request.public_key, days, self._certificate)
             .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        return Credentials(self.certificate, _pem(certificate), _key_pem(key))
+        return _pem(certificate)
 
 
-def _write_secret(path: Path, content: bytes) -> None:
-    """Writes a new file that only its owner can read."""
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+@dataclass(frozen=True)
+class Request:
+    """A name and a public key that ask for a certificate.
+
+    Attributes:
+        name: of the credential.
+        public_key: of P-256.
+        pem: the request as a file holds it, signed with its own key (PKCS #10).
+        private_key: PEM; empty where the request came from another machine.
+    """
+
+    name: str
+    public_key: ec.EllipticCurvePublicKey
+    pem: bytes
+    private_key: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def create(cls, name: str) -> Request:
+        """A request of this name with a new key.
+
+        Raises:
+            ValueError: if it is no name.
+        """
+        _check_name(name)
+        key = ec.generate_private_key(_CURVE())
+        request = x509.CertificateSigningRequestBuilder(_subject(name)).sign(key, hashes.SHA256())
+        pem = request.public_bytes(serialization.Encoding.PEM)
+        return cls(name, key.public_key(), pem, _key_pem(key))
+
+    @classmethod
+    def read(cls, path: Path) -> Request:
+        """The request in a file, if it is what `create` makes.
+
+        Raises:
+            ValueError: if it is not, or was changed, or asks for more than a name. One line naming
+                the file.
+        """
+        pem = path.read_bytes()
+        try:
+            request = x509.load_pem_x509_csr(pem)
+            key, signed = request.public_key(), request.is_signature_valid
+            names = [(each.oid, each.value) for each in request.subject]
+        except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm):
+            raise ValueError(f"{path}: not a certificate request in PEM") from None
+        if not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, _CURVE)):
+            raise ValueError(f"{path}: its key is not one of P-256")
+        if not signed:
+            raise ValueError(f"{path}: not signed with its own key: it was changed on the way")
+        if len(names) != 1 or names[0][0] != NameOID.COMMON_NAME or len(request.attributes):
+            raise ValueError(
+                f"{path}: a request has a common name alone; role, users and hosts are decided "
+                "where it is signed"
+            )
+        name = str(names[0][1])
+        _check_name(name)
+        return cls(name, key, pem)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the public key, hexadecimal: the same on both machines, unless exchanged."""
+        form = serialization.PublicFormat.SubjectPublicKeyInfo
+        content = self.public_key.public_bytes(serialization.Encoding.DER, form)
+        return hashlib.sha256(content).hexdigest()
+
+    def write(self, directory: Path) -> None:
+        """Writes NAME.csr and NAME.key (mode 0600), to a machine that is not the authority's.
+
+        Raises:
+            FileExistsError: if there is one of them already.
+            ValueError: if the authority's key is in the directory.
+        """
+        if (directory / "authority.key").exists():
+            raise ValueError(
+                f"{directory} is the authority's: a party makes its key on its own machine"
+            )
+        request = directory / f"{self.name}.csr"
+        _must_be_new(request)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_new(directory / f"{self.name}.key", self.private_key, _SECRET)
+        write_new(request, self.pem)
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """The certificate in a file.
+
+    Raises:
+        ValueError: if there is none. One line naming the file.
+    """
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (ValueError, x509.InvalidVersion):
+        raise ValueError(f"{path}: not a certificate in PEM") from None
+
+
+def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it has a password
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{path}: not a private key of an elliptic curve in PEM")
+    return key
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise ValueError(f"a name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
+    if name == Role.AUTHORITY:
+        raise ValueError(f"{name} is the authority's own name")
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def write_new(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Writes a file that must not have been there."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
 
 
+def _must_be_new(path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+
 def _builder(
-    name: str, key: ec.EllipticCurvePrivateKey, days: float, issuer: x509.Certificate | None = None
+    name: str, key: ec.EllipticCurvePublicKey, days: float, issuer: x509.Certificate | None = None
 ) -> x509.CertificateBuilder:
     """The certificate of a key, still to be signed; without an issuer, of an authority."""
     if not -MAX_DAYS <= days <= MAX_DAYS:  # below 0: expired ones, for tests
@@ -176,7 +338,7 @@ def _builder(
         if latest < now:
             raise ValueError(f"the authority expired on {latest:%Y-%m-%d}")
         end = min(end, latest)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    subject = _subject(name)
     root = issuer is None
     usages = dict.fromkeys(_USAGES, False)
     usages["key_cert_sign" if root else "digital_signature"] = True
@@ -184,7 +346,7 @@ def _builder(
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(subject if issuer is None else issuer.subject)
-        .public_key(key.public_key())
+        .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(min(now, end) - _EARLY)
         .not_valid_after(end)

@@ -57,6 +57,7 @@ class ShufflerProcess:
         log_file: Path | None = None,
         metrics: str | None = None,
         limits: Mapping[str, float] | None = None,
+        floor: Mapping[str, float] | None = None,
         plaintext: bool = False,
         authority: Authority | None = None,
         simulation_seed: int | None = None,
@@ -73,6 +74,7 @@ class ShufflerProcess:
             metrics: `HOST:PORT` for Prometheus.
             limits: what its configuration has in `[limits]`. Defaults that differ: one credential
                 may have 24 streams, each silent for an hour, and `stop_seconds` is 30.
+            floor: what its configuration has in `[floor]`.
             plaintext: no TLS; a fresh token instead of certificates. On loopback only.
             authority: issues the certificates; default: a fresh one.
             simulation_seed: makes its blankets a function of this, for a simulation; default: they
@@ -93,6 +95,7 @@ class ShufflerProcess:
             "spool": spool and str(Path(spool).absolute()),
             "log_file": log_file and str(Path(log_file).absolute()),
             "metrics": metrics,
+            "floor": floor,
             "simulation_seed": simulation_seed,
         }
         self._config: dict[str, Any] = {

@@ -11,6 +11,8 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -137,6 +139,13 @@ def scrape(address: str) -> dict[str, float]:
         for line in lines
         if not line.startswith("#")
     }
+
+
+def logged(log: Path) -> list[dict[str, Any]]:
+    """What a shuffler has logged since its start, without the times."""
+    started, *lines = map(json.loads, log.read_text().splitlines())
+    assert started["event"] == "shuffler started"
+    return [{key: line[key] for key in line if key != "time"} for line in lines]
 
 
 def in_release(world: World, reports: int = 40):

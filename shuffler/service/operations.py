@@ -1,17 +1,13 @@
-"""What an operator sees: metrics, structured logs; and how fast a sender may be.
+"""Metrics, and how fast a sender may be.
 
-Counts and reasons only. No line and no metric names a sender, a user or a report. The counts tell
-how many reports came in a round, which the server must not know before a release: they are for the
+Counts and reasons only. No metric names a sender, a user or a report. The counts tell how many
+reports came in a round, which the server must not know before a release: they are for the
 shuffler's operator alone, on loopback.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import logging
-import time
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import (
@@ -24,7 +20,6 @@ from prometheus_client import (
 
 from shuffler.wire.channel import parse_address
 
-_FIELDS = ("run", "round", "outcome", "reason")
 _MOST_SENDERS = 10_000
 
 
@@ -70,28 +65,3 @@ class Pace:
         due = max(self._next.get(sender, now), now)
         self._next[sender] = due + self._interval
         return max(0.0, due - self._slack - now)
-
-
-class _Lines(logging.Formatter):
-    """One JSON object for each line: time, level, event, and what run and round it is about."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
-            "level": record.levelname.lower(),
-            "event": record.getMessage(),
-            **{name: getattr(record, name) for name in _FIELDS if hasattr(record, name)},
-        }
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
-
-
-def log_to(path: Path | None) -> None:
-    """Sends the shuffler's log to a file, or to standard error."""
-    handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler()
-    handler.setFormatter(_Lines())
-    log = logging.getLogger("shuffler")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False

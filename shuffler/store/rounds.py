@@ -65,6 +65,7 @@ class Plan(BaseModel):
     minimum_batch: Annotated[int, Field(ge=1)]
     shuffler_blankets: Annotated[float, Field(ge=0, le=1e7)] = 0.0
     cover: bool = False
+    rounds: int | None = None
     mechanism: Mechanism | None = None
 
     @model_validator(mode="after")

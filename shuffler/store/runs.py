@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from accounting.mechanisms import Randomness, SystemRandomness
+from shuffler.store.floor import Floor
 from shuffler.store.open_batches import OpenBatches
 from shuffler.store.rounds import Round, RoundState, Run, parse_run
 from shuffler.store.runs_file import RunsFile, naming
@@ -59,6 +60,7 @@ class RunStore:
         reserve_bytes: int = _RESERVE_BYTES,
         most_users: int = MOST_USERS,
         randomness: Randomness | None = None,
+        floor: Floor | None = None,
     ) -> None:
         """Opens the directory (made with mode 0700 if missing) and takes up what is in it.
 
@@ -68,6 +70,7 @@ class RunStore:
                 be closed and released when they have filled the disk.
             most_users: for how many users' reports a round makes room here, at most.
             randomness: where the blankets come from; None: from the operating system.
+            floor: what every plan is held to; None: nothing.
 
         Raises:
             ValueError: if others may enter the directory, another process uses it, or `runs.db` is
@@ -77,6 +80,7 @@ class RunStore:
         self._directory = directory
         self._most_users = most_users
         self._randomness = randomness or SystemRandomness()
+        self._floor = floor or Floor()
         self._disk = Disk(directory, reserve_bytes)
         self._runs: dict[str, Run] = {}
         self.batches = OpenBatches(self._runs, self._disk, self._randomness)
@@ -94,6 +98,7 @@ class RunStore:
         if not 1 <= len(run_id) <= _MAX_NAME:
             raise ShufflerRefused(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
         run = parse_run(run_id, plan, report_bytes, owner)
+        self._floor.check(run.plan)
         known = self._runs.get(run_id)
         if known is None:
             if self._file.has_ended(run_id):
@@ -118,6 +123,7 @@ class RunStore:
             )
         entry = Round(number, model_digest, public_key, RoundState.OPEN, None)
         run.check_key(entry)
+        self._floor.check(run.plan, number)  # the run may be older than the floor
         if run.open_round() is not None:
             raise ShufflerRefused(Refusal.ANOTHER_ROUND_OPEN)
         if run.rounds and number <= max(run.rounds):
@@ -168,7 +174,7 @@ class RunStore:
             entry.outcome = Outcome.DISCARDED
         elif entry.spool.blankets.made < entry.spool.blankets.work:
             raise ShufflerRefused(Refusal.STORAGE_FAILED, "the round's blankets are not stored")
-        elif entry.spool.count >= run.plan.minimum_batch:
+        elif _counted(run, entry.spool) >= run.plan.minimum_batch:
             entry.outcome = Outcome.RELEASABLE
         else:
             entry.outcome = Outcome.BELOW_MINIMUM
@@ -300,6 +306,11 @@ class RunStore:
                 delete_batch(path)
             return False
         return True
+
+
+def _counted(run: Run, spool: RoundSpool) -> int:
+    """What the minimum batch counts: all reports, or, with cover, the users who sent."""
+    return spool.count - (spool.blankets.stored if run.plan.cover else 0)
 
 
 def _path(directory: Path, run: Run, entry: Round) -> Path:

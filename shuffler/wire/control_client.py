@@ -57,7 +57,7 @@ class ControlClient(Connection):
 
         Raises:
             ShufflerRefused: `MALFORMED`; `RUN_EXISTS` with another plan or length; `RUN_ENDED`;
-                `TOO_MANY_RUNS`.
+                `TOO_MANY_RUNS`; `BELOW_FLOOR`, which its operator sets.
         """
         request = shuffler_pb2.CreateRunRequest(run_id=run_id, plan=plan, report_bytes=report_bytes)
         return str(self._call("CreateRun", request).plan_digest)
@@ -69,7 +69,7 @@ class ControlClient(Connection):
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
-                `ROUND_NOT_INCREASING`, `TOO_MANY_BATCHES`, `MALFORMED`.
+                `ROUND_NOT_INCREASING`, `TOO_MANY_BATCHES`, `BELOW_FLOOR`, `MALFORMED`.
         """
         request = shuffler_pb2.OpenRoundRequest(
             run_id=run_id, round=round, model_digest=model_digest, public_key=public_key

@@ -61,6 +61,7 @@ class Refusal(StrEnum):
     ROUND_NOT_INCREASING = "ROUND_NOT_INCREASING", "this round does not follow the last one"
     ANOTHER_ROUND_OPEN = "ANOTHER_ROUND_OPEN", "close the open round first"
     ROUND_NOT_CLOSED = "ROUND_NOT_CLOSED", "close the round first"
+    BELOW_FLOOR = "BELOW_FLOOR", "less private than this shuffler's operator allows"
     BELOW_MINIMUM = "BELOW_MINIMUM", "the batch was below the plan's minimum and is destroyed"
     DISCARDED = "DISCARDED", "the batch was destroyed when the round was closed"
     ALREADY_RELEASED = "ALREADY_RELEASED", "a batch is released once"

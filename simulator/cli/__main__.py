@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from shuffler.cli import keys_command, shuffler_command
+from shuffler.cli import shuffler_command
+from shuffler.keys_cli import keys_app
 from simulator.cli.account import account_command, compare_command
 from simulator.cli.audit import audit_command
 from simulator.cli.calibrate import calibrate_command
@@ -113,7 +114,7 @@ app.command("calibrate")(calibrate_command)
 app.command("compare")(compare_command)
 app.command("audit")(audit_command)
 app.command("shuffler")(shuffler_command)
-app.command("keys")(keys_command)
+app.add_typer(keys_app, name="keys")
 app.add_typer(device_app, name="device")
 
 

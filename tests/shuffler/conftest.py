@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,7 @@ def command(
     """Runs `python -m shuffler` in this process, where it ends by itself: with this content of its
     configuration, which lies in `tmp_path`."""
     log, mask = logging.getLogger("shuffler"), os.umask(0o077)
+    hang_up = signal.getsignal(signal.SIGHUP)
     handlers, level, propagate = log.handlers[:], log.level, log.propagate
 
     def run(config: str, *arguments: str, token: str = "t" * 32) -> Ended:
@@ -74,6 +76,7 @@ def command(
 
     yield run
     os.umask(mask)
+    signal.signal(signal.SIGHUP, hang_up)
     log.handlers[:], log.level, log.propagate = handlers, level, propagate
 
 

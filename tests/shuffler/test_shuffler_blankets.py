@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
-from shuffler_world import World, kill, raw_channel
+from shuffler_world import World, kill, logged, raw_channel
 
 from accounting.mechanisms import GaussianMechanism, SeededRandomness, most_blankets
 from shuffler import (
@@ -291,8 +291,7 @@ def test_no_answer_log_or_metric_tells_how_many_blankets_or_reports_there_were(
         world = start(simulation_seed=seed, log_file=log)
         said.append(answers(world, reports))
         world.process.__exit__(None, None, None)
-        lines = map(json.loads, log.read_text().splitlines())
-        logs.append([{key: line[key] for key in line if key != "time"} for line in lines])
+        logs.append(logged(log))
     assert said[0] == said[1]
     assert logs[0] == logs[1] != []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -190,7 +191,9 @@ def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     assert (tmp_path / "spool" / "runs.db").exists()
     child.send_signal(number)
     output, errors = child.communicate(timeout=60)
-    assert (child.returncode, output, errors) == (0, "", "")
+    assert (child.returncode, output) == (0, "")
+    said = [json.loads(line)["event"] for line in errors.splitlines()]
+    assert said == ["shuffler started", "shuffler stopping", "shuffler stopped"]
 
 
 def test_a_temporary_spool_needs_a_parent_and_goes_at_the_end(

@@ -60,7 +60,7 @@ def all_batches_are_there(store: RunStore) -> None:
 def start(spool: Path, files: int | None = None) -> subprocess.CompletedProcess:
     """The command, with so many open files; it ends by itself if it starts."""
     config = spool.parent / "shuffler.toml"
-    config.write_text(f'plaintext = true\nspool = "{spool}"\n')
+    config.write_text(f'plaintext = true\nspool = "{spool}"\nlog_file = "log"\n')
     limit = ["prlimit", f"--nofile={files}"] if files else []
     return subprocess.run(
         [*limit, sys.executable, "-m", "shuffler", "--config", str(config), "--exit-with-parent"],

@@ -1,0 +1,97 @@
+"""A server that asks for less privacy than the shuffler's operator allows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from shuffler_world import PUBLIC_KEY
+
+from shuffler import (
+    ControlClient,
+    Outcome,
+    Refusal,
+    ShufflerProcess,
+    ShufflerRefused,
+    sealed_length,
+)
+from shuffler.callers import Role
+from shuffler.keys import Authority
+
+FLOOR = {"least_blankets": 5.0, "least_batch": 20, "most_rounds": 3}
+LENGTH = sealed_length(20)
+
+
+def plan(**changes) -> bytes:
+    """One that is exactly at the floor."""
+    mechanism = {"name": "gaussian", "clip_norm": 1.0, "noise_multiplier": 1.0}
+    at_the_floor = {"users": 50, "minimum_batch": 20, "shuffler_blankets": 5.0, "rounds": 3}
+    return json.dumps({**at_the_floor, "mechanism": mechanism, **changes}).encode()
+
+
+@pytest.fixture(scope="module")
+def control():
+    with (
+        ShufflerProcess(floor=FLOOR) as process,
+        ControlClient(process.address, process.control) as client,
+    ):
+        yield client
+
+
+def words_of_refusal(call, *arguments) -> str:
+    with pytest.raises(ShufflerRefused) as refused:
+        call(*arguments)
+    assert refused.value.reason is Refusal.BELOW_FLOOR
+    return refused.value.detail
+
+
+@pytest.mark.parametrize(
+    ("less", "words"),
+    [
+        ({"shuffler_blankets": 4.9}, "has least_blankets = 5, the plan has 4.9"),
+        ({"shuffler_blankets": 0.0}, "has least_blankets = 5, the plan has 0"),
+        ({"minimum_batch": 19}, "has least_batch = 20, the plan's minimum batch is 19"),
+        ({"rounds": 4}, "has most_rounds = 3, the plan has 4"),
+    ],
+)
+def test_a_plan_below_the_operator_s_floor_makes_no_run(control, less, words):
+    assert words_of_refusal(control.create_run, "less", plan(**less), LENGTH).endswith(words)
+    with pytest.raises(ShufflerRefused) as unknown:
+        control.open_round("less", 1, "m", PUBLIC_KEY)
+    assert unknown.value.reason is Refusal.UNKNOWN_RUN
+
+
+@pytest.mark.parametrize("said", [{"rounds": 3}, {"rounds": None}])
+def test_a_run_has_no_more_rounds_than_the_floor_allows(control, said):
+    """Also where its plan does not say how many it has."""
+    run = f"rounds {said}"
+    control.create_run(run, plan(**said), LENGTH)
+    for beyond in (0, 4, 2**62):
+        words = words_of_refusal(control.open_round, run, beyond, "m", PUBLIC_KEY)
+        assert words.endswith(f"rounds count from 1, this one is {beyond}")
+    for round in (1, 2, 3):
+        control.open_round(run, round, "m", PUBLIC_KEY)
+        assert control.close_round(run, round, discard=True) is Outcome.DISCARDED
+    words_of_refusal(control.open_round, run, 4, "m", PUBLIC_KEY)
+
+
+def test_a_run_that_is_older_than_the_floor_opens_no_more_rounds(tmp_path):
+    authority = Authority.create()
+    server = authority.issue(Role.SERVER, "server")
+    spool = tmp_path / "spool"
+    with (
+        ShufflerProcess(spool, authority=authority) as process,
+        ControlClient(process.address, server) as client,
+    ):
+        client.create_run("run", plan(minimum_batch=1), LENGTH)
+        client.open_round("run", 1, "m", PUBLIC_KEY)
+    with (
+        ShufflerProcess(spool, authority=authority, floor=FLOOR) as process,
+        ControlClient(process.address, server) as client,
+    ):
+        client.close_round("run", 1, discard=True)
+        words = words_of_refusal(client.open_round, "run", 2, "m", PUBLIC_KEY)
+        assert "least_batch = 20" in words
+        assert "least_batch = 20" in words_of_refusal(
+            client.create_run, "run", plan(minimum_batch=1), LENGTH
+        )

@@ -1,0 +1,231 @@
+"""Certificates by request: what must not be signed, and what must not be written."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from typer.testing import CliRunner
+
+from shuffler import Credentials
+from shuffler.callers import Caller, Role, caller_of
+from shuffler.keys import Request
+from shuffler.keys_cli import keys_app
+
+
+def keys(*arguments: object):
+    return CliRunner().invoke(keys_app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Path:
+    place = tmp_path / "authority"
+    assert keys("authority", place).exit_code == 0
+    return place
+
+
+@pytest.fixture
+def csr(tmp_path: Path) -> Path:
+    assert keys("request", tmp_path / "phone", "--name", "phone-7").exit_code == 0
+    return tmp_path / "phone" / "phone-7.csr"
+
+
+NODE = ("--role=node", "--users=1")
+
+
+def refusal(place: Path, *arguments: object) -> str:
+    """The one line of a refused command, which has left everything in the directory as it was."""
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    refused = keys(*arguments)
+    assert (refused.exit_code, refused.stdout) == (2, ""), refused
+    (line,) = refused.stderr.splitlines()
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+    return line
+
+
+def test_the_authority_signs_without_ever_having_a_party_s_key(authority: Path, csr: Path):
+    secret = csr.with_suffix(".key").read_bytes()
+    assert keys("sign", authority, csr, *NODE).exit_code == 0
+    assert sorted(path.name for path in authority.iterdir()) == [
+        "authority.key",
+        "authority.pem",
+        "phone-7.pem",
+    ]
+    body = b"".join(secret.splitlines()[1:-1])
+    for path in (*authority.iterdir(), csr):
+        assert body not in path.read_bytes().replace(b"\n", b"")
+    assert sorted(path.name for path in csr.parent.iterdir()) == ["phone-7.csr", "phone-7.key"]
+    shutil.copy(authority / "phone-7.pem", csr.parent)
+    shutil.copy(authority / "authority.pem", csr.parent)
+    issued = Credentials.read(csr.parent, "phone-7")
+    assert issued.private_key == secret
+    assert caller_of(issued.certificate) == Caller(Role.NODE, "phone-7", 1)
+
+
+def test_no_party_s_key_is_made_beside_the_authority_s(tmp_path: Path, authority: Path):
+    line = refusal(tmp_path, "request", authority, "--name", "phone-7")
+    assert line == f"keys: {authority} is the authority's: a party makes its key on its own machine"
+
+
+def test_a_request_that_was_changed_on_the_way_is_not_signed(
+    tmp_path: Path, authority: Path, csr: Path
+):
+    """Every byte of it in turn."""
+    head, *body, foot = csr.read_bytes().splitlines()
+    content = base64.b64decode(b"".join(body))
+    changed = tmp_path / "changed.csr"
+    for place in range(len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        changed.write_bytes(b"\n".join([head, base64.b64encode(flipped), foot]))
+        with pytest.raises(ValueError, match=r"changed\.csr: "):
+            Request.read(changed)
+    assert "changed.csr: " in refusal(tmp_path, "sign", authority, changed, *NODE)
+
+
+def test_somebody_else_s_key_under_a_known_name_is_not_signed(
+    tmp_path: Path, authority: Path, csr: Path
+):
+    """The public key of a request, exchanged for another; its signature is still the first one."""
+    other = ec.generate_private_key(ec.SECP256R1()).public_key()
+    public = [
+        key.public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        for key in (Request.read(csr).public_key, other)
+    ]
+    request = x509.load_pem_x509_csr(csr.read_bytes())
+    content = request.public_bytes(serialization.Encoding.DER)
+    assert public[0] in content
+    exchanged = x509.load_der_x509_csr(content.replace(*public))
+    assert exchanged.public_key() == other
+    csr.write_bytes(exchanged.public_bytes(serialization.Encoding.PEM))
+    line = refusal(tmp_path, "sign", authority, csr, *NODE)
+    assert line == f"keys: {csr}: not signed with its own key: it was changed on the way"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        rsa.generate_private_key(65537, 2048),
+        ec.generate_private_key(ec.SECP384R1()),
+        ed25519.Ed25519PrivateKey.generate(),
+    ],
+    ids=["rsa", "p-384", "ed25519"],
+)
+def test_a_key_of_another_kind_is_not_signed(tmp_path: Path, authority: Path, key):
+    hash_ = None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
+    path = written(tmp_path, signed(key=key, hash_=hash_))
+    assert refusal(tmp_path, "sign", authority, path, *NODE).endswith("not one of P-256")
+
+
+def signed(*names: str, extension=None, key=None, hash_: hashes.SHA256 | None = None):
+    """A request with these names, `phone-7` if there are none, and perhaps an extension."""
+    oid = x509.NameOID.COMMON_NAME
+    subject = x509.Name([x509.NameAttribute(oid, name) for name in names or ("phone-7",)])
+    builder = x509.CertificateSigningRequestBuilder(subject)
+    if extension is not None:
+        builder = builder.add_extension(extension, critical=False)
+    if key is None:
+        key, hash_ = ec.generate_private_key(ec.SECP256R1()), hashes.SHA256()
+    return builder.sign(key, hash_)
+
+
+def written(place: Path, request: x509.CertificateSigningRequest) -> Path:
+    path = place / "asked.csr"
+    path.write_bytes(request.public_bytes(serialization.Encoding.PEM))
+    return path
+
+
+ROLE = x509.SubjectAlternativeName([x509.UniformResourceIdentifier("urn:shufl:server:phone-7")])
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (signed(extension=ROLE), "a request has a common name alone"),
+        (signed(extension=x509.BasicConstraints(True, 0)), "a request has a common name alone"),
+        (signed("phone-7", "phone-8"), "a request has a common name alone"),
+        (signed("../phone-7"), "a name has 1 to 64 letters"),
+        (signed("10:phone-7"), "a name has 1 to 64 letters"),
+        (signed("authority"), "authority is the authority's own name"),
+    ],
+)
+def test_a_request_for_more_than_a_name_is_not_signed(
+    tmp_path: Path, authority: Path, request_, words: str
+):
+    """The role, the users and the hosts are the authority's decision."""
+    path = written(tmp_path, request_)
+    assert words in refusal(tmp_path, "sign", authority, path, *NODE)
+
+
+def test_a_name_is_used_once(tmp_path: Path, authority: Path, csr: Path):
+    assert keys("sign", authority, csr, *NODE).exit_code == 0
+    assert keys("request", tmp_path / "other", "--name", "phone-7").exit_code == 0
+    for again in (csr, tmp_path / "other" / "phone-7.csr"):
+        line = refusal(tmp_path, "sign", authority, again, *NODE)
+        assert line == f"keys: {authority / 'phone-7.pem'} exists already"
+    line = refusal(tmp_path, "request", csr.parent, "--name", "phone-7")
+    assert line == f"keys: {csr} exists already"
+    csr.unlink()
+    line = refusal(tmp_path, "request", csr.parent, "--name", "phone-7")
+    assert line == f"keys: {csr.with_suffix('.key')} exists already"
+    assert "exists already" in refusal(tmp_path, "authority", authority)
+    (authority / "authority.key").rename(tmp_path / "kept elsewhere")
+    assert "authority.pem exists already" in refusal(tmp_path, "authority", authority)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--role=node",), "a node's certificate needs a number of users"),
+        (("--role=node", "--users=-1"), "a node's certificate needs a number of users"),
+        (("--role=node", "--users=1", "--host=a"), "a shuffler's certificate needs hosts"),
+        (("--role=server", "--users=1"), "a node's certificate needs a number of users"),
+        (("--role=monitor", "--host=a"), "a shuffler's certificate needs hosts"),
+        (("--role=shuffler",), "a shuffler's certificate needs hosts"),
+        (("--role=shuffler", "--host=a b"), "a host is a DNS name or an IP address"),
+        (("--role=authority",), "an authority is issued by none"),
+        (("--role=server", "--days=0"), "--days lies in (0, 36500], got 0"),
+    ],
+)
+def test_what_does_not_fit_the_role_is_not_signed(
+    tmp_path: Path, authority: Path, csr: Path, options: tuple[str, ...], words: str
+):
+    assert words in refusal(tmp_path, "sign", authority, csr, *options)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "authority", "é", "x" * 65])
+def test_no_request_is_made_with_a_name_that_is_none(tmp_path: Path, name: str):
+    assert "name" in refusal(tmp_path, "request", tmp_path / "keys", f"--name={name}")
+    assert not (tmp_path / "keys").exists()
+
+
+def test_an_authority_whose_key_is_not_its_own_signs_nothing(
+    tmp_path: Path, authority: Path, csr: Path
+):
+    assert keys("authority", tmp_path / "other").exit_code == 0
+    shutil.copy(tmp_path / "other" / "authority.key", authority)
+    line = refusal(tmp_path, "sign", authority, csr, *NODE)
+    assert line == f"keys: {authority / 'authority.key'}: not the key of authority.pem"
+
+
+def test_a_certificate_is_not_used_with_another_s_key_or_authority(
+    tmp_path: Path, authority: Path, csr: Path
+):
+    """As the party finds out before it connects."""
+    assert keys("sign", authority, csr, *NODE).exit_code == 0
+    assert keys("authority", tmp_path / "other").exit_code == 0
+    shutil.copy(authority / "phone-7.pem", csr.parent)
+    shutil.copy(tmp_path / "other" / "authority.pem", csr.parent)
+    with pytest.raises(ValueError, match=r"phone-7\.pem: not issued by .*authority\.pem"):
+        Credentials.read(csr.parent, "phone-7")
+    shutil.copy(authority / "authority.pem", csr.parent)
+    shutil.copy(tmp_path / "other" / "authority.key", csr.with_suffix(".key"))
+    with pytest.raises(ValueError, match=r"phone-7\.key: not the key of .*phone-7\.pem"):
+        Credentials.read(csr.parent, "phone-7")

@@ -1,0 +1,62 @@
+"""Making the log grow: refused calls, or connections that are none, in a loop."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from collections import Counter
+
+import grpc
+from shuffler_world import World, raw_channel
+
+from shuffler import ShufflerProcess
+from shuffler.service.log import LINES_PER_MINUTE
+from shuffler.wire import shuffler_pb2
+from shuffler.wire.stub import Stub
+
+CALLS = 1000
+REFUSED = "call without the right credential refused"
+
+
+def test_a_refused_node_in_a_loop_is_some_lines_and_one_that_counts_the_rest(tmp_path):
+    log = tmp_path / "log"
+    with ShufflerProcess(log_file=log) as process:
+        world = World(process)
+        with raw_channel(world) as channel:
+            stub = Stub("Control", channel)
+            request = shuffler_pb2.EndRunRequest(run_id="run")
+            for refused in [stub.EndRun.future(request) for _ in range(CALLS)]:
+                assert refused.code() is grpc.StatusCode.PERMISSION_DENIED
+        world.close()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    written = Counter(line["event"] for line in lines)
+    left_out = [line["left_out"] for line in lines if line.get("line") == REFUSED]
+    # More than one minute's only where the test took so long.
+    assert written[REFUSED] <= LINES_PER_MINUTE * (1 + len(left_out))
+    assert written[REFUSED] + sum(left_out) == CALLS
+    assert written["lines left out"] == len(left_out) >= 1
+    assert lines[-1]["event"] == "shuffler stopped"
+
+
+def test_connections_without_a_certificate_are_no_line_at_all(tmp_path):
+    log = tmp_path / "log"
+    no_certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    no_certificate.check_hostname, no_certificate.verify_mode = False, ssl.CERT_NONE
+    with ShufflerProcess(log_file=log) as process:
+        host, _, port = process.address.partition(":")
+        for _ in range(20):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                while stranger.recv(4096):
+                    pass
+            with socket.create_connection((host, int(port))) as stranger:
+                try:
+                    with no_certificate.wrap_socket(stranger) as tls:
+                        tls.recv(4096)
+                except ssl.SSLError as error:
+                    assert "CERTIFICATE_REQUIRED" in str(error)
+        said = process._tail()
+    assert said == ""
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert events == ["shuffler started", "shuffler stopping", "shuffler stopped"]

@@ -1,0 +1,180 @@
+"""The log file: what is in it, how large it gets; and SIGHUP, which reopens it and never kills."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from shuffler_world import World, plan
+
+from shuffler import ControlClient
+from shuffler.callers import Role
+from shuffler.keys import Authority
+from shuffler.service.log import LINES_PER_MINUTE, Log
+from shuffler.wire.channel import READY
+
+ROOT = Path(__file__).parents[2]
+PLAIN = 'plaintext = true\nspool = "spool"\nlog_file = "log"\n'
+
+
+@contextmanager
+def shuffler(config: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command with this configuration, which may not have been written yet."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "shuffler", "--config", str(config)],
+        cwd=ROOT,
+        env={**os.environ, "SHUFL_CONTROL_TOKEN": "t" * 32},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def listening(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    assert line.startswith(READY)
+    return line.removeprefix(READY).strip()
+
+
+def events(log: Path) -> list[str]:
+    if not log.exists():
+        return []
+    return [json.loads(line)["event"] for line in log.read_text().splitlines()]
+
+
+def wait_for(log: Path, event: str) -> None:
+    while not any(said.startswith(event) for said in events(log)):
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_hail_of_sighup_from_its_start_to_its_end_does_not_kill(tmp_path: Path):
+    """Without a list of withdrawn credentials. The start waits for us: its configuration is a
+    pipe."""
+    config = tmp_path / "shuffler.toml"
+    os.mkfifo(config)
+    with shuffler(config) as child:
+        with config.open("w") as pipe:  # it is open when the other end is
+            hail = threading.Thread(target=keep_signalling, args=(child,))
+            hail.start()
+            pipe.write(PLAIN)
+        listening(child)
+        child.terminate()
+        hail.join()
+        assert child.returncode == 0
+    written = [said for said in events(tmp_path / "log") if said.startswith("shuffler")]
+    assert written == ["shuffler started", "shuffler stopping", "shuffler stopped"]
+
+
+def keep_signalling(child: subprocess.Popen[str]) -> None:
+    while child.poll() is None:
+        child.send_signal(signal.SIGHUP)
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("list_of", ["missing", "a folder", "malformed", "no text"])
+def test_a_list_that_cannot_be_read_at_sighup_leaves_the_earlier_one(tmp_path: Path, list_of: str):
+    """`test_shuffler_permissions.py` has what the earlier list then still refuses."""
+    authority = Authority.create()
+    authority.issue(Role.SHUFFLER, "shuffler", hosts=["127.0.0.1"]).write(tmp_path, "shuffler")
+    revoked, config = tmp_path / "revoked", tmp_path / "shuffler.toml"
+    revoked.write_text("phone-7\n")
+    config.write_text(
+        'spool = "spool"\nlog_file = "log"\n[tls]\ncertificate = "shuffler.pem"\n'
+        'key = "shuffler.key"\nauthority = "authority.pem"\nrevoked = "revoked"\n'
+    )
+    with shuffler(config) as child:
+        listening(child)
+        assert events(tmp_path / "log")[0] == "withdrawn credentials read: 1"
+        revoked.unlink()
+        if list_of == "a folder":
+            revoked.mkdir()
+        elif list_of != "missing":
+            revoked.write_bytes(b"not a name\n" if list_of == "malformed" else b"\xff\x00\n")
+        child.send_signal(signal.SIGHUP)
+        wait_for(tmp_path / "log", "withdrawn credentials not read, those before stay: ")
+        assert child.poll() is None
+
+
+def test_a_log_file_that_was_moved_away_is_begun_again_at_sighup(
+    start: Callable[..., World], tmp_path: Path
+):
+    log, moved = tmp_path / "log", tmp_path / "moved"
+    world = start(log_file=log)
+    log.rename(moved)
+    world.control.create_run("before", plan(), 64)
+    wait_for(moved, "run created")
+    os.kill(world.process.pid, signal.SIGHUP)
+    while not log.exists():
+        time.sleep(0.02)
+    world.control.create_run("after", plan(), 64)
+    wait_for(log, "run created")
+    assert events(moved) == ["shuffler started", "run created"]
+    # A place where no file can be made: the one before stays.
+    log.unlink()
+    log.mkdir()
+    os.kill(world.process.pid, signal.SIGHUP)
+    world.control.end_run("after")
+    assert world.process.alive
+
+
+def test_log_files_are_rotated_and_the_oldest_dropped(tmp_path: Path):
+    config = tmp_path / "shuffler.toml"
+    config.write_text(f"{PLAIN}log_megabytes = 0.002\nlog_kept = 2\n")
+
+    with shuffler(config) as child:
+        with ControlClient(listening(child), "t" * 32) as control:
+            for number in range(LINES_PER_MINUTE - 1):
+                control.create_run(f"run {number}", plan(), 64)
+        child.terminate()
+        assert child.wait() == 0
+    files = sorted(tmp_path.glob("log*"))
+    assert [path.name for path in files] == ["log", "log.1", "log.2"]
+    assert all(path.stat().st_size <= 2000 for path in files)
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
+    assert events(files[0])[-1] == "shuffler stopped"
+
+
+def test_the_next_minute_has_room_for_more_lines_of_a_kind(tmp_path: Path, command):
+    """`command` puts the logger back."""
+    log, logger = Log(tmp_path / "log", 1, 1), logging.getLogger("shuffler")
+    for _ in range(2):
+        for number in range(LINES_PER_MINUTE + 5):
+            logger.info("a kind, %d", number)
+        logger.info("another kind")
+        log.next_minute()
+    written = events(tmp_path / "log")
+    kind = [f"a kind, {number}" for number in range(LINES_PER_MINUTE)]
+    assert written == [*kind, "another kind", "lines left out"] * 2
+    lines = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    left_out = [(line["line"], line["left_out"]) for line in lines if "line" in line]
+    assert left_out == [("a kind, %d", 5)] * 2
+
+
+def test_the_first_line_says_what_was_started(start: Callable[..., World], tmp_path: Path):
+    world = start(log_file=tmp_path / "log", simulation_seed=4711, limits={"streams": 7})
+    text = (tmp_path / "log").read_text()
+    started = json.loads(text)
+    assert started["event"] == "shuffler started"
+    assert started["address"] == world.process.address
+    assert started["version"]
+    assert started["configuration"]["limits"]["streams"] == 7
+    assert started["configuration"]["tls"]["key"].endswith("shuffler.key")
+    assert "4711" not in text and "PRIVATE" not in text
