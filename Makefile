@@ -29,6 +29,9 @@ bench: .venv/ready  ## users a second of the vectorised engine and its peers: so
 	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.users_per_chunk=1000 \
 		--set privacy.check_in_rate=0.5 --set privacy.target_epsilon=1e6 --only plain --only "vectorised, aggregate" --only "opacus, ghost"
 
+flips: .venv/ready  ## 10 000 flipped bits in the files of a shuffler: some ten minutes
+	SHUFL_BIT_FLIPS=10000 $(BIN)/pytest tests/attacks/test_bit_flips.py
+
 proto: .venv/ready
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. shuffler/wire/shuffler.proto
 

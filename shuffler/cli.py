@@ -73,6 +73,7 @@ def shuffler_command(
                 spool,
                 most_users=settings.limits.users,
                 randomness=randomness,
+                generation=settings.generation,
                 floor=settings.floor,
             )
             stack.callback(store.close)

@@ -109,6 +109,9 @@ class ShufflerConfig(_Section):
 
     Attributes:
         listen: HOST:PORT; port 0 picks a free one.
+        generation: a file that says how old the spool directory may be, so that a restored backup
+            is refused: on another disk than the spool, not in the same backup. Left out: in the
+            directory itself, where it is restored with it.
         spool: directory for accepted reports. May be left out with `--exit-with-parent` only: then
             a temporary one, removed at exit.
         log_file: where the log is appended; left out: standard error.
@@ -126,6 +129,7 @@ class ShufflerConfig(_Section):
 
     listen: str = "127.0.0.1:0"
     spool: Path | None = None
+    generation: Path | None = None
     log_file: Path | None = None
     log_megabytes: Annotated[float, Field(ge=0, le=1e6)] = 10.0
     log_kept: Annotated[int, Field(ge=1, le=1000)] = 5

@@ -100,6 +100,7 @@ class Run:
         plan: what its plan says.
         report_bytes: length of every sealed report.
         owner: name of the credential of the server that created it.
+        text: the plan's bytes.
         rounds: by number; old ones are forgotten.
     """
 
@@ -108,6 +109,7 @@ class Run:
     plan: Plan
     report_bytes: int
     owner: str
+    text: bytes
     rounds: dict[int, Round] = dataclasses.field(default_factory=dict)
 
     @property
@@ -153,7 +155,7 @@ def parse_run(run_id: str, plan: bytes, report_bytes: int, owner: str) -> Run:
         fields = Plan.model_validate_json(plan)
     except ValidationError as error:
         raise _malformed(f"the plan: {first_mistake(error, Plan)}") from None
-    return Run(run_id, hashlib.sha256(plan).hexdigest(), fields, report_bytes, owner)
+    return Run(run_id, hashlib.sha256(plan).hexdigest(), fields, report_bytes, owner, plan)
 
 
 def _malformed(detail: str) -> ShufflerRefused:

@@ -60,6 +60,7 @@ class RunStore:
         reserve_bytes: int = _RESERVE_BYTES,
         most_users: int = MOST_USERS,
         randomness: Randomness | None = None,
+        generation: Path | None = None,
         floor: Floor | None = None,
     ) -> None:
         """Opens the directory (made with mode 0700 if missing) and takes up what is in it.
@@ -70,11 +71,13 @@ class RunStore:
                 be closed and released when they have filled the disk.
             most_users: for how many users' reports a round makes room here, at most.
             randomness: where the blankets come from; None: from the operating system.
+            generation: the file that says how old the directory may be; None: in the directory,
+                where it is restored with it.
             floor: what every plan is held to; None: nothing.
 
         Raises:
-            ValueError: if others may enter the directory, another process uses it, or `runs.db` is
-                damaged or of another format. Nothing is then changed.
+            ValueError: if others may enter the directory, another process uses it, or it is of
+                another format or older than its generation. Nothing is then changed.
             OSError: for what may pass; no open or closed batch is then given up.
         """
         self._directory = directory
@@ -86,7 +89,7 @@ class RunStore:
         self.batches = OpenBatches(self._runs, self._disk, self._randomness)
         with ExitStack() as files:
             files.callback(os.close, claim_directory(directory))
-            self._file = RunsFile(directory / "runs.db")
+            self._file = RunsFile(directory, generation or directory / "generation")
             files.callback(self._file.close)
             files.callback(_close_batches, self._runs)
             self._recover()
@@ -107,7 +110,7 @@ class RunStore:
                 raise ShufflerRefused(Refusal.TOO_MANY_RUNS)
             capacity = self._users_of(run) + run.plan.most_blankets
             self._disk.check_length(file_bytes(report_bytes, capacity))
-            self._file.add_run(run, plan)
+            self._file.add_run(run)
             self._runs[run_id] = run
         elif (known.digest, known.report_bytes) != (run.digest, report_bytes):
             raise ShufflerRefused(Refusal.RUN_EXISTS)
@@ -240,8 +243,9 @@ class RunStore:
     def _run(self, run_id: str) -> Run:
         run = self._runs.get(run_id)
         if run is None:
-            ended = self._file.has_ended(run_id)
-            raise ShufflerRefused(Refusal.RUN_ENDED if ended else Refusal.UNKNOWN_RUN)
+            if self._file.has_ended(run_id):
+                raise ShufflerRefused(Refusal.RUN_ENDED)
+            raise ShufflerRefused(Refusal.BATCH_LOST if self._file.lost else Refusal.UNKNOWN_RUN)
         return run
 
     def _entry(self, run_id: str, number: int) -> tuple[Run, Round]:
@@ -260,12 +264,18 @@ class RunStore:
 
         path, users = _path(self._directory, run, entry), self._users_of(run)
         return RoundSpool(
-            path, run.report_bytes, users, run.plan.most_blankets, draw, run.plan.cover
+            path,
+            run.report_bytes,
+            users,
+            run.plan.most_blankets,
+            draw,
+            run.plan.cover,
+            self._file.checks.of_place(path.stem),
         )
 
     def _recover(self) -> None:
         """Takes up the runs on disk and deletes what no open or closed round names."""
-        self._runs.update(self._file.read())
+        self._runs.update(self._file.found)
         entries = [(run, entry) for run in self._runs.values() for entry in run.rounds.values()]
         kept = {
             _path(self._directory, run, entry).stem

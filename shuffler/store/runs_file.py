@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
+from shuffler.record import START, entry_hash, make_entry
+from shuffler.store.checks import Anchor
 from shuffler.store.rounds import Round, RoundState, Run, parse_run
 from shuffler.store.storage import (
     DamagedFile,
@@ -22,100 +24,308 @@ from shuffler.store.storage import (
 )
 from shuffler.wire.errors import Outcome, ShufflerRefused
 
-_FORMAT = 5  # of all files in the directory; another shuffler's are refused
-_SCHEMA = f"""
+_log = logging.getLogger("shuffler")
+
+_SCHEMA = """
 CREATE TABLE runs(
     run_id TEXT PRIMARY KEY, plan BLOB, report_bytes INTEGER NOT NULL, owner TEXT NOT NULL,
-    ended INTEGER NOT NULL
+    last_round INTEGER NOT NULL, ended INTEGER NOT NULL, checksum BLOB NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE rounds(
     run_id TEXT, round INTEGER, model_digest TEXT NOT NULL, state TEXT NOT NULL, outcome INTEGER,
-    public_key BLOB NOT NULL, PRIMARY KEY (run_id, round)
+    public_key BLOB NOT NULL, checksum BLOB NOT NULL, PRIMARY KEY (run_id, round)
 ) WITHOUT ROWID;
-PRAGMA user_version = {_FORMAT};
+CREATE TABLE record(number INTEGER PRIMARY KEY, entry TEXT NOT NULL);
+CREATE TABLE directory(
+    generation INTEGER NOT NULL, lost INTEGER NOT NULL, entries INTEGER NOT NULL,
+    head TEXT NOT NULL, checksum BLOB NOT NULL
+)
 """
-
-
-_RUNS = TypeAdapter(list[tuple[str, bytes, int, str]], config={"strict": True})
-_ROUNDS = TypeAdapter(list[tuple[str, int, str, bytes, str, int | None]], config={"strict": True})
+_PUT_RUN = "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?)"
+_Row = tuple[Any, ...]
+_Change = tuple[Any, ...]  # a statement, and its values
 
 
 class RunsFile:
     """The file. Every change is on disk when its method returns; a full disk is a refusal.
 
-    Opening and reading it raise `ValueError` where it is damaged, of another format or missing
-    beside batches, and `OSError` for whatever may pass. Nothing is then changed.
+    Every row has a checksum. A row that is not what was written is lost, and a file that cannot be
+    read at all is put aside and begun anew; what it said is then lost.
+
+    Attributes:
+        lost: whether some run is not known any more, since the directory was made.
+        checks: those of everything in the directory.
+        found: all runs that had not ended when it was opened, with their rounds.
+        head: how many entries the record has, and the hash of the last.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Opens the file, or makes it where there are no batches either."""
-        self._path = path
-        with _damage_explained(path):
-            self._connection = _connect(path)
-        self.close = self._connection.close
+    def __init__(self, directory: Path, anchor: Path) -> None:
+        """Opens the file, or makes it.
 
-    def read(self) -> dict[str, Run]:
-        """All runs that have not ended, with their rounds; no batch is opened."""
-        with _damage_explained(self._path):
-            ask = self._connection.execute
-            (version,) = ask("PRAGMA user_version").fetchone()
-            if version == 0:
-                raise DamagedFile("it has no format number")
-            if version != _FORMAT:
-                raise ValueError(
-                    f"{self._path} has format {version}, this shuffler reads format"
-                    f" {_FORMAT}: use the shuffler that made it, or another directory"
-                )
-            if (found := ask("PRAGMA integrity_check(1)").fetchone()) != ("ok",):
+        Args:
+            directory: where `runs.db` is.
+            anchor: the file that says how old the directory may be, made if both are missing.
+
+        Raises:
+            ValueError: the directory is older than its anchor, has another format, or one of the
+                two is missing.
+            OSError: for whatever may pass.
+        """
+        self._path = directory / "runs.db"
+        known = _read_anchor(self._path, anchor)
+        self._anchor, self._generation = known or Anchor.create(anchor), 0
+        self.checks, self._checks = self._anchor.checks, self._anchor.checks.of_place("runs")
+        self.lost, self.head = False, (0, START)
+        self.found: dict[str, Run] = {}
+        self._connection: sqlite3.Connection | None = None
+        if known is None or not (exists(self._path) or _batches(directory)):
+            self._begin_anew()
+            return
+        try:
+            with naming(self._path), damage():
+                self._open()
+                self._read()
+        except DamagedFile as error:
+            found = "".join(c if c.isprintable() else "?" for c in str(error))
+            _log.error("runs.db is damaged and put aside, all runs are lost: %s", found)
+            self.close()
+            self.found = {}
+            self._begin_anew()
+
+    def close(self) -> None:
+        """Closes the file; may be repeated."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _open(self) -> None:
+        if not exists(self._path):
+            raise DamagedFile("it is missing")
+        self._connection = connect(self._path)
+        try:
+            self._connection.text_factory = _text
+            if (found := self._ask("PRAGMA integrity_check(1)")[0]) != ("ok",):
                 raise DamagedFile(str(found[0]))
-            runs = ask(
-                "SELECT run_id, plan, report_bytes, owner FROM runs WHERE NOT ended"
-            ).fetchall()
-            rounds = ask(
-                "SELECT run_id, round, model_digest, public_key, state, outcome FROM rounds"
-            ).fetchall()
+            rows = self._ask("SELECT * FROM directory")
+            if len(rows) != 1 or not self._is_good("directory", rows[0]):
+                raise DamagedFile("its generation is not what was written")
+            self._generation, lost, *head = rows[0][:-1]
+            self.lost, self.head = bool(lost), (head[0], head[1])
+            if self._generation < self._anchor.generation:
+                raise ValueError(
+                    f"{self._path.parent} is older than it was, perhaps a restored backup: it is at"
+                    f" change {self._generation}, {self._anchor.path} at"
+                    f" {self._anchor.generation}. Its rounds could be released a second time: use"
+                    " an empty directory"
+                )
+            self._anchor.advance(self._generation)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _begin_anew(self) -> None:
+        """Makes an empty file; one that is there, or batches, mean that runs are lost.
+
+        It is made under another name first, so that a crash leaves all of it or nothing.
+        """
+        directory = self._path.parent
+        new, aside = directory / "runs.new", directory / "runs.damaged"
+        existing = exists(self._path)
+        delete_database(new)
+        lost = existing or _batches(directory)
+        first = (self._anchor.generation + 1, int(lost), 0, START)
+        with closing(connect(new)) as connection, transaction(connection) as rows:
+            for statement in _SCHEMA.split(";"):
+                rows.execute(statement)
+            checked = (*first, self._checks.make("directory", first))
+            rows.execute("INSERT INTO directory VALUES (?, ?, ?, ?, ?)", checked)
+        if existing:
+            delete_database(aside)
+            self._path.rename(aside)
+        delete_database(self._path)
+        new.rename(self._path)
+        delete_database(new)
+        self._open()
+
+    def _read(self) -> None:
+        """Reads runs and rounds.
+
+        A round whose row is damaged is there, and lost. A run whose row is damaged is not there.
+        """
+        bad: list[_Change] = []
+        found = self.found
+        last: dict[str, int] = {}
+        for row in self._ask("SELECT * FROM runs"):
+            run_id, plan, report_bytes, owner, last_round, ended, _ = row
             try:
-                return _parse(runs, rounds)
-            except (ShufflerRefused, ValueError, TypeError, KeyError):
-                raise DamagedFile("a row does not parse") from None
+                good = self._is_good("run", row)
+                if good and not ended:
+                    found[run_id] = parse_run(run_id, plan, report_bytes, owner)
+                    last[run_id] = last_round
+            except (ShufflerRefused, ValueError, TypeError):
+                good = False
+            if not good:
+                self.lost = True
+                bad.append(("DELETE FROM runs WHERE run_id IS ?", run_id))
+        for row in self._ask("SELECT * FROM rounds"):
+            run_id, number, digest, state, outcome, public_key, _ = row
+            if run_id not in found or not self._is_good("round", row):
+                bad.append(("DELETE FROM rounds WHERE run_id IS ? AND round IS ?", run_id, number))
+                self.lost = self.lost or run_id not in found
+                if run_id in found and isinstance(number, int) and 0 <= number <= last[run_id]:
+                    found[run_id].rounds[number] = _lost_round(number)
+                continue
+            result = None if outcome is None else Outcome(outcome)
+            round = Round(number, digest, public_key, RoundState(state), result)
+            found[run_id].rounds[number] = round
+        for run_id, run in found.items():
+            if last[run_id] >= 0:
+                run.rounds.setdefault(last[run_id], _lost_round(last[run_id]))
+        if bad:
+            self._repair(bad)
+
+    def _repair(self, bad: list[_Change]) -> None:
+        """Drops the damaged rows, and enters what is known of the rounds that they were."""
+        _log.error("rows of runs.db are damaged: what they were of is lost: %d rows", len(bad))
+        lost = [
+            self._insert_round(run, round)
+            for run in self.found.values()
+            for round in run.rounds.values()
+            if round.state is RoundState.DONE and round.outcome is None
+        ]
+        with suppress(ShufflerRefused):  # what cannot be written now, the next start finds again
+            self._write(*bad, *lost)
 
     def has_ended(self, run_id: str) -> bool:
         """Whether there was such a run, and it has ended."""
-        row = self._connection.execute("SELECT ended FROM runs WHERE run_id = ?", (run_id,))
-        return bool(row.fetchone() == (1,))
+        return self._ask("SELECT ended FROM runs WHERE run_id = ?", run_id) == [(1,)]
 
-    def add_run(self, run: Run, plan: bytes) -> None:
+    def record(self, first: int, count: int) -> list[str]:
+        """So many entries of the public record, from this one on."""
+        query = "SELECT entry FROM record WHERE number >= ? ORDER BY number LIMIT ?"
+        return [entry for (entry,) in self._ask(query, first, count)]
+
+    def add_run(self, run: Run) -> None:
         """Enters a new run."""
-        about = run.run_id, plan, run.report_bytes, run.owner
-        self._write(("INSERT INTO runs VALUES (?, ?, ?, ?, 0)", *about))
+        self._write(self._put_run(run, -1))
 
     def add_round(self, run: Run, round: Round, forgotten: Sequence[int]) -> None:
         """Enters an open round, and drops some old ones."""
-        about = run.run_id, round.number, round.model_digest, round.state, round.public_key
         drop = "DELETE FROM rounds WHERE run_id = ? AND round = ?"
         self._write(
-            ("INSERT INTO rounds VALUES (?, ?, ?, ?, NULL, ?)", *about),
+            self._put_run(run, round.number),
+            self._insert_round(run, round),
             *((drop, run.run_id, old) for old in forgotten),
+            event=(run, round, "opened"),
         )
 
     def move(self, run: Run, round: Round, state: RoundState) -> None:
         """Brings a round to this state, with its outcome; then the entry in memory too."""
-        change = "UPDATE rounds SET state = ?, outcome = ? WHERE run_id = ? AND round = ?"
-        self._write((change, state, round.outcome, run.run_id, round.number))
+        event = None
+        if state is RoundState.RELEASING:
+            event = (run, round, "released")
+        elif state is RoundState.DONE and round.state is not RoundState.RELEASING:
+            name = "lost" if round.outcome is None else round.outcome.name
+            event = (run, round, name.lower().replace("_", "-"))
+        moved = dataclasses.replace(round, state=state)
+        self._write(self._insert_round(run, moved), event=event)
         round.state = state
 
     def end_run(self, run_id: str) -> None:
         """Drops all of a run but its id."""
+        values = (run_id, None, 0, "", -1, 1)
         self._write(
             ("DELETE FROM rounds WHERE run_id = ?", run_id),
-            ("UPDATE runs SET plan = NULL, ended = 1 WHERE run_id = ?", run_id),
+            self._checked(_PUT_RUN, "run", values),
         )
 
-    def _write(self, *changes: tuple[Any, ...]) -> None:
-        """All of the statements, each with its values, or none of them."""
-        with storage_errors(), transaction(self._connection) as rows:
-            for statement, *values in changes:
-                rows.execute(statement, values)
+    def _put_run(self, run: Run, last_round: int) -> _Change:
+        values = (run.run_id, run.text, run.report_bytes, run.owner, last_round, 0)
+        return self._checked(_PUT_RUN, "run", values)
+
+    def _insert_round(self, run: Run, round: Round) -> _Change:
+        outcome = None if round.outcome is None else int(round.outcome)
+        values = (run.run_id, round.number, round.model_digest, str(round.state), outcome)
+        return self._checked(
+            "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "round",
+            (*values, round.public_key),
+        )
+
+    def _checked(self, statement: str, kind: str, values: _Row) -> _Change:
+        return (statement, *values, self._checks.make(kind, values))
+
+    def _is_good(self, kind: str, row: _Row) -> bool:
+        """Whether a row, whose last value is its checksum, is what was written."""
+        return self._checks.verify(row[-1], kind, tuple(row[:-1]))
+
+    def _ask(self, query: str, *values: Any) -> list[_Row]:
+        assert self._connection is not None
+        return self._connection.execute(query, values).fetchall()
+
+    def _write(self, *changes: _Change, event: tuple[Run, Round, str] | None = None) -> None:
+        """All of the statements, each with its values, or none of them; then the anchor."""
+        entries, head = self.head
+        if event is not None:
+            entry = make_entry(entries, head, _about(*event))
+            changes = (*changes, ("INSERT INTO record VALUES (?, ?)", entries, entry))
+            entries, head = entries + 1, entry_hash(entry)
+        directory = (self._generation + 1, int(self.lost), entries, head)
+        update = "UPDATE directory SET generation=?, lost=?, entries=?, head=?, checksum=?"
+        assert self._connection is not None
+        with storage_errors():
+            with transaction(self._connection) as rows:
+                for statement, *values in (*changes, self._checked(update, "directory", directory)):
+                    rows.execute(statement, values)
+            self._generation, self.head = self._generation + 1, (entries, head)
+            self._anchor.advance(self._generation)
+
+
+def _about(run: Run, round: Round, event: str) -> dict[str, Any]:
+    """What the public record says of a round."""
+    reports = round.spool.count if event == "released" and round.spool is not None else None
+    return {
+        "run": run.run_id,
+        "round": round.number,
+        "event": event,
+        "plan": run.digest,
+        "commitment": run.header(round).commitment if round.public_key else "",
+        "reports": reports,
+    }
+
+
+def _lost_round(number: int) -> Round:
+    """A round of which nothing is known but that it was there."""
+    return Round(number, "", b"", RoundState.DONE, None)
+
+
+def _batches(directory: Path) -> bool:
+    return any(directory.glob("batch-*"))
+
+
+def _text(data: bytes) -> str:
+    """A text of the file, also a damaged one, which then has no right checksum."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _read_anchor(runs: Path, path: Path) -> Anchor | None:
+    """The anchor; None where a new one is needed, because it is damaged or all is new.
+
+    Raises:
+        ValueError: there is none, but runs that it would anchor.
+    """
+    try:
+        with naming(path):
+            if exists(path):
+                return Anchor(path)
+    except DamagedFile:
+        _log.error("the file with the directory's generation is damaged: all runs are lost")
+        return None
+    if exists(runs):
+        raise ValueError(
+            f"{path} is missing, and {runs.parent} has runs that it belongs to: put it back, or use"
+            " an empty directory"
+        )
+    return None
 
 
 @contextmanager
@@ -130,45 +340,3 @@ def naming(path: Path) -> Iterator[None]:
             f"{path} cannot be opened: {str(error) or 'out of memory'}. No batch is given up:"
             " start again when the cause is gone"
         ) from error
-
-
-@contextmanager
-def _damage_explained(path: Path) -> Iterator[None]:
-    """Turns damage to `runs.db` into one line that says what to do."""
-    try:
-        with naming(path), damage():
-            yield
-    except DamagedFile as error:
-        found = "".join(c if c.isprintable() else "?" for c in str(error))
-        raise ValueError(
-            f"{path} is damaged: {found}. Nothing was changed. To start with an empty"
-            f" directory move {path.parent} away: all runs in it are then lost"
-        ) from error
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """Opens `runs.db`, and makes it in a directory that has none.
-
-    It is made under another name first, so that a crash leaves all of it or nothing: one that is
-    empty, or missing beside batches, is damaged.
-    """
-    if not exists(path):
-        if any(path.parent.glob("batch-*")):
-            raise DamagedFile("it is missing, and there are batches")
-        new = path.with_suffix(".new")
-        delete_database(new)
-        with closing(connect(new)) as connection, transaction(connection) as rows:
-            for statement in _SCHEMA.split(";"):
-                rows.execute(statement)
-        new.rename(path)
-        delete_database(new)
-    return connect(path)
-
-
-def _parse(runs: list[Any], rounds: list[Any]) -> dict[str, Run]:
-    found = {row[0]: parse_run(*row) for row in _RUNS.validate_python(runs)}
-    for run_id, number, version, public_key, state, outcome in _ROUNDS.validate_python(rounds):
-        result = None if outcome is None else Outcome(outcome)
-        round = Round(number, version, public_key, RoundState(state), result)
-        found[run_id].rounds[number] = round
-    return found

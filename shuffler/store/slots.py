@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from shuffler.store.checks import CHECK_BYTES, Checks
 from shuffler.store.spool_rows import TakenSlots
 from shuffler.store.storage import PAGE_BYTES, DamagedFile, Disk, storage_verdict
 from shuffler.wire.errors import Verdict
@@ -22,10 +23,11 @@ _SLOTS_PER_REPORT = 2  # a random slot is free at least every other time
 
 
 def slot_bytes(report_bytes: int) -> int:
-    """Length in bytes of the slot that a report of this length gets."""
-    if report_bytes > _BLOCK_BYTES // 2:
-        return -(-report_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
-    return int(1 << (report_bytes - 1).bit_length())
+    """Length in bytes of the slot that a report of this length gets, with its checksum."""
+    length = report_bytes + CHECK_BYTES
+    if length > _BLOCK_BYTES // 2:
+        return -(-length // _BLOCK_BYTES) * _BLOCK_BYTES
+    return int(1 << (length - 1).bit_length())
 
 
 def file_bytes(report_bytes: int, capacity: int) -> int:
@@ -39,10 +41,14 @@ class SlotFile:
     Attributes:
         slots: how many there are.
         stride: how many bytes each has.
+        checks: of the reports, each bound to its slot.
     """
 
-    def __init__(self, path: Path, report_bytes: int, capacity: int, existing: bool) -> None:
+    def __init__(
+        self, path: Path, report_bytes: int, capacity: int, existing: bool, checks: Checks
+    ) -> None:
         """Opens the file, or makes it; an existing one that is missing or too short is damaged."""
+        self.checks = checks
         self.slots = _SLOTS_PER_REPORT * capacity
         self.report_bytes = report_bytes
         self.stride = slot_bytes(report_bytes)
@@ -94,16 +100,26 @@ class SlotFile:
     def write(self, content: bytes, taken: TakenSlots, drawn: list[int]) -> int:
         """Writes a report to a slot that it draws, and returns the slot's number."""
         drawn.append(self._draw(taken))
-        _write_at(self.descriptor, [content], drawn[-1] * self.stride)
+        check = self.checks.make(drawn[-1], content=content)
+        _write_at(self.descriptor, [content, check], drawn[-1] * self.stride)
         return drawn[-1]
 
-    def read(self, number: int, start: int, length: int) -> bytes:
-        """At most so many bytes of a report, from this place on."""
-        length = min(length, self.report_bytes - start)
-        data = os.pread(self.descriptor, length, number * self.stride + start)
-        if len(data) != length:
-            raise OSError("a report is shorter than it was")
-        return data
+    def read(self, number: int, length: int) -> Iterator[bytes]:
+        """A report in pieces of at most so many bytes.
+
+        Raises:
+            DamagedFile: before the last piece, if it is not what was written.
+        """
+        check, place = self.checks.begin(number), number * self.stride
+        for start in range(0, self.report_bytes, length):
+            end = min(start + length, self.report_bytes)
+            last = end == self.report_bytes
+            wanted = end - start + (CHECK_BYTES if last else 0)
+            data = os.pread(self.descriptor, wanted, place + start)
+            check.update(data[: end - start])
+            if len(data) != wanted or (last and data[end - start :] != check.digest()):
+                raise DamagedFile("a report is not what was written")
+            yield data[: end - start]
 
     def sync(self) -> None:
         """Brings all that was written to the disk."""
@@ -165,6 +181,7 @@ class Slot:
         self._descriptor = os.dup(file.descriptor)
         self._next = number * file.stride
         self._end = self._next + file.report_bytes
+        self._check = file.checks.begin(number)
 
     @property
     def complete(self) -> bool:
@@ -184,7 +201,10 @@ class Slot:
         try:
             if disk is not None:
                 disk.require(length + PAGE_BYTES)
-            _write_at(self._descriptor, pieces, self._next)
+            for piece in pieces:
+                self._check.update(piece)
+            last = [self._check.digest()] if self._next + length == self._end else []
+            _write_at(self._descriptor, [*pieces, *last], self._next)
             # Starts writing back at once, so that the sync in `add` finds little left to wait for.
             os.posix_fadvise(self._descriptor, self._next, length, os.POSIX_FADV_DONTNEED)
         except OSError as error:

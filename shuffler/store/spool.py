@@ -25,14 +25,14 @@ whoever reads the raw device *during* a round is in docs/shuffler.md.
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from shuffler.store.checks import Checks
 from shuffler.store.slots import Slot, SlotFile
-from shuffler.store.spool_rows import BlanketsLeft, ReportedUsers, TakenSlots, count_rows, make_rows
+from shuffler.store.spool_rows import BatchRows, BlanketsLeft, ReportedUsers, TakenSlots
 from shuffler.store.storage import (
     DamagedFile,
     connect,
@@ -44,6 +44,8 @@ from shuffler.store.storage import (
     transaction,
 )
 from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+
+_UNKEYED = Checks(b"")
 
 
 def delete_batch(path: Path) -> None:
@@ -72,6 +74,7 @@ class RoundSpool:
         work: int = 0,
         draw: Callable[[], int] = lambda: 0,
         cover: bool = False,
+        checks: Checks = _UNKEYED,
     ) -> None:
         """Opens the batch in this file, or starts an empty one.
 
@@ -82,6 +85,7 @@ class RoundSpool:
             work: how many blankets are made for it.
             draw: how many of them are blankets; asked where the batch is new.
             cover: whether the others, empty reports, are kept too.
+            checks: what makes the checksums of everything in the files.
 
         Raises:
             DamagedFile: if a file of an existing batch is missing or damaged.
@@ -93,18 +97,17 @@ class RoundSpool:
         self._lock = threading.Lock()
         self._chunks: Iterator[tuple[list[bytes], bool]] | None = None
         with ExitStack() as files:
-            self._file = SlotFile(_reports_path(path), report_bytes, users + work, existing)
+            self._file = SlotFile(_reports_path(path), report_bytes, users + work, existing, checks)
             files.callback(self._file.close)
             with damage():
                 self._connection = connect(path)
             files.callback(self._connection.close)
+            self._rows = BatchRows(self._connection, checks)
             if not existing:
-                make_rows(
-                    self._connection, self._file.slots, users, BlanketsLeft(work, draw(), cover)
-                )
+                self._rows.make(self._file.slots, users, BlanketsLeft(work, draw(), cover))
             with damage():
-                self.count = count_rows(self._connection, self._file.slots, users)
-                self.blankets = BlanketsLeft.read(self._connection)
+                self.count = self._rows.count(self._file.slots, users)
+                self.blankets = BlanketsLeft.read(self._rows)
             if self.blankets.work != work:
                 raise DamagedFile("the batch's file is for another number of blankets")
             sync_directory(path.parent)
@@ -134,9 +137,9 @@ class RoundSpool:
         verdicts: list[Verdict] = []
         accepted = 0
         with self._lock:
-            connection = self._open()
-            with self._file.group(own) as drawn, transaction(connection):
-                taken, users = TakenSlots(connection), ReportedUsers(connection, self._users)
+            rows = self._open()
+            with self._file.group(own) as drawn, transaction(rows.connection):
+                taken, users = TakenSlots(rows), ReportedUsers(rows, self._users)
                 for sender, user, content in reports:
                     verdicts.append(self._judge(users, sender, user, content, accepted))
                     if verdicts[-1] is not Verdict.ACCEPTED:
@@ -167,18 +170,18 @@ class RoundSpool:
         away: that takes as long, so that nobody can tell from the time how many are kept.
         """
         with self._lock:
-            connection = self._open()
+            rows = self._open()
             after = self.blankets.after(len(sealed))
             keep = after.stored - self.blankets.stored
-            with self._file.group() as drawn, transaction(connection):
-                taken = TakenSlots(connection)
+            with self._file.group() as drawn, transaction(rows.connection):
+                taken = TakenSlots(rows)
                 for index, content in enumerate(sealed):
                     if not self._has_slot(index):
                         raise OSError("no slot is free")
                     taken.put(self._file.write(content, taken, drawn), keep=index < keep)
                 self._file.sync()
                 taken.save()
-                after.write(connection)
+                after.write(rows)
             self.count += keep
             self.blankets = after
 
@@ -198,22 +201,20 @@ class RoundSpool:
             ShufflerRefused: also if the disk fails; the rest of the batch is then lost.
         """
         with self._lock, storage_errors():
-            connection = self._open()
+            rows = self._open()
             if self._chunks is None:
-                self._chunks = self._read(connection, limit)
+                self._chunks = self._read(rows, limit)
             return next(self._chunks, ([], False))
 
-    def _read(
-        self, connection: sqlite3.Connection, limit: int
-    ) -> Iterator[tuple[list[bytes], bool]]:
+    def _read(self, rows: BatchRows, limit: int) -> Iterator[tuple[list[bytes], bool]]:
         reports: list[bytes] = []
-        for number in TakenSlots(connection).rising():
+        for number in TakenSlots(rows).rising():
+            pieces = self._file.read(number, limit)
             if self._report_bytes > limit:
-                for start in range(0, self._report_bytes, limit):
-                    more = start + limit < self._report_bytes
-                    yield [self._file.read(number, start, limit)], more
+                for start, piece in zip(range(0, self._report_bytes, limit), pieces, strict=True):
+                    yield [piece], start + limit < self._report_bytes
                 continue
-            reports.append(self._file.read(number, 0, limit))
+            reports += pieces
             if len(reports) == limit // self._report_bytes:
                 yield reports, False
                 reports = []
@@ -239,10 +240,10 @@ class RoundSpool:
             self._files.close()
             self._files = None
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self) -> BatchRows:
         if self._files is None:
             raise ShufflerRefused(Refusal.RUN_ENDED)
-        return self._connection
+        return self._rows
 
     def _has_slot(self, more: int) -> bool:
         """Whether there is one to draw, when so many more are taken than are marked."""

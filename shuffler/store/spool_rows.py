@@ -3,10 +3,12 @@
 All rows are made when the round is opened and afterwards only replaced in place by rows of the same
 length: see `shuffler.store.spool` for why.
 
-A bucket is a page and holds 253 hashes; there are so many that a full batch fills each with 128 on
-average at most. The number in one is binomial, so by Chernoff's bound it exceeds 253 with
-probability below exp(126 - 254 ln(254/128)) < 2e-21; in any of 2**17 buckets (2**24 users) below
-3e-16. The report that would be one too many is answered `ROUND_FULL`.
+Every row ends with a keyed checksum of what is in it and where it belongs.
+
+A bucket is a page and holds 252 hashes; there are so many that a full batch fills each with 128 on
+average at most. The number in one is binomial, so by Chernoff's bound it exceeds 252 with
+probability below exp(125 - 253 ln(253/128)) < 3e-21; in any of 2**17 buckets (2**24 users) below
+4e-16. The report that would be one too many is answered `ROUND_FULL`.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import secrets
 import sqlite3
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from shuffler.store.checks import CHECK_BYTES, Checks
 from shuffler.store.storage import DamagedFile, transaction
 
 _T = TypeVar("_T")
@@ -29,7 +32,7 @@ USERS_PER_BUCKET = 128
 _BITS = 4096  # slots of one row
 _ROW_BYTES = _BITS // 8  # of one row, for one of its two sets
 _HASH_BYTES = 16
-_BUCKET_HASHES = 253  # of one row: what fits into a page
+_BUCKET_HASHES = 252  # of one row: what fits into a page
 _BUCKET_BYTES = _BUCKET_HASHES * _HASH_BYTES
 _COUNTS = struct.Struct(">QQQQ")
 
@@ -44,35 +47,77 @@ def _tables(slots: int, users: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def make_rows(
-    connection: sqlite3.Connection, slots: int, users: int, blankets: BlanketsLeft
-) -> None:
-    """Makes all rows of a new batch for so many slots and users, in order."""
-    with transaction(connection) as rows:
+class BatchRows:
+    """The rows of one batch's SQLite file, each with its checksum."""
+
+    def __init__(self, connection: sqlite3.Connection, checks: Checks) -> None:
+        self.connection = connection
+        self._checks = checks
+
+    def make(self, slots: int, users: int, blankets: BlanketsLeft) -> None:
+        """Makes all rows of a new batch for so many slots and users, in order."""
+        with transaction(self.connection) as rows:
+            for table, (count, length) in _tables(slots, users).items():
+                rows.execute(
+                    f"CREATE TABLE {table}(number INTEGER PRIMARY KEY, content BLOB NOT NULL)"
+                )
+                empty = bytes(length)
+                rows.executemany(
+                    f"INSERT INTO {table} VALUES (?, ?)",
+                    ((number, self._checked(table, number, empty)) for number in range(count)),
+                )
+            self.replace("hash_key", {0: secrets.token_bytes(_HASH_BYTES)})
+            blankets.write(self)
+
+    def count(self, slots: int, users: int) -> int:
+        """How many slots are taken.
+
+        Raises:
+            DamagedFile: if a row is missing, or is not what was written.
+        """
+        taken = 0
         for table, (count, length) in _tables(slots, users).items():
-            rows.execute(f"CREATE TABLE {table}(number INTEGER PRIMARY KEY, content BLOB NOT NULL)")
-            empty = ((number, length) for number in range(count))
-            rows.executemany(f"INSERT INTO {table} VALUES (?, zeroblob(?))", empty)
-        _replace(rows, "hash_key", {0: secrets.token_bytes(_HASH_BYTES)})
-        blankets.write(rows)
+            found = self.connection.execute(f"SELECT number, content FROM {table} ORDER BY number")
+            expected = 0
+            for number, content in found:
+                if number != expected or len(self._content(table, number, content)) != length:
+                    raise DamagedFile("a row of the batch's file is another one")
+                expected += 1
+                if table == "slots":
+                    taken += int.from_bytes(content[:_ROW_BYTES], "little").bit_count()
+            if expected != count:
+                raise DamagedFile("rows of the batch's file are missing")
+        return taken
 
+    def read(self, table: str, number: int) -> bytes:
+        """A row's content.
 
-def count_rows(connection: sqlite3.Connection, slots: int, users: int) -> int:
-    """How many slots are taken.
+        Raises:
+            DamagedFile: if it is missing, or is not what was written.
+        """
+        query = f"SELECT content FROM {table} WHERE number = ?"
+        found = self.connection.execute(query, (number,)).fetchone()
+        if found is None:
+            raise DamagedFile("a row of the batch's file is missing")
+        return self._content(table, number, found[0])
 
-    Raises:
-        DamagedFile: if not all rows are there.
-    """
-    for table, expected in _tables(slots, users).items():
-        found = connection.execute(
-            f"SELECT count(*), min(length(content)) FROM {table}"
-            " WHERE typeof(content) = 'blob' AND length(content) = ?",
-            expected[1:],
+    def replace(self, table: str, rows: Mapping[int, bytes]) -> None:
+        """Puts other contents of the same length into rows; SQLite writes them where they were."""
+        self.connection.executemany(
+            f"UPDATE {table} SET content = ? WHERE number = ?",
+            [(self._checked(table, number, rows[number]), number) for number in sorted(rows)],
         )
-        if found.fetchone() != expected:
-            raise DamagedFile("rows of the batch's file are missing")
-    bits = connection.execute("SELECT content FROM slots")
-    return sum(int.from_bytes(b[:_ROW_BYTES], "little").bit_count() for (b,) in bits)
+
+    def _checked(self, table: str, number: int, content: bytes) -> bytes:
+        return content + self._checks.make(table, number, content=content)
+
+    def _content(self, table: str, number: int, row: Any) -> bytes:
+        if not isinstance(row, bytes):
+            raise DamagedFile("a row of the batch's file is damaged")
+        content, check = row[:-CHECK_BYTES], row[-CHECK_BYTES:]
+        if not self._checks.verify(check, table, number, content=content):
+            raise DamagedFile("a row of the batch's file is damaged")
+        return content
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,20 +150,20 @@ class BlanketsLeft:
         return dataclasses.replace(self, made=self.made + more)
 
     @staticmethod
-    def read(connection: sqlite3.Connection) -> BlanketsLeft:
+    def read(rows: BatchRows) -> BlanketsLeft:
         """The row of a batch.
 
         Raises:
             DamagedFile: if it is not what was written.
         """
-        work, drawn, cover, made = _COUNTS.unpack(_row(connection, "blankets", 0))
+        work, drawn, cover, made = _COUNTS.unpack(rows.read("blankets", 0))
         if not (max(drawn, made) <= work and cover <= 1):
             raise DamagedFile("the blankets' row of the batch's file is damaged")
         return BlanketsLeft(work, drawn, bool(cover), made)
 
-    def write(self, connection: sqlite3.Connection) -> None:
+    def write(self, rows: BatchRows) -> None:
         """Puts this into the batch's row, within the caller's transaction."""
-        _replace(connection, "blankets", {0: _COUNTS.pack(*dataclasses.astuple(self))})
+        rows.replace("blankets", {0: _COUNTS.pack(*dataclasses.astuple(self))})
 
 
 class TakenSlots:
@@ -129,9 +174,9 @@ class TakenSlots:
     row, so that they take the same time. Changes are kept here until they are saved.
     """
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-        self._rows = _Rows(lambda part: bytearray(_row(connection, "slots", part)))
+    def __init__(self, rows: BatchRows) -> None:
+        self._batch = rows
+        self._rows = _Rows(lambda part: bytearray(rows.read("slots", part)))
 
     def holds(self, number: int) -> bool:
         """Whether the slot is taken or thrown away."""
@@ -147,24 +192,26 @@ class TakenSlots:
 
     def rising(self) -> Iterator[int]:
         """The numbers of the taken slots, as saved."""
-        for part, bits in self._connection.execute("SELECT * FROM slots ORDER BY number"):
+        (parts,) = self._batch.connection.execute("SELECT count(*) FROM slots").fetchone()
+        for part in range(parts):
+            bits = self._batch.read("slots", part)
             for bit in range(_BITS):
                 if bits[bit >> 3] & 1 << (bit & 7):
                     yield part * _BITS + bit
 
     def save(self) -> None:
         """Writes the changes, within the caller's transaction."""
-        _replace(self._connection, "slots", self._rows.take_changed(bytes))
+        self._batch.replace("slots", self._rows.take_changed(bytes))
 
 
 class ReportedUsers:
     """The set of users who have reported; changes are kept here until they are saved."""
 
-    def __init__(self, connection: sqlite3.Connection, users: int) -> None:
-        self._connection = connection
-        self._key = _row(connection, "hash_key", 0)
+    def __init__(self, rows: BatchRows, users: int) -> None:
+        self._batch = rows
+        self._key = rows.read("hash_key", 0)
         self._buckets = _buckets(users)
-        self._rows = _Rows(lambda bucket: _split(_row(connection, "reported", bucket)))
+        self._rows = _Rows(lambda bucket: _split(rows.read("reported", bucket)))
 
     def holds(self, sender: str, user: int) -> bool:
         """Whether the user has reported."""
@@ -184,7 +231,7 @@ class ReportedUsers:
 
     def save(self) -> None:
         """Writes the changes, within the caller's transaction."""
-        _replace(self._connection, "reported", self._rows.take_changed(_join))
+        self._batch.replace("reported", self._rows.take_changed(_join))
 
     def _place(self, sender: str, user: int) -> tuple[int, bytes]:
         # The user's bytes are of one length, so no two pairs give the same bytes.
@@ -216,22 +263,6 @@ def _split(hashes: bytes) -> set[bytes]:
 
 def _join(names: set[bytes]) -> bytes:
     return b"".join(sorted(names)).ljust(_BUCKET_BYTES, b"\0")
-
-
-def _row(connection: sqlite3.Connection, table: str, number: int) -> bytes:
-    query = f"SELECT content FROM {table} WHERE number = ?"
-    found = connection.execute(query, (number,)).fetchone()
-    if found is None:
-        raise sqlite3.DatabaseError("a row of the batch's file is missing")
-    return bytes(found[0])
-
-
-def _replace(connection: sqlite3.Connection, table: str, rows: Mapping[int, bytes]) -> None:
-    """Puts other contents of the same length into rows; SQLite writes them where they were."""
-    connection.executemany(
-        f"UPDATE {table} SET content = ? WHERE number = ?",
-        [(rows[number], number) for number in sorted(rows)],
-    )
 
 
 def _buckets(users: int) -> int:

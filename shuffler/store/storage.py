@@ -129,9 +129,11 @@ def storage_verdict(error: sqlite3.Error | OSError) -> Verdict:
 
 @contextmanager
 def storage_errors() -> Iterator[None]:
-    """Turns a full or failing disk in the block into `ShufflerRefused`."""
+    """Turns a full or failing disk, or a damaged file, in the block into `ShufflerRefused`."""
     try:
         yield
+    except DamagedFile as error:
+        raise ShufflerRefused(Refusal.BATCH_LOST) from error
     except (sqlite3.Error, OSError) as error:
         raise ShufflerRefused(Refusal[storage_verdict(error).name]) from error
 

@@ -1,0 +1,59 @@
+"""The public record: which rounds there were, and what each of them was, as a hash chain.
+
+The shuffler appends an entry when a round opens and when it ends. Each entry holds the hash of the
+one before, so that nobody can change, drop or insert one without changing all hashes after it, and
+whoever has kept a hash can tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+START = "0" * 64
+"""What stands for the hash of the entry before the first."""
+
+
+def entry_hash(entry: str) -> str:
+    """SHA-256 of an entry's JSON, hexadecimal."""
+    return hashlib.sha256(entry.encode()).hexdigest()
+
+
+def make_entry(index: int, previous: str, about: dict[str, Any]) -> str:
+    """The JSON of an entry, on one line.
+
+    Args:
+        index: counts from 0.
+        previous: the hash of the entry before, or `START`.
+        about: run, round, event, plan, commitment, and the number of reports, blankets among them,
+            where the batch was released.
+    """
+    return json.dumps({"index": index, **about, "previous": previous}, separators=(",", ":"))
+
+
+def verify(entries: Iterable[str]) -> list[dict[str, Any]]:
+    """Checks a whole record.
+
+    Args:
+        entries: their JSON, from the first on.
+
+    Returns:
+        The entries' values, each with its `hash` added.
+
+    Raises:
+        ValueError: an entry is not the one that belongs there; names its index.
+    """
+    found, previous = [], START
+    for index, entry in enumerate(entries):
+        try:
+            values = json.loads(entry)
+            good = values["index"] == index and values["previous"] == previous
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            raise ValueError(f"entry {index} of the record does not follow the one before it")
+        previous = entry_hash(entry)
+        found.append(values | {"hash": previous})
+    return found

@@ -1,0 +1,121 @@
+"""Keyed checksums of all that lies in a spool directory, and the file that anchors it.
+
+The anchor holds the key, and how often the state of the directory has changed: its *generation*.
+Where it lies outside the directory, a directory that was restored from a backup is older than its
+anchor, and is refused: otherwise its rounds could be released a second time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from shuffler.store.storage import DamagedFile, exists, sync_directory
+
+CHECK_BYTES = 16
+"""Length in bytes of a checksum."""
+
+_KEY_BYTES = 32
+_FORMAT = 6  # of all files in the directory; another shuffler's are refused
+
+
+class Checks:
+    """Makes keyed checksums (BLAKE2b) of what belongs to one place, so that nothing can move."""
+
+    def __init__(self, key: bytes, place: str = "") -> None:
+        self._key = key
+        self._place = place
+
+    def of_place(self, place: str) -> Checks:
+        """Those of a part of this place."""
+        return Checks(self._key, f"{self._place}/{place}")
+
+    def begin(self, *about: Any) -> hashlib.blake2b:
+        """A checksum to be fed with content; `about` says what of the place it is."""
+        check = hashlib.blake2b(key=self._key, digest_size=CHECK_BYTES)
+        check.update(repr((self._place, *about)).encode("utf-8", "surrogateescape") + b"\0")
+        return check
+
+    def make(self, *about: Any, content: bytes = b"") -> bytes:
+        """The checksum of some content."""
+        check = self.begin(*about)
+        check.update(content)
+        return check.digest()
+
+    def verify(self, check: Any, *about: Any, content: bytes = b"") -> bool:
+        """Whether this is the checksum of the content."""
+        return isinstance(check, bytes) and hmac.compare_digest(
+            check, self.make(*about, content=content)
+        )
+
+
+class Anchor:
+    """The file with key and generation; what it says is on disk when a method returns.
+
+    Attributes:
+        path: where it is.
+        generation: how often the directory's state had changed at least.
+        checks: those with its key.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads the file.
+
+        Raises:
+            DamagedFile: it is not what was written.
+            FileNotFoundError: there is none.
+            ValueError: the directory is another shuffler's, by its format.
+        """
+        self.path = path
+        content = path.read_bytes()
+        try:
+            found = json.loads(content)
+            good = found.pop("check") == _sum(found)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            good = False
+        if not good:
+            raise DamagedFile(f"{path} is damaged")
+        if found["format"] != _FORMAT:
+            raise ValueError(
+                f"{path} has format {found['format']}, this shuffler reads format {_FORMAT}: use"
+                " the shuffler that made it, or another directory"
+            )
+        self.generation = int(found["generation"])
+        self._key = bytes.fromhex(found["key"])
+        self.checks = Checks(self._key)
+
+    @classmethod
+    def create(cls, path: Path) -> Anchor:
+        """Makes the file with a new key, in the place of an old one."""
+        _write(path, secrets.token_bytes(_KEY_BYTES), 0)
+        return cls(path)
+
+    def advance(self, generation: int) -> None:
+        """Writes that the directory has come this far."""
+        if generation != self.generation:
+            _write(self.path, self._key, generation)
+            self.generation = generation
+
+
+def _sum(found: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def _write(path: Path, key: bytes, generation: int) -> None:
+    """Replaces the file as a whole."""
+    content: dict[str, Any] = {"format": _FORMAT, "generation": generation, "key": key.hex()}
+    new = path.with_name(f"{path.name}.new")
+    if exists(new):
+        new.unlink()  # of a crash
+    descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(content | {"check": _sum(content)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(path)
+    sync_directory(path.parent)
