@@ -119,7 +119,7 @@ def test_a_run_uses_a_shuffler_that_is_there_already(tmp_path: Path, outside: Ou
 
 
 def last_round(ledger: Path) -> int:
-    return Ledger.read(ledger).last_round
+    return Ledger.read(ledger).entries[-1].round
 
 
 @pytest.mark.slow
