@@ -123,8 +123,9 @@ class RoundLoop:
             shuffler.create_run(settings.run_id, settings.plan.to_json().encode(), length)
         self._nodes = self._ready_nodes()
         result = self._training.run(self._round, self._observe, self._stop)
-        for shuffler in self._shufflers:
-            shuffler.end_run(settings.run_id)
+        if result.stopped_by != "interrupt":  # it may be resumed
+            for shuffler in self._shufflers:
+                shuffler.end_run(settings.run_id)
         return result
 
     def _ready_nodes(self) -> dict[int, NodeUsers]:

@@ -186,7 +186,9 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
     if privacy.delta == "1/n" and users == 1:
         raise ConfigError('privacy.delta must be a number when there is one user, got "1/n"')
     delta = 1 / users if privacy.delta == "1/n" else privacy.delta
-    config = config.model_copy(update={"data": config.data.model_copy(update={"users": users})})
+    data, shuffler = config.data.model_copy(update={"users": users}), config.shuffler
+    sections = {"data": data, "shuffler": shuffler.with_absolute_paths()}
+    config = config.model_copy(update=sections)
     if config.shuffler.number > min(config.simulation.nodes, users):
         raise ConfigError(
             "shuffler.number must be at most the number of nodes and of users, "

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from clients import ClientSettings, DeviceLedger, make_client_app
 from server import RoundRecord, RunResult, ServerSettings, TrainingSettings, make_server_app
 from shuffler import ShufflerProcess
 from simulator.engines.base import EngineFailed, interrupts, start_ray
+from simulator.engines.outside_shuffler import OutsideShuffler
 from simulator.section import ConfigError, Section, one_line
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class FlowerEngine:
     """Plays rounds by messages: Flower nodes, real shuffler processes, sealed reports.
 
     A round played again makes the same release only if its batch is released with all users or
-    not at all: otherwise other nodes may be silent than before.
+    not at all: otherwise other nodes may be silent than before. Nor does it at a shuffler that the
+    run has not started, which draws its own blankets and opens no round twice.
     """
 
     keys = FlowerKeys
@@ -57,7 +59,7 @@ class FlowerEngine:
     gradients = "user by user"
 
     def __init__(self, experiment: Experiment):
-        """Checks the number of nodes, and of their CPUs."""
+        """Checks the number of nodes, of their CPUs, and a shuffler that is there already."""
         simulation, plan = experiment.config.simulation, experiment.plan
         if simulation.nodes > plan.users:
             raise ConfigError(
@@ -69,9 +71,14 @@ class FlowerEngine:
                 f"simulation.cpus_per_node must be at most {os.cpu_count()}, the CPUs here, "
                 f"got {simulation.cpus_per_node:g}"
             )
+        self._outside = OutsideShuffler.of(experiment)
         self.description = f"flower on {simulation.nodes} nodes, gradients {self.gradients}"
+        if self._outside is not None:
+            self.description += f", shuffler at {self._outside.address}"
         counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
-        self.repeats_releases = counts_on_others and plan.least_present == plan.users
+        self.repeats_releases = (
+            counts_on_others and plan.least_present == plan.users and self._outside is None
+        )
         self._keys, self._shuffler = simulation, experiment.config.shuffler
         self._seed = experiment.seed
         self._client_settings = functools.partial(
@@ -90,17 +97,14 @@ class FlowerEngine:
         observe: Callable[[RoundRecord], None],
         stop: threading.Event,
     ) -> RunResult:
-        """Starts the shufflers, then Flower, and waits for the end."""
+        """Starts the shufflers, unless one is there already, then Flower, and waits for the end."""
         keys, folder = self._keys, training.folder
         results: list[RunResult] = []
         with ExitStack() as stack:
             stack.enter_context(logs_to(folder / "server.log", "server"))
             # Gone with this run: one that is resumed plays rounds again, with the same coins.
             devices = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
-            shufflers = [
-                stack.enter_context(self._shuffler_process(folder, number))
-                for number in range(self._shuffler.number)
-            ]
+            shufflers = self._shufflers(training, stack)
             server_app = make_server_app(
                 ServerSettings(
                     **vars(training),
@@ -124,6 +128,19 @@ class FlowerEngine:
             log_file = folder / "flower.log"
             run_on_flower(server_app, client_app, keys.nodes, keys.cpus_per_node, stop, log_file)
         return results[0]
+
+    def _shufflers(
+        self, training: TrainingSettings, stack: ExitStack
+    ) -> Sequence[ShufflerProcess | OutsideShuffler]:
+        """The run's own, until the stack is left; or the one that is there already."""
+        if self._outside is None:
+            return [
+                stack.enter_context(self._shuffler_process(training.folder, number))
+                for number in range(self._shuffler.number)
+            ]
+        if training.ledger.last_round:
+            self._outside.abandon(training.run_id, training.ledger.last_round)
+        return [self._outside]
 
     def _shuffler_process(self, folder: Path, number: int) -> ShufflerProcess:
         """One shuffler, with an authority of its own: it serves its own users alone."""

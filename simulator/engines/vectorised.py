@@ -114,6 +114,11 @@ class VectorisedEngine:
     def __init__(self, experiment: Experiment):
         """Checks that the device, the CPUs or the Ray cluster are there; tries the model."""
         simulation = experiment.config.simulation
+        if (address := experiment.config.shuffler.address) is not None:
+            raise ConfigError(
+                "shuffler.address must be left out with engine vectorised, which has no shuffler, "
+                f"got {address}"
+            )
         keys = VectorisedKeys(**{key: getattr(simulation, key) for key in self.keys.model_fields})
         _check_machine(keys)
         aggregator = experiment.aggregator
