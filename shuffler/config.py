@@ -85,16 +85,24 @@ class Limits(_Section):
 
     Attributes:
         users: for how many users' reports it makes room in a round, if the plan has more.
+        connections: at once; fewer where there are not descriptors enough. Half of them are for
+            peers that have not called yet.
+        calls: at once, of all kinds.
+        calls_per_sender: of them with one credential; as many connections it may have.
         streams: of reports, at once; each may take 5 MB of memory.
         streams_per_sender: of them with one credential.
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
         burst: how many may come at once before they are slowed down.
-        idle_seconds: how long a stream may be silent, or leave its answers, before it is ended.
+        idle_seconds: how long a stream may bring no report that is accepted, or leave its answers,
+            before it is ended.
         release_idle_seconds: how long a release may be left unread before its batch is destroyed.
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
     users: Annotated[int, Field(ge=1, le=MOST_USERS)] = MOST_USERS
+    connections: Count = 1024
+    calls: Count = 1024
+    calls_per_sender: Count = 32
     streams: Count = 24
     streams_per_sender: Count = 4
     reports_per_second: Annotated[float, Field(gt=0)] | None = None
