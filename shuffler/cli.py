@@ -76,6 +76,7 @@ def shuffler_command(
                 most_users=settings.limits.users,
                 randomness=randomness,
                 floor=settings.floor,
+                quota=settings.limits.quota,
             )
             stack.callback(store.close)
             metrics = Metrics()

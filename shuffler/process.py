@@ -29,6 +29,8 @@ _LIMITS = {
     "streams_per_sender": 24,
     "idle_seconds": 3600,
     "stop_seconds": 30,
+    "runs_per_server": 64,
+    "open_rounds_per_server": 64,
 }
 _STOP_SECONDS = 10.0  # to stop once the releases are over
 _DAYS = 30  # the longest such a process may live

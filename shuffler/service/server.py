@@ -140,6 +140,8 @@ class ShufflerServer:
         await stopping
         if self._watch is not None:
             self._watch.cancel()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._control.openers.shutdown)
         await self._blankets.stop()
         await self._intake.close()
         self._readers.shutdown()

@@ -101,6 +101,7 @@ class Run:
         report_bytes: length of every sealed report.
         owner: name of the credential of the server that created it.
         rounds: by number; old ones are forgotten.
+        opening: a round whose files are being made.
     """
 
     run_id: str
@@ -109,6 +110,7 @@ class Run:
     report_bytes: int
     owner: str
     rounds: dict[int, Round] = dataclasses.field(default_factory=dict)
+    opening: Round | None = None
 
     @property
     def report_cost(self) -> int:
