@@ -23,6 +23,7 @@ import typer
 from accounting.mechanisms import make_randomness
 from shuffler.callers import Revoked
 from shuffler.config import ShufflerConfig, load_config
+from shuffler.service.connections import raise_descriptor_limit
 from shuffler.service.log import Log
 from shuffler.service.operations import Metrics
 from shuffler.service.server import ShufflerServer
@@ -64,6 +65,7 @@ def shuffler_command(
             security = tls.read() if tls else _read_token()
             revoked = Revoked(tls.revoked if tls else None)
             os.umask(0o077)
+            raise_descriptor_limit()
             log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
             spool = settings.spool
             if spool is None:
@@ -75,6 +77,7 @@ def shuffler_command(
                 randomness=randomness,
                 generation=settings.generation,
                 floor=settings.floor,
+                quota=settings.limits.quota,
             )
             stack.callback(store.close)
             metrics = Metrics()

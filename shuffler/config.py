@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from accounting.validation import first_mistake
 from shuffler.keys import Credentials, read_certificate
 from shuffler.store.floor import Floor
+from shuffler.store.quota import Quota
 from shuffler.wire.channel import MOST_USERS, parse_address
 
 Count = Annotated[int, Field(ge=1)]
@@ -85,23 +86,44 @@ class Limits(_Section):
 
     Attributes:
         users: for how many users' reports it makes room in a round, if the plan has more.
+        connections: at once; fewer where there are not descriptors enough. Half of them are for
+            peers that have not called yet.
+        calls: at once, of all kinds.
+        calls_per_sender: of them with one credential; as many connections it may have.
         streams: of reports, at once; each may take 5 MB of memory.
         streams_per_sender: of them with one credential.
+        runs_per_server: runs that have not ended, of one server credential.
+        open_rounds_per_server: rounds open at once, in all of its runs.
+        disk_gigabytes_per_server: of the disk for the batches of its runs. Left out: all of it.
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
         burst: how many may come at once before they are slowed down.
-        idle_seconds: how long a stream may be silent, or leave its answers, before it is ended.
+        idle_seconds: how long a stream may bring no report that is accepted, or leave its answers,
+            before it is ended.
         release_idle_seconds: how long a release may be left unread before its batch is destroyed.
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
     users: Annotated[int, Field(ge=1, le=MOST_USERS)] = MOST_USERS
+    connections: Count = 1024
+    calls: Count = 1024
+    calls_per_sender: Count = 32
     streams: Count = 24
     streams_per_sender: Count = 4
+    runs_per_server: Count = 16
+    open_rounds_per_server: Count = 8
+    disk_gigabytes_per_server: Annotated[float, Field(gt=0, le=1e9)] | None = None
     reports_per_second: Annotated[float, Field(gt=0)] | None = None
     burst: Count = 1000
     idle_seconds: Seconds = 60.0
     release_idle_seconds: Seconds = 300.0
     stop_seconds: Seconds = 300.0
+
+    @property
+    def quota(self) -> Quota:
+        """How much one server may take."""
+        room = self.disk_gigabytes_per_server
+        disk_bytes = None if room is None else round(room * 1e9)
+        return Quota(self.runs_per_server, self.open_rounds_per_server, disk_bytes)
 
 
 class ShufflerConfig(_Section):

@@ -24,7 +24,14 @@ from shuffler.wire.errors import ShufflerError, ShufflerUnavailable
 _TAIL_BYTES = 2000
 # One credential serves all nodes of a run, and they train between two reports.
 # At the end of the block only an abandoned release can still be running.
-_LIMITS = {"streams_per_sender": 24, "idle_seconds": 3600, "stop_seconds": 30}
+_LIMITS = {
+    "calls_per_sender": 1000,
+    "streams_per_sender": 24,
+    "idle_seconds": 3600,
+    "stop_seconds": 30,
+    "runs_per_server": 64,
+    "open_rounds_per_server": 64,
+}
 _STOP_SECONDS = 10.0  # to stop once the releases are over
 _DAYS = 30  # the longest such a process may live
 _ANY_USERS = 2**32  # a plan has no more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,6 +30,7 @@ class ControlService:
 
     Attributes:
         releases: those in progress; each is done when its release has ended.
+        openers: make the files of rounds.
     """
 
     def __init__(
@@ -41,6 +43,8 @@ class ControlService:
         metrics: Metrics,
     ) -> None:
         self.releases: set[asyncio.Future[None]] = set()
+        self.openers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="open")
+        self._opening: dict[str, asyncio.Lock] = {}  # of one server one round at a time
         self._blankets = blankets
         self._intake = intake
         self._store = store
@@ -64,9 +68,18 @@ class ControlService:
         """Opens a round for reports."""
         about = request.run_id, request.round
         await self._check_owner(request, caller)
-        await self._intake.call(
-            self._store.open_round, *about, request.model_digest, request.public_key
-        )
+        loop = asyncio.get_running_loop()
+
+        async def call(step: Callable[[], Any]) -> Any:
+            return await self._intake.call(step)
+
+        def in_turn(step: Callable[[], Any]) -> Any:
+            return asyncio.run_coroutine_threadsafe(call(step), loop).result()
+
+        opening = *about, request.model_digest, request.public_key, in_turn
+        async with self._opening.setdefault(caller.name, asyncio.Lock()):
+            opened = loop.run_in_executor(self.openers, self._store.open_round, *opening)
+            await asyncio.shield(opened)
         self._blankets.start(*about)
         _log.info("round opened", extra=_about(request))
         return shuffler_pb2.OpenRoundReply()

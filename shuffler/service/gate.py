@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import grpc
@@ -13,7 +14,11 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from shuffler.callers import Caller, Revoked, Role, caller_of
+from shuffler.config import Limits
+from shuffler.service.calls import PermittedCalls, PerSender
+from shuffler.service.connections import Connections
 from shuffler.service.operations import Metrics
+from shuffler.service.streams import Stream
 from shuffler.wire.channel import TOKEN_KEY
 from shuffler.wire.errors import Refusal, ShufflerRefused
 
@@ -37,24 +42,36 @@ _STATUS = {
 
 
 class Gate:
-    """Lets a call through only with the credential of its role, and answers what is refused."""
+    """Lets a call through only with the credential of its role, and answers what is refused.
+
+    Attributes:
+        permitted: the open calls of those who have been let through.
+    """
 
     def __init__(
-        self, token: str | None, revoked: Revoked, idle_seconds: float, metrics: Metrics
+        self,
+        token: str | None,
+        revoked: Revoked,
+        limits: Limits,
+        connections: Connections,
+        metrics: Metrics,
     ) -> None:
         """Remembers who may call: with this token; None: with a certificate."""
+        self.permitted = PermittedCalls(self._is_good)
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._revoked = revoked
-        self._idle_seconds = idle_seconds
+        self._idle_seconds = limits.idle_seconds
+        self._connections = connections
+        self._calls = PerSender(limits.calls_per_sender)
         self._metrics = metrics
 
-    def admit(self, context: grpc.aio.ServicerContext, role: Role) -> Caller:
+    def _admit(
+        self, context: grpc.aio.ServicerContext, certified: Caller | None, role: Role
+    ) -> Caller:
         """Who calls; a call that it may not make is refused."""
         if self._expected is None:
-            (certificate,) = context.auth_context().get("x509_pem_cert", [b""])
-            caller = caller_of(certificate)
-            if caller is not None and caller.role is role and self._is_good(caller):
-                return caller
+            if certified is not None and certified.role is role and self._is_good(certified):
+                return certified
             refused = Refusal.NOT_PERMITTED
         else:
             given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
@@ -78,7 +95,8 @@ class Gate:
         if isinstance(why, ShufflerRefused):
             self._metrics.refusals.labels(why.reason).inc()
             status = _STATUS.get(why.reason, grpc.StatusCode.FAILED_PRECONDITION)
-        await context.abort(status, str(why))
+        with suppress(grpc.aio.UsageError):  # it is being ended already
+            await context.abort(status, str(why))
 
     def add_service(
         self,
@@ -91,10 +109,10 @@ class Gate:
 
         gRPC would answer the first with a text of Python's, and the second never. To it all methods
         are streams here, which makes no difference on the wire: the one request of most is read and
-        checked here, and `Submit` gets None for what is no message. A method that raises
-        `ShufflerRefused`, or `TimeoutError`, ends its call with that. Methods with one request are
-        for the role, and get the caller beside it; where there is no role, for whoever can connect.
-        A method with a stream of requests admits its callers itself.
+        checked here, and `Submit` reads its own. A method that raises `ShufflerRefused`, or
+        `TimeoutError`, ends its call with that. Methods are for the role, and get the caller beside
+        the request; where there is no role, for whoever can connect. Methods that the servicer does
+        not have are not served.
         """
 
         def handler(method: MethodDescriptor) -> Any:
@@ -107,36 +125,64 @@ class Gate:
                 except DecodeError:
                     return None
 
-            async def call(_: Any, context: grpc.aio.ServicerContext) -> None:
-                try:
+            async def answer(context: grpc.aio.ServicerContext, certified: Caller | None) -> Any:
+                caller = None if role is None else self._admit(context, certified, role)
+                who = () if caller is None else (caller,)
+                async with nullcontext() if caller is None else self.permitted.of(caller):
+                    if method.client_streaming:
+                        return await behaviour(*who, context)
                     request = await self.read(context)
                     if request is grpc.aio.EOF:
                         raise ShufflerRefused(Refusal.MALFORMED)
-                    who = () if role is None else (self.admit(context, role),)
-                    answer = await behaviour(request, *who, context)
-                except (ShufflerRefused, TimeoutError) as error:
-                    await self.end(context, error)
-                    return
-                if answer is not None:
-                    await context.write(answer)
+                    return await behaviour(request, *who, context)
 
-            return grpc.stream_stream_rpc_method_handler(
-                behaviour if method.client_streaming else call, parse, reply.SerializeToString
-            )
+            async def call(_: Any, context: grpc.aio.ServicerContext) -> None:
+                sender, certified = self._sender(context)
+                with self._calls.counted(sender) as allowed:
+                    try:
+                        if not (allowed and self._connections.admit(context.peer(), sender)):
+                            raise ShufflerRefused(Refusal.BUSY, "too many calls at once")
+                        message = await answer(context, certified)
+                    except (ShufflerRefused, TimeoutError) as error:
+                        await self.end(context, error)
+                        return
+                    if message is not None:
+                        await context.write(message)
 
-        handlers = {method.name: handler(method) for method in service.methods}
+            return grpc.stream_stream_rpc_method_handler(call, parse, reply.SerializeToString)
+
+        served = [method for method in service.methods if hasattr(servicer, method.name)]
+        handlers = {method.name: handler(method) for method in served}
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service.full_name, handlers),)
         )
 
-    async def read(self, context: grpc.aio.ServicerContext, caller: Caller | None = None) -> Any:
+    def _sender(self, context: grpc.aio.ServicerContext) -> tuple[str, Caller | None]:
+        """Whose call it is, for the limits on calls, and what its certificate says, if it has one.
+
+        In plaintext each connection is a sender of its own.
+        """
+        if self._expected is not None:
+            return context.peer(), None
+        (certificate,) = context.auth_context().get("x509_pem_cert", [b""])
+        caller = caller_of(certificate)
+        if caller is None:
+            return certificate.decode(errors="replace"), None
+        return f"{caller.role} {caller.name}", caller
+
+    async def read(
+        self,
+        context: grpc.aio.ServicerContext,
+        caller: Caller | None = None,
+        stream: Stream | None = None,
+    ) -> Any:
         """The call's next message, or `grpc.aio.EOF`.
 
         A message that does not come for too long or is none is refused, and so is one of a caller
         whose certificate has expired or been withdrawn by now.
         """
         try:
-            async with asyncio.timeout(self._idle_seconds):
+            async with stream.patience() if stream else asyncio.timeout(self._idle_seconds):
                 message = await context.read()
         except TimeoutError:
             raise ShufflerRefused(Refusal.IDLE) from None

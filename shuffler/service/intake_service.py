@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 
-from shuffler.callers import Caller, Role
+from shuffler.callers import Caller
 from shuffler.config import Limits
 from shuffler.service.gate import Gate
 from shuffler.service.intake import Intake
 from shuffler.service.operations import Metrics, Pace
+from shuffler.service.streams import Stream, Streams
 from shuffler.store.open_batches import OpenBatches, Report
 from shuffler.store.slots import Slot
 from shuffler.wire import shuffler_pb2
@@ -48,8 +49,7 @@ class IntakeService:
         self._writers = writers
         self._limits = limits
         self._metrics = metrics
-        self._streams = 0
-        self._streams_of: Counter[str] = Counter()
+        self._streams = Streams(limits, metrics.streams)
         rate = limits.reports_per_second
         self._pace = None if rate is None else Pace(rate, limits.burst)
 
@@ -65,44 +65,26 @@ class IntakeService:
             )
         return shuffler_pb2.AgreeReply(commitment=commitment)
 
-    async def Submit(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:
+    async def Submit(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
         """Hands the reports of one stream to the intake.
 
-        A stream that has been ended is nobody's; one whose caller does not even take the end of it
+        A stream that has been ended has no place; one whose caller does not even take the end of it
         still counts as that caller's.
         """
-        caller: Caller | None = None
-        try:
-            admitted = self._gate.admit(context, Role.NODE)
-            if (
-                self._streams >= self._limits.streams
-                or self._streams_of[admitted.name] >= self._limits.streams_per_sender
-            ):
-                raise ShufflerRefused(Refusal.BUSY)
-            caller = admitted
-            self._streams_of[caller.name] += 1
-            # gRPC cannot end a call whose first write it is held up with.
-            await context.send_initial_metadata(())
-            await self._counted(caller, context)
-        except (ShufflerRefused, TimeoutError) as ended:
-            # Here, where no more will be written: an abort beside a write can leave the call open.
-            await self._gate.end(context, ended)
-        finally:
-            if caller is not None:
-                self._streams_of[caller.name] -= 1
-                if not self._streams_of[caller.name]:
-                    del self._streams_of[caller.name]
+        with self._streams.of(caller.name):
+            try:
+                with self._streams.place(caller.name) as stream:
+                    # gRPC cannot end a call whose first write it is held up with.
+                    await context.send_initial_metadata(())
+                    await self._serve(caller, context, stream)
+            except (ShufflerRefused, TimeoutError) as ended:
+                # Here, where no more will be written: an abort beside a write can leave the call
+                # open.
+                await self._gate.end(context, ended)
 
-    async def _counted(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
-        self._streams += 1
-        self._metrics.streams.inc()
-        try:
-            await self._serve(caller, context)
-        finally:
-            self._metrics.streams.dec()
-            self._streams -= 1
-
-    async def _serve(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
+    async def _serve(
+        self, caller: Caller, context: grpc.aio.ServicerContext, stream: Stream
+    ) -> None:
         """Reads ahead of the answers, so that many reports share one commit."""
         answers: deque[asyncio.Future[Any]] = deque()
         arrived = asyncio.Event()
@@ -113,15 +95,18 @@ class IntakeService:
         async def read() -> None:
             nonlocal reading
             try:
-                while (message := await self._gate.read(context, caller)) is not grpc.aio.EOF:
+                read = self._gate.read
+                while (message := await read(context, caller, stream)) is not grpc.aio.EOF:
                     await window.acquire()
                     if self._pace is not None:
-                        await asyncio.sleep(self._pace.delay(caller.name, time.monotonic()))
+                        delay = self._pace.delay(caller.name, time.monotonic())
+                        stream.hold_up(delay)
+                        await asyncio.sleep(delay)
                     if message.more and not message.sealed:
                         raise _EMPTY_PIECE
                     report = Report(message, caller)
                     if message.more:
-                        answers.append(await self._in_pieces(report, slots, context))
+                        answers.append(await self._in_pieces(report, slots, context, stream))
                     else:
                         answers.append(await self._intake.submit(report))
                     arrived.set()
@@ -142,6 +127,10 @@ class IntakeService:
                     verdicts.append(answers.popleft().result())
                 for verdict in verdicts:  # first: with the answer the caller may end this call
                     self._metrics.reports.labels(verdict.name).inc()
+                if Verdict.ACCEPTED in verdicts:
+                    stream.bring()
+                else:
+                    stream.disappoint()
                 try:
                     async with asyncio.timeout(self._limits.idle_seconds):
                         await context.write(shuffler_pb2.SubmitReply(verdicts=verdicts))
@@ -154,7 +143,7 @@ class IntakeService:
             reader.cancel()
 
     async def _in_pieces(
-        self, report: Report, slots: _Slots, context: grpc.aio.ServicerContext
+        self, report: Report, slots: _Slots, context: grpc.aio.ServicerContext, stream: Stream
     ) -> asyncio.Future[Any]:
         """Passes the pieces of one report on to the disk, one while the next is received."""
         slot = await slots.take(report)
@@ -165,7 +154,7 @@ class IntakeService:
         written: asyncio.Future[None] = _done(loop, None)
         try:
             while more:
-                message = await self._gate.read(context, report.caller)
+                message = await self._gate.read(context, report.caller, stream)
                 if message is grpc.aio.EOF or length > MAX_REPORT_BYTES:
                     raise _ENDLESS
                 if not message.sealed:
@@ -176,7 +165,10 @@ class IntakeService:
                 held += len(message.sealed)
                 if isinstance(slot, Verdict):
                     pieces.clear()
-                elif held >= _WRITE_BYTES or not more:
+                    continue
+                if slot.verdict is Verdict.ACCEPTED:
+                    stream.bring_pieces(len(message.sealed))
+                if held >= _WRITE_BYTES or not more:
                     await written
                     written = loop.run_in_executor(self._writers, self._batches.write, slot, pieces)
                     pieces, held = [], 0

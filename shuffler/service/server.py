@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 
 from shuffler.callers import Revoked, Role
 from shuffler.config import Limits
 from shuffler.keys import Credentials
 from shuffler.service.blanket_tasks import BlanketTasks
+from shuffler.service.connections import Connections, most_connections
 from shuffler.service.control_service import ControlService
 from shuffler.service.gate import Gate
 from shuffler.service.intake import Intake
@@ -24,6 +27,8 @@ from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
 
 _STOP_SECONDS = 2.0
+_WATCH_SECONDS = 0.1
+_WATCH_REST = 3  # times as long as the watching took
 
 
 class ShufflerServer:
@@ -47,13 +52,23 @@ class ShufflerServer:
             metrics: what is counted.
         """
         token = security if isinstance(security, str) else None
-        gate = Gate(token, revoked, limits.idle_seconds, metrics)
+        self._connections = Connections(
+            most_connections(limits.connections), limits.calls_per_sender
+        )
+        self._gate = gate = Gate(token, revoked, limits, self._connections, metrics)
         self._credentials = security if isinstance(security, Credentials) else None
         self._intake = Intake(store.batches)
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(
+            options=[
+                *SERVER_OPTIONS,
+                ("grpc.max_allowed_incoming_connections", self._connections.most),
+                ("grpc.max_concurrent_streams", limits.calls_per_sender),
+            ],
+            maximum_concurrent_rpcs=limits.calls,
+        )
+        self._watch: asyncio.Task[None] | None = None
         self._blankets = BlanketTasks(self._intake, store.batches)
         intake = IntakeService(gate, self._intake, store.batches, self._writers, limits, metrics)
         self._control = ControlService(
@@ -65,7 +80,7 @@ class ShufflerServer:
         services, healthy = shuffler_pb2.DESCRIPTOR.services_by_name, health_pb2.DESCRIPTOR
         gate.add_service(self._server, services["Intake"], intake, Role.NODE)
         gate.add_service(self._server, services["Control"], self._control, Role.SERVER)
-        gate.add_service(self._server, healthy.services_by_name["Health"], self._health)
+        gate.add_service(self._server, healthy.services_by_name["Health"], _Health())
 
     async def start(self, listen: str) -> str:
         """Listens and serves.
@@ -99,7 +114,8 @@ class ShufflerServer:
         except RuntimeError:
             raise ValueError(f"cannot listen on {listen}") from None
         await self._server.start()
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._connections.watch(port)
+        self._watch = asyncio.create_task(self._keep_watch())
         return join_address(host, port)
 
     async def stop(self, at_once: asyncio.Event | None = None) -> None:
@@ -112,7 +128,6 @@ class ShufflerServer:
             at_once: once it is set nothing is waited for.
         """
         at_once = at_once or asyncio.Event()
-        await self._health.enter_graceful_shutdown()
         stopping = asyncio.create_task(self._server.stop(self._stop_seconds + _STOP_SECONDS))
         enough = [
             asyncio.create_task(at_once.wait()),
@@ -123,10 +138,23 @@ class ShufflerServer:
             task.cancel()
         await self._server.stop(None)
         await stopping
+        if self._watch is not None:
+            self._watch.cancel()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._control.openers.shutdown)
         await self._blankets.stop()
         await self._intake.close()
         self._readers.shutdown()
         self._writers.shutdown()
+
+    async def _keep_watch(self) -> None:
+        """Ends what should not be open: connections without a call, calls of the withdrawn."""
+        while True:
+            begun = time.monotonic()
+            flooded = self._connections.end_strangers()
+            self._gate.permitted.end_bad()
+            took = time.monotonic() - begun
+            await asyncio.sleep(max(0.0 if flooded else _WATCH_SECONDS, _WATCH_REST * took))
 
     async def _be_patient(self) -> None:
         """Waits for as long as calls in progress get."""
@@ -135,6 +163,19 @@ class ShufflerServer:
                 await asyncio.sleep(_STOP_SECONDS)
                 while self._control.releases:
                     await asyncio.wait(self._control.releases)
+
+
+class _Health:
+    """Says that the shuffler serves; one that is being stopped takes no calls.
+
+    There is no `Watch`: each would be a call that never ends.
+    """
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Answers about the whole shuffler, which alone has a status."""
+        if request.service:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 
 def _probe(host: str, port: int, listen: str) -> None:

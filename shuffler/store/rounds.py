@@ -102,6 +102,7 @@ class Run:
         owner: name of the credential of the server that created it.
         text: the plan's bytes.
         rounds: by number; old ones are forgotten.
+        opening: a round whose files are being made.
     """
 
     run_id: str
@@ -111,6 +112,7 @@ class Run:
     owner: str
     text: bytes
     rounds: dict[int, Round] = dataclasses.field(default_factory=dict)
+    opening: Round | None = None
 
     @property
     def report_cost(self) -> int:

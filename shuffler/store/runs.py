@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from accounting.mechanisms import Randomness, SystemRandomness
 from shuffler.store.floor import Floor
 from shuffler.store.open_batches import OpenBatches
+from shuffler.store.quota import Quota
 from shuffler.store.rounds import Round, RoundState, Run, parse_run
 from shuffler.store.runs_file import RunsFile, naming
 from shuffler.store.slots import file_bytes
@@ -62,6 +65,7 @@ class RunStore:
         randomness: Randomness | None = None,
         generation: Path | None = None,
         floor: Floor | None = None,
+        quota: Quota | None = None,
     ) -> None:
         """Opens the directory (made with mode 0700 if missing) and takes up what is in it.
 
@@ -74,6 +78,7 @@ class RunStore:
             generation: the file that says how old the directory may be; None: in the directory,
                 where it is restored with it.
             floor: what every plan is held to; None: nothing.
+            quota: how much one server may take; None: all.
 
         Raises:
             ValueError: if others may enter the directory, another process uses it, or it is of
@@ -84,9 +89,10 @@ class RunStore:
         self._most_users = most_users
         self._randomness = randomness or SystemRandomness()
         self._floor = floor or Floor()
+        self._quota = quota or Quota()
         self._disk = Disk(directory, reserve_bytes)
         self._runs: dict[str, Run] = {}
-        self.batches = OpenBatches(self._runs, self._disk, self._randomness)
+        self.batches = OpenBatches(self._runs, self._disk, self._quota, self._randomness)
         with ExitStack() as files:
             files.callback(os.close, claim_directory(directory))
             self._file = RunsFile(directory, generation or directory / "generation")
@@ -108,6 +114,7 @@ class RunStore:
                 raise ShufflerRefused(Refusal.RUN_ENDED)
             if len(self._runs) == _MAX_RUNS:
                 raise ShufflerRefused(Refusal.TOO_MANY_RUNS)
+            self._quota.check_run(self._runs, owner)
             capacity = self._users_of(run) + run.plan.most_blankets
             self._disk.check_length(file_bytes(report_bytes, capacity))
             self._file.add_run(run)
@@ -116,8 +123,39 @@ class RunStore:
             raise ShufflerRefused(Refusal.RUN_EXISTS)
         return run.digest
 
-    def open_round(self, run_id: str, number: int, model_digest: str, public_key: bytes) -> None:
-        """Opens a round for reports, and draws the secret number of its blankets."""
+    def open_round(
+        self,
+        run_id: str,
+        number: int,
+        model_digest: str,
+        public_key: bytes,
+        in_turn: Callable[[Callable[[], Any]], Any] = lambda step: step(),
+    ) -> None:
+        """Opens a round for reports, and draws the secret number of its blankets.
+
+        Its files are made here, in the caller's thread, which takes long for many users. The steps
+        that read and change runs are handed to `in_turn`, which does them in the store's thread.
+        """
+        about = run_id, number, model_digest, public_key
+        run, entry = in_turn(lambda: self._begin_round(*about))
+        try:
+            # The file before the entry: a crash in between leaves a file that nobody names.
+            with storage_errors():
+                self._disk.require(run.plan.most_blankets * run.report_cost)
+                entry.spool = self._open_spool(run, entry)
+            in_turn(lambda: self._enter_round(run, entry))
+        finally:
+            if run.rounds.get(number) is not entry:
+                if entry.spool is not None:
+                    entry.spool.close()
+                with suppress(OSError):
+                    delete_batch(_path(self._directory, run, entry))
+            run.opening = None
+
+    def _begin_round(
+        self, run_id: str, number: int, model_digest: str, public_key: bytes
+    ) -> tuple[Run, Round]:
+        """Says whether a round may be opened, and notes that it is being opened."""
         run = self._run(run_id)
         if number > _MAX_ROUND or not 1 <= len(model_digest) <= _MAX_NAME:
             raise ShufflerRefused(
@@ -127,27 +165,23 @@ class RunStore:
         entry = Round(number, model_digest, public_key, RoundState.OPEN, None)
         run.check_key(entry)
         self._floor.check(run.plan, number)  # the run may be older than the floor
-        if run.open_round() is not None:
+        if run.open_round() is not None or run.opening is not None:
             raise ShufflerRefused(Refusal.ANOTHER_ROUND_OPEN)
         if run.rounds and number <= max(run.rounds):
             raise ShufflerRefused(Refusal.ROUND_NOT_INCREASING)
         if len(run.in_state(RoundState.CLOSED)) >= _MAX_WAITING:
             raise ShufflerRefused(Refusal.TOO_MANY_BATCHES)
+        self._quota.check_round(self._runs, run)
+        run.opening = entry
+        return run, entry
+
+    def _enter_round(self, run: Run, entry: Round) -> None:
+        """Enters a round whose files are made, unless its run has ended meanwhile."""
+        if self._runs.get(run.run_id) is not run:
+            raise ShufflerRefused(Refusal.RUN_ENDED)
         forgotten = run.in_state(RoundState.DONE)[:-_KEPT_OVER]
-        path = _path(self._directory, run, entry)
-        try:
-            # The file before the entry: a crash in between leaves a file that nobody names.
-            with storage_errors():
-                self._disk.require(run.plan.most_blankets * run.report_cost)
-                entry.spool = self._open_spool(run, entry)
-            self._file.add_round(run, entry, forgotten)
-        except ShufflerRefused:
-            if entry.spool is not None:
-                entry.spool.close()
-            with suppress(OSError):
-                delete_batch(path)
-            raise
-        run.rounds[number] = entry
+        self._file.add_round(run, entry, forgotten)
+        run.rounds[entry.number] = entry
         for old in forgotten:
             del run.rounds[old]
 

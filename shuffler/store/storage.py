@@ -27,6 +27,11 @@ _DAMAGE = {  # `ERROR`: a table or a column is not there
 }
 
 
+_NO_DESCRIPTORS = (
+    "the shuffler has too many files open: its operator raises the limit (ulimit -n, LimitNOFILE)"
+)
+
+
 class DamagedFile(OSError):
     """A file is missing or is not what was written: unlike other errors, this one will not pass."""
 
@@ -135,7 +140,18 @@ def storage_errors() -> Iterator[None]:
     except DamagedFile as error:
         raise ShufflerRefused(Refusal.BATCH_LOST) from error
     except (sqlite3.Error, OSError) as error:
-        raise ShufflerRefused(Refusal[storage_verdict(error).name]) from error
+        detail = _NO_DESCRIPTORS if _lacks_descriptors(error) else ""
+        raise ShufflerRefused(Refusal[storage_verdict(error).name], detail) from error
+
+
+def _lacks_descriptors(error: sqlite3.Error | OSError) -> bool:
+    """Whether no more files can be opened; SQLite only says that it could not."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CANTOPEN:
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as reason:
+            error = reason
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class Disk:

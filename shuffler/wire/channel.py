@@ -38,6 +38,9 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # A peer has so long for the handshake of TLS, and so long without any call.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
     # How much of a stream is received ahead of being read: fixed, because gRPC would let it grow to
     # some megabytes for each. With 1/6 of it reports of 100 kB came at less than half the rate.
     ("grpc.http2.bdp_probe", 0),

@@ -77,8 +77,13 @@ class Connection:
             return self._channel
 
     @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Turns gRPC's errors, a wait that was too long and an early end into ours."""
+    def errors(self, seconds: float | None = None) -> Iterator[None]:
+        """Turns gRPC's errors, a wait that was too long and an early end into ours.
+
+        Args:
+            seconds: the longest wait; left out: `timeout`.
+        """
+        within = self.timeout if seconds is None else seconds
         try:
             yield
         except grpc.RpcError as error:
@@ -87,10 +92,10 @@ class Connection:
             if reason in Refusal.__members__:
                 raise ShufflerRefused(Refusal[reason], sentence) from error
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                details = f"nothing within {self.timeout:g} s"
+                details = f"nothing within {within:g} s"
             raise self._unavailable(details) from error
         except TimeoutError:
-            raise self._unavailable(f"nothing within {self.timeout:g} s") from None
+            raise self._unavailable(f"nothing within {within:g} s") from None
         except EOFError as error:
             raise self._unavailable(str(error)) from None
 

@@ -69,7 +69,8 @@ class ControlClient(Connection):
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
-                `ROUND_NOT_INCREASING`, `TOO_MANY_BATCHES`, `BELOW_FLOOR`, `MALFORMED`.
+                `ROUND_NOT_INCREASING`, `TOO_MANY_ROUNDS`, `TOO_MANY_BATCHES`, `BELOW_FLOOR`,
+                `MALFORMED`.
         """
         request = shuffler_pb2.OpenRoundRequest(
             run_id=run_id, round=round, model_digest=model_digest, public_key=public_key

@@ -67,6 +67,7 @@ class Refusal(StrEnum):
     ALREADY_RELEASED = "ALREADY_RELEASED", "a batch is released once"
     BATCH_LOST = "BATCH_LOST", "what the shuffler had of it was missing or damaged"
     TOO_MANY_RUNS = "TOO_MANY_RUNS", "too many runs have not ended"
+    TOO_MANY_ROUNDS = "TOO_MANY_ROUNDS", "too many rounds of this server are open"
     TOO_MANY_BATCHES = "TOO_MANY_BATCHES", "fetch one of the closed rounds first"
     STORAGE_FULL = "STORAGE_FULL", "the shuffler's disk is full"
     STORAGE_FAILED = "STORAGE_FAILED", "the shuffler's disk fails"

@@ -1,14 +1,14 @@
 """What user devices use to hand sealed reports in.
 
-Where the shuffler has ended a stream for its silence, another is begun and reports without a
-verdict are sent again; nothing else is retried.
+Where the shuffler has ended a stream that brought nothing, is busy or is not there for a moment,
+another is begun, and reports without a verdict are sent again.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,7 +16,14 @@ from shuffler.keys import Credentials
 from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import MAX_REPORT_BYTES, PIECE_BYTES
 from shuffler.wire.connection import Answers, Connection
-from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+from shuffler.wire.errors import (
+    Refusal,
+    ShufflerError,
+    ShufflerRefused,
+    ShufflerUnavailable,
+    Verdict,
+)
+from shuffler.wire.retries import Retries
 from shuffler.wire.sealing import RoundHeader
 from shuffler.wire.stub import Stub
 
@@ -28,6 +35,10 @@ class IntakeClient(Connection):
     """Hands sealed reports in. For user devices and for the nodes that simulate many of them.
 
     One object per process and stream of reports is meant; several threads may share it.
+
+    Attributes:
+        counts: what has become of the reports so far: how many got each verdict, by its name, and
+            `LOST`, those that were given up without one.
     """
 
     def __init__(
@@ -44,6 +55,7 @@ class IntakeClient(Connection):
             ValueError: if the address is malformed, or not loopback without `credentials`.
         """
         super().__init__(address, credentials, timeout)
+        self.counts: Counter[str] = Counter()
 
     def commitment(self, header: RoundHeader) -> str:
         """Returns what the shuffler knows of an open round, to be compared with the header's.
@@ -52,42 +64,59 @@ class IntakeClient(Connection):
             header: the round as the server has shown it; the shuffler counts another one than its.
 
         Raises:
-            ShufflerRefused: `UNKNOWN_RUN`, `UNKNOWN_ROUND`, `NOT_PERMITTED`.
-            ShufflerUnavailable: if the shuffler does not answer.
+            ShufflerRefused: `UNKNOWN_RUN`, `UNKNOWN_ROUND`, `NOT_PERMITTED`; or `BUSY`, for as long
+                as `timeout`.
+            ShufflerUnavailable: if the shuffler has not answered for as long.
         """
         request = shuffler_pb2.AgreeRequest(
             run_id=header.run_id, round=header.round, commitment=header.commitment
         )
-        with self.errors():
-            stub = Stub("Intake", self.connected())
-            return str(stub.Agree(request, timeout=self.timeout).commitment)
+        retries = Retries(time.monotonic() + self.timeout)
+        while True:
+            try:
+                with self.errors():
+                    stub = Stub("Intake", self.connected())
+                    return str(stub.Agree(request, timeout=self.timeout).commitment)
+            except ShufflerError as error:
+                retries.wait(error)
 
     def submit(
-        self, header: RoundHeader, reports: Iterable[tuple[int, bytes]]
+        self,
+        header: RoundHeader,
+        reports: Iterable[tuple[int, bytes]],
+        *,
+        deadline: float | None = None,
     ) -> Iterator[Verdict]:
         """Streams reports of one round to the shuffler.
 
         Nothing is sent before the result is iterated over. `reports` is then read in the caller's
         thread, as far ahead of the verdicts as the window of unanswered reports allows (256, and
         32 MiB or one report), so it can be a generator of any length. It may also be slow: where
-        the shuffler has ended a silent stream, the next report begins another, and those without a
-        verdict are sent again.
+        the shuffler has ended a stream that brought nothing, the next report begins another. Where
+        the shuffler is busy or not there, another is begun after a random wait. Reports without a
+        verdict are then sent again; one that turns out to be in the batch since the first time is
+        `ACCEPTED`.
 
         Args:
             header: the round; the same that the reports were sealed with.
             reports: pairs of the user's number, counted by this sender, and the sealed report.
+            deadline: seconds until the round is over, from the first iteration; so long is tried.
+                Left out: not known, and each verdict is tried for `timeout` seconds.
 
         Yields:
             One verdict for each report, in order. Only `ACCEPTED` reports are in the batch.
 
         Raises:
-            ShufflerRefused: `NOT_PERMITTED`, or `BUSY` when too many streams are open. Reports
-                without a verdict were not taken.
-            ShufflerUnavailable: if the shuffler is not there or stops answering. The reports
-                without a verdict may or may not be in the batch; submitting them again is harmless.
-            ValueError: if a report is longer than any shuffler takes.
+            ShufflerRefused: `NOT_PERMITTED`, or `BUSY` until the deadline. Reports without a
+                verdict count as lost.
+            ShufflerUnavailable: if the shuffler is not there until the deadline. Reports without a
+                verdict count as lost, though they may be in the batch; submitting them again is
+                harmless.
+            ValueError: if a report is longer than any shuffler takes, or the deadline not positive.
         """
-        stream = _Reports(self, header)
+        if deadline is not None and not deadline > 0:
+            raise ValueError(f"deadline must be positive, got {deadline}")
+        stream = _Reports(self, header, deadline)
         try:
             for user, sealed in reports:
                 if len(sealed) > MAX_REPORT_BYTES:
@@ -100,24 +129,36 @@ class IntakeClient(Connection):
             stream.end()
             while stream.waiting:
                 yield stream.verdict()
+        except ShufflerError:
+            self._count("LOST", len(stream.waiting))
+            raise
         finally:
             stream.close()
 
+    def _count(self, what: str, more: int = 1) -> None:
+        """Adds to the counts."""
+        with self._lock:
+            self.counts[what] += more
+
 
 class _Reports:
-    """The reports of one `submit`, over one call, or several where the shuffler ends a silent one.
+    """The reports of one `submit`, over one call or several.
 
-    Before the shuffler ends a call with `IDLE` it answers every report that it has read. So those
-    without a verdict are not in the batch, and are sent again over the next call.
+    Before the shuffler ends a call with `IDLE` it answers every report that it has read, and with
+    `BUSY` it reads none. So those without a verdict are not in the batch, and are sent again over
+    the next call. Where the connection was lost they may be in it, and are sent again all the same.
 
     Attributes:
         waiting: user and report, of those without a verdict.
     """
 
-    def __init__(self, client: IntakeClient, header: RoundHeader) -> None:
+    def __init__(self, client: IntakeClient, header: RoundHeader, deadline: float | None) -> None:
         self.waiting: deque[tuple[int, bytes]] = deque()
         self._bytes = 0  # of them
+        self._doubtful = 0  # of them, the first ones: may be in the batch already
         self._client = client
+        self._patience = client.timeout if deadline is None else deadline
+        self._until = None if deadline is None else time.monotonic() + deadline
         self._about: dict[str, Any] = {
             "run_id": header.run_id,
             "round": header.round,
@@ -135,11 +176,10 @@ class _Reports:
 
     def send(self, user: int, sealed: bytes) -> None:
         """Sends one report more."""
+        if not self.waiting and self._ended():
+            self._receive(self._retries())  # no verdict is due, so this is why it has ended
         if self._answers is None:
             self._open()
-        elif not self.waiting and self._ended():
-            # No verdict is due, so this is the end.
-            self._receive(time.monotonic() + self._client.timeout)
         self.waiting.append((user, sealed))
         self._bytes += len(sealed)
         self._put(user, sealed)
@@ -150,12 +190,18 @@ class _Reports:
         self._requests.put(None)
 
     def verdict(self) -> Verdict:
-        """The next; waits for it, over as many calls as fit in the client's `timeout`."""
-        until = time.monotonic() + self._client.timeout
+        """The next; waits for it, over as many calls as there is time for."""
+        retries = self._retries()
         while not self._verdicts:
-            self._receive(until)
+            self._receive(retries)
+        verdict = Verdict(self._verdicts.popleft())
         self._bytes -= len(self.waiting.popleft()[1])
-        return Verdict(self._verdicts.popleft())
+        if self._doubtful:
+            self._doubtful -= 1
+            if verdict is Verdict.DUPLICATE:
+                verdict = Verdict.ACCEPTED
+        self._client._count(verdict.name)
+        return verdict
 
     def close(self) -> None:
         """Ends the call."""
@@ -177,20 +223,28 @@ class _Reports:
         if self._all_sent:
             self._requests.put(None)
 
-    def _receive(self, until: float) -> None:
-        """Takes the next verdicts; where the call was ended for silence, begins another."""
-        assert self._answers is not None
+    def _retries(self) -> Retries:
+        return Retries(self._until or time.monotonic() + self._patience)
+
+    def _receive(self, retries: Retries) -> None:
+        """Takes the next verdicts; where the call has ended, begins another as long as may be."""
         try:
-            with self._client.errors():
+            with self._client.errors(self._patience):
+                if self._answers is None:
+                    self._open()
+                assert self._answers is not None
+                until = min(time.monotonic() + self._client.timeout, retries.until)
                 reply = self._answers.next(until)
                 if reply is None:
                     raise EOFError("it ended the stream early")
             self._verdicts.extend(reply.verdicts)
-        except ShufflerRefused as refused:
-            if refused.reason is not Refusal.IDLE:
-                raise
-            self._requests.put(None)
-            self._open()
+        except ShufflerError as error:
+            if isinstance(error, ShufflerUnavailable):
+                self._doubtful = len(self.waiting)
+            self.close()
+            self._answers = None
+            if not (isinstance(error, ShufflerRefused) and error.reason is Refusal.IDLE):
+                retries.wait(error)
 
     def _put(self, user: int, sealed: bytes) -> None:
         """Queues the messages that carry one report."""

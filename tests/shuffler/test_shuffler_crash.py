@@ -59,7 +59,7 @@ def test_killed_while_submitting_what_was_acknowledged_is_released_once(
     acknowledged = 0
     kill_after = random.Random(trial).randrange(1, count // 13)
     with pytest.raises(ShufflerUnavailable):
-        for verdict in world.intake.submit(header, iter(sent)):
+        for verdict in world.intake.submit(header, iter(sent), deadline=10):
             assert verdict is Verdict.ACCEPTED
             acknowledged += 1
             if acknowledged == kill_after:

@@ -84,9 +84,13 @@ def test_a_shuffler_that_ends_during_a_pause_is_noticed_with_the_next_report(
             begun.append(user)
             yield user, sealed
 
-    with pytest.raises(ShufflerUnavailable):
-        world.submit(header, reports())
+    with (
+        IntakeClient(world.process.address, world.process.submit, timeout=3) as intake,
+        pytest.raises(ShufflerUnavailable),
+    ):
+        list(intake.submit(header, reports()))
     assert len(begun) < 200
+    assert intake.counts["LOST"] >= 1
 
 
 NO_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1)]
@@ -96,15 +100,6 @@ def no_streams(address: str) -> None:
     """Waits until there are none."""
     while scrape(address)["shufl_streams"]:
         time.sleep(0.02)
-
-
-def once_free(submit: Callable[[], list[Verdict]]) -> list[Verdict]:
-    """What is answered when the end of the sender's stream before is noticed."""
-    while True:
-        try:
-            return submit()
-        except ShufflerRefused as busy:
-            assert busy.reason is Refusal.BUSY
 
 
 @pytest.mark.slow
@@ -137,14 +132,14 @@ def test_a_node_that_does_not_take_its_answers_is_ended_and_keeps_only_itself_ou
             IntakeClient(world.process.address, deaf) as again,
             pytest.raises(ShufflerRefused) as refused,
         ):
-            list(again.submit(header, reports))
+            list(again.submit(header, reports, deadline=0.5))
         assert refused.value.reason is Refusal.BUSY
         stop.set()
         with pytest.raises(grpc.RpcError) as ended:
             list(call)
         assert ended.value.details() == "answers are not taken"
     with IntakeClient(world.process.address, deaf) as again:
-        verdicts = once_free(lambda: list(again.submit(header, reports)))
+        verdicts = list(again.submit(header, reports))  # once the end of the stream is noticed
     assert verdicts == [Verdict.ACCEPTED, Verdict.BAD_SENDER]
 
 
@@ -243,7 +238,7 @@ def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(start, relay)
         lost.set()
 
     lost = threading.Event()
-    with IntakeClient(f"127.0.0.1:{port}", world.process.submit) as intake:
+    with IntakeClient(f"127.0.0.1:{port}", world.process.submit, timeout=5) as intake:
         thread = threading.Thread(target=submit)
         thread.start()
         while not scrape(address).get('shufl_refusals_total{reason="IDLE"}'):
@@ -251,7 +246,7 @@ def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(start, relay)
         no_streams(address)
         later = [(user, bytes(3 * PIECE_BYTES)) for user in (0, 1)]
         # Its stream is nobody's by now, but its credential's until the end of it is sent.
-        verdicts = once_free(lambda: world.submit(header, later))
+        verdicts = world.submit(header, later)
         assert verdicts == [Verdict.DUPLICATE, Verdict.ACCEPTED]
         between.kill()
         hold.set()

@@ -58,7 +58,7 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         (
             PLAIN + "[limits]\nstreems = 1",
             TOKEN,
-            "unknown key limits.streems; did you mean streams? allowed: users, streams",
+            "unknown key limits.streems; did you mean streams? allowed: users, connections",
         ),
         (PLAIN + "[limits]\nidle_seconds = 1e10", TOKEN, "limits.idle_seconds must be"),
         (PLAIN + "[limits]\nstreams = 0", TOKEN, "limits.streams must be greater than"),
