@@ -33,7 +33,8 @@ class PrivacyPlan(Checked):
         rounds: The most rounds that may be spent.
         delta: δ in (0, 1).
         target_epsilon: The budget: training halts before ε would exceed it.
-        minimum_batch: Fewest reports a shuffler releases, its blankets included, in 1..users.
+        minimum_batch: Fewest reports a shuffler releases, its blankets included, in 1..users; with
+            cover the fewest users who sent.
         adjacency: "replace" (one record becomes any other) or "zero-out".
         shuffler_blankets: λ >= 0, how many noise-only reports the shuffler adds to a round in
             expectation.

@@ -3,10 +3,20 @@
 It is a file on the user's side, which neither Flower nor the server can reach. A round is entered,
 on disk, before the user's coin: so whatever is restarted, repeated or given another name, one
 round gets one coin, and the owner's limits hold for all runs together.
+
+A server that has seen the releases of one run chooses the plan of the next by them. Bounds for
+rounds that are fixed in advance do not hold for that. So each run is charged in full, for all the
+rounds that its plan allows, when its first round is offered, and the charges are added up: with
+shares δ_k of δ that add up to it, `(Σ ε_k, Σ δ_k)` holds whoever chooses the next run, and why
+(basic composition is a privacy filter: Rogers, Roth, Ullman and Vadhan 2016, Theorem 5.1).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import math
+import os
 import sqlite3
 import tomllib
 from collections.abc import Iterator
@@ -23,10 +33,13 @@ from accounting.validation import Checked, NotNegative, Positive, Probability, R
 from shuffler import RoundHeader
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS plans(digest TEXT PRIMARY KEY, plan TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS runs(
+    number INTEGER PRIMARY KEY, run_id TEXT UNIQUE NOT NULL, plan TEXT NOT NULL,
+    allotted INTEGER NOT NULL, offered INTEGER NOT NULL, last_round INTEGER NOT NULL,
+    latest TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP, checksum TEXT NOT NULL
+);
 CREATE TABLE IF NOT EXISTS rounds(
-    run_id TEXT, round INTEGER, plan TEXT NOT NULL REFERENCES plans, commitment TEXT NOT NULL,
-    offered TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP, PRIMARY KEY (run_id, round)
+    run_id TEXT, round INTEGER, commitment TEXT NOT NULL, PRIMARY KEY (run_id, round)
 );
 """
 _WAIT_SECONDS = 30.0  # for another process that writes
@@ -40,8 +53,8 @@ class DeviceLimits(Checked):
     """What the owner of a device accepts, from all runs together.
 
     Attributes:
-        most_epsilon: ε of all rounds that the device was ever offered stays below.
-        delta: δ at which it is read.
+        most_epsilon: the charges of all runs that the device was ever offered add up to no more.
+        delta: what the runs' shares of δ add up to.
         accountant: whose ε; `blanket` rests on nobody but this device and the shuffler.
         adjacency: "replace" or "zero-out".
         least_noise: a plan's noise multiplier z is at least this.
@@ -86,45 +99,66 @@ class DeviceLimits(Checked):
                 "the device's owner accepts check-in rates of at most "
                 f"{self.most_check_in_rate:g}, the plan has {plan.check_in_rate:g}"
             )
+
+    def charge(self, run: RunOffered) -> float:
+        """ε of all the rounds that a run may have, at its share of δ: 6/(πk)² of it for the k-th.
+
+        Raises:
+            RoundRefused: the owner's accountant has no ε for the run's plan.
+        """
         try:
-            check_accountant(self.accountant, plan.event())
+            check_accountant(self.accountant, run.plan.event())
         except ValueError as error:
             raise RoundRefused(f"the device's owner counts otherwise: {error}") from None
-
-    def epsilon(self, offered: dict[PrivacyPlan, int]) -> float:
-        """ε of so many rounds of each plan together, under the owner's accountant."""
         accountant = make_accountant(self.accountant, self.adjacency)
-        for plan, rounds in offered.items():
-            accountant.compose(plan.event(), rounds)
-        return float(accountant.get_epsilon(self.delta))
+        accountant.compose(run.plan.event(), run.allotted)
+        return float(accountant.get_epsilon(self.delta * 6.0 / (math.pi * run.number) ** 2))
 
 
 @dataclass(frozen=True)
 class RunOffered:
-    """What a device was offered by one run under one plan.
+    """What a device was offered by one run.
 
     Attributes:
+        number: counts the device's runs, from 1.
         run_id: the run's name.
         plan: its plan.
-        rounds: how many of its rounds.
-        last: when the last of them was, UTC.
+        allotted: how many rounds it may have, for which it is charged.
+        offered: how many of them there were.
+        last_round: the number of the last.
+        latest: when that was, UTC.
     """
 
+    number: int
     run_id: str
     plan: PrivacyPlan
-    rounds: int
-    last: str
+    allotted: int
+    offered: int = 0
+    last_round: int = 0
+    latest: str = ""
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many rounds, in all and so far, and the last."""
+        return self.allotted, self.offered, self.last_round
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of what the ledger counts on, hexadecimal."""
+        about = (self.number, self.run_id, self.plan.to_json(), *self.counts)
+        return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
 class DeviceLedger:
-    """The ledger in one file, which may be moved, and used by several processes."""
+    """The ledger in one file, which several processes may use."""
 
-    def __init__(self, path: Path, limits: DeviceLimits | None = None):
+    def __init__(self, path: Path, limits: DeviceLimits | None = None, create: bool = True):
         """Opens the file, or makes it.
 
         Args:
             path: of the file; its directory exists.
             limits: the owner's; None: none, in simulation only.
+            create: whether a file that is missing is made.
 
         Raises:
             ValueError: the file cannot be used, or is not a device's ledger.
@@ -132,76 +166,99 @@ class DeviceLedger:
         self.path = path
         self.limits = limits
         try:
-            with self._transaction():
-                pass
-        except sqlite3.Error as error:
-            raise ValueError(f"the device's ledger {path} cannot be used: {error}") from None
+            if create:
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+                with self._rows("rw") as rows:
+                    rows.executescript(_SCHEMA)
+            self.offered()
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}") from None
 
-    def offer(self, header: RoundHeader, plan: PrivacyPlan) -> None:
+    def offer(self, header: RoundHeader, plan: PrivacyPlan, rounds: int) -> None:
         """Enters a round, on disk when this returns; then its coins may be flipped.
 
         Args:
             header: the round, as the shuffler has confirmed it.
             plan: the run's plan, whose digest the header names.
+            rounds: how many rounds the run may have; what counts is what is said with the first.
 
         Raises:
-            RoundRefused: the round was offered before, the owner does not accept the plan, the
-                owner's budget would be exceeded, or the ledger cannot be written.
+            RoundRefused: the round, or a later one, was offered before, the run has another plan or
+                no round left, or the owner's limits do not allow it.
+            ValueError: the ledger cannot be used.
         """
-        if self.limits is not None:
-            self.limits.check(plan)
-        about = header.run_id, header.round, header.plan_digest, header.commitment
-        try:
-            with self._transaction() as rows:
-                known = plan.digest(), plan.to_json()
-                rows.execute("INSERT OR IGNORE INTO plans VALUES (?, ?)", known)
-                rows.execute(
-                    "INSERT INTO rounds(run_id, round, plan, commitment) VALUES (?, ?, ?, ?)", about
+        with self._rows("rw") as rows:
+            rows.execute("BEGIN IMMEDIATE")
+            runs = _read(rows)
+            known = {run.run_id: run for run in runs}
+            new = RunOffered(len(runs) + 1, header.run_id, plan, rounds)
+            run = known.get(header.run_id, new)
+            if run.plan != plan or header.plan_digest != plan.digest():
+                raise RoundRefused(f"run {run.run_id} was offered under another plan")
+            if header.round <= run.last_round:
+                raise RoundRefused(
+                    f"round must be above {run.last_round}, the last that run {run.run_id} offered "
+                    f"to this device, got {header.round}"
                 )
-                if self.limits is not None:
-                    self._check_budget(rows, self.limits)
-        except sqlite3.IntegrityError:
-            raise RoundRefused(
-                f"round {header.round} of run {header.run_id} was offered to this device before"
-            ) from None
-        except sqlite3.Error as error:
-            raise RoundRefused(f"the device's ledger cannot be written: {error}") from None
+            if run.offered >= run.allotted:
+                raise RoundRefused(f"run {run.run_id} has had its {run.allotted} rounds")
+            run = dataclasses.replace(run, offered=run.offered + 1, last_round=header.round)
+            if self.limits is not None:
+                self.limits.check(plan)
+                self._check_budget(self.limits, runs if run.run_id in known else [*runs, run])
+            rows.execute(
+                "INSERT OR REPLACE INTO runs"
+                "(number, run_id, plan, allotted, offered, last_round, checksum)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (run.number, run.run_id, plan.to_json(), *run.counts, run.checksum),
+            )
+            rows.execute(
+                "INSERT INTO rounds VALUES (?, ?, ?)", (run.run_id, header.round, header.commitment)
+            )
+            rows.execute("COMMIT")
 
     def offered(self) -> list[RunOffered]:
-        """What every run has offered, the latest last."""
-        with self._transaction() as rows:
-            return _offered(rows)
+        """What every run has offered, the first run first.
 
-    def _check_budget(self, rows: sqlite3.Connection, limits: DeviceLimits) -> None:
-        try:
-            epsilon = limits.epsilon(by_plan(_offered(rows)))
-        except ValueError as error:
-            raise RoundRefused(f"what the device was offered has no epsilon: {error}") from None
+        Raises:
+            ValueError: the ledger cannot be read, or is damaged.
+        """
+        with self._rows("ro") as rows:
+            return _read(rows)
+
+    def commitments(self) -> list[tuple[str, int, str]]:
+        """Run, number and commitment of every round that was offered.
+
+        Raises:
+            ValueError: the ledger cannot be read.
+        """
+        with self._rows("ro") as rows:
+            return rows.execute("SELECT run_id, round, commitment FROM rounds").fetchall()
+
+    def _check_budget(self, limits: DeviceLimits, runs: list[RunOffered]) -> None:
+        epsilon = math.fsum(limits.charge(run) for run in runs)
         if not epsilon <= limits.most_epsilon:
             raise RoundRefused(
                 f"the device's owner accepts epsilon up to {limits.most_epsilon:g} over all runs, "
-                f"with this round it would be {epsilon:.4g}"
+                f"with this one it would be {epsilon:.4g}"
             )
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All changes of the block, on disk, or none of them if it fails."""
-        connection = sqlite3.connect(self.path, timeout=_WAIT_SECONDS, isolation_level=None)
-        with closing(connection):
-            connection.execute("PRAGMA synchronous = EXTRA")
-            connection.execute("BEGIN IMMEDIATE")
-            for statement in _SCHEMA.split(";"):
-                connection.execute(statement)
-            yield connection
-            connection.execute("COMMIT")
-
-
-def by_plan(offered: list[RunOffered]) -> dict[PrivacyPlan, int]:
-    """How many rounds of each plan, whatever the run."""
-    rounds: dict[PrivacyPlan, int] = {}
-    for run in offered:
-        rounds[run.plan] = rounds.get(run.plan, 0) + run.rounds
-    return rounds
+    def _rows(self, mode: Literal["ro", "rw"]) -> Iterator[sqlite3.Connection]:
+        """The file, for reading or writing; what is not committed is not there."""
+        try:
+            with closing(
+                sqlite3.connect(
+                    f"{self.path.absolute().as_uri()}?mode={mode}",
+                    uri=True,
+                    timeout=_WAIT_SECONDS,
+                    isolation_level=None,
+                )
+            ) as connection:
+                connection.execute("PRAGMA synchronous = EXTRA")
+                yield connection
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"the device's ledger {self.path} cannot be used: {error}") from None
 
 
 def load_device(path: Path, create: bool = True) -> DeviceLedger:
@@ -222,24 +279,32 @@ def load_device(path: Path, create: bool = True) -> DeviceLedger:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     ledger = content.pop("ledger", None)
-    if not isinstance(ledger, str) or not ledger:
+    if not isinstance(ledger, str) or not ledger or "\0" in ledger:
         raise ValueError(f"{path}: ledger must be the path of the device's ledger, got {ledger!r}")
     try:
         limits = DeviceLimits.model_validate(content)
     except ValidationError as error:
         raise ValueError(f"{path}: {first_mistake(error, DeviceLimits)}") from None
-    place = path.absolute().parent / ledger
-    if not create and not place.exists():
-        raise ValueError(f"there is no device's ledger {place}")
-    return DeviceLedger(place, limits)
+    return DeviceLedger(path.absolute().parent / ledger, limits, create)
 
 
-def _offered(rows: sqlite3.Connection) -> list[RunOffered]:
+def _read(rows: sqlite3.Connection) -> list[RunOffered]:
+    """All runs, in order.
+
+    Raises:
+        ValueError: they are not what was written.
+    """
+    (sound,) = rows.execute("PRAGMA integrity_check(1)").fetchone()
     found = rows.execute(
-        "SELECT run_id, plans.plan, count(*), max(offered) FROM rounds JOIN plans"
-        " ON rounds.plan = plans.digest GROUP BY run_id, digest ORDER BY max(rounds.rowid)"
-    )
-    return [
-        RunOffered(run_id, PrivacyPlan.from_json(plan), rounds, last)
-        for run_id, plan, rounds, last in found
-    ]
+        "SELECT number, run_id, plan, allotted, offered, last_round, latest, checksum FROM runs"
+        " ORDER BY number"
+    ).fetchall()
+    runs = []
+    for expected, (number, run_id, plan, *counts, latest, checksum) in enumerate(found, 1):
+        run = RunOffered(number, run_id, PrivacyPlan.from_json(plan), *counts, latest)
+        if number != expected or run.checksum != checksum:
+            sound = f"what is said of run {expected} is not what was written"
+        runs.append(run)
+    if sound != "ok":
+        raise ValueError(f"the device's ledger is damaged: {sound}")
+    return runs

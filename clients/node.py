@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from accounting import rounds_within_budget
 from accounting.mechanisms import Randomness, make_randomness
-from clients.device import RoundRefused
+from clients.device import DeviceLedger, RoundRefused
 from clients.settings import ClientSettings
 from clients.update import local_update
 from shuffler import (
@@ -102,6 +102,7 @@ class Node:
         self._randomness = randomness or make_randomness(settings.seed)
         self._model = settings.make_model()
         self._records = settings.load_users()
+        self._ledgers: dict[int, DeviceLedger] = {}
         self._work = threading.Lock()  # a round may still be at work when the next one comes
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
@@ -164,9 +165,20 @@ class Node:
             raise RoundRefused(
                 "the shuffler was given another key, model or plan for this round than this node"
             )
-        if self.settings.ledger is not None:
-            self.settings.ledger(node).offer(header, self.settings.plan)
+        self._ask_owner(node, header)
         return PreparedRound(header, announced.public_key, parameters)
+
+    def _ask_owner(self, node: int, header: RoundHeader) -> None:
+        """Enters a round in the device's ledger; why it is refused is for the owner alone."""
+        if self.settings.ledger is None:
+            return
+        try:
+            if node not in self._ledgers:
+                self._ledgers[node] = self.settings.ledger(node)
+            self._ledgers[node].offer(header, self.settings.plan, self._last_round)
+        except ValueError as error:
+            log.warning("round %d is refused: %s", header.round, error)
+            raise RoundRefused("this device does not take part in this round") from None
 
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
         """Each user flips its coin; those who check in submit a sealed private report.
@@ -232,8 +244,10 @@ class Node:
                 continue
             try:
                 values = self._report(user, round.header.round)
-                report = encode_report(values) if checked_in else empty_report(values.size)
-                sealed = seal(report, round.public_key, round.header)
+                # Both are made, whichever is sent.
+                report = encode_report(values), empty_report(values.size)
+                payload = report[0] if checked_in else report[1]
+                sealed = seal(payload, round.public_key, round.header)
             except Exception as error:
                 raise ReportFailed(
                     f"round {round.header.round}, user {user}: computing the report failed: "

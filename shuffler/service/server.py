@@ -22,6 +22,7 @@ from shuffler.service.gate import Gate
 from shuffler.service.intake import Intake
 from shuffler.service.intake_service import IntakeService
 from shuffler.service.operations import Metrics
+from shuffler.service.record_service import RecordService
 from shuffler.store.runs import RunStore
 from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
@@ -80,6 +81,7 @@ class ShufflerServer:
         services, healthy = shuffler_pb2.DESCRIPTOR.services_by_name, health_pb2.DESCRIPTOR
         gate.add_service(self._server, services["Intake"], intake, Role.NODE)
         gate.add_service(self._server, services["Control"], self._control, Role.SERVER)
+        gate.add_service(self._server, services["Record"], RecordService(self._intake, store))
         gate.add_service(self._server, healthy.services_by_name["Health"], _Health())
 
     async def start(self, listen: str) -> str:

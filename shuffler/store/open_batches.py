@@ -55,6 +55,8 @@ class OpenBatches:
     def commitment(self, run_id: str, number: int) -> str:
         """What everybody is to be shown of an open round (`RoundHeader.commitment`).
 
+        Only looks into dictionaries, so that any thread may ask.
+
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, or `UNKNOWN_ROUND` where it is not open.
         """
@@ -196,11 +198,12 @@ def _make_blankets(
     assert mechanism is not None
     dimension = payload_length(run.report_bytes, round.public_key) // report_length(1)
     count = max(1, min(_BLANKETS, _BLANKET_BYTES // report_length(dimension)))
+    empty = empty_report(dimension)
     zero, header, sealed = np.zeros(dimension), run.header(round), []
     for number in range(left.made, min(left.made + count, left.work)):
         (noise,) = randomness.blanket_noise(round.number, np.array([number]), dimension)
         report = encode_report(mechanism.report(zero, noise))
         if run.plan.cover and number >= left.drawn:
-            report = empty_report(dimension)
+            report = empty
         sealed.append(seal(report, round.public_key, header))
     return sealed

@@ -270,6 +270,10 @@ class RunStore:
         if run is not None and run.owner != server:
             raise ShufflerRefused(Refusal.NOT_OWNER)
 
+    def record(self, first: int, count: int) -> list[str]:
+        """So many entries of the public record, from this one on (`shuffler.record`)."""
+        return self._file.record(first, count)
+
     def close(self) -> None:
         """Closes all files and keeps them for the next start on this directory."""
         self._files.close()

@@ -43,6 +43,18 @@ RELEASABLE: Outcome
 BELOW_MINIMUM: Outcome
 DISCARDED: Outcome
 
+class EntriesRequest(_message.Message):
+    __slots__ = ("first",)
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    def __init__(self, first: _Optional[int] = ...) -> None: ...
+
+class EntriesReply(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, entries: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class SubmitRequest(_message.Message):
     __slots__ = ("run_id", "round", "commitment", "user", "sealed", "more")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

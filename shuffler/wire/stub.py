@@ -13,7 +13,9 @@ from shuffler.wire.shuffler_pb2 import DESCRIPTOR
 class Stub:
     """A service's methods over a channel, each an attribute of its name."""
 
-    def __init__(self, service: Literal["Intake", "Control"], channel: grpc.Channel) -> None:
+    def __init__(
+        self, service: Literal["Intake", "Control", "Record"], channel: grpc.Channel
+    ) -> None:
         about = DESCRIPTOR.services_by_name[service]
         for method in about.methods:
             request = "stream" if method.client_streaming else "unary"

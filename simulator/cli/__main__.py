@@ -15,6 +15,7 @@ from simulator.cli.audit import audit_command
 from simulator.cli.calibrate import calibrate_command
 from simulator.cli.device import device_app
 from simulator.cli.options import fail
+from simulator.cli.record import record_app
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -125,6 +126,7 @@ app.command("audit")(audit_command)
 app.command("shuffler")(shuffler_command)
 app.add_typer(keys_app, name="keys")
 app.add_typer(device_app, name="device")
+app.add_typer(record_app, name="record")
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -28,35 +29,43 @@ def status_command(
     json: options.Json = False,
 ) -> None:
     """Print what was spent, for which run, and what is left of the owner's budget."""
-    from clients.device import by_plan, load_device
+    from clients.device import load_device
 
     try:
         ledger = load_device(device, create=False)
         limits, offered = ledger.limits, ledger.offered()
         assert limits is not None
-        spent = [limits.epsilon({run.plan: run.rounds}) for run in offered]
-        total = limits.epsilon(by_plan(offered))
+        charges = [limits.charge(run) for run in offered]
     except ValueError as error:
         options.fail(error)
+    total = math.fsum(charges)
     if json:
         runs = [
-            {"run": run.run_id, "plan": run.plan.digest(), "rounds": run.rounds, "last": run.last}
-            | {"epsilon": epsilon}
-            for run, epsilon in zip(offered, spent, strict=True)
+            {
+                "run": run.run_id,
+                "plan": run.plan.digest(),
+                "rounds": run.offered,
+                "allotted": run.allotted,
+                "latest": run.latest,
+                "epsilon": charge,
+            }
+            for run, charge in zip(offered, charges, strict=True)
         ]
         options.print_json({"runs": runs, "epsilon": total, "limits": dict(limits)})
         return
     table = Table(
-        title=f"offered to this device, ε by {limits.accountant} at δ = {limits.delta:.4g}",
+        title=f"offered to this device, ε by {limits.accountant}, δ = {limits.delta:.4g} in all",
         title_justify="left",
     )
-    for column in ("run", "plan", "last offered, UTC"):
+    for column in ("run", "plan", "latest, UTC"):
         table.add_column(column)
-    for column in ("rounds", "ε of this run alone"):
+    for column in ("rounds", "of at most", "ε charged"):
         table.add_column(column, justify="right")
-    for run, epsilon in zip(offered, spent, strict=True):
-        digest = run.plan.digest()[:12]
-        table.add_row(run.run_id, digest, run.last, str(run.rounds), f"{epsilon:.4g}")
+    for run, charge in zip(offered, charges, strict=True):
+        digest, counts = run.plan.digest()[:12], (str(run.offered), str(run.allotted))
+        table.add_row(run.run_id, digest, run.latest, *counts, f"{charge:.4g}")
     Console().print(table)
-    most = f"{limits.most_epsilon:g} ({limits.adjacency})"
-    typer.echo(f"ε of all runs together: {total:.4g} of at most {most}")
+    typer.echo(
+        f"ε of all runs together: {total:.4g} of at most {limits.most_epsilon:g} "
+        f"({limits.adjacency})"
+    )

@@ -229,7 +229,8 @@ class VectorisedRounds:
             )
             for number in range(len(settings.crowds))
         ]
-        released = np.flatnonzero(reports + blankets >= plan.minimum_batch).tolist()
+        counted = settings.crowds if plan.cover else reports + blankets
+        released = np.flatnonzero(np.asarray(counted) >= plan.minimum_batch).tolist()
         if not released:
             return PlayedRound("below-minimum", None, plan.users, 0)
         users = users[np.isin(shufflers, released)]

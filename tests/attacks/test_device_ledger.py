@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import multiprocessing
+import random
 import shutil
 import signal
-import sqlite3
 
 import pytest
 from client_world import Round, reply_content
 from rounds import make_plan
 
-from clients import DeviceLedger, DeviceLimits, RoundRefused, load_device
+from clients import DeviceLedger, DeviceLimits, RoundRefused, app, load_device
 from shuffler import ControlClient, RoundHeader, ShufflerProcess
 
 PLAN = make_plan(
@@ -32,68 +34,96 @@ def header(round, run_id="run", plan=PLAN):
 
 
 def limits(**changes):
-    return DeviceLimits(**({"most_epsilon": 5.0, "delta": 1e-5} | changes))
+    return DeviceLimits(**({"most_epsilon": 50.0, "delta": 1e-5} | changes))
 
 
-def epsilon_of(rounds, plan=PLAN):
-    accountant = plan.make_accountant("blanket")
-    return accountant.compose(plan.event(), rounds).get_epsilon(1e-5)
+def share(number, delta=1e-5):
+    return delta * 6 / (math.pi * number) ** 2
+
+
+def charge_of(rounds, number, plan=PLAN):
+    """ε of a run that may have so many rounds, and is the device's so-manieth."""
+    accountant = plan.make_accountant("blanket").compose(plan.event(), rounds)
+    return accountant.get_epsilon(share(number))
+
+
+def test_the_shares_of_delta_add_up_to_it():
+    assert sum(share(number) for number in range(1, 100_000)) < 1e-5
 
 
 def test_an_open_round_announced_under_many_contexts_flips_one_coin(tmp_path):
     """Flower's context is new each time, and the node has been started again in between."""
     with ShufflerProcess() as process, ControlClient(process.address, process.control) as control:
-        place = tmp_path / "device.db"
-        round = Round(
-            process.address,
-            process.submit,
-            control,
-            "contexts",
-            ledger=lambda _: DeviceLedger(place),
-        ).open()
+        place, where = tmp_path / "device.db", (process.address, process.submit)
+        round = Round(*where, control, "contexts", ledger=lambda _: DeviceLedger(place)).open()
         reply_content(round.announce())
         for attempt in range(5):
             moved = tmp_path / f"moved-{attempt}.db"
             shutil.move(place, moved)
             place = moved
-            with pytest.raises(RoundRefused, match=r"round 1 of run .* was offered .* before"):
+            app._nodes.clear()  # the node starts again
+            with pytest.raises(RoundRefused, match="this device does not take part in this round"):
                 round.announce()
         assert len(round.released()) == 4
 
 
 def test_the_owners_budget_holds_over_all_runs(tmp_path):
-    """A server that begins a run for each round spends the same epsilon as one with many rounds."""
+    """A run is charged in full at once, and runs add up, whoever chose them by what they saw."""
     path = tmp_path / "device.db"
-    accepted = 0
-    most = epsilon_of(7) * 1.001
-    for number in range(1, 20):
-        ledger = DeviceLedger(path, limits(most_epsilon=most))  # as after a restart
-        try:
-            ledger.offer(header(1 + number % 2, f"run {number}"), PLAN)
-        except RoundRefused as refused:
-            assert "epsilon up to" in str(refused)
-            break
-        accepted += 1
-    assert accepted == 7
-    assert sum(run.rounds for run in DeviceLedger(path).offered()) == 7  # no more is noted either
-    with pytest.raises(RoundRefused, match="epsilon up to"):
-        DeviceLedger(path, limits(most_epsilon=most)).offer(header(50, "run 1"), PLAN)
+    most = sum(charge_of(20, number) for number in (1, 2, 3)) * 1.0001
+    accepted = []
+    for number in range(1, 6):
+        for round in range(1, 25):
+            ledger = DeviceLedger(path, limits(most_epsilon=most))  # as after a restart
+            try:
+                ledger.offer(header(round, f"run {number}"), PLAN, 20)
+            except RoundRefused as refused:
+                accepted.append((number, round - 1, str(refused)))
+                break
+    assert [(number, rounds) for number, rounds, _ in accepted] == [
+        (1, 20), (2, 20), (3, 20), (4, 0), (5, 0),
+    ]  # fmt: skip
+    assert all("has had its 20 rounds" in why for *_, why in accepted[:3])
+    assert all("epsilon up to" in why for *_, why in accepted[3:])
+    assert [run.offered for run in DeviceLedger(path).offered()] == [20] * 3
 
 
-def test_runs_of_different_plans_add_up(tmp_path):
-    other = PLAN.replace(check_in_rate=1.0, rounds=7)
-    ledger = DeviceLedger(tmp_path / "device.db", limits(most_epsilon=50.0))
-    for number in range(1, 4):
-        ledger.offer(header(number), PLAN)
-        ledger.offer(header(number, "other", other), other)
-    found = {run.run_id: run.rounds for run in ledger.offered()}
-    assert found == {"run": 3, "other": 3}
-    both = PLAN.make_accountant("blanket").compose(PLAN.event(), 3).compose(other.event(), 3)
-    strict = DeviceLedger(
-        tmp_path / "device.db", limits(most_epsilon=both.get_epsilon(1e-5) * 1.0001)
-    )
-    with pytest.raises(RoundRefused, match="epsilon up to"):
-        strict.offer(header(4), PLAN)
+def test_a_plan_chosen_by_the_first_runs_release_is_charged_beside_it(tmp_path):
+    """After one round of z = 2 the server goes on with whichever of two plans suits what it saw.
+
+    Tight composition of one round and either plan stays within (3, 1e-4), under zero-out; chosen by
+    the release, the pair reaches a delta of 1.54e-4 at that epsilon.
+    """
+    few = {"delta": 1e-4, "target_epsilon": 50.0, "minimum_batch": 1, "adjacency": "zero-out"}
+    common = few | {"users": 10, "shuffler_blankets": 1e-6, "accountant": "blanket"}
+    first = make_plan(noise_multiplier=2.0, check_in_rate=1.0, rounds=1, **common)
+    many = make_plan(noise_multiplier=40.0, check_in_rate=1.0, rounds=669, **common)
+    rare = make_plan(noise_multiplier=0.25, check_in_rate=9.5e-5, rounds=1, **common)
+    owner = DeviceLimits(most_epsilon=3.0, delta=1e-4, adjacency="zero-out")
+    together = []
+    for number, second in enumerate((many, rare)):
+        tight = first.make_accountant("blanket").compose(first.event(), 1)
+        together.append(tight.compose(second.event(), second.rounds).get_epsilon(1e-4))
+        ledger = DeviceLedger(tmp_path / f"device-{number}.db", owner)
+        ledger.offer(header(1, "first", first), first, 1)
+        with pytest.raises(RoundRefused, match="accepts epsilon up to 3 over all runs"):
+            ledger.offer(header(1, "second", second), second, second.rounds)
+    assert max(together) < 3.0
+
+
+def test_a_run_has_one_plan_and_its_rounds_rise(tmp_path):
+    ledger = DeviceLedger(tmp_path / "device.db")
+    other = PLAN.replace(check_in_rate=1.0)
+    ledger.offer(header(3), PLAN, 20)
+    for given, plan, message in (
+        (header(3), PLAN, "round must be above 3, the last that run run offered"),
+        (header(2), PLAN, "round must be above 3"),
+        (header(4, plan=other), other, "run run was offered under another plan"),
+        (header(4, plan=other), PLAN, "run run was offered under another plan"),
+    ):
+        with pytest.raises(RoundRefused, match=message):
+            ledger.offer(given, plan, 20)
+    assert ledger.commitments() == [("run", 3, header(3).commitment)]
 
 
 @pytest.mark.parametrize(
@@ -102,13 +132,13 @@ def test_runs_of_different_plans_add_up(tmp_path):
         ({"least_noise": 1.5}, "noise multipliers of at least 1.5, the plan has 1"),
         ({"most_check_in_rate": 0.1}, "check-in rates of at most 0.1, the plan has 0.5"),
         ({"plans": ("0" * 64,)}, "has not accepted the plan"),
-        ({"most_epsilon": 1e-6}, "accepts epsilon up to 1e-06 over all runs"),
+        ({"most_epsilon": 1e-6}, "accepts epsilon up to 1e-06 over all runs, with this one"),
     ],
 )
 def test_what_the_owner_does_not_accept_is_refused_and_not_entered(tmp_path, changes, message):
     ledger = DeviceLedger(tmp_path / "device.db", limits(**changes))
     with pytest.raises(RoundRefused, match=message):
-        ledger.offer(header(1), PLAN)
+        ledger.offer(header(1), PLAN, 20)
     assert ledger.offered() == []
 
 
@@ -117,19 +147,19 @@ def test_a_plan_without_an_epsilon_for_the_owner_is_refused(tmp_path):
     plan = PLAN.replace(shuffler_blankets=0.0, accountant="theorem3")
     ledger = DeviceLedger(tmp_path / "device.db", limits())
     with pytest.raises(RoundRefused, match="the device's owner counts otherwise: accountant of"):
-        ledger.offer(header(1, plan=plan), plan)
+        ledger.offer(header(1, plan=plan), plan, 20)
 
 
 def test_the_owners_plans_are_accepted(tmp_path):
     ledger = DeviceLedger(tmp_path / "device.db", limits(plans=(PLAN.digest(),)))
-    ledger.offer(header(1), PLAN)
-    assert [(run.run_id, run.plan, run.rounds) for run in ledger.offered()] == [("run", PLAN, 1)]
+    ledger.offer(header(1), PLAN, 20)
+    assert [(run.run_id, run.plan, run.offered) for run in ledger.offered()] == [("run", PLAN, 1)]
 
 
 def offer_until_killed(path, queue):
     ledger = DeviceLedger(path)
     for number in range(1, 100_000):
-        ledger.offer(header(number), PLAN)
+        ledger.offer(header(number), PLAN, 10**9)
         queue.put(number)
 
 
@@ -149,24 +179,46 @@ def test_what_was_offered_survives_kill_9(tmp_path):
     while not queue.empty():
         answered = queue.get()
     (run,) = DeviceLedger(tmp_path / "device.db").offered()
-    assert run.rounds >= answered
+    assert run.offered >= answered
     for number in range(1, answered + 1):
-        with pytest.raises(RoundRefused, match="was offered to this device before"):
-            DeviceLedger(tmp_path / "device.db").offer(header(number), PLAN)
+        with pytest.raises(RoundRefused, match="round must be above"):
+            DeviceLedger(tmp_path / "device.db").offer(header(number), PLAN, 10**9)
 
 
 def test_a_ledger_that_cannot_be_read_or_written_is_no_reason_to_go_on(tmp_path):
-    with pytest.raises(ValueError, match=r"ledger .* cannot be used: unable to open"):
+    with pytest.raises(ValueError, match="No such file or directory"):
         DeviceLedger(tmp_path / "missing" / "device.db")
     (tmp_path / "device.db").write_bytes(b"no database" * 1000)
     with pytest.raises(ValueError, match=r"ledger .* cannot be used: file is not a database"):
         DeviceLedger(tmp_path / "device.db")
     ledger = DeviceLedger(tmp_path / "good.db", limits())
-    with sqlite3.connect(tmp_path / "good.db") as rows:
-        rows.execute("INSERT INTO plans VALUES ('d', 'no plan')")
-        rows.execute("INSERT INTO rounds(run_id, round, plan, commitment) VALUES ('r', 1, 'd', '')")
-    with pytest.raises(RoundRefused, match="what the device was offered has no epsilon"):
-        ledger.offer(header(1), PLAN)
+    ledger.path.unlink()
+    with pytest.raises(ValueError, match=r"ledger .* cannot be used: unable to open"):
+        ledger.offer(header(1), PLAN, 20)
+
+
+def test_no_bit_that_flips_makes_a_ledger_count_less(tmp_path):
+    """It counts what it counted, or cannot be used."""
+    ledger = DeviceLedger(tmp_path / "device.db", limits())
+    for number in range(1, 4):
+        for round in range(1, 4):
+            ledger.offer(header(round, f"run {number}"), PLAN, 20)
+    whole, content, draw = ledger.offered(), ledger.path.read_bytes(), random.Random(3)
+    assert ledger.path.stat().st_mode & 0o777 == 0o600
+    refused = 0
+    for _ in range(400):
+        flipped = bytearray(content)
+        flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+        ledger.path.write_bytes(flipped)
+        try:
+            found = ledger.offered()
+        except ValueError:
+            refused += 1
+        else:
+            assert [dataclasses.replace(run, latest="") for run in found] == [
+                dataclasses.replace(run, latest="") for run in whole
+            ]
+    assert 10 < refused < 390
 
 
 OWNER = """
@@ -180,8 +232,8 @@ def test_an_owners_file_names_ledger_and_limits(tmp_path):
     path = tmp_path / "device.toml"
     path.write_text(OWNER + 'least_noise = 0.5\nplans = ["' + PLAN.digest() + '"]\n')
     ledger = load_device(path)
-    assert ledger.limits == limits(least_noise=0.5, plans=(PLAN.digest(),))
-    ledger.offer(header(1), PLAN)
+    assert ledger.limits == limits(most_epsilon=5.0, least_noise=0.5, plans=(PLAN.digest(),))
+    ledger.offer(header(1), PLAN, 20)
     assert (tmp_path / "device.db").exists()
 
 

@@ -39,9 +39,10 @@ from shuffler import (
     seal,
     sealed_length,
 )
+from shuffler.store.checks import Anchor
 from shuffler.store.runs import RunStore
 from shuffler.store.spool import RoundSpool
-from shuffler.store.spool_rows import BlanketsLeft
+from shuffler.store.spool_rows import BatchRows, BlanketsLeft
 from shuffler.wire import shuffler_pb2
 from shuffler.wire.stub import Stub
 
@@ -83,8 +84,9 @@ def released(world: World, header: RoundHeader) -> np.ndarray:
 def kept(spool: Path) -> BlanketsLeft:
     """What the file of the open round says of its blankets; only while no shuffler runs."""
     (path,) = spool.glob("batch-*.db")
+    checks = Anchor(spool / "generation").checks.of_place(path.stem)
     with sqlite3.connect(path) as connection:
-        return BlanketsLeft.read(connection)
+        return BlanketsLeft.read(BatchRows(connection, checks))
 
 
 def test_a_simulations_blankets_are_reports_of_the_zero_update_from_its_seed(

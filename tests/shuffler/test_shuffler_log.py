@@ -143,6 +143,7 @@ def test_log_files_are_rotated_and_the_oldest_dropped(tmp_path: Path):
         with ControlClient(listening(child), "t" * 32) as control:
             for number in range(LINES_PER_MINUTE - 1):
                 control.create_run(f"run {number}", plan(), 64)
+                control.end_run(f"run {number}")
         child.terminate()
         assert child.wait() == 0
     files = sorted(tmp_path.glob("log*"))

@@ -224,10 +224,10 @@ def test_a_round_longer_than_the_file_system_allows_is_refused_with_the_run(
     resource.prlimit(world.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
     users = limit // 2 // 4096
     with pytest.raises(ShufflerRefused) as refused:
-        world.control.create_run("long", plan(users + 1), 4096)
+        world.control.create_run("long", plan(users + 1), 4096 - 16)
     assert refused.value.reason is Refusal.MALFORMED
     assert f"a round's file would have {limit + 8192} bytes" in refused.value.detail
-    world.control.create_run("long", plan(users), 4096)
+    world.control.create_run("long", plan(users), 4096 - 16)  # with its checksum
     world.control.open_round("long", 1, "model", PUBLIC_KEY)
     names = {path.name for path in (tmp_path / "spool").iterdir()}
     assert "batch-probe" not in names

@@ -1,6 +1,7 @@
 """`shufl device status` on a real ledger."""
 
 import json
+import math
 
 from rounds import make_plan
 from typer.testing import CliRunner
@@ -9,7 +10,7 @@ from clients import load_device
 from shuffler import RoundHeader
 from simulator.cli.__main__ import app
 
-OWNER = 'ledger = "device.db"\nmost_epsilon = 5.0\ndelta = 1e-5\n'
+OWNER = 'ledger = "device.db"\nmost_epsilon = 50.0\ndelta = 1e-5\n'
 
 
 def run(*arguments):
@@ -19,7 +20,7 @@ def run(*arguments):
 def offer(path, plan, run_id, rounds):
     for number in range(1, rounds + 1):
         header = RoundHeader(run_id, number, "model", plan.digest(), "key")
-        load_device(path).offer(header, plan)
+        load_device(path).offer(header, plan, 10)
 
 
 def test_the_status_tells_what_was_spent_and_for_whom(tmp_path):
@@ -32,17 +33,20 @@ def test_the_status_tells_what_was_spent_and_for_whom(tmp_path):
     offer(path, plan, "first", 3)
     offer(path, plan, "second", 2)
     told = json.loads(run(path, "--json").stdout)
-    assert [(each["run"], each["rounds"]) for each in told["runs"]] == [("first", 3), ("second", 2)]
+    found = [(each["run"], each["rounds"], each["allotted"]) for each in told["runs"]]
+    assert found == [("first", 3, 10), ("second", 2, 10)]
     assert {each["plan"] for each in told["runs"]} == {plan.digest()}
-    epsilon = [
-        plan.make_accountant("blanket").compose(plan.event(), rounds).get_epsilon(1e-5)
-        for rounds in (3, 2, 5)
+    charges = [
+        plan.make_accountant("blanket")
+        .compose(plan.event(), 10)
+        .get_epsilon(1e-5 * 6 / (math.pi * number) ** 2)
+        for number in (1, 2)
     ]
-    assert [each["epsilon"] for each in told["runs"]] == epsilon[:2]
-    assert told["epsilon"] == epsilon[2]
+    assert [each["epsilon"] for each in told["runs"]] == charges
+    assert told["epsilon"] == sum(charges)
     text = run(path).stdout
     assert "first" in text
-    assert f"all runs together: {epsilon[2]:.4g} of at most 5" in text
+    assert f"all runs together: {sum(charges):.4g} of at most 50" in text
 
 
 def test_a_ledger_that_is_not_there_is_one_line_and_is_not_made(tmp_path):
@@ -50,5 +54,5 @@ def test_a_ledger_that_is_not_there_is_one_line_and_is_not_made(tmp_path):
     path.write_text(OWNER)
     result = run(path)
     assert result.exit_code == 2
-    assert "there is no device's ledger" in result.stderr
+    assert "cannot be used: unable to open" in result.stderr
     assert not (tmp_path / "device.db").exists()

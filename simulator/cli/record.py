@@ -1,0 +1,86 @@
+"""`shufl record`: a shuffler's public record of rounds, fetched and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from simulator.cli import options
+
+record_app = typer.Typer(
+    help="A shuffler's public record of rounds: fetch it, check it.", no_args_is_help=True
+)
+
+
+@record_app.command("fetch")
+def fetch_command(
+    address: Annotated[str, typer.Argument(help="The shuffler's HOST:PORT.")],
+    file: Annotated[Path, typer.Argument(help="Where the record is written.")],
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Any certificate of the shuffler's authority, NAME.pem, with NAME.key and "
+            "authority.pem beside it. Left out: plaintext, on loopback."
+        ),
+    ] = None,
+) -> None:
+    """Fetch a shuffler's record, one entry a line, and check it."""
+    from shuffler import Credentials, ShufflerError
+    from shuffler.record import verify
+    from shuffler.wire.record_client import RecordClient
+
+    try:
+        credentials = None
+        if certificate is not None:
+            credentials = Credentials.read(certificate.parent, certificate.stem)
+        with RecordClient(address, credentials) as client:
+            entries = list(client.entries())
+        found = verify(entries)
+        file.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8")
+    except (OSError, ValueError, ShufflerError) as error:
+        options.fail(error)
+    typer.echo(f"{len(found)} entries, the last with hash {found[-1]['hash'] if found else '–'}")
+
+
+@record_app.command("verify")
+def verify_command(
+    file: Annotated[Path, typer.Argument(help="A record that was fetched.")],
+    head: Annotated[
+        str | None, typer.Option(help="A hash that was seen earlier and must be in the record.")
+    ] = None,
+    device: Annotated[
+        Path | None,
+        typer.Option(help="An owner's TOML file: each round of its ledger must be in the record."),
+    ] = None,
+) -> None:
+    """Check that a record is whole, and holds what was seen of it elsewhere."""
+    from shuffler.record import verify
+
+    try:
+        found = verify(file.read_text(encoding="utf-8").splitlines())
+        if head is not None and head not in {entry["hash"] for entry in found}:
+            raise ValueError(f"{file} has no entry with the hash {head}")
+        if device is not None:
+            _compare(device, found)
+    except (OSError, ValueError) as error:
+        options.fail(error)
+    typer.echo(f"{len(found)} entries follow each other")
+
+
+def _compare(device: Path, found: list[dict[str, object]]) -> None:
+    """Refuses a record in which a round is missing that the device was offered, or is another."""
+    from clients.device import load_device
+
+    opened = {
+        (entry["run"], entry["round"]): entry["commitment"]
+        for entry in found
+        if entry["event"] == "opened"
+    }
+    for run, number, commitment in load_device(device, create=False).commitments():
+        if opened.get((run, number)) != commitment:
+            raise ValueError(
+                f"round {number} of run {run}, which the device was offered, is not in the record, "
+                "or is there with another key, model or plan"
+            )
