@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -35,6 +36,9 @@ from shuffler import (
 log = logging.getLogger(__name__)
 
 
+_LEAST_SECONDS = 1.0  # to submit in, also where local work took as long as the round
+
+
 class ReportFailed(RuntimeError):
     """Computing a report failed; names the round, the user and the stage."""
 
@@ -48,12 +52,14 @@ class Announcement:
         round: the round's number, from 1.
         plan_digest: of the privacy plan.
         public_key: the server's, for this round.
+        seconds: for how long the server waits for answers.
     """
 
     run_id: str
     round: Annotated[int, Field(ge=0, lt=2**63)]
     plan_digest: str
     public_key: bytes
+    seconds: Annotated[float, Field(gt=0, le=1e9)]
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Announcement:
@@ -76,11 +82,13 @@ class PreparedRound:
         header: what its reports are bound to.
         public_key: what they are sealed to.
         parameters: the model's, by name.
+        until: when the server stops waiting, by `time.monotonic`.
     """
 
     header: RoundHeader
     public_key: bytes
     parameters: dict[str, torch.Tensor]
+    until: float
 
 
 class Node:
@@ -139,6 +147,7 @@ class Node:
                 can be sealed to, a round beyond the budget, a shuffler that does not confirm all of
                 it, or what the device's owner does not accept.
         """
+        until = time.monotonic() + announced.seconds
         self.agree(announced.run_id, announced.plan_digest)
         parameters = self._parameters(model)
         header = RoundHeader(
@@ -166,7 +175,7 @@ class Node:
                 "the shuffler was given another key, model or plan for this round than this node"
             )
         self._ask_owner(node, header)
-        return PreparedRound(header, announced.public_key, parameters)
+        return PreparedRound(header, announced.public_key, parameters, until)
 
     def _ask_owner(self, node: int, header: RoundHeader) -> None:
         """Enters a round in the device's ledger; why it is refused is for the owner alone."""
@@ -205,11 +214,13 @@ class Node:
                 self._model.train()
                 reports = self._sealed_reports(users, coins, round)
                 intake = self._intakes[self.shuffler_of(node)]
-                for verdict in intake.submit(round.header, reports):
+                left = max(round.until - time.monotonic(), _LEAST_SECONDS)
+                for verdict in intake.submit(round.header, reports, deadline=left):
                     if verdict is not Verdict.ACCEPTED:
                         log.warning("round %d: a report was rejected: %s", number, verdict.name)
         except ShufflerError as error:
-            log.warning("round %d: reports not submitted: %s", number, error)
+            lost = self._intakes[self.shuffler_of(node)].counts["LOST"]
+            log.warning("round %d: %d reports lost so far: %s", number, lost, error)
         except Exception:
             if self.settings.seed is not None:
                 raise

@@ -77,6 +77,7 @@ def broadcast(
             "round": header.round,
             "plan_digest": header.plan_digest,
             "public_key": public_key,
+            "seconds": timeout,
         }
     )
     content = RecordDict({"model": model, "round": about})

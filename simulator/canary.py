@@ -76,6 +76,8 @@ class _MeanAndReports(Mean):
 Score = Callable[[CanaryRound], float]
 """The adversary: high speaks for the world in which the canary holds "plus"."""
 
+_ROUND_SECONDS = 600.0  # for a node to submit in
+
 
 def projections(round: CanaryRound, plan: PrivacyPlan) -> np.ndarray:
     """Each report along the canary's direction, in clip norms, shape (k,), in release order.
@@ -143,7 +145,7 @@ def canary_rounds(
             private_key, public_key = generate_key_pair()
             header = RoundHeader(settings.run_id, number, shown, digest, key_digest(public_key))
             control.open_round(header.run_id, number, shown, public_key)
-            announced = Announcement(header.run_id, number, digest, public_key)
+            announced = Announcement(header.run_id, number, digest, public_key, _ROUND_SECONDS)
             node.take_part(users, node.prepare(announced, model))
             if control.close_round(header.run_id, number) is not Outcome.RELEASABLE:
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)

@@ -112,6 +112,7 @@ class Round:
             "round": self.header.round,
             "plan_digest": self.header.plan_digest,
             "public_key": self.public_key,
+            "seconds": 60.0,
         }
         shown = {"model": model or self.model, "round": ConfigRecord(about | changes)}
         message = Message(RecordDict(shown), dst_node_id=7, message_type="train")

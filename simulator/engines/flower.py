@@ -75,6 +75,11 @@ class FlowerEngine:
         self.description = f"flower on {simulation.nodes} nodes, gradients {self.gradients}"
         if self._outside is not None:
             self.description += f", shuffler at {self._outside.address}"
+        if simulation.reply_after >= simulation.round_timeout:
+            raise ConfigError(
+                "simulation.reply_after must be below simulation.round_timeout, "
+                f"{simulation.round_timeout:g}, got {simulation.reply_after:g}"
+            )
         counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
         self.repeats_releases = (
             counts_on_others and plan.least_present == plan.users and self._outside is None
