@@ -33,6 +33,7 @@ def make_client_app(settings: ClientSettings) -> ClientApp:
         node, partition, users = _node(settings), *_partition(settings, context)
         asked = message.content["round"]
         node.agree(str(asked["run_id"]), str(asked["plan_digest"]))
+        node.accept_plan(partition)
         about = {"users": len(users), "shuffler": node.shuffler_of(partition)}
         return Message(_acknowledgement(about), reply_to=message)
 

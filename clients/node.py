@@ -177,17 +177,35 @@ class Node:
         self._ask_owner(node, header)
         return PreparedRound(header, announced.public_key, parameters, until)
 
+    def accept_plan(self, node: int = 0) -> None:
+        """Refuses a plan that the owner of a node's device does not accept.
+
+        Raises:
+            RoundRefused: one constant line; why is in this node's log, for the owner alone.
+        """
+        try:
+            ledger = self._ledger(node)
+            if ledger is not None and ledger.limits is not None:
+                ledger.limits.check(self.settings.plan)
+        except ValueError as error:
+            log.warning("the plan is refused: %s", error)
+            raise RoundRefused("this device does not take part in this run") from None
+
     def _ask_owner(self, node: int, header: RoundHeader) -> None:
         """Enters a round in the device's ledger; why it is refused is for the owner alone."""
-        if self.settings.ledger is None:
-            return
         try:
-            if node not in self._ledgers:
-                self._ledgers[node] = self.settings.ledger(node)
-            self._ledgers[node].offer(header, self.settings.plan, self._last_round)
+            ledger = self._ledger(node)
+            if ledger is not None:
+                ledger.offer(header, self.settings.plan, self._last_round)
         except ValueError as error:
             log.warning("round %d is refused: %s", header.round, error)
             raise RoundRefused("this device does not take part in this round") from None
+
+    def _ledger(self, node: int) -> DeviceLedger | None:
+        """The ledger of a node's device, opened once."""
+        if node not in self._ledgers and self.settings.ledger is not None:
+            self._ledgers[node] = self.settings.ledger(node)
+        return self._ledgers.get(node)
 
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
         """Each user flips its coin; those who check in submit a sealed private report.

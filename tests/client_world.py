@@ -115,7 +115,15 @@ class Round:
             "seconds": 60.0,
         }
         shown = {"model": model or self.model, "round": ConfigRecord(about | changes)}
-        message = Message(RecordDict(shown), dst_node_id=7, message_type="train")
+        return self.deliver("train", shown, node)
+
+    def greet(self, node=1):
+        """What the node answers before the first round."""
+        about = {"run_id": self.header.run_id, "plan_digest": self.header.plan_digest}
+        return self.deliver("query", {"round": ConfigRecord(about)}, node)
+
+    def deliver(self, kind, content, node):
+        message = Message(RecordDict(content), dst_node_id=7, message_type=kind)
         context = Context(
             run_id=1,
             node_id=7,

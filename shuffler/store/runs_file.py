@@ -15,6 +15,7 @@ from shuffler.store.checks import Anchor
 from shuffler.store.rounds import Round, RoundState, Run, parse_run
 from shuffler.store.storage import (
     DamagedFile,
+    check_schema,
     connect,
     damage,
     delete_database,
@@ -103,6 +104,7 @@ class RunsFile:
         self._connection = connect(self._path)
         try:
             self._connection.text_factory = _text
+            check_schema(self._connection, *_SCHEMA.split(";"))
             if (found := self._ask("PRAGMA integrity_check(1)")[0]) != ("ok",):
                 raise DamagedFile(str(found[0]))
             rows = self._ask("SELECT * FROM directory")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from shuffler.store.checks import CHECK_BYTES, Checks
-from shuffler.store.storage import DamagedFile, transaction
+from shuffler.store.storage import DamagedFile, check_schema, transaction
 
 _T = TypeVar("_T")
 
@@ -34,6 +34,7 @@ _ROW_BYTES = _BITS // 8  # of one row, for one of its two sets
 _HASH_BYTES = 16
 _BUCKET_HASHES = 252  # of one row: what fits into a page
 _BUCKET_BYTES = _BUCKET_HASHES * _HASH_BYTES
+_TABLE = "CREATE TABLE {}(number INTEGER PRIMARY KEY, content BLOB NOT NULL)"
 _COUNTS = struct.Struct(">QQQQ")
 
 
@@ -58,9 +59,7 @@ class BatchRows:
         """Makes all rows of a new batch for so many slots and users, in order."""
         with transaction(self.connection) as rows:
             for table, (count, length) in _tables(slots, users).items():
-                rows.execute(
-                    f"CREATE TABLE {table}(number INTEGER PRIMARY KEY, content BLOB NOT NULL)"
-                )
+                rows.execute(_TABLE.format(table))
                 empty = bytes(length)
                 rows.executemany(
                     f"INSERT INTO {table} VALUES (?, ?)",
@@ -75,8 +74,9 @@ class BatchRows:
         Raises:
             DamagedFile: if a row is missing, or is not what was written.
         """
-        taken = 0
-        for table, (count, length) in _tables(slots, users).items():
+        tables, taken = _tables(slots, users), 0
+        check_schema(self.connection, *map(_TABLE.format, tables))
+        for table, (count, length) in tables.items():
             found = self.connection.execute(f"SELECT number, content FROM {table} ORDER BY number")
             expected = 0
             for number, content in found:

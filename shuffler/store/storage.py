@@ -110,6 +110,17 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def check_schema(connection: sqlite3.Connection, *statements: str) -> None:
+    """Finds out whether a file has the tables that these statements make, to the letter.
+
+    Raises:
+        DamagedFile: if it has others.
+    """
+    found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    if sorted(sql for (sql,) in found) != sorted(each.strip() for each in statements):
+        raise DamagedFile("its tables are not those that were made")
+
+
 def delete_database(path: Path) -> None:
     """Deletes a SQLite file with its journal; missing ones are fine."""
     for suffix in ("", "-journal"):

@@ -67,6 +67,23 @@ def test_an_open_round_announced_under_many_contexts_flips_one_coin(tmp_path):
         assert len(round.released()) == 4
 
 
+def test_the_server_is_not_told_why_a_device_does_not_take_part(tmp_path, caplog):
+    """Neither the limits nor what was spent for others."""
+    owner = limits(least_noise=7.0, most_epsilon=1e-3)
+    where = ("127.0.0.1:1", None)
+    path = tmp_path / "device.db"
+    round = Round(*where, None, "untold", ledger=lambda _: DeviceLedger(path, owner))
+    with pytest.raises(RoundRefused) as refused:
+        round.greet()
+    assert str(refused.value) == "this device does not take part in this run"
+    assert "noise multipliers of at least 7, the plan has 2" in caplog.text
+    path.write_bytes(b"damaged")
+    app._nodes.clear()
+    with pytest.raises(RoundRefused) as refused:
+        round.greet()
+    assert str(refused.value) == "this device does not take part in this run"
+
+
 def test_the_owners_budget_holds_over_all_runs(tmp_path):
     """A run is charged in full at once, and runs add up, whoever chose them by what they saw."""
     path = tmp_path / "device.db"
