@@ -31,10 +31,10 @@ class Quota:
                 Refusal.TOO_MANY_RUNS, f"a server has at most {self.runs} that have not ended"
             )
 
-    def check_round(self, runs: Mapping[str, Run], run: Run) -> None:
-        """Refuses the server of this run one more open round, or one without room for blankets."""
+    def check_round(self, runs: Mapping[str, Run], run: Run, least_bytes: int) -> None:
+        """Refuses the server of this run one more open round, or one without room to begin with."""
         own = _of(runs, run.owner)
-        if self.room(runs, run.owner) < run.plan.most_blankets * run.report_cost:
+        if self.room(runs, run.owner) < least_bytes:
             raise ShufflerRefused(Refusal.STORAGE_FULL, "this server's batches take all its room")
         taken = [r for r in own if r.opening is not None or r.open_round() is not None]
         if len(taken) >= self.open_rounds:

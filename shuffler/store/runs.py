@@ -44,6 +44,7 @@ _MAX_ROUND = 2**63 - 1
 _MAX_RUNS = 64  # at once
 _MAX_WAITING = 4  # closed batches of a run that were not fetched
 _KEPT_OVER = 8  # finished rounds of a run that are remembered; the latest always is
+_BYTES_PER_USER = 32  # of the set of those who have reported
 _RESERVE_BYTES = 128 * 2**10
 
 
@@ -141,7 +142,7 @@ class RunStore:
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
             with storage_errors():
-                self._disk.require(run.plan.most_blankets * run.report_cost)
+                self._disk.require(self._least_bytes(run))
                 entry.spool = self._open_spool(run, entry)
             in_turn(lambda: self._enter_round(run, entry))
         finally:
@@ -171,7 +172,7 @@ class RunStore:
             raise ShufflerRefused(Refusal.ROUND_NOT_INCREASING)
         if len(run.in_state(RoundState.CLOSED)) >= _MAX_WAITING:
             raise ShufflerRefused(Refusal.TOO_MANY_BATCHES)
-        self._quota.check_round(self._runs, run)
+        self._quota.check_round(self._runs, run, self._least_bytes(run))
         run.opening = entry
         return run, entry
 
@@ -295,6 +296,11 @@ class RunStore:
     def _users_of(self, run: Run) -> int:
         """For how many users' reports a round of a run makes room here."""
         return min(run.plan.users, self._most_users)
+
+    def _least_bytes(self, run: Run) -> int:
+        """How much room a round of a run takes without any report."""
+        users = _BYTES_PER_USER * self._users_of(run)
+        return users + run.plan.most_blankets * run.report_cost
 
     def _open_spool(self, run: Run, entry: Round) -> RoundSpool:
         def draw() -> int:

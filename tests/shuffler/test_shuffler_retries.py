@@ -1,0 +1,105 @@
+"""Clients that try again: what is not lost, what is not sent twice, and what is counted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from shuffler_world import World, free_port, kill
+
+from shuffler import IntakeClient, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
+from shuffler.callers import Role
+from shuffler.keys import Authority
+from shuffler.wire.retries import Retries
+
+NODES = 40
+
+
+@pytest.mark.slow
+def test_nodes_that_come_at_once_wait_for_their_turn_and_lose_nothing(start: Callable[..., World]):
+    authority = Authority.create()
+    world = start(authority=authority, limits={"streams": 2, "streams_per_sender": 1})
+    header = world.begin()
+    nodes = [authority.issue(Role.NODE, f"node-{n}", users=1) for n in range(NODES)]
+    together = threading.Barrier(NODES)
+
+    def submit(number: int) -> dict[str, int]:
+        reports = world.reports(header, 1)
+        with IntakeClient(world.process.address, nodes[number]) as intake:
+            together.wait(60)
+            assert list(intake.submit(header, reports, deadline=120)) == [Verdict.ACCEPTED]
+            return dict(intake.counts)
+
+    with ThreadPoolExecutor(NODES) as pool:
+        assert list(pool.map(submit, range(NODES))) == [{"ACCEPTED": 1}] * NODES
+    world.control.close_round("run", 1)
+    assert len(list(world.control.release("run", 1))) == NODES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [148, 2**18 + 5])
+def test_a_shuffler_that_is_killed_and_comes_back_gets_every_report_once(
+    start: Callable[..., World], memory_path: Path, length: int
+):
+    authority, listen = Authority.create(), f"127.0.0.1:{free_port()}"
+    options = {"authority": authority, "listen": listen}
+    world = start(memory_path / "spool", **options)
+    header = world.begin(report_bytes=length)
+    sent = [(user, os.urandom(length)) for user in range(300)]
+    verdicts = []
+    with IntakeClient(listen, authority.issue(Role.NODE, "node", users=300)) as intake:
+        for verdict in intake.submit(header, iter(sent), deadline=120):
+            verdicts.append(verdict)
+            if len(verdicts) == 20:
+                kill(world)
+                world = start(memory_path / "spool", **options)
+        assert verdicts == [Verdict.ACCEPTED] * 300
+        assert intake.counts == {"ACCEPTED": 300}
+    world.control.close_round("run", 1)
+    assert sorted(world.control.release("run", 1)) == sorted(sealed for _, sealed in sent)
+
+
+def test_what_is_given_up_and_what_is_refused_is_counted(start: Callable[..., World]):
+    world = start()
+    header = world.begin()
+    reports = world.reports(header, 3)
+    with IntakeClient(world.process.address, world.process.submit) as intake:
+        list(intake.submit(header, [reports[0], reports[0], (1, b"short")]))
+        assert intake.counts == {"ACCEPTED": 1, "DUPLICATE": 1, "WRONG_LENGTH": 1}
+        os.kill(world.process.pid, signal.SIGKILL)
+        with pytest.raises(ShufflerUnavailable):
+            list(intake.submit(header, reports[1:], deadline=1))
+        assert intake.counts["LOST"] >= 1
+        with pytest.raises(ValueError, match="deadline must be positive, got 0"):
+            list(intake.submit(header, reports, deadline=0))
+
+
+def test_a_node_that_may_not_submit_is_told_at_once(start: Callable[..., World]):
+    world = start()
+    header = world.begin()
+    with (
+        IntakeClient(world.process.address, world.process.monitor) as intake,
+        pytest.raises(ShufflerRefused) as refused,
+    ):
+        list(intake.submit(header, world.reports(header, 1), deadline=3600))
+    assert refused.value.reason is Refusal.NOT_PERMITTED
+
+
+def test_waits_are_drawn_from_bounds_that_double(monkeypatch: pytest.MonkeyPatch):
+    bounds: list[float] = []
+    monkeypatch.setattr("shuffler.wire.retries.time.sleep", bounds.append)
+    monkeypatch.setattr("shuffler.wire.retries._random.uniform", lambda low, high: low + high)
+    retries = Retries(float("inf"))
+    for _ in range(8):
+        retries.wait(ShufflerRefused(Refusal.BUSY))
+    assert bounds == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
+    for error in (ShufflerRefused(Refusal.NOT_PERMITTED), ShufflerRefused(Refusal.STORAGE_FULL)):
+        with pytest.raises(ShufflerRefused):
+            retries.wait(error)
+    with pytest.raises(ShufflerRefused):
+        Retries(0.0).wait(ShufflerRefused(Refusal.BUSY))
