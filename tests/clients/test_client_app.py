@@ -84,7 +84,7 @@ def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
 def test_without_the_shuffler_a_round_is_refused_before_any_coin(make_round, rate):
     with ShufflerProcess() as gone:
-        shufflers = ((gone.address, gone.submit),)
+        shufflers = ((gone.address, gone.submit, 1.0),)  # tried for a second
     round = make_round(rate=rate, shufflers=shufflers)
     with pytest.raises(RoundRefused, match="the shuffler does not confirm the round"):
         round.announce()
