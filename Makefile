@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check lint bench proto mnist clean
+.PHONY: run test check lint bench load proto mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
@@ -31,6 +31,9 @@ bench: .venv/ready  ## users a second of the vectorised engine and its peers: so
 
 flips: .venv/ready  ## 10 000 flipped bits in the files of a shuffler: some ten minutes
 	SHUFL_BIT_FLIPS=10000 $(BIN)/pytest tests/attacks/test_bit_flips.py
+
+load: .venv/ready  ## a shuffler under a flood: 300 nodes, 5 000 bare connections, 20 000 calls; a minute
+	$(BIN)/python benchmarks/shuffler_load.py
 
 proto: .venv/ready
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. shuffler/wire/shuffler.proto

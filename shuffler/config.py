@@ -86,8 +86,8 @@ class Limits(_Section):
 
     Attributes:
         users: for how many users' reports it makes room in a round, if the plan has more.
-        connections: at once; fewer where there are not descriptors enough. Half of them are for
-            peers that have not called yet.
+        connections: at once; fewer where there are not descriptors enough. At most half of them
+            stay without a call.
         calls: at once, of all kinds.
         calls_per_sender: of them with one credential; as many connections it may have.
         streams: of reports, at once; each may take 5 MB of memory.
@@ -104,7 +104,7 @@ class Limits(_Section):
     """
 
     users: Annotated[int, Field(ge=1, le=MOST_USERS)] = MOST_USERS
-    connections: Count = 1024
+    connections: Count = 512
     calls: Count = 1024
     calls_per_sender: Count = 32
     streams: Count = 24

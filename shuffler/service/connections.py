@@ -1,10 +1,10 @@
-"""Connections: most of them are strangers' until a call has come over them.
+"""Connections: those over which no call goes make room for new ones.
 
 gRPC accepts connections, and closes those beyond a number, but does not tell them apart: whoever
-opens many and says nothing would keep all others out. Here the oldest of those over which no call
-has come are ended, so that a new one finds room. Their sockets are found among this process's open
-files; one is ended by a shutdown, which to gRPC is a peer that hangs up. Nothing is added to the
-way of the bytes.
+opens many and says nothing would keep all others out. Here those without a call are ended when they
+are too many, so that a new one finds room. Their sockets are found among this process's open files;
+one is ended by a shutdown, which to gRPC is a peer that hangs up. Nothing is added to the way of
+the bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import resource
 import socket
 import stat
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
@@ -42,14 +43,21 @@ def most_connections(wanted: int) -> int:
 
 @dataclass
 class _Connection:
-    """Since when a connection is known, and whose calls come over it, once one has."""
+    """How a connection is used.
+
+    Attributes:
+        since: when it was found, or the last call over it ended.
+        sender: whose calls come over it; None: none has come yet.
+        calls: how many are open.
+    """
 
     since: float = field(default_factory=time.monotonic)
     sender: str | None = None
+    calls: int = 0
 
 
 class Connections:
-    """The connections to one port. Half of those that there may be are left to strangers.
+    """The connections to one port. At most half of those that there may be have no open call.
 
     Attributes:
         most: how many there may be.
@@ -76,37 +84,55 @@ class Connections:
                 if listens and self._is_here(found):
                     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_SECONDS)
 
-    def admit(self, name: str, sender: str) -> bool:
-        """Whether a call may come over its connection: its sender has not too many of them.
+    @contextmanager
+    def call(self, name: str, sender: str) -> Iterator[bool]:
+        """A call that comes over a connection, for as long as the block lasts.
 
         Args:
             name: of the peer, as gRPC says it.
             sender: whose the call is.
+
+        Yields:
+            Whether it may come: its sender has not too many connections.
         """
         peer = _parse(name)
-        found = self._open.get(peer)
-        if found is None or found.sender is None:
+        if peer not in self._open or self._open[peer].sender is None:
             self._update()
-            found = self._open.get(peer)
-        if found is None or found.sender is not None:  # None: it has just ended
-            return True
-        if sum(other.sender == sender for other in self._open.values()) >= self._most_of_sender:
-            return False
-        found.sender = sender
-        return True
+        found = self._open.get(peer)
+        if found is None:  # it has just ended
+            yield True
+            return
+        if found.sender is None:
+            of_sender = sum(other.sender == sender for other in self._open.values())
+            if of_sender >= self._most_of_sender:
+                yield False
+                return
+            found.sender = sender
+        found.calls += 1
+        try:
+            yield True
+        finally:
+            found.calls -= 1
+            found.since = time.monotonic()
 
-    def end_strangers(self) -> bool:
-        """Ends connections without a call: those that are too old, and the oldest of too many.
+    def end_unused(self) -> bool:
+        """Ends connections that wait too long for their first call, and some of too many unused.
+
+        Those go first over which no call has come, then those that are unused for longest.
 
         Returns:
             Whether there were too many.
         """
         descriptors = self._update()
-        strangers = [(self._open[p].since, p) for p in descriptors if self._open[p].sender is None]
-        too_many = len(strangers) - max(1, self.most // 2)
+        unused = sorted(
+            (found.sender is not None, found.since, peer)
+            for peer, found in self._open.items()
+            if not found.calls and peer in descriptors
+        )
+        too_many = len(unused) - max(1, self.most // 2)
         old = time.monotonic() - _STRANGER_SECONDS
-        for index, (since, peer) in enumerate(sorted(strangers)):
-            if index < too_many or since < old:
+        for index, (called, since, peer) in enumerate(unused):
+            if index < too_many or (since < old and not called):
                 self._shut_down(descriptors[peer], peer)
         return too_many > 0
 

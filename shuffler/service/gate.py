@@ -138,9 +138,12 @@ class Gate:
 
             async def call(_: Any, context: grpc.aio.ServicerContext) -> None:
                 sender, certified = self._sender(context)
-                with self._calls.counted(sender) as allowed:
+                with (
+                    self._calls.counted(sender) as allowed,
+                    self._connections.call(context.peer(), sender) as connected,
+                ):
                     try:
-                        if not (allowed and self._connections.admit(context.peer(), sender)):
+                        if not (allowed and connected):
                             raise ShufflerRefused(Refusal.BUSY, "too many calls at once")
                         message = await answer(context, certified)
                     except (ShufflerRefused, TimeoutError) as error:

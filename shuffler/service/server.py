@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,8 @@ from shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
 
 _STOP_SECONDS = 2.0
 _WATCH_SECONDS = 0.1
-_WATCH_REST = 3  # times as long as the watching took
+_MEMORY_SECONDS = 10.0
+_WATCH_REST = 1  # times as long as the watching took
 
 
 class ShufflerServer:
@@ -150,10 +152,15 @@ class ShufflerServer:
         self._writers.shutdown()
 
     async def _keep_watch(self) -> None:
-        """Ends what should not be open: connections without a call, calls of the withdrawn."""
+        """Ends what should not be open, and gives memory back to the system."""
+        given_back = time.monotonic()
         while True:
             begun = time.monotonic()
-            flooded = self._connections.end_strangers()
+            if begun - given_back > _MEMORY_SECONDS:
+                given_back = begun
+                await asyncio.to_thread(_give_back_memory)
+                continue
+            flooded = self._connections.end_unused()
             self._gate.permitted.end_bad()
             took = time.monotonic() - begun
             await asyncio.sleep(max(0.0 if flooded else _WATCH_SECONDS, _WATCH_REST * took))
@@ -178,6 +185,13 @@ class _Health:
         if request.service:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+
+def _give_back_memory() -> None:
+    """Has the C library return what it keeps of freed memory, where it can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _probe(host: str, port: int, listen: str) -> None:

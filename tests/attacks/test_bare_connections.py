@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from shuffler_world import World, in_release
+from shuffler_world import World, in_release, plan
 
-from shuffler import IntakeClient, ShufflerProcess, Verdict
+from shuffler import IntakeClient, Refusal, ShufflerProcess, ShufflerRefused, Verdict
 from shuffler.wire.channel import parse_address
 
 DESCRIPTORS = 1024
@@ -30,6 +30,32 @@ def few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python.write_text(f'#!/bin/sh\nulimit -n {DESCRIPTORS}\nexec "{sys.executable}" "$@"\n')
     python.chmod(stat.S_IRWXU)
     monkeypatch.setattr(sys, "executable", str(python))
+
+
+def test_the_descriptor_limit_is_raised_as_far_as_it_goes():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        with ShufflerProcess() as process:
+            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_many_open_files_are_no_full_disk():
+    with ShufflerProcess() as process:
+        world = World(process)
+        world.control.create_run("run", plan(), 64)
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (1, hard))
+        with pytest.raises(
+            ShufflerRefused, match="the shuffler has too many files open"
+        ) as refused:
+            world.control.open_round("run", 1, "m", world.public_key)
+        assert refused.value.reason is Refusal.STORAGE_FAILED
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (hard, hard))
+        world.control.open_round("run", 1, "m", world.public_key)
+        world.close()
 
 
 @pytest.mark.slow

@@ -137,7 +137,9 @@ def test_a_log_file_that_was_moved_away_is_begun_again_at_sighup(
 
 def test_log_files_are_rotated_and_the_oldest_dropped(tmp_path: Path):
     config = tmp_path / "shuffler.toml"
-    config.write_text(f"{PLAIN}log_megabytes = 0.002\nlog_kept = 2\n")
+    config.write_text(
+        f"{PLAIN}log_megabytes = 0.002\nlog_kept = 2\n[limits]\nruns_per_server = 64\n"
+    )
 
     with shuffler(config) as child:
         with ControlClient(listening(child), "t" * 32) as control:
