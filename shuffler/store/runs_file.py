@@ -43,6 +43,12 @@ CREATE TABLE directory(
 )
 """
 _PUT_RUN = "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?)"
+# As bytes: a damaged text may be none.
+_DROP_RUN = "DELETE FROM runs WHERE CAST(run_id AS BLOB) IS CAST(? AS BLOB)"
+_DROP_ROUND = (
+    "DELETE FROM rounds WHERE CAST(run_id AS BLOB) IS CAST(?1 AS BLOB)"
+    " AND CAST(round AS BLOB) IS CAST(?2 AS BLOB)"
+)
 _Row = tuple[Any, ...]
 _Change = tuple[Any, ...]  # a statement, and its values
 
@@ -167,11 +173,11 @@ class RunsFile:
                 good = False
             if not good:
                 self.lost = True
-                bad.append(("DELETE FROM runs WHERE run_id IS ?", run_id))
+                bad.append((_DROP_RUN, run_id))
         for row in self._ask("SELECT * FROM rounds"):
             run_id, number, digest, state, outcome, public_key, _ = row
             if run_id not in found or not self._is_good("round", row):
-                bad.append(("DELETE FROM rounds WHERE run_id IS ? AND round IS ?", run_id, number))
+                bad.append((_DROP_ROUND, run_id, number))
                 self.lost = self.lost or run_id not in found
                 if run_id in found and isinstance(number, int) and 0 <= number <= last[run_id]:
                     found[run_id].rounds[number] = _lost_round(number)
@@ -187,7 +193,7 @@ class RunsFile:
 
     def _repair(self, bad: list[_Change]) -> None:
         """Drops the damaged rows, and enters what is known of the rounds that they were."""
-        _log.error("rows of runs.db are damaged: what they were of is lost: %d rows", len(bad))
+        _log.error("rows of runs.db are damaged: what they were of is lost")
         lost = [
             self._insert_round(run, round)
             for run in self.found.values()
@@ -304,9 +310,12 @@ def _batches(directory: Path) -> bool:
     return any(directory.glob("batch-*"))
 
 
-def _text(data: bytes) -> str:
-    """A text of the file, also a damaged one, which then has no right checksum."""
-    return data.decode("utf-8", "surrogateescape")
+def _text(data: bytes) -> str | bytes:
+    """A text of the file, or the bytes of a damaged one, which then has no right checksum."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
 
 
 def _read_anchor(runs: Path, path: Path) -> Anchor | None:
