@@ -80,12 +80,21 @@ def claim_directory(directory: Path) -> int:
                 f" has {status.st_mode & 0o7777:04o}"
             )
         directory.chmod(0o700)
-    lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    return lock_file(directory / "lock", f"spool directory {directory}")
+
+
+def lock_file(path: Path, what: str) -> int:
+    """Locks a file, made if it is missing, for this process; closing what it returns ends that.
+
+    Raises:
+        ValueError: if another process holds it; `what` says what is then in use.
+    """
+    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise ValueError(f"spool directory {directory} is in use by another shuffler") from None
+        raise ValueError(f"{what} is in use by another shuffler") from None
     return lock
 
 
