@@ -21,7 +21,7 @@ CHECK_BYTES = 16
 """Length in bytes of a checksum."""
 
 _KEY_BYTES = 32
-_FORMAT = 6  # of all files in the directory; another shuffler's are refused
+_FORMAT = 7  # of all files in the directory; another shuffler's are refused
 
 
 class Checks:
@@ -61,6 +61,7 @@ class Anchor:
         path: where it is.
         generation: how often the directory's state had changed at least.
         checks: those with its key.
+        name: tells this file from others; a directory holds the name of its own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,6 +89,7 @@ class Anchor:
         self.generation = int(found["generation"])
         self._key = bytes.fromhex(found["key"])
         self.checks = Checks(self._key)
+        self.name = _name(self.checks.make("anchor"))
 
     @classmethod
     def create(cls, path: Path) -> Anchor:
@@ -95,11 +97,20 @@ class Anchor:
         _write(path, secrets.token_bytes(_KEY_BYTES), 0)
         return cls(path)
 
+    def is_another(self, name: Any) -> bool:
+        """Whether this is the name of another such file, and not a damaged one."""
+        return isinstance(name, bytes) and self.name != name == _name(name[:CHECK_BYTES])
+
     def advance(self, generation: int) -> None:
         """Writes that the directory has come this far."""
         if generation != self.generation:
             _write(self.path, self._key, generation)
             self.generation = generation
+
+
+def _name(own: bytes) -> bytes:
+    """A name that tells by itself whether it is what was written."""
+    return own + hashlib.sha256(own).digest()[:CHECK_BYTES]
 
 
 def _sum(found: dict[str, Any]) -> str:

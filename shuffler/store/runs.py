@@ -33,6 +33,7 @@ from shuffler.store.storage import (
     Disk,
     claim_directory,
     exists,
+    lock_file,
     storage_errors,
     sync_directory,
 )
@@ -82,8 +83,8 @@ class RunStore:
             quota: how much one server may take; None: all.
 
         Raises:
-            ValueError: if others may enter the directory, another process uses it, or it is of
-                another format or older than its generation. Nothing is then changed.
+            ValueError: if others may enter the directory, another process uses it or the file
+                `generation`, or the two do not belong together. Nothing is then changed.
             OSError: for what may pass; no open or closed batch is then given up.
         """
         self._directory = directory
@@ -96,7 +97,12 @@ class RunStore:
         self.batches = OpenBatches(self._runs, self._disk, self._quota, self._randomness)
         with ExitStack() as files:
             files.callback(os.close, claim_directory(directory))
-            self._file = RunsFile(directory, generation or directory / "generation")
+            anchor = generation or directory / "generation"
+            if generation is not None:  # a copy of the directory has a lock of its own
+                with naming(anchor):
+                    lock = lock_file(anchor.with_name(f"{anchor.name}.lock"), str(anchor))
+                files.callback(os.close, lock)
+            self._file = RunsFile(directory, anchor)
             files.callback(self._file.close)
             files.callback(_close_batches, self._runs)
             self._recover()

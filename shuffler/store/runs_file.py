@@ -39,10 +39,17 @@ CREATE TABLE rounds(
 CREATE TABLE record(number INTEGER PRIMARY KEY, entry TEXT NOT NULL);
 CREATE TABLE directory(
     generation INTEGER NOT NULL, lost INTEGER NOT NULL, entries INTEGER NOT NULL,
-    head TEXT NOT NULL, checksum BLOB NOT NULL
+    head TEXT NOT NULL, anchor BLOB NOT NULL, checksum BLOB NOT NULL
 )
 """
 _PUT_RUN = "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?)"
+# As bytes: a damaged text may be none.
+_DROP_RUN = "DELETE FROM runs WHERE CAST(run_id AS BLOB) IS CAST(? AS BLOB)"
+_DROP_ROUND = (
+    "DELETE FROM rounds WHERE CAST(run_id AS BLOB) IS CAST(?1 AS BLOB)"
+    " AND CAST(round AS BLOB) IS CAST(?2 AS BLOB)"
+)
+_ASIDE = "runs.damaged"
 _Row = tuple[Any, ...]
 _Change = tuple[Any, ...]  # a statement, and its values
 
@@ -68,8 +75,8 @@ class RunsFile:
             anchor: the file that says how old the directory may be, made if both are missing.
 
         Raises:
-            ValueError: the directory is older than its anchor, has another format, or one of the
-                two is missing.
+            ValueError: directory and anchor are not those that were last used together, one of
+                the two is missing, or the format is another.
             OSError: for whatever may pass.
         """
         self._path = directory / "runs.db"
@@ -79,7 +86,9 @@ class RunsFile:
         self.lost, self.head = False, (0, START)
         self.found: dict[str, Run] = {}
         self._connection: sqlite3.Connection | None = None
+        self._unanswered: tuple[str, int, str] | None = None
         if known is None or not (exists(self._path) or _batches(directory)):
+            self._refuse_empty_directory()
             self._begin_anew()
             return
         try:
@@ -108,21 +117,43 @@ class RunsFile:
             if (found := self._ask("PRAGMA integrity_check(1)")[0]) != ("ok",):
                 raise DamagedFile(str(found[0]))
             rows = self._ask("SELECT * FROM directory")
+            # An anchor that was never advanced is in the place of a damaged one: all is lost.
+            if len(rows) == 1 and self._anchor.generation and self._anchor.is_another(rows[0][-2]):
+                raise ValueError(
+                    f"{self._anchor.path} belongs to another directory than {self._path.parent}:"
+                    f" name the right one, or {self._how_to_begin_anew}"
+                )
             if len(rows) != 1 or not self._is_good("directory", rows[0]):
                 raise DamagedFile("its generation is not what was written")
-            self._generation, lost, *head = rows[0][:-1]
+            self._generation, lost, *head = rows[0][:4]
             self.lost, self.head = bool(lost), (head[0], head[1])
-            if self._generation < self._anchor.generation:
+            # The directory is one change ahead after a crash between the two.
+            if self._generation - self._anchor.generation not in (0, 1):
+                ahead = self._generation > self._anchor.generation
+                older = self._anchor.path if ahead else self._path.parent
                 raise ValueError(
-                    f"{self._path.parent} is older than it was, perhaps a restored backup: it is at"
-                    f" change {self._generation}, {self._anchor.path} at"
-                    f" {self._anchor.generation}. Its rounds could be released a second time: use"
-                    " an empty directory"
+                    f"{older} is older than it was, perhaps a restored backup: {self._path.parent}"
+                    f" is at change {self._generation}, {self._anchor.path} at"
+                    f" {self._anchor.generation}. Rounds could be released a second time: put back"
+                    f" what belongs together, or {self._how_to_begin_anew}"
                 )
             self._anchor.advance(self._generation)
         except BaseException:
             self._connection.close()
             raise
+
+    @property
+    def _how_to_begin_anew(self) -> str:
+        return f"begin without any run: with an empty directory, and {self._anchor.path} moved away"
+
+    def _refuse_empty_directory(self) -> None:
+        """Refuses one whose anchor, elsewhere, says that it was not empty."""
+        elsewhere = self._anchor.path.parent.resolve() != self._path.parent.resolve()
+        if elsewhere and self._anchor.generation and not exists(self._path.parent / _ASIDE):
+            raise ValueError(
+                f"{self._path.parent} has no runs, and {self._anchor.path} says that it had some:"
+                f" put them back (is a disk not mounted?), or {self._how_to_begin_anew}"
+            )
 
     def _begin_anew(self) -> None:
         """Makes an empty file; one that is there, or batches, mean that runs are lost.
@@ -130,16 +161,16 @@ class RunsFile:
         It is made under another name first, so that a crash leaves all of it or nothing.
         """
         directory = self._path.parent
-        new, aside = directory / "runs.new", directory / "runs.damaged"
+        new, aside = directory / "runs.new", directory / _ASIDE
         existing = exists(self._path)
         delete_database(new)
-        lost = existing or _batches(directory)
-        first = (self._anchor.generation + 1, int(lost), 0, START)
+        lost = existing or _batches(directory) or self._anchor.generation > 0
+        first = (self._anchor.generation + 1, int(lost), 0, START, self._anchor.name)
         with closing(connect(new)) as connection, transaction(connection) as rows:
             for statement in _SCHEMA.split(";"):
                 rows.execute(statement)
             checked = (*first, self._checks.make("directory", first))
-            rows.execute("INSERT INTO directory VALUES (?, ?, ?, ?, ?)", checked)
+            rows.execute("INSERT INTO directory VALUES (?, ?, ?, ?, ?, ?)", checked)
         if existing:
             delete_database(aside)
             self._path.rename(aside)
@@ -167,11 +198,11 @@ class RunsFile:
                 good = False
             if not good:
                 self.lost = True
-                bad.append(("DELETE FROM runs WHERE run_id IS ?", run_id))
+                bad.append((_DROP_RUN, run_id))
         for row in self._ask("SELECT * FROM rounds"):
             run_id, number, digest, state, outcome, public_key, _ = row
             if run_id not in found or not self._is_good("round", row):
-                bad.append(("DELETE FROM rounds WHERE run_id IS ? AND round IS ?", run_id, number))
+                bad.append((_DROP_ROUND, run_id, number))
                 self.lost = self.lost or run_id not in found
                 if run_id in found and isinstance(number, int) and 0 <= number <= last[run_id]:
                     found[run_id].rounds[number] = _lost_round(number)
@@ -187,7 +218,7 @@ class RunsFile:
 
     def _repair(self, bad: list[_Change]) -> None:
         """Drops the damaged rows, and enters what is known of the rounds that they were."""
-        _log.error("rows of runs.db are damaged: what they were of is lost: %d rows", len(bad))
+        _log.error("rows of runs.db are damaged: what they were of is lost")
         lost = [
             self._insert_round(run, round)
             for run in self.found.values()
@@ -265,21 +296,31 @@ class RunsFile:
         return self._connection.execute(query, values).fetchall()
 
     def _write(self, *changes: _Change, event: tuple[Run, Round, str] | None = None) -> None:
-        """All of the statements, each with its values, or none of them; then the anchor."""
+        """All of the statements, each with its values, or none of them; then the anchor.
+
+        Where the anchor cannot be written the change is on disk, but refused. Before the next one
+        it is written; if that is the same again, its event is in the record already.
+        """
         entries, head = self.head
-        if event is not None:
+        about = None if event is None else (event[0].run_id, event[1].number, event[2])
+        if event is not None and about != self._unanswered:
             entry = make_entry(entries, head, _about(*event))
             changes = (*changes, ("INSERT INTO record VALUES (?, ?)", entries, entry))
             entries, head = entries + 1, entry_hash(entry)
-        directory = (self._generation + 1, int(self.lost), entries, head)
-        update = "UPDATE directory SET generation=?, lost=?, entries=?, head=?, checksum=?"
+        directory = (self._generation + 1, int(self.lost), entries, head, self._anchor.name)
+        update = (
+            "UPDATE directory SET generation=?, lost=?, entries=?, head=?, anchor=?, checksum=?"
+        )
         assert self._connection is not None
         with storage_errors():
+            self._anchor.advance(self._generation)
             with transaction(self._connection) as rows:
                 for statement, *values in (*changes, self._checked(update, "directory", directory)):
                     rows.execute(statement, values)
             self._generation, self.head = self._generation + 1, (entries, head)
+            self._unanswered = about
             self._anchor.advance(self._generation)
+            self._unanswered = None
 
 
 def _about(run: Run, round: Round, event: str) -> dict[str, Any]:
@@ -304,9 +345,12 @@ def _batches(directory: Path) -> bool:
     return any(directory.glob("batch-*"))
 
 
-def _text(data: bytes) -> str:
-    """A text of the file, also a damaged one, which then has no right checksum."""
-    return data.decode("utf-8", "surrogateescape")
+def _text(data: bytes) -> str | bytes:
+    """A text of the file, or the bytes of a damaged one, which then has no right checksum."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
 
 
 def _read_anchor(runs: Path, path: Path) -> Anchor | None:

@@ -107,10 +107,14 @@ class RoundSpool:
             if not existing:
                 self._rows.make(self._file.slots, users, BlanketsLeft(work, draw(), cover))
             with damage():
-                self.count = self._rows.count(self._file.slots, users)
+                self.count, thrown_away, reported = self._rows.count(self._file.slots, users)
                 self.blankets = BlanketsLeft.read(self._rows)
             if self.blankets.work != work:
                 raise DamagedFile("the batch's file is for another number of blankets")
+            # Rows that are good one by one may be of different commits.
+            marks = reported + self.blankets.stored, self.blankets.made - self.blankets.stored
+            if (self.count, thrown_away) != marks:
+                raise DamagedFile("the rows of the batch's file do not fit together")
             sync_directory(path.parent)
             self._files: ExitStack | None = files.pop_all()
 

@@ -68,13 +68,14 @@ class BatchRows:
             self.replace("hash_key", {0: secrets.token_bytes(_HASH_BYTES)})
             blankets.write(self)
 
-    def count(self, slots: int, users: int) -> int:
-        """How many slots are taken.
+    def count(self, slots: int, users: int) -> tuple[int, int, int]:
+        """How many slots are taken, how many thrown away, and how many users have reported.
 
         Raises:
             DamagedFile: if a row is missing, or is not what was written.
         """
-        tables, taken = _tables(slots, users), 0
+        tables = _tables(slots, users)
+        taken = thrown_away = reported = 0
         check_schema(self.connection, *map(_TABLE.format, tables))
         for table, (count, length) in tables.items():
             found = self.connection.execute(f"SELECT number, content FROM {table} ORDER BY number")
@@ -84,10 +85,14 @@ class BatchRows:
                     raise DamagedFile("a row of the batch's file is another one")
                 expected += 1
                 if table == "slots":
-                    taken += int.from_bytes(content[:_ROW_BYTES], "little").bit_count()
+                    taken += int.from_bytes(content[:_ROW_BYTES]).bit_count()
+                    thrown_away += int.from_bytes(content[_ROW_BYTES:-CHECK_BYTES]).bit_count()
+                elif table == "reported":
+                    hashes = content[:-CHECK_BYTES].rstrip(b"\0")
+                    reported += -(-len(hashes) // _HASH_BYTES)  # one may end in zeros
             if expected != count:
                 raise DamagedFile("rows of the batch's file are missing")
-        return taken
+        return taken, thrown_away, reported
 
     def read(self, table: str, number: int) -> bytes:
         """A row's content.

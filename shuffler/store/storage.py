@@ -19,6 +19,7 @@ _SETTINGS = (
     *(f"page_size={PAGE_BYTES}", "locking_mode=EXCLUSIVE", "journal_mode=TRUNCATE"),
     *("synchronous=FULL", "secure_delete=ON", "temp_store=MEMORY"),
 )
+_VERSIONS_START, _VERSIONS_END, _VERSIONS = 18, 20, b"\1\1"  # of writing and reading, in a header
 _DAMAGE = {  # `ERROR`: a table or a column is not there
     sqlite3.SQLITE_ERROR,
     sqlite3.SQLITE_CORRUPT,
@@ -79,12 +80,21 @@ def claim_directory(directory: Path) -> int:
                 f" has {status.st_mode & 0o7777:04o}"
             )
         directory.chmod(0o700)
-    lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    return lock_file(directory / "lock", f"spool directory {directory}")
+
+
+def lock_file(path: Path, what: str) -> int:
+    """Locks a file, made if it is missing, for this process; closing what it returns ends that.
+
+    Raises:
+        ValueError: if another process holds it; `what` says what is then in use.
+    """
+    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise ValueError(f"spool directory {directory} is in use by another shuffler") from None
+        raise ValueError(f"{what} is in use by another shuffler") from None
     return lock
 
 
@@ -93,6 +103,10 @@ def connect(path: Path) -> sqlite3.Connection:
 
     A rollback journal, emptied by every commit, and not a write-ahead log: a log keeps what was
     written in which order until it is folded into the file.
+
+    Raises:
+        DamagedFile: the header asks for another way of writing. SQLite would open such a file, and
+            then refuse every change.
     """
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
@@ -100,6 +114,9 @@ def connect(path: Path) -> sqlite3.Connection:
         pass
     else:
         sync_directory(path.parent)
+    with path.open("rb") as file:
+        if file.read(_VERSIONS_END)[_VERSIONS_START:] not in (b"", _VERSIONS):
+            raise DamagedFile("its header is not what was written")
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         for setting in _SETTINGS:
@@ -117,7 +134,7 @@ def check_schema(connection: sqlite3.Connection, *statements: str) -> None:
         DamagedFile: if it has others.
     """
     found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-    if sorted(sql for (sql,) in found) != sorted(each.strip() for each in statements):
+    if {sql for (sql,) in found} != {each.strip() for each in statements}:
         raise DamagedFile("its tables are not those that were made")
 
 

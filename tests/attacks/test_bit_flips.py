@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from shuffler.store.runs import RunStore
 
 FLIPS = int(os.environ.get("SHUFL_BIT_FLIPS", "300"))  # `make flips` has 10 000
 USERS, LENGTH, MINIMUM = 40, 200, 30
-ROOT = Path(__file__).parents[2]
 
 
 def sealed(run: int, user: int) -> bytes:
@@ -100,31 +97,3 @@ def test_a_restored_backup_is_refused(tmp_path):
     anchor.unlink()
     with pytest.raises(ValueError, match=r"is missing, and .* has runs that it belongs to"):
         RunStore(spool, generation=anchor)
-
-
-CRASHING = """
-import os, signal, sys
-from pathlib import Path
-from shuffler.store import checks
-from shuffler.store.runs import RunStore
-
-store = RunStore(Path(sys.argv[1]), generation=Path(sys.argv[2]))
-checks.Anchor.advance = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-store.close_round("run", 1, discard=True)
-"""
-
-
-def test_a_crash_between_directory_and_generation_is_no_rollback(tmp_path):
-    spool, anchor = tmp_path / "spool", tmp_path / "elsewhere"
-    store = RunStore(spool, generation=anchor)
-    store.create_run("run", plan(10), LENGTH)
-    store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.close()
-    before = anchor.read_bytes()
-    done = subprocess.run([sys.executable, "-c", CRASHING, str(spool), str(anchor)], cwd=ROOT)
-    assert done.returncode == -9
-    assert anchor.read_bytes() == before
-    store = RunStore(spool, generation=anchor)
-    assert store.close_round("run", 1, discard=True) is Outcome.DISCARDED
-    store.close()
-    assert anchor.read_bytes() != before
