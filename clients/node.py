@@ -112,6 +112,7 @@ class Node:
         self._records = settings.load_users()
         self._ledgers: dict[int, DeviceLedger] = {}
         self._work = threading.Lock()  # a round may still be at work when the next one comes
+        self._failure: ReportFailed | None = None
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
     @functools.cached_property
@@ -146,8 +147,11 @@ class Node:
             RoundRefused: another run or plan, a model that is not this client's, a key that nothing
                 can be sealed to, a round beyond the budget, a shuffler that does not confirm all of
                 it, or what the device's owner does not accept.
+            ReportFailed: in simulation, when an earlier round failed after it was answered.
         """
         until = time.monotonic() + announced.seconds
+        if self._failure is not None:
+            raise self._failure
         self.agree(announced.run_id, announced.plan_digest)
         parameters = self._parameters(model)
         header = RoundHeader(
@@ -214,7 +218,8 @@ class Node:
 
         Whatever goes wrong from the coins on is logged on this node and not told to the server: an
         error only nodes with check-ins can have would tell who checked in. In simulation a failing
-        computation is told, since it would otherwise be hard to find.
+        computation is told, since it would otherwise be hard to find. A round whose time is over
+        before the one before it has ended is given up without a coin.
 
         Args:
             users: ids of this node's users, int of shape (u,).
@@ -225,24 +230,29 @@ class Node:
             ReportFailed: in simulation, when computing a report failed.
         """
         number = round.header.round
+        if not self._work.acquire(timeout=max(round.until - time.monotonic(), 0.0)):
+            log.warning("round %d: no reports, an earlier round is still at work", number)
+            return
         try:
-            with self._work:
-                coins = self._randomness.check_ins(number, users, self.settings.plan.check_in_rate)
-                self._model.load_state_dict(round.parameters)
-                self._model.train()
-                reports = self._sealed_reports(users, coins, round)
-                intake = self._intakes[self.shuffler_of(node)]
-                left = max(round.until - time.monotonic(), _LEAST_SECONDS)
-                for verdict in intake.submit(round.header, reports, deadline=left):
-                    if verdict is not Verdict.ACCEPTED:
-                        log.warning("round %d: a report was rejected: %s", number, verdict.name)
+            coins = self._randomness.check_ins(number, users, self.settings.plan.check_in_rate)
+            self._model.load_state_dict(round.parameters)
+            self._model.train()
+            reports = self._sealed_reports(users, coins, round)
+            intake = self._intakes[self.shuffler_of(node)]
+            left = max(round.until - time.monotonic(), _LEAST_SECONDS)
+            for verdict in intake.submit(round.header, reports, deadline=left):
+                if verdict is not Verdict.ACCEPTED:
+                    log.warning("round %d: a report was rejected: %s", number, verdict.name)
         except ShufflerError as error:
             lost = self._intakes[self.shuffler_of(node)].counts["LOST"]
             log.warning("round %d: %d reports lost so far: %s", number, lost, error)
-        except Exception:
+        except Exception as error:
             if self.settings.seed is not None:
+                self._failure = error if isinstance(error, ReportFailed) else None
                 raise
             log.exception("round %d: reports not submitted", number)
+        finally:
+            self._work.release()
 
     def _parameters(self, model: ArrayRecord) -> dict[str, torch.Tensor]:
         """The broadcast parameters, if they are this client's model's by name, type and shape."""

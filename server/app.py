@@ -16,6 +16,7 @@ def make_server_app(
     observe: Callable[[RoundRecord], None],
     finish: Callable[[RunResult], None],
     stop: Callable[[], bool] = lambda: False,
+    shuffler_gone: Callable[[], bool] = lambda: False,
 ) -> ServerApp:
     """The ServerApp of a run.
 
@@ -24,11 +25,13 @@ def make_server_app(
         observe: called after every round.
         finish: called once, with how the run ended.
         stop: polled; when it turns true, the round is closed early and the run ends.
+        shuffler_gone: polled; once it is true, no shuffler will answer again, and nodes are not
+            waited for. The run then fails with the shuffler's error.
     """
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        finish(RoundLoop(settings, grid, observe, stop).run())
+        finish(RoundLoop(settings, grid, observe, stop, shuffler_gone).run())
 
     return app

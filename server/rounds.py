@@ -99,11 +99,13 @@ class RoundLoop:
         grid: Grid,
         observe: Callable[[RoundRecord], None],
         stop: Callable[[], bool],
+        shuffler_gone: Callable[[], bool],
     ):
         self.settings = settings
         self._grid = grid
         self._observe = observe
         self._stop = stop
+        self._waiting_is_over = lambda: stop() or shuffler_gone()
         self._training = Training(settings)
         self._incomplete = 0  # rounds in a row that lacked nodes
         self._shufflers = [ControlClient(*shuffler) for shuffler in settings.shufflers]
@@ -165,7 +167,9 @@ class RoundLoop:
         for shuffler in self._shufflers:
             shuffler.open_round(header.run_id, round, digest, public_key)
         asked, timeout = list(self._nodes), settings.round_timeout
-        answers = broadcast(self._grid, asked, header, public_key, model, timeout, self._stop)
+        answers = broadcast(
+            self._grid, asked, header, public_key, model, timeout, self._waiting_is_over
+        )
         for reason in answers.errors:
             log.error("round %d: a node failed: %s", round, reason)
         answered = (self._nodes[node] for node in answers.received)

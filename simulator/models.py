@@ -46,6 +46,8 @@ def small_cnn(input_shape: tuple[int, ...], classes: int) -> nn.Module:
     return nn.Sequential(features, nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, classes))
 
 
+_DTYPES = (torch.float32, torch.float64)  # of parameters
+
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "logistic-regression": logistic_regression,
     "mlp": mlp,
@@ -98,12 +100,17 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
     """Every parameter is in every report, with noise on it.
 
     Raises:
-        ConfigError: there are no parameters, or some are frozen.
+        ConfigError: there are no parameters, or some are frozen, or of a type that no message has.
     """
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ConfigError(f"model {name} has no parameters to train")
     for path, parameter in parameters.items():
+        if parameter.dtype not in _DTYPES:
+            raise ConfigError(
+                f"model {name} keeps {path} as {parameter.dtype}: keep it as "
+                f"{' or '.join(map(str, _DTYPES))}, and compute in what you like"
+            )
         if not parameter.requires_grad:
             raise ConfigError(
                 f"model {name} freezes {path}: noise would be added to it all the same; make what "

@@ -121,6 +121,7 @@ class FlowerEngine:
                 observe,
                 results.append,
                 stop.is_set,
+                lambda: not all(shuffler.alive for shuffler in shufflers),
             )
             client_app = make_client_app(
                 self._client_settings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shuffler import (
     ControlClient,
@@ -41,6 +41,7 @@ class OutsideShuffler:
     address: str
     control: Credentials
     submit: Credentials
+    alive: ClassVar[bool] = True  # as far as this machine knows; one that is away may come back
 
     @classmethod
     def of(cls, experiment: Experiment) -> OutsideShuffler | None:

@@ -51,9 +51,10 @@ def test_reports_go_on_while_the_files_of_a_huge_round_are_made(memory_path: Pat
         world.control.create_run("huge", plan(USERS), LENGTH)
         opening = open_huge_round(process, world.public_key)
         meanwhile = 0
-        while opening.is_alive():
+        while opening.is_alive() and meanwhile < 500:
             assert world.submit(header, [next(reports)]) == [Verdict.ACCEPTED]
             meanwhile += opening.is_alive()
+        opening.join()
         assert meanwhile >= 5  # 1 where the store makes them itself
         world.control.close_round("huge", 1, discard=True)
         world.close()

@@ -1,6 +1,7 @@
 """The Flower ClientApp against a real shuffler: constant replies, refusals, and exact reports."""
 
 import functools
+import threading
 import time
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import nn
 from accounting import rounds_within_budget
 from accounting.mechanisms import SeededRandomness
 from clients import DeviceLedger, ReportFailed, RoundRefused
-from shuffler import ControlClient, ShufflerProcess, generate_key_pair
+from shuffler import ControlClient, Outcome, ShufflerProcess, generate_key_pair
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -163,6 +164,39 @@ def test_the_reply_waits_for_its_moment_whoever_checked_in(make_round, rate):
     started = time.monotonic()
     round.announce()
     assert time.monotonic() - started >= 1.0
+
+
+def test_in_simulation_a_user_that_fails_after_the_answer_is_named_in_the_next_round(make_round):
+    round = make_round(rate=1.0, load_users=broken_users, reply_after=0.01).open()
+    round.announce()
+    wait_for_work()
+    with pytest.raises(ReportFailed, match=r"round 1, user 1: .* ZeroDivisionError: no records"):
+        round.announce()
+
+
+def test_a_round_behind_one_that_is_still_at_work_is_given_up(make_round, ledger, caplog):
+    """Else rounds would pile up that are slower than the server's patience."""
+    training = threading.Event()
+
+    def slow_users():
+        return lambda user: training.wait(30) and records(user)
+
+    round = make_round(rate=1.0, load_users=slow_users, reply_after=0.01, ledger=ledger).open()
+    round.announce()
+    round.control.close_round(round.header.run_id, 1, discard=True)
+    round.control.open_round(round.header.run_id, 2, round.header.model_digest, round.public_key)
+    round.announce(round=2, seconds=0.1)
+    time.sleep(0.3)
+    training.set()
+    wait_for_work()
+    assert "round 2: no reports, an earlier round is still at work" in caplog.text
+    assert round.control.close_round(round.header.run_id, 2) is Outcome.BELOW_MINIMUM
+
+
+def wait_for_work():
+    for thread in threading.enumerate():
+        if "take_part" in thread.name:
+            thread.join(30)
 
 
 def test_a_failing_user_is_named_in_simulation_and_hidden_in_deployment(make_round, ledger):

@@ -160,7 +160,7 @@ def test_streams_of_one_sender_are_limited(start: Callable[..., World]):
         IntakeClient(world.process.address, world.process.submit) as second,
         pytest.raises(ShufflerRefused) as refused,
     ):
-        list(second.submit(header, [(1, sealed)], deadline=0.5))
+        list(second.submit(header, [(1, sealed)], deadline=5))
     assert refused.value.reason is Refusal.BUSY
     hold.set()
     thread.join()

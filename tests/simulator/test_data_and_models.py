@@ -229,6 +229,15 @@ def frozen_net(input_shape, classes):
     return model
 
 
+class HalfPrecisionNet(nn.Module):
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.linear = nn.Linear(64, classes, dtype=torch.bfloat16)
+
+    def forward(self, records):
+        return self.linear(records.flatten(1).bfloat16()).float()
+
+
 def net_of_wrong_width(input_shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, classes + 1))
 
@@ -244,6 +253,7 @@ def test_any_module_and_callable_is_a_model():
         (f"{__name__}:NetWithMemory", "changes its buffer seen in training"),
         (f"{__name__}:nothing_to_train", "has no parameters to train"),
         (f"{__name__}:frozen_net", "freezes 1.bias"),
+        (f"{__name__}:HalfPrecisionNet", "keeps linear.weight as torch.bfloat16: keep it as"),
         ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
         ("no_such_module:net", "could not be imported"),
         ("torch.nn:NoSuchLayer", "could not be imported"),
