@@ -1,27 +1,13 @@
 """What runs on a user's device: check in, compute an update, clip, add noise, seal, submit.
 
-`make_client_app` gives the Flower ClientApp; the rest are its parts, each usable alone. Coins and
-the noisy report itself are in `accounting.mechanisms`.
+`make_client_app` gives the Flower ClientApp of a simulation, `serve_device` the process of a
+deployed node; the rest are their parts, each usable alone. Coins and the noisy report itself are in
+`accounting.mechanisms`.
+
+The names of `__init__.pyi` are imported when they are first used, so that the deployed ClientApp
+(`clients.relay`) starts without torch.
 """
 
-from clients.app import make_client_app
-from clients.device import DeviceLedger, DeviceLimits, RoundRefused, load_device
-from clients.node import Announcement, Node, ReportFailed
-from clients.settings import ClientSettings, LocalTraining, UserRecords
-from clients.update import local_update, record_orders
+import lazy_loader
 
-__all__ = [
-    "Announcement",
-    "ClientSettings",
-    "DeviceLedger",
-    "DeviceLimits",
-    "LocalTraining",
-    "Node",
-    "ReportFailed",
-    "RoundRefused",
-    "UserRecords",
-    "load_device",
-    "local_update",
-    "make_client_app",
-    "record_orders",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

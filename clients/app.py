@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,52 +13,82 @@ from flwr.clientapp import ClientApp
 from clients.node import Announcement, Node
 from clients.settings import ClientSettings
 
-_nodes: dict[str, Node] = {}  # this process's node, by run; Flower rebuilds the app per message
+_nodes: dict[str | None, Node] = {}  # this process's, by run; Flower rebuilds the app per message
 
 
 def make_client_app(settings: ClientSettings) -> ClientApp:
-    """The ClientApp of a run.
+    """The ClientApp of a simulated run.
 
     A node answers for the users whose id is its partition id modulo the number of partitions. A
-    round it refuses (`RoundRefused`) is Flower's error reply, decided before any coin. Its reply to
-    any other is the same constant whether or not any of its users checked in, and comes
-    `reply_after` seconds after the message, whether or not the node's work is done by then. A query
-    before the first round makes a node load its data and model, and answers whether it agrees to
-    the plan, for how many users it speaks, and where they report.
+    round it refuses (`RoundRefused`) is Flower's error reply, decided before any coin.
     """
     app = ClientApp()
-
-    @app.query()
-    def ready(message: Message, context: Context) -> Message:
-        node, partition, users = _node(settings), *_partition(settings, context)
-        asked = message.content["round"]
-        node.agree(str(asked["run_id"]), str(asked["plan_digest"]))
-        node.accept_plan(partition)
-        about = {"users": len(users), "shuffler": node.shuffler_of(partition)}
-        return Message(_acknowledgement(about), reply_to=message)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        reply_at = time.monotonic() + settings.reply_after
-        node, partition, users = _node(settings), *_partition(settings, context)
-        announced = Announcement.read(message.content["round"])
-        round = node.prepare(announced, message.content["model"], partition)
-        if settings.reply_after:
-            # From here on nothing that depends on a coin may hold the reply up, or hasten it.
-            threading.Thread(target=node.take_part, args=(users, round, partition)).start()
-            time.sleep(max(0.0, reply_at - time.monotonic()))
-        else:
-            node.take_part(users, round, partition)
-        return Message(_acknowledgement({"received": True}), reply_to=message)
-
+    for name, answer in ANSWERS.items():
+        getattr(app, name)()(_handler(settings, answer))
     return app
 
 
-def _partition(settings: ClientSettings, context: Context) -> tuple[int, np.ndarray]:
-    """This node's number, and the ids of its users: that number, and every N-th after it."""
-    partition = int(context.node_config["partition-id"])
-    partitions = int(context.node_config["num-partitions"])
-    return partition, np.arange(partition, settings.plan.users, partitions)
+def ready(
+    settings: ClientSettings, asked: RecordDict, number: int, users: np.ndarray
+) -> RecordDict:
+    """What a node says before the first round, once its data and model are loaded.
+
+    It says that it agrees to the plan, for how many users it speaks, and where they report.
+
+    Args:
+        settings: the client's side of the run.
+        asked: the server's message.
+        number: the node's.
+        users: ids of the node's users, int of shape (u,).
+
+    Raises:
+        RoundRefused: it does not agree.
+    """
+    node = _node(settings)
+    about = asked["round"]
+    node.agree(str(about["run_id"]), str(about["plan_digest"]))
+    node.accept_plan(number)
+    return _acknowledgement({"users": len(users), "shuffler": node.shuffler_of(number)})
+
+
+def train(
+    settings: ClientSettings, asked: RecordDict, number: int, users: np.ndarray
+) -> RecordDict:
+    """One round: agrees to it, has the users flip their coins, and acknowledges.
+
+    The acknowledgement is the same constant whether or not any user checked in, and comes
+    `reply_after` seconds after the message, whether or not the node's work is done by then.
+
+    Args:
+        settings, asked, number, users: as for `ready`.
+
+    Raises:
+        RoundRefused: the node does not agree; decided before any coin.
+    """
+    reply_at = time.monotonic() + settings.reply_after
+    node = _node(settings)
+    round = node.prepare(Announcement.read(asked["round"]), asked["model"], number)
+    if settings.reply_after:
+        # From here on nothing that depends on a coin may hold the reply up, or hasten it.
+        node.take_part_later(users, round, number)
+        time.sleep(max(0.0, reply_at - time.monotonic()))
+    else:
+        node.take_part(users, round, number)
+    return _acknowledgement({"received": True})
+
+
+Answer = Callable[[ClientSettings, RecordDict, int, np.ndarray], RecordDict]
+ANSWERS: dict[str, Answer] = {"query": ready, "train": train}
+"""What a node answers to each kind of Flower message, in simulation and deployed."""
+
+
+def _handler(settings: ClientSettings, answer: Answer) -> Callable[[Message, Context], Message]:
+    def handle(message: Message, context: Context) -> Message:
+        number = int(context.node_config["partition-id"])
+        users = np.arange(number, settings.plan.users, int(context.node_config["num-partitions"]))
+        return Message(answer(settings, message.content, number, users), reply_to=message)
+
+    return handle
 
 
 def _acknowledgement(content: dict[str, Any]) -> RecordDict:

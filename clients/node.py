@@ -112,7 +112,7 @@ class Node:
         self._records = settings.load_users()
         self._ledgers: dict[int, DeviceLedger] = {}
         self._work = threading.Lock()  # a round may still be at work when the next one comes
-        self._failure: ReportFailed | None = None
+        self._failures: dict[int, Exception] = {}  # of work that went on after an answer, by node
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class Node:
         Raises:
             RoundRefused: it is another run or plan.
         """
-        if run_id != self.settings.run_id:
+        if self.settings.run_id not in (None, run_id):
             raise RoundRefused(f"run must be {self.settings.run_id}, got {run_id}")
         if plan_digest != self._plan_digest:
             raise RoundRefused(f"privacy plan must be {self._plan_digest}, got {plan_digest}")
@@ -150,8 +150,8 @@ class Node:
             ReportFailed: in simulation, when an earlier round failed after it was answered.
         """
         until = time.monotonic() + announced.seconds
-        if self._failure is not None:
-            raise self._failure
+        if node in self._failures:
+            raise self._failures.pop(node)
         self.agree(announced.run_id, announced.plan_digest)
         parameters = self._parameters(model)
         header = RoundHeader(
@@ -246,13 +246,23 @@ class Node:
         except ShufflerError as error:
             lost = self._intakes[self.shuffler_of(node)].counts["LOST"]
             log.warning("round %d: %d reports lost so far: %s", number, lost, error)
-        except Exception as error:
+        except Exception:
             if self.settings.seed is not None:
-                self._failure = error if isinstance(error, ReportFailed) else None
                 raise
             log.exception("round %d: reports not submitted", number)
         finally:
             self._work.release()
+
+    def take_part_later(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
+        """Begins `take_part` in a thread; in simulation the next round tells how it failed."""
+
+        def work() -> None:
+            try:
+                self.take_part(users, round, node)
+            except Exception as error:
+                self._failures[node] = error
+
+        threading.Thread(target=work, name=f"take_part {round.header.round}").start()
 
     def _parameters(self, model: ArrayRecord) -> dict[str, torch.Tensor]:
         """The broadcast parameters, if they are this client's model's by name, type and shape."""

@@ -37,7 +37,7 @@ class ClientSettings:
     """One client's side of a run. Small and picklable: it travels to every process of a Ray worker.
 
     Attributes:
-        run_id: the run this client takes part in; any other is refused.
+        run_id: the run this client takes part in; any other is refused. None: any run of the plan.
         plan: the privacy plan this client agreed to; a round under any other is refused.
         make_model: builds the model whose parameters the server broadcasts.
         load_users: gives access to the records of the users on this node.
@@ -51,9 +51,12 @@ class ClientSettings:
             its reports may still be on their way. Set it above the longest local work, because the
             server closes the round when all nodes have replied. 0: the reply comes when the work is
             done, and so tells who checked in; in simulation only.
+        users: for how many users a deployed node speaks, whose ids are 0 to `users` - 1 in its
+            certificate. None: in a simulation, where nodes share the plan's users.
+        number: a deployed node's, from 0, which decides its shuffler.
     """
 
-    run_id: str
+    run_id: str | None
     plan: PrivacyPlan
     make_model: Callable[[], nn.Module]
     load_users: Callable[[], UserRecords]
@@ -62,3 +65,5 @@ class ClientSettings:
     seed: int | None
     ledger: Callable[[int], DeviceLedger] | None = None
     reply_after: float = 0.0
+    users: int | None = None
+    number: int = 0

@@ -1,0 +1,93 @@
+"""The process on a user's machine that holds its data, coins and keys, beside Flower.
+
+Flower starts a new process for every message, ends it seconds after its answer, and runs in it
+whatever code the server has sent. So none of a node's own work is done there. The deployed
+ClientApp (`clients.relay`) only passes messages on, over a Unix socket, to this process, which runs
+its owner's installed code and nothing else, and goes on working after an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
+
+from clients.app import ANSWERS, Answer
+from clients.device import RoundRefused
+from clients.relay import OPTIONS, SERVICE
+from clients.settings import ClientSettings
+
+log = logging.getLogger(__name__)
+
+_THREADS = 4  # a round may be answered while another one's answer waits for its moment
+_SOCKET_MODE = 0o660  # for the group of the user that runs Flower's SuperNode
+_STOP_SECONDS = 5.0
+
+
+def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) -> None:
+    """Answers the messages of one deployed node until `stop` is set.
+
+    Args:
+        settings: the node's; with `users` and a ledger.
+        socket: path of the Unix socket, which is made; at most 100 characters long.
+        stop: ends it.
+
+    Raises:
+        ValueError: the settings lack what a deployed node has, or the socket cannot be made.
+    """
+    if settings.users is None or settings.ledger is None or not settings.reply_after > 0:
+        raise ValueError("a deployed node needs users, a device's ledger, and reply_after")
+    server = grpc.server(
+        ThreadPoolExecutor(_THREADS),
+        options=OPTIONS,
+        maximum_concurrent_rpcs=_THREADS,
+    )
+    handlers = {
+        kind: grpc.unary_unary_rpc_method_handler(_Answering(settings, answer))
+        for kind, answer in ANSWERS.items()
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    mask = os.umask(0o777 & ~_SOCKET_MODE)
+    try:
+        if server.add_insecure_port(f"unix:{socket}") == 0:
+            raise RuntimeError(f"{socket}")
+    except RuntimeError:
+        raise ValueError(f"the socket {socket} cannot be made") from None
+    finally:
+        os.umask(mask)
+    server.start()
+    log.info("listening on %s", socket)
+    stop.wait()
+    server.stop(_STOP_SECONDS).wait()
+
+
+class _Answering:
+    """Answers one kind of message: serialised records in, serialised records out."""
+
+    def __init__(self, settings: ClientSettings, answer: Answer):
+        self._settings = settings
+        self._answer = answer
+
+    def __call__(self, request: bytes, context: grpc.ServicerContext) -> Any:
+        """The answer, or a refusal, which the server is told; other errors stay on this machine."""
+        settings = self._settings
+        assert settings.users is not None
+        try:
+            asked = recorddict_from_proto(RecordDictMessage.FromString(request))
+            users = np.arange(settings.users)
+            answer = self._answer(settings, asked, settings.number, users)
+        except RoundRefused as refused:
+            log.warning("refused: %s", refused)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
+        except Exception:
+            log.exception("a message was not answered")
+            context.abort(grpc.StatusCode.INTERNAL, "this node failed; its own log says why")
+        return recorddict_to_proto(answer).SerializeToString()

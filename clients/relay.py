@@ -1,0 +1,50 @@
+"""The deployed ClientApp: passes Flower's messages on to the node's own process, and back.
+
+It runs in a process that Flower starts for one message, with code that the server has sent, so it
+has no data, no keys and no coins: those are in the process behind the socket
+(`clients.device_process`). It imports neither torch nor anything else of this project, so that it
+starts quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
+
+SERVICE = "shufl.Device"
+OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+_KINDS = ("query", "train")
+_SECONDS = 3600.0  # the longest answer; the server's deadline is shorter
+
+
+class NodeUnavailable(RuntimeError):
+    """The node's own process is not there, refuses or fails; one line says which."""
+
+
+def _relay(kind: str) -> Callable[[Message, Context], Message]:
+    def deliver(message: Message, context: Context) -> Message:
+        socket = context.node_config["socket"]
+        with grpc.insecure_channel(f"unix:{socket}", options=OPTIONS) as channel:
+            call = channel.unary_unary(f"/{SERVICE}/{kind}")
+            try:
+                answer = call(
+                    recorddict_to_proto(message.content).SerializeToString(), timeout=_SECONDS
+                )
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    raise NodeUnavailable("this node's own process is not running") from None
+                raise NodeUnavailable(error.details()) from None
+        content = recorddict_from_proto(RecordDictMessage.FromString(answer))
+        return Message(content, reply_to=message)
+
+    return deliver
+
+
+app = ClientApp()
+for _kind in _KINDS:
+    getattr(app, _kind)()(_relay(_kind))
