@@ -45,10 +45,11 @@ def ready(
         RoundRefused: it does not agree.
     """
     node = _node(settings)
-    about = asked["round"]
-    node.agree(str(about["run_id"]), str(about["plan_digest"]))
+    run = asked["round"]
+    node.agree(str(run["run_id"]), str(run["plan_digest"]))
     node.accept_plan(number)
-    return _acknowledgement({"users": len(users), "shuffler": node.shuffler_of(number)})
+    about = {"number": number, "users": len(users), "shuffler": node.shuffler_of(number)}
+    return _acknowledgement(about)
 
 
 def train(

@@ -7,8 +7,15 @@ from server.aggregate import AGGREGATORS, Aggregate, Aggregator, Mean, aggregate
 from server.app import make_server_app
 from server.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from server.evaluate import Evaluation, evaluate
-from server.rounds import RoundFailed, RoundLoop
-from server.settings import Optimiser, RoundRecord, RunResult, ServerSettings, TrainingSettings
+from server.rounds import RoundLoop
+from server.settings import (
+    Optimiser,
+    RoundFailed,
+    RoundRecord,
+    RunResult,
+    ServerSettings,
+    TrainingSettings,
+)
 from server.training import PlayedRound, Training
 
 __all__ = [

@@ -1,11 +1,10 @@
-"""One broadcast over Flower: the model to every node, acknowledgements back within a deadline."""
+"""One message over Flower to each of some nodes, and the answers that come back in time."""
 
 from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -17,45 +16,84 @@ _POLL_SECONDS = 0.05
 _REASON_CHARACTERS = 300
 
 
-@dataclass(frozen=True)
-class Acknowledgements:
-    """Who answered.
+class Exchange:
+    """A message to each of some nodes.
 
     Attributes:
         received: what each node that acknowledged said, by its id.
-        errors: the error of each node that answered with one.
+        errors: why each other one did not, in one line, by its id; those still waited for are in
+            neither.
     """
 
-    received: dict[int, dict[str, Any]]
-    errors: list[str]
+    def __init__(
+        self,
+        grid: Grid,
+        nodes: Iterable[int],
+        content: RecordDict,
+        message_type: str,
+        round: int,
+        seconds: float,
+    ):
+        """Sends it.
+
+        Args:
+            grid: Flower's.
+            nodes: their ids.
+            content: of the message.
+            message_type: `query` or `train`.
+            round: the round's number; 0 before the first.
+            seconds: how long answers are waited for.
+        """
+        self.received: dict[int, dict[str, Any]] = {}
+        self.errors: dict[int, str] = {}
+        self._grid = grid
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        # Flower's own deadline lies behind ours, so that ours is the one that speaks.
+        messages = [
+            Message(content, node, message_type, group_id=str(round), ttl=seconds + 60)
+            for node in nodes
+        ]
+        grid.push_messages(messages)
+        self._waiting = {each.metadata.message_id: each.metadata.dst_node_id for each in messages}
+
+    @property
+    def waiting(self) -> set[int]:
+        """Ids of the nodes that are still waited for."""
+        return set(self._waiting.values())
+
+    def hear(self) -> None:
+        """Takes what has come, without waiting."""
+        if not self._waiting:
+            return
+        for reply in self._grid.pull_messages(list(self._waiting)):
+            node = self._waiting.pop(reply.metadata.reply_to_message_id)
+            if reply.has_error():
+                self.errors[node] = _reason(reply.error.reason)
+            else:
+                self.received[node] = dict(reply.content["acknowledgement"])
+        if time.monotonic() >= self._deadline:
+            late = f"no answer within {self._seconds:g} s"
+            self.errors.update(dict.fromkeys(self._waiting.values(), late))
+            self._waiting.clear()
+
+    def wait(self, over: Callable[[], bool]) -> None:
+        """Waits until all nodes have answered, the deadline, or `over`."""
+        self.hear()
+        while self._waiting and not over():
+            time.sleep(_POLL_SECONDS)
+            self.hear()
 
 
-def wait_for_nodes(grid: Grid, nodes: int, timeout: float, stop: Callable[[], bool]) -> list[int]:
-    """Ids of the connected nodes, once there are at least `nodes` of them.
+def greet(grid: Grid, nodes: list[int], run_id: str, plan_digest: str, seconds: float) -> Exchange:
+    """Asks nodes to get ready (load their data) and whether they agree to the run's plan.
 
-    Raises:
-        TimeoutError: fewer are connected after `timeout` seconds.
+    Nothing has been spent yet. Each answer says which `number` the node has, for how many `users`
+    it speaks, and to which `shuffler` they report.
     """
-    deadline = time.monotonic() + timeout
-    while len(connected := list(grid.get_node_ids())) < nodes and not stop():
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"{len(connected)} of {nodes} Flower nodes connected within {timeout:.0f} s"
-            )
-        time.sleep(_POLL_SECONDS)
-    return sorted(connected)
-
-
-def greet(
-    grid: Grid, nodes: list[int], about: dict[str, str], timeout: float, stop: Callable[[], bool]
-) -> Acknowledgements:
-    """Asks every node to get ready (load its data) and whether it agrees to the run's plan.
-
-    Nothing has been spent yet; `about` names the run and the plan. Each answer says for how many
-    `users` the node speaks, and to which `shuffler` they report.
-    """
-    content = RecordDict({"round": ConfigRecord({**about})})
-    return _exchange(grid, nodes, content, MessageType.QUERY, 0, timeout, stop)
+    about = ConfigRecord({"run_id": run_id, "plan_digest": plan_digest})
+    content = RecordDict({"round": about})
+    return Exchange(grid, nodes, content, MessageType.QUERY, 0, seconds)
 
 
 def broadcast(
@@ -64,10 +102,9 @@ def broadcast(
     header: RoundHeader,
     public_key: bytes,
     model: ArrayRecord,
-    timeout: float,
-    stop: Callable[[], bool],
-) -> Acknowledgements:
-    """Sends the round to every node and waits for all acknowledgements, the deadline, or `stop`.
+    seconds: float,
+) -> Exchange:
+    """Sends a round to every node.
 
     Every node gets it every round: the server neither chooses nor is told who checks in.
     """
@@ -77,42 +114,11 @@ def broadcast(
             "round": header.round,
             "plan_digest": header.plan_digest,
             "public_key": public_key,
-            "seconds": timeout,
+            "seconds": seconds,
         }
     )
     content = RecordDict({"model": model, "round": about})
-    return _exchange(grid, nodes, content, MessageType.TRAIN, header.round, timeout, stop)
-
-
-def _exchange(
-    grid: Grid,
-    nodes: list[int],
-    content: RecordDict,
-    message_type: str,
-    round: int,
-    timeout: float,
-    stop: Callable[[], bool],
-) -> Acknowledgements:
-    """One message to each node, and what came back."""
-    waiting = set(
-        grid.push_messages(
-            # Flower's own deadline lies behind ours, so that ours is the one that speaks.
-            Message(content, node, message_type, group_id=str(round), ttl=timeout + 60)
-            for node in nodes
-        )
-    )
-    received: dict[int, dict[str, Any]] = {}
-    errors = []
-    deadline = time.monotonic() + timeout
-    while waiting and time.monotonic() < deadline and not stop():
-        time.sleep(_POLL_SECONDS)
-        for reply in grid.pull_messages(waiting):
-            waiting.discard(reply.metadata.reply_to_message_id)
-            if reply.has_error():
-                errors.append(_reason(reply.error.reason))
-            else:
-                received[reply.metadata.src_node_id] = dict(reply.content["acknowledgement"])
-    return Acknowledgements(received, errors)
+    return Exchange(grid, nodes, content, MessageType.TRAIN, header.round, seconds)
 
 
 def _reason(text: str | None) -> str:

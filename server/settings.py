@@ -15,6 +15,11 @@ from server.aggregate import Aggregator
 from server.checkpoint import Checkpoint
 from shuffler import Credentials, Sealing
 
+
+class RoundFailed(RuntimeError):
+    """Nodes are missing, so that no round could be released; carries the first node's reason."""
+
+
 RoundOutcome = Literal["released", "below-minimum", "discarded"]
 StoppedBy = Literal["budget", "rounds", "interrupt"]
 
@@ -83,17 +88,20 @@ class ServerSettings(TrainingSettings):
     """The server's side of a run on Flower.
 
     Attributes:
-        nodes: Flower nodes to wait for before the first round.
+        nodes: as many are connected and have agreed to the plan before a round begins.
         shufflers: of each shuffler its host:port, and the right to open, close and release there;
             a token only for one without TLS.
         round_timeout: seconds to wait for acknowledgements before the round is closed.
         sealing: the suite that reports are sealed with.
+        patience: how many seconds to wait, before a round, for nodes that are away, refuse or fail.
+            0: in simulation, where a node that refuses or fails ends the run.
     """
 
     nodes: int
     shufflers: tuple[tuple[str, Credentials | str], ...]
     round_timeout: float
     sealing: Sealing = "x25519"
+    patience: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -73,17 +73,17 @@ class Training:
             play: one round, from its number and the model, which it leaves as it is; called when
                 the round is in the ledger, on disk.
             observe: called after every round.
-            stop: asked before every round.
+            stop: asked before every round that the budget allows; nothing of it is spent yet.
         """
         stopped_by: StoppedBy = "rounds"
         done = self._first - 1
         while done < self.settings.plan.rounds:
-            if stop():
-                stopped_by = "interrupt"
-                break
             spent = done < self.settings.ledger.last_round
             if not spent and self._budget.would_exceed():
                 stopped_by = "budget"
+                break
+            if stop():
+                stopped_by = "interrupt"
                 break
             done += 1
             if not spent or self._would_release_the_same(done):

@@ -1,0 +1,165 @@
+"""The nodes of a run: who is connected, who has agreed to the plan, who has been silent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from server.broadcast import Exchange, greet
+from server.settings import RoundFailed, ServerSettings
+
+log = logging.getLogger(__name__)
+
+NODES_FILE = "nodes.json"
+"""In the run folder: what the server knows of every node, after every round."""
+
+_START_SECONDS = 120.0  # for nodes to connect and load their data, at least
+_ASK_AGAIN_SECONDS = 30.0  # a node that refused or failed
+_POLL_SECONDS = 0.05
+
+
+@dataclass
+class NodeState:
+    """What the server knows of one node, most of it by the node's word alone.
+
+    Attributes:
+        number: what it calls itself, from 0.
+        users: for how many users it speaks.
+        shuffler: to which shuffler, from 0, they report.
+        heard: when it answered last, by `time.time`.
+        trouble: why it did not answer to the last message; empty: it did.
+    """
+
+    number: int
+    users: int
+    shuffler: int
+    heard: float = dataclasses.field(default_factory=time.time)
+    trouble: str = ""
+
+
+def read_node(said: dict[str, Any], shufflers: int) -> NodeState:
+    """Checks what a node said of itself.
+
+    Raises:
+        ValueError: it named no number of users, or none of the shufflers.
+    """
+    number, users, shuffler = (said.get(name) for name in ("number", "users", "shuffler"))
+    if type(number) is not int or type(users) is not int or type(shuffler) is not int or users < 1:
+        raise ValueError(f"a node must say for how many users it speaks, it said {said}")
+    if not 0 <= shuffler < shufflers:
+        raise ValueError(f"a node reports to shuffler {shuffler} of {shufflers}")
+    return NodeState(number, users, shuffler)
+
+
+class Fleet:
+    """The nodes of one run.
+
+    A node that connects, or comes back, is asked whether it agrees to the plan, and if it does, it
+    is in from the next round on. Nobody waits for it, unless there are too few others.
+
+    Attributes:
+        nodes: those that have agreed, by Flower's id; some may not be connected any more.
+    """
+
+    def __init__(self, settings: ServerSettings, grid: Grid, over: Callable[[], bool]):
+        """Begins without any.
+
+        Args:
+            settings: the server's side of the run.
+            grid: Flower's.
+            over: polled; when it turns true, nobody is waited for.
+        """
+        self.settings = settings
+        self.nodes: dict[int, NodeState] = {}
+        self._grid = grid
+        self._over = over
+        self._greeting: Exchange | None = None
+        self._refused: dict[int, tuple[float, str]] = {}  # when, and why
+
+    def gather(self) -> list[int]:
+        """Ids of the nodes that are connected and have agreed, once there are enough of them.
+
+        Raises:
+            RoundFailed: there are too few after `patience` seconds; without any patience, as soon
+                as one refuses or fails.
+        """
+        settings = self.settings
+        seconds = settings.patience or max(_START_SECONDS, settings.round_timeout)
+        deadline = time.monotonic() + seconds
+        while True:
+            connected = set(self._grid.get_node_ids())
+            self._welcome(connected)
+            present = sorted(connected & set(self.nodes))
+            if len(present) >= settings.nodes or self._over():
+                return present
+            late = time.monotonic() > deadline
+            if late or (self._refused and self._greeting is None and not settings.patience):
+                reasons = [reason for _, reason in self._refused.values()]
+                raise RoundFailed(
+                    f"{settings.nodes - len(present)} of {settings.nodes} nodes did not get ready: "
+                    f"{reasons[0] if reasons else f'not connected within {seconds:g} s'}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def present(self, answers: Exchange) -> Counter[int]:
+        """For how many users the nodes speak that answered, by shuffler."""
+        users = Counter(dict.fromkeys(range(len(self.settings.shufflers)), 0))
+        for node in answers.received:
+            users[self.nodes[node].shuffler] += self.nodes[node].users
+        return users
+
+    def note(self, answers: Exchange) -> None:
+        """Remembers who answered to a round, also in the run folder."""
+        for node, state in self.nodes.items():
+            if node in answers.received:
+                state.heard, state.trouble = time.time(), ""
+            else:
+                state.trouble = answers.errors.get(node, "not connected")
+        rows = [dataclasses.asdict(state) for state in self.nodes.values()]
+        new = self.settings.folder / f"{NODES_FILE}.new"
+        new.write_text(json.dumps(sorted(rows, key=lambda row: row["number"]), indent=1))
+        new.replace(new.with_name(NODES_FILE))
+
+    def _welcome(self, connected: set[int]) -> None:
+        """Greets nodes that are new, or refused a while ago, and hears who has answered."""
+        if self._greeting is not None:
+            self._greeting.hear()
+            self._take(self._greeting, connected)
+            if not self._greeting.waiting:
+                self._greeting = None
+            return
+        again = time.monotonic() - _ASK_AGAIN_SECONDS
+        lately = {node for node, (when, _) in self._refused.items() if when > again}
+        if new := connected - set(self.nodes) - lately:
+            settings = self.settings
+            seconds = max(_START_SECONDS, settings.round_timeout)
+            digest = settings.plan.digest()
+            self._greeting = greet(self._grid, sorted(new), settings.run_id, digest, seconds)
+
+    def _take(self, greeting: Exchange, connected: set[int]) -> None:
+        """Takes those in that have agreed; remembers why others are not."""
+        while greeting.received:
+            node, said = greeting.received.popitem()
+            try:
+                state = read_node(said, len(self.settings.shufflers))
+                here = [self.nodes[each] for each in connected & set(self.nodes)]
+                users, most = sum(each.users for each in [*here, state]), self.settings.plan.users
+                if users > most:
+                    raise ValueError(f"the nodes speak for {users} users, the plan has {most}")
+            except ValueError as error:
+                greeting.errors[node] = str(error)
+            else:
+                self.nodes[node] = state
+                self._refused.pop(node, None)
+        while greeting.errors:
+            node, reason = greeting.errors.popitem()
+            log.warning("a node is not in: %s", reason)
+            self._refused[node] = time.monotonic(), reason
