@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
 
 from flwr.app import ArrayRecord
@@ -19,7 +20,11 @@ from server.training import PlayedRound, Training
 from shuffler import (
     ControlClient,
     Outcome,
+    Refusal,
     RoundHeader,
+    ShufflerError,
+    ShufflerRefused,
+    ShufflerUnavailable,
     generate_key_pair,
     key_digest,
     model_digest,
@@ -30,6 +35,9 @@ from shuffler import (
 log = logging.getLogger(__name__)
 
 _MOST_INCOMPLETE = 3  # each is spent for nothing
+
+_TRY_AGAIN_SECONDS = 1.0
+_LOST = {Refusal.BATCH_LOST, Refusal.STORAGE_FULL, Refusal.STORAGE_FAILED}
 
 _OUTCOMES: dict[Outcome, RoundOutcome] = {
     Outcome.RELEASABLE: "released",
@@ -66,9 +74,11 @@ class RoundLoop:
         self._waiting_is_over = lambda: stop() or shuffler_gone()
         self._training = Training(settings)
         self._incomplete = 0  # rounds in a row that lacked nodes
+        self._lost = 0  # rounds in a row that a shuffler lost
         self._shufflers = [ControlClient(*shuffler) for shuffler in settings.shufflers]
         self._fleet = Fleet(settings, grid, self._waiting_is_over)
         self._asked: list[int] = []  # in the round that is next, or under way
+        self._broken: int | None = settings.ledger.last_round or None  # something may be left of it
 
     def run(self) -> RunResult:
         """Runs until the budget, the plan's last round, or an interrupt.
@@ -79,8 +89,9 @@ class RoundLoop:
         """
         settings = self.settings
         length = sealed_length(report_length(self._training.dimension), settings.sealing)
+        plan = settings.plan.to_json().encode()
         for shuffler in self._shufflers:
-            shuffler.create_run(settings.run_id, settings.plan.to_json().encode(), length)
+            self._patiently(shuffler.create_run, settings.run_id, plan, length)
         result = self._training.run(self._round, self._observe, self._stop_or_gather)
         if result.stopped_by != "interrupt":  # it may be resumed
             for shuffler in self._shufflers:
@@ -88,12 +99,50 @@ class RoundLoop:
         return result
 
     def _stop_or_gather(self) -> bool:
-        """Whether the run is stopped. If not, there are enough nodes for one more round."""
+        """Whether the run is stopped. If not, shufflers and enough nodes are there for a round."""
+        if self._broken is not None:
+            for shuffler in self._shufflers:
+                self._patiently(shuffler.abandon_round, self.settings.run_id, self._broken)
+            self._broken = None
         if not self._stop():
             self._asked = self._fleet.gather()
         return self._stop()
 
+    def _patiently(self, call: Callable[..., object], *arguments: object) -> None:
+        """Calls a shuffler, again and again while it is away and there is patience left."""
+        until = time.monotonic() + self.settings.patience
+        while True:
+            try:
+                call(*arguments)
+            except ShufflerUnavailable as error:
+                if time.monotonic() >= until or self._stop():
+                    raise
+                log.warning("%s; trying again", error)
+                time.sleep(_TRY_AGAIN_SECONDS)
+            else:
+                return
+
     def _round(self, round: int, trained: nn.Module) -> PlayedRound:
+        """Plays a round; with patience, one that a shuffler loses does not end the run.
+
+        Lost rounds are spent, so three in a row end the run all the same.
+        """
+        try:
+            played = self._play(round, trained)
+        except ShufflerError as error:
+            passes = isinstance(error, ShufflerUnavailable) or (
+                isinstance(error, ShufflerRefused) and error.reason in _LOST
+            )
+            self._lost += 1
+            if not passes or not self.settings.patience or self._lost == _MOST_INCOMPLETE:
+                raise
+            log.error("round %d is lost: %s", round, error)
+            self._broken = round
+            return PlayedRound("lost", None, users_present=0, smallest_crowd=0)
+        self._lost = 0
+        return played
+
+    def _play(self, round: int, trained: nn.Module) -> PlayedRound:
         """Opens a round at every shuffler, plays it, and releases where enough users are present.
 
         A silent node costs nothing where ε counts on no other users: the batch is released with

@@ -20,7 +20,7 @@ class RoundFailed(RuntimeError):
     """Nodes are missing, so that no round could be released; carries the first node's reason."""
 
 
-RoundOutcome = Literal["released", "below-minimum", "discarded"]
+RoundOutcome = Literal["released", "below-minimum", "discarded", "lost"]
 StoppedBy = Literal["budget", "rounds", "interrupt"]
 
 
@@ -93,8 +93,8 @@ class ServerSettings(TrainingSettings):
             a token only for one without TLS.
         round_timeout: seconds to wait for acknowledgements before the round is closed.
         sealing: the suite that reports are sealed with.
-        patience: how many seconds to wait, before a round, for nodes that are away, refuse or fail.
-            0: in simulation, where a node that refuses or fails ends the run.
+        patience: how many seconds to wait, before a round, for nodes that are away, refuse or fail,
+            and for shufflers that are away. 0: in simulation, where each of these ends the run.
     """
 
     nodes: int
@@ -113,7 +113,8 @@ class RoundRecord:
         epsilon: spent so far under the halting accountant, this round included.
         outcome: `released`, by one shuffler at least; `below-minimum`: the shufflers held too few
             reports; `discarded`: fewer users were present than epsilon assumes, and the batches
-            were destroyed unseen. The round is spent in every case.
+            were destroyed unseen; `lost`: a shuffler was away, or had lost its batch. The round is
+            spent in every case.
         users_present: users of the nodes that answered in time.
         smallest_crowd: fewest of them at one shuffler whose batch was released; 0 if none was.
         reports: reports aggregated, blankets among them; 0 when nothing was released.

@@ -10,10 +10,11 @@ from shuffler.keys import Credentials
 from shuffler.wire import shuffler_pb2
 from shuffler.wire.channel import TOKEN_KEY
 from shuffler.wire.connection import Answers, Connection
-from shuffler.wire.errors import Outcome
+from shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 from shuffler.wire.stub import Stub
 
 _BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
+_NOTHING_THERE = {Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.BATCH_LOST}
 
 
 class ControlClient(Connection):
@@ -98,6 +99,18 @@ class ControlClient(Connection):
         request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round, discard=discard)
         patience = None if discard else max(self.timeout, _BLANKET_SECONDS)
         return Outcome(self._call("CloseRound", request, patience).outcome)
+
+    def abandon_round(self, run_id: str, round: int) -> None:
+        """Has the batch of a round that broke off destroyed, if there is one.
+
+        Raises:
+            ShufflerRefused, ShufflerUnavailable: as for `close_round`; that there is none is fine.
+        """
+        try:
+            self.close_round(run_id, round, discard=True)
+        except ShufflerRefused as refused:
+            if refused.reason not in _NOTHING_THERE:
+                raise
 
     def release(self, run_id: str, round: int) -> Iterator[bytes]:
         """The sealed reports of a closed round in uniformly random order.

@@ -144,8 +144,6 @@ class FlowerEngine:
                 stack.enter_context(self._shuffler_process(training.folder, number))
                 for number in range(self._shuffler.number)
             ]
-        if training.ledger.last_round:
-            self._outside.abandon(training.run_id, training.ledger.last_round)
         return [self._outside]
 
     def _shuffler_process(self, folder: Path, number: int) -> ShufflerProcess:

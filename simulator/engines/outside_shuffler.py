@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from simulator.experiment import Experiment
 
 _SECONDS = 10.0  # to answer before a run is begun
-_NOTHING_THERE = {Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.BATCH_LOST}
 
 
 @dataclass(frozen=True)
@@ -66,19 +65,6 @@ class OutsideShuffler:
         except (ShufflerError, ValueError) as error:
             raise ConfigError(f"shuffler.address: {error}") from error
         return found
-
-    def abandon(self, run_id: str, round: int) -> None:
-        """Has the batch of an interrupted round destroyed, if there is one.
-
-        Raises:
-            ShufflerUnavailable: it does not answer.
-        """
-        with ControlClient(self.address, self.control) as control:
-            try:
-                control.close_round(run_id, round, discard=True)
-            except ShufflerRefused as refused:
-                if refused.reason not in _NOTHING_THERE:
-                    raise
 
     def _try(self, experiment: Experiment) -> None:
         """Makes a run of this plan and ends it, and asks for a round as a node."""
