@@ -280,6 +280,25 @@ class Request:
         write_new(request, self.pem)
 
 
+def make_flower_key(keys: Path) -> None:
+    """Makes the key that a node shows Flower, `flower.key`, and `flower.pub` for the server.
+
+    It is not the node's key for the shuffler: Flower's processes run what the server sends, and may
+    read it.
+
+    Raises:
+        FileExistsError: there is one already.
+    """
+    key = ec.generate_private_key(ec.SECP384R1())
+    form = serialization.PrivateFormat.OpenSSH
+    secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    write_new(keys / "flower.key", secret, 0o600)
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    write_new(keys / "flower.pub", public + b"\n")
+
+
 def read_certificate(path: Path) -> x509.Certificate:
     """The certificate in a file.
 

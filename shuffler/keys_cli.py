@@ -10,7 +10,14 @@ from typing import Annotated, Optional
 import typer
 
 from shuffler.callers import Role, fingerprint_of
-from shuffler.keys import MAX_DAYS, Authority, Request, read_certificate, write_new
+from shuffler.keys import (
+    MAX_DAYS,
+    Authority,
+    Request,
+    make_flower_key,
+    read_certificate,
+    write_new,
+)
 
 keys_app = typer.Typer(
     help="Make certificates. No private key leaves the machine it was made on.",
@@ -47,6 +54,16 @@ def request_command(
         request.write(directory)
         typer.echo(str(directory / f"{name}.csr"))
         typer.echo(f"key {request.fingerprint}: the authority must be shown the same")
+
+
+@keys_app.command("flower")
+def flower_command(
+    directory: Annotated[Path, typer.Argument(help="Where flower.key, which stays, is written.")],
+) -> None:
+    """Make the key that a node shows Flower's SuperLink, on the node's machine."""
+    with _one_line():
+        make_flower_key(directory)
+        typer.echo(str(directory / "flower.pub"))
 
 
 @keys_app.command("sign")

@@ -62,7 +62,7 @@ class Experiment:
     def make_model(self) -> functools.partial:
         """Builds the initial model; picklable."""
         model, dataset = self.config.model, self.dataset
-        about = dataset.input_shape, dataset.classes, _data_seed(self.config), model.options
+        about = dataset.input_shape, dataset.classes, data_seed(self.config), model.options
         return functools.partial(build_model, model.name, *about)
 
     @property
@@ -74,7 +74,7 @@ class Experiment:
             data.dataset,
             self.plan.users,
             data.partition,
-            _data_seed(self.config),
+            data_seed(self.config),
             data.concentration,
         )
 
@@ -86,13 +86,7 @@ class Experiment:
     @property
     def local_training(self) -> LocalTraining:
         """The clients' side of training."""
-        training = self.config.training
-        return LocalTraining(
-            training.algorithm,
-            training.local_epochs,
-            training.local_learning_rate,
-            training.local_batch_size,
-        )
+        return local_training(self.config)
 
     @property
     def aggregator(self) -> type[Aggregator]:
@@ -115,7 +109,7 @@ def prepare(config: Config) -> Experiment:
     dataset = load_dataset(config.data.dataset)
     config = _resolve(config, dataset)
     try:
-        config, plan = _plan(config)
+        config, plan = plan_of(config)
         records_per_user(len(dataset.train_labels), plan.users, config.data.partition)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -138,7 +132,7 @@ def prepare(config: Config) -> Experiment:
     return replace(experiment, halting_round=halting_round, parameters=parameters)
 
 
-def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
+def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
     """The plan, and the configuration with its noise multiplier, calibrated if it was left out.
 
     Raises:
@@ -159,6 +153,17 @@ def _plan(config: Config) -> tuple[Config, PrivacyPlan]:
     noise = given or least_noise(epsilon_at, config.privacy.target_epsilon)
     privacy = config.privacy.model_copy(update={"noise_multiplier": noise})
     return config.model_copy(update={"privacy": privacy}), with_noise(noise)
+
+
+def local_training(config: Config) -> LocalTraining:
+    """The clients' side of training."""
+    training = config.training
+    return LocalTraining(
+        training.algorithm,
+        training.local_epochs,
+        training.local_learning_rate,
+        training.local_batch_size,
+    )
 
 
 def _try_training(model: torch.nn.Module, experiment: Experiment) -> None:
@@ -218,6 +223,6 @@ def _crowds(config: Config) -> tuple[int, ...]:
     return tuple(crowds)
 
 
-def _data_seed(config: Config) -> int:
+def data_seed(config: Config) -> int:
     """Seed of the partition and the initial model, which no privacy rests on."""
     return 0 if config.seed == "system" else config.seed

@@ -8,6 +8,7 @@ import itertools
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic_core import to_json
@@ -31,6 +32,8 @@ from simulator.records import RunRecorder
 from simulator.report import plot_accuracy_epsilon, print_summary, summarise
 from simulator.section import ConfigError
 
+MakeEngine = Callable[[Experiment], Engine]
+
 
 def run(config: Config, runs: Path, console: Console) -> RunResult:
     """Runs a configuration to its end and reports.
@@ -52,15 +55,32 @@ def run(config: Config, runs: Path, console: Console) -> RunResult:
         EngineFailed, RoundFailed, ShufflerError, TimeoutError: the run ended early; its folder
             stays.
     """
-    experiment, engine = _prepare(config)
-    folder = _make_folder(runs, experiment)
+    experiment, engine = _prepare(config, None)
+    return _begin(make_folder(runs, experiment), experiment, engine, console)
+
+
+def begin_run(folder: Path, console: Console, make_engine: MakeEngine) -> RunResult:
+    """Runs the configuration in a folder that `make_folder` has made, to its end.
+
+    Args:
+        folder: the run folder.
+        console: where progress and tables go.
+        make_engine: makes the engine, whatever the configuration names.
+
+    Returns, raises: as `run`.
+    """
+    experiment, engine = _prepare(load(str(folder / "config.toml")), make_engine)
+    return _begin(folder, experiment, engine, console)
+
+
+def _begin(folder: Path, experiment: Experiment, engine: Engine, console: Console) -> RunResult:
     _describe(console, experiment, engine, folder)
     run_id = secrets.token_hex(8)
     with Ledger.create(folder / "ledger.jsonl", experiment.plan, run_id) as ledger:
         return _run_in(folder, experiment, engine, ledger, None, console)
 
 
-def resume_run(folder: Path, console: Console) -> RunResult:
+def resume_run(folder: Path, console: Console, make_engine: MakeEngine | None = None) -> RunResult:
     """Continues an interrupted run in its folder, with its configuration, to its end.
 
     It goes on from the checkpoint. `server.training` says what becomes of the rounds that were
@@ -69,6 +89,7 @@ def resume_run(folder: Path, console: Console) -> RunResult:
     Args:
         folder: the run folder.
         console: where progress and tables go.
+        make_engine: makes the engine; left out: the one that the configuration names.
 
     Returns:
         How the run ended.
@@ -84,7 +105,7 @@ def resume_run(folder: Path, console: Console) -> RunResult:
     folder = folder.absolute()
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"a run folder has a config.toml, {folder} has none")
-    experiment, engine = _prepare(load(str(folder / "config.toml")))
+    experiment, engine = _prepare(load(str(folder / "config.toml")), make_engine)
     with Ledger.open(folder / "ledger.jsonl", experiment.plan) as ledger:
         checkpoint = _checkpoint_of(folder, experiment, ledger)
         _describe(console, experiment, engine, folder)
@@ -141,10 +162,10 @@ def _origin(experiment: Experiment) -> dict[str, str]:
     return origin
 
 
-def _prepare(config: Config) -> tuple[Experiment, Engine]:
+def _prepare(config: Config, make_engine: MakeEngine | None) -> tuple[Experiment, Engine]:
     """The experiment, and the engine that will run it."""
     experiment = prepare(config)
-    return experiment, ENGINES[config.simulation.engine](experiment)
+    return experiment, (make_engine or ENGINES[config.simulation.engine])(experiment)
 
 
 def _repeats(experiment: Experiment, engine: Engine) -> bool:
@@ -217,7 +238,7 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
     )
 
 
-def _make_folder(runs: Path, experiment: Experiment) -> Path:
+def make_folder(runs: Path, experiment: Experiment) -> Path:
     """A new folder `<name>-<time>` with the resolved configuration and the plan."""
     stem = f"{experiment.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     runs.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,9 @@ from shuffler.keys_cli import keys_app
 from simulator.cli.account import account_command, compare_command
 from simulator.cli.audit import audit_command
 from simulator.cli.calibrate import calibrate_command
+from simulator.cli.deployment import provision_command, rehearse_command
 from simulator.cli.device import device_app
+from simulator.cli.node import node_command
 from simulator.cli.options import fail
 from simulator.cli.record import record_app
 
@@ -59,6 +61,15 @@ def run_command(
     runs: Annotated[
         Path | None, typer.Option(help="Where the run folder is made; runs if left out.")
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONNECTION",
+            help="Run on real nodes: the SuperLink of this Flower connection, on this machine; "
+            "see docs/deployment.md.",
+        ),
+    ] = None,
+    site: Annotated[Path, typer.Option(help="With --on: the server's file.")] = Path("server.toml"),
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -78,14 +89,23 @@ def run_command(
         fail(ValueError("give either a CONFIG to run or --resume RUN_FOLDER"))
     if resume is not None and (set_ or engine or shuffler or runs):
         fail(ValueError("--resume goes alone: no --set, --engine, --shuffler or --runs"))
+    if on is not None and (engine or shuffler):
+        fail(ValueError("--on goes without --engine and --shuffler: the server's file names them"))
     chosen = [f"simulation.engine={engine}"] if engine else []
     chosen += [f"shuffler.address={shuffler}"] if shuffler else []
-    stopped_by = _run(config, [*(set_ or []), *chosen], runs or Path("runs"), resume)
+    where = None if on is None else (on, site)
+    stopped_by = _run(config, [*(set_ or []), *chosen], runs or Path("runs"), resume, where)
     if stopped_by == "interrupt":
         raise typer.Exit(_INTERRUPTED)
 
 
-def _run(config: str | None, overrides: list[str], runs: Path, resume: Path | None) -> str:
+def _run(
+    config: str | None,
+    overrides: list[str],
+    runs: Path,
+    resume: Path | None,
+    on: tuple[str, Path] | None,
+) -> str:
     """Runs or resumes; returns what stopped the run, or ends the command in one line."""
     # For models and datasets named module:callable. Our own folder first: in an editable install
     # it is not on the path, and a folder of the user's named `server` would hide ours.
@@ -110,6 +130,12 @@ def _run(config: str | None, overrides: list[str], runs: Path, resume: Path | No
         ShufflerError,
     )
     try:
+        if on is not None:
+            from simulator.deployment.submit import resume_on, run_on
+
+            if config is not None:
+                return run_on(*on, load(config, overrides), runs)
+            return resume_on(*on, resume)
         if config is not None:
             return run(load(config, overrides), runs, Console()).stopped_by
         return resume_run(resume, Console()).stopped_by
@@ -124,6 +150,9 @@ app.command("calibrate")(calibrate_command)
 app.command("compare")(compare_command)
 app.command("audit")(audit_command)
 app.command("shuffler")(shuffler_command)
+app.command("node")(node_command)
+app.command("provision")(provision_command)
+app.command("rehearse")(rehearse_command)
 app.add_typer(keys_app, name="keys")
 app.add_typer(device_app, name="device")
 app.add_typer(record_app, name="record")

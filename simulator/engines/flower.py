@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from accounting.validation import Count, Positive
 from clients import ClientSettings, DeviceLedger, make_client_app
 from server import RoundRecord, RunResult, ServerSettings, TrainingSettings, make_server_app
 from shuffler import ShufflerProcess
-from simulator.engines.base import EngineFailed, interrupts, start_ray
+from simulator.engines.base import EngineFailed, interrupts, logs_to, start_ray
 from simulator.engines.outside_shuffler import OutsideShuffler
 from simulator.section import ConfigError, Section, one_line
 
@@ -277,18 +276,3 @@ def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {one_line(error)}"
-
-
-@contextmanager
-def logs_to(path: Path, name: str) -> Iterator[None]:
-    """Sends a logger to a file instead of the console."""
-    logger = logging.getLogger(name)
-    handlers, propagate = logger.handlers[:], logger.propagate
-    file_handler = logging.FileHandler(path)
-    file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.handlers, logger.propagate = [file_handler], False
-    try:
-        yield
-    finally:
-        logger.handlers, logger.propagate = handlers, propagate
-        file_handler.close()

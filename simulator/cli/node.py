@@ -1,0 +1,38 @@
+"""`shufl node`: the process of a deployed node, which has its data, coins and keys."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from simulator.cli.options import fail
+
+
+def node_command(
+    config: Annotated[Path, typer.Option(help="The node's file, node.toml.")] = Path("node.toml"),
+    log_file: Annotated[
+        Path | None, typer.Option(help="Where the log goes; left out: standard error.")
+    ] = None,
+) -> None:
+    """Run a deployed node: answer the messages that Flower's SuperNode passes on."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    folder = config.absolute().parent
+    sys.path += [str(Path(__file__).resolve().parents[2]), str(folder)]
+    form = "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(filename=log_file, level=logging.INFO, format=form)
+    from simulator.deployment.node import serve_node
+    from simulator.deployment.sites import NodeSite, load_site
+    from simulator.section import ConfigError
+
+    try:
+        serve_node(load_site(config, NodeSite), folder, stop)
+    except ConfigError as error:
+        fail(error)

@@ -1,0 +1,162 @@
+"""The process of a deployed node: what its file says, made into the settings that it serves."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from accounting import PrivacyPlan
+from clients import ClientSettings, UserRecords, load_device, serve_device
+from simulator.config import Config, load
+from simulator.data.partition import load_user_records
+from simulator.deployment.sites import NodeSite
+from simulator.experiment import data_seed, local_training, plan_of
+from simulator.models import build_model
+from simulator.section import ConfigError, find, one_line
+
+
+def serve_node(site: NodeSite, folder: Path, stop: threading.Event) -> None:
+    """Serves a node until `stop` is set.
+
+    Args:
+        site: the node's file.
+        folder: where the file is, to which a data folder is relative.
+        stop: ends it.
+
+    Raises:
+        ConfigError: something in the file, the configuration, the data or the limits does not fit.
+    """
+    try:
+        serve_device(node_settings(site, folder), Path(site.socket), stop)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
+    """What the node agrees to and has, with every mistake found before any work.
+
+    Raises:
+        ConfigError: one line.
+    """
+    config = load(site.config)
+    plan = agreed_plan(config)
+    make_model = functools.partial(
+        build_model,
+        config.model.name,
+        site.input_shape,
+        site.classes,
+        data_seed(config),
+        config.model.options,
+    )
+    make_model()
+    load_users = _records(site, folder, config, plan)
+    records = load_users()
+    for user in range(site.users):
+        _check_records(records, user, site)
+    credentials = site.credentials
+    device = load_device(Path(site.device))
+    return ClientSettings(
+        run_id=None,
+        plan=plan,
+        make_model=make_model,
+        load_users=load_users,
+        training=local_training(config),
+        shufflers=tuple((address, credentials) for address in site.shufflers),
+        seed=None,
+        ledger=lambda number: device,
+        reply_after=site.reply_after,
+        users=site.users,
+        number=site.number,
+    )
+
+
+def agreed_plan(config: Config) -> PrivacyPlan:
+    """The plan of a configuration in which everything has been decided (`shufl provision`).
+
+    Raises:
+        ConfigError: something is left to decide.
+    """
+    privacy = config.privacy
+    undecided = {
+        "data.users": config.data.users,
+        "privacy.delta": None if privacy.delta == "1/n" else privacy.delta,
+        "privacy.noise_multiplier": privacy.noise_multiplier,
+        "privacy.minimum_batch": privacy.minimum_batch,
+        "privacy.least_present": privacy.least_present,
+    }
+    for key, value in undecided.items():
+        if value is None:
+            raise ConfigError(f"{key} is left open: a node needs the file that provision has made")
+    try:
+        return plan_of(config)[1]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _records(site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan) -> functools.partial:
+    """What gives access to the users' records."""
+    if site.data == "simulated":
+        if site.first_user + site.users > plan.users:
+            raise ConfigError(
+                f"first_user + users must be at most {plan.users}, the plan's users, "
+                f"got {site.first_user} + {site.users}"
+            )
+        data = config.data
+        return functools.partial(
+            _simulated,
+            (data.dataset, plan.users, data.partition, data_seed(config), data.concentration),
+            site.first_user,
+        )
+    if ":" in site.data:
+        return functools.partial(find("data", site.data, {}))
+    return functools.partial(_from_folder, folder / site.data)
+
+
+def _simulated(about: tuple, first: int) -> UserRecords:
+    records = load_user_records(*about)
+    return lambda user: records(first + user)
+
+
+def _from_folder(folder: Path) -> UserRecords:
+    def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with np.load(folder / f"{user}.npz") as arrays:
+            features, labels = arrays["features"], arrays["labels"]
+        return torch.from_numpy(features.astype(np.float32)), torch.from_numpy(
+            labels.astype(np.int64)
+        )
+
+    return read
+
+
+def _check_records(records: UserRecords, user: int, site: NodeSite) -> None:
+    """Refuses records that the model cannot be trained on, before any round.
+
+    Raises:
+        ConfigError: of which user, and why.
+    """
+    try:
+        features, labels = records(user)
+        found = tuple(features.shape), tuple(labels.shape)
+        lowest, highest = int(labels.min()), int(labels.max())
+    except Exception as error:  # whatever the owner's module raises
+        raise ConfigError(
+            f"data: the records of user {user} cannot be read: {one_line(error)}"
+        ) from error
+    count = found[1][0] if len(found[1]) == 1 else 0
+    if not count or found[0] != (count, *site.input_shape):
+        raise ConfigError(
+            f"data: the records of user {user} must be features of shape "
+            f"(r, {', '.join(map(str, site.input_shape))}) and labels of shape (r,), got "
+            f"{found[0]} and {found[1]}"
+        )
+    if not 0 <= lowest <= highest < site.classes:
+        raise ConfigError(
+            f"data: the labels of user {user} must lie in 0 to {site.classes - 1}, "
+            f"got {lowest} to {highest}"
+        )

@@ -1,0 +1,171 @@
+"""A whole deployment in one file, and the processes that each of its sites runs."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError, model_validator
+
+from accounting.validation import Count, Positive, first_mistake
+from simulator.section import ConfigError, Section
+
+Name = Annotated[
+    str,
+    Field(
+        pattern="^[A-Za-z0-9][A-Za-z0-9-]{0,39}$",
+        description="at most 40 letters, digits or '-'",
+    ),
+]
+Host = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9.:-]+$", description="a DNS name or an IP address"),
+]
+Port = Annotated[int, Field(ge=1, le=65535, description="a whole number from 1 to 65535")]
+
+
+class ServerEntry(Section):
+    """The server of a deployment.
+
+    Attributes:
+        host, port: where nodes reach the reverse proxy before Flower's SuperLink.
+        local_port: of the SuperLink, on loopback.
+        least_nodes, round_timeout, patience: as in `ServerSite`.
+    """
+
+    host: Host
+    port: Port = 8443
+    local_port: Port = 8000
+    least_nodes: Count = 1
+    round_timeout: Positive = 120.0
+    patience: Positive = 3600.0
+
+
+class ShufflerEntry(Section):
+    """A shuffler, at a host and port that nodes and the server reach."""
+
+    name: Name
+    host: Host
+    port: Port = 9000
+
+
+class NodeEntry(Section):
+    """A node.
+
+    Attributes:
+        name: of its site.
+        users: for how many users it speaks.
+        data: as in `NodeSite`.
+        reply_after: as in `NodeSite`.
+        port: of its SuperNode, on loopback.
+    """
+
+    name: Name
+    users: Count = 1
+    data: str = "simulated"
+    reply_after: Positive = 10.0
+    port: Port = 9094
+
+
+class Deployment(Section):
+    """`deployment.toml`.
+
+    Attributes:
+        name: of the deployment, and of its connection in Flower's configuration.
+        config: the run's configuration: a file, relative to this one, or a name that ships.
+        server, shufflers, nodes: its sites. The order of the nodes numbers them: append new ones,
+            and leave those in the file that are withdrawn.
+    """
+
+    name: Name
+    config: str
+    server: ServerEntry
+    shufflers: tuple[ShufflerEntry, ...] = Field(min_length=1, strict=False)
+    nodes: tuple[NodeEntry, ...] = Field(min_length=1, strict=False)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Deployment:
+        names = ["server", *(each.name for each in (*self.shufflers, *self.nodes))]
+        for name in names:
+            if names.count(name) > 1 or name.startswith("authority"):
+                raise ValueError(f"every site has a name of its own, got {name} twice")
+        return self
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """HOST:PORT of every shuffler."""
+        return tuple(
+            f"[{each.host}]:{each.port}" if ":" in each.host else f"{each.host}:{each.port}"
+            for each in self.shufflers
+        )
+
+
+def load_deployment(path: Path) -> Deployment:
+    """Reads a deployment's file.
+
+    Raises:
+        ConfigError: one line naming the key, what it was given, and what is allowed.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return Deployment.model_validate(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {first_mistake(error, Deployment)}") from None
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a site, started in the site's folder.
+
+    Attributes:
+        name: of its service unit.
+        command: program of this environment, and arguments.
+        about: one line.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    about: str
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command with its program's full path."""
+        return [str(Path(sys.executable).with_name(self.command[0])), *self.command[1:]]
+
+
+def server_process(server: ServerEntry) -> Process:
+    """Flower's SuperLink, which starts the ServerApp."""
+    command = (
+        *("flower-superlink", "--host", "127.0.0.1", "--port", str(server.local_port)),
+        *("--ssl-certfile", "keys/superlink.pem", "--ssl-keyfile", "keys/superlink.key"),
+        *("--ssl-ca-certfile", "keys/flower-authority.pem", "--enable-supernode-auth"),
+        *("--database", "flower/superlink.db", "--disable-runtime-dependency-installation"),
+    )
+    return Process("superlink", command, "Flower's SuperLink")
+
+
+def shuffler_process() -> Process:
+    """A shuffler."""
+    return Process("shuffler", ("shufl", "shuffler", "--config", "shuffler.toml"), "the shuffler")
+
+
+def node_processes(node: NodeEntry, server_address: str) -> tuple[Process, Process]:
+    """A node's own process, and Flower's SuperNode, which passes messages on to it."""
+    relay = (
+        *("flower-supernode", "--superlink", server_address, "--port", str(node.port)),
+        *("--root-certificates", "keys/flower-authority.pem"),
+        *("--auth-supernode-private-key", "keys/flower.key"),
+        *("--node-config", 'socket="node.sock"'),
+    )
+    own = ("shufl", "node", "--config", "node.toml")
+    return (
+        Process("node", own, "the process that has the data, coins and keys"),
+        Process("supernode", relay, "Flower's SuperNode, which passes messages on"),
+    )

@@ -1,0 +1,256 @@
+"""`shufl rehearse`: a whole deployment on this machine, as real processes on loopback.
+
+Everything is as in production but for hosts, ports and the reverse proxy: sites with keys of their
+own, TLS and node authentication, Flower's SuperLink and SuperNodes, shufflers, nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+from shuffler.keys import Request, make_flower_key
+from simulator.config import load
+from simulator.deployment.plan import Deployment, Process
+from simulator.deployment.provision import experiment_of, provision, sites_of
+from simulator.deployment.submit import FLOWER_FOLDER, run_on
+from simulator.engines import EngineFailed
+from simulator.section import ConfigError, one_line
+
+_START_SECONDS = 120.0
+_STOP_SECONDS = 10.0
+_LONGEST_SOCKET = 100
+# Flower asks for work once a second by default, and nothing else sets the pace of a rehearsal.
+_QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+}
+
+
+def on_loopback(deployment: Deployment) -> Deployment:
+    """The same deployment with every site on this machine, on free ports."""
+    ports = free_ports(1 + len(deployment.shufflers) + len(deployment.nodes))
+    port = next(ports)
+    server = {"host": "127.0.0.1", "port": port, "local_port": port}
+    here = {"host": "127.0.0.1"}
+    return deployment.model_copy(
+        update={
+            "server": deployment.server.model_copy(update=server),
+            "shufflers": tuple(
+                each.model_copy(update=here | {"port": next(ports)})
+                for each in deployment.shufflers
+            ),
+            "nodes": tuple(
+                each.model_copy(update={"port": next(ports)}) for each in deployment.nodes
+            ),
+        }
+    )
+
+
+def free_ports(number: int) -> Iterator[int]:
+    """Ports of loopback that nobody listens on."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in sockets]
+    return iter(ports)
+
+
+class Rehearsal:
+    """The sites of a deployment in one folder, and their processes.
+
+    Attributes:
+        deployment: as it runs here.
+        folder: holds a folder for each site.
+        running: by site and process name.
+    """
+
+    def __init__(self, deployment: Deployment, base: Path, folder: Path):
+        """Provisions every site, makes all keys, and has them signed.
+
+        Args:
+            deployment: any; its hosts and ports are replaced.
+            base: where its file is.
+            folder: where the sites go.
+
+        Raises:
+            ConfigError: the deployment cannot be run, or the folder's path is too long.
+        """
+        self.deployment = on_loopback(deployment)
+        self.folder = folder.absolute()
+        self.running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
+        longest = max(len(node.name) for node in deployment.nodes) + len("/node.sock")
+        if len(str(self.folder)) + longest > _LONGEST_SOCKET:
+            raise ConfigError(
+                f"the path of a Unix socket is at most {_LONGEST_SOCKET} characters long, that of "
+                f"{self.folder} leaves no room: rehearse in another folder"
+            )
+        provision(self.deployment, base, self.folder)
+        experiment = experiment_of(self.deployment, base)
+        self.sites = {site.name: site for site in sites_of(self.deployment, experiment)}
+        for site in self.sites.values():
+            keys = self.folder / site.name / "keys"
+            for name, _ in site.requests:
+                Request.create(name).write(keys)
+        for node in deployment.nodes:
+            make_flower_key(self.folder / node.name / "keys")
+        provision(self.deployment, base, self.folder)
+
+    def __enter__(self) -> Self:
+        """Starts everything."""
+        try:
+            for shuffler in self.deployment.shufflers:
+                self.start(shuffler.name, "shuffler")
+            self.start("server", "superlink")
+            for port in (self.deployment.server.local_port, *self._shuffler_ports):
+                self._wait_for_port(port)
+            for node in self.deployment.nodes:
+                self.flwr("supernode", "register", f"nodes/{node.name}.pub", self.deployment.name)
+            for node in self.deployment.nodes:
+                self.start_node(node.name)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stops everything, by process id."""
+        for process in reversed(self.running.values()):
+            process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in self.running.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._kill_group(process)
+        self.running.clear()
+
+    def start(self, site: str, name: str) -> None:
+        """Starts a process of a site, as its service unit would."""
+        (process,) = [each for each in self.sites[site].processes if each.name == name]
+        folder = self.folder / site
+        with (folder / f"{name}.out").open("ab") as log:
+            self.running[site, name] = subprocess.Popen(
+                process.arguments,
+                cwd=folder,
+                env={**os.environ, **_QUIET, "FLWR_HOME": str(folder / FLOWER_FOLDER)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def start_node(self, name: str) -> None:
+        """Starts a node's two processes."""
+        self.start(name, "node")
+        self.start(name, "supernode")
+
+    def kill(self, site: str, *names: str) -> None:
+        """Ends processes of a site at once (SIGKILL), with all that they have started."""
+        for name in names or [each.name for each in self.sites[site].processes]:
+            self._kill_group(self.running.pop((site, name)))
+
+    def flwr(self, *arguments: str) -> str:
+        """Runs a command of Flower's on the server.
+
+        Raises:
+            EngineFailed: it failed; with what it said.
+        """
+        folder = self.folder / "server"
+        program = Process("flwr", ("flwr", *arguments), "").arguments
+        environment = {**os.environ, **_QUIET, "FLWR_HOME": str(folder / FLOWER_FOLDER)}
+        done = subprocess.run(
+            program, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise EngineFailed(f"flwr {' '.join(arguments)}: {done.stdout} {done.stderr}".strip())
+        return done.stdout
+
+    @property
+    def _shuffler_ports(self) -> list[int]:
+        return [each.port for each in self.deployment.shufflers]
+
+    def _wait_for_port(self, port: int) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                return
+            except OSError:
+                for (site, name), process in self.running.items():
+                    if process.poll() is not None:
+                        log = self.folder / site / f"{name}.out"
+                        raise EngineFailed(
+                            f"{name} of {site} has ended: {one_line(log.read_text()[-500:])}"
+                        ) from None
+                if time.monotonic() > deadline:
+                    raise EngineFailed(f"nothing listens on port {port}") from None
+                time.sleep(0.1)
+
+    def _kill_group(self, process: subprocess.Popen[bytes]) -> None:
+        """Also what it has started, which is in its process group."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def rehearse(deployment: Deployment, base: Path, folder: Path, runs: Path, kill_node: bool) -> str:
+    """Runs a deployment on this machine from keys to the end of its budget.
+
+    Args:
+        deployment: the deployment.
+        base: where its file is.
+        folder: where the sites go.
+        runs: where the run folder goes.
+        kill_node: whether the last node is killed after two rounds, and brought back after two
+            more.
+
+    Returns:
+        What stopped the run.
+
+    Raises:
+        ConfigError: before any work.
+        EngineFailed, RoundFailed: it ended early; everything stays in the folder.
+    """
+    with Rehearsal(deployment, base, folder) as rehearsal:
+        server = rehearsal.folder / "server"
+        stop = threading.Event()
+        if kill_node:
+            thread = threading.Thread(target=_kill_and_bring_back, args=(rehearsal, runs, stop))
+            thread.start()
+        try:
+            site, config = server / "server.toml", load(str(server / "run.toml"))
+            return run_on(deployment.name, site, config, runs)
+        finally:
+            stop.set()
+            if kill_node:
+                thread.join()
+
+
+def _kill_and_bring_back(rehearsal: Rehearsal, runs: Path, stop: threading.Event) -> None:
+    name = rehearsal.deployment.nodes[-1].name
+    before = set(runs.glob("*/metrics.jsonl"))
+
+    def wait_for_rounds(rounds: int) -> None:
+        while not stop.wait(0.2):
+            new = set(runs.glob("*/metrics.jsonl")) - before
+            if any(file.read_text().count("\n") >= rounds for file in new):
+                return
+
+    wait_for_rounds(2)
+    rehearsal.kill(name)
+    print(f"killed {name}", flush=True)
+    wait_for_rounds(4)
+    if not stop.is_set():
+        rehearsal.start_node(name)
+        print(f"brought {name} back", flush=True)

@@ -1,0 +1,142 @@
+"""The ServerApp of a deployed run: the same run as in a simulation, on the nodes of the SuperLink.
+
+Run configuration (`flwr run … -c`), paths on the SuperLink's machine:
+
+    site    the server's file, server.toml
+    folder  the run folder, which `shufl run --on` has made; it goes on where it was interrupted
+    config  without a folder: the run's configuration; the folder is made under `runs`
+
+What a terminal would show is in the run folder: progress and tables in console.txt, how it ended in
+outcome.json. A file named stop there ends the run in order after the round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from rich.console import Console
+
+from accounting import LedgerError
+from server import (
+    CheckpointError,
+    RoundFailed,
+    RoundLoop,
+    RoundRecord,
+    RunResult,
+    ServerSettings,
+    TrainingSettings,
+)
+from shuffler import ShufflerError
+from simulator.config import Config, load
+from simulator.deployment.sites import ServerSite, load_site
+from simulator.engines.base import logs_to
+from simulator.experiment import Experiment, prepare
+from simulator.records import MetricsError
+from simulator.run import begin_run, make_folder, resume_run
+from simulator.section import ConfigError
+
+CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
+"""In the run folder: what is printed; how the run ended; asks it to end."""
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Plays the run."""
+    given = {key: str(value) for key, value in context.run_config.items() if value}
+    os.umask(0o077)
+    try:
+        site_path = Path(given["site"]).absolute()
+        sys.path.append(str(site_path.parent))  # for models and datasets named module:callable
+        site = load_site(site_path, ServerSite)
+        if "folder" in given:
+            folder = Path(given["folder"])
+        else:
+            config = deployed_config(load(given["config"]), site)
+            folder = make_folder(
+                Path(given.get("runs") or site_path.parent / "runs"), prepare(config)
+            )
+    except KeyError as missing:
+        raise ConfigError(f"the run configuration lacks {missing}") from None
+    play(folder, site, grid)
+
+
+def deployed_config(config: Config, site: ServerSite) -> Config:
+    """A run's configuration for real nodes: nothing of it is drawn from the seed."""
+    shuffler = config.shuffler.model_copy(update={"number": len(site.shufflers)})
+    return config.model_copy(update={"seed": "system", "shuffler": shuffler})
+
+
+def play(folder: Path, site: ServerSite, grid: Grid) -> None:
+    """Begins the run in a folder, or goes on with it, and leaves its outcome there."""
+    with (folder / CONSOLE_FILE).open("a", encoding="utf-8", buffering=1) as file:
+        console = Console(file=file, width=100)
+
+        def make_engine(experiment: Experiment) -> DeployedEngine:
+            return DeployedEngine(experiment, site, grid)
+
+        resumes = (folder / "ledger.jsonl").exists()
+        try:
+            go = resume_run if resumes else begin_run
+            outcome = {"stopped_by": go(folder, console, make_engine).stopped_by}
+        except _ENDS_EARLY as error:
+            outcome = {"error": " ".join(str(error).split())}
+        (folder / STOP_FILE).unlink(missing_ok=True)
+        (folder / OUTCOME_FILE).write_text(json.dumps(outcome), encoding="utf-8")
+    if "error" in outcome:  # Flower shows the run as failed
+        raise RuntimeError(outcome["error"])
+
+
+_ENDS_EARLY = (
+    *(CheckpointError, ConfigError, LedgerError, MetricsError, RoundFailed, ShufflerError),
+    *(OSError, RuntimeError),
+)
+
+
+class DeployedEngine:
+    """Plays rounds on real nodes and real shufflers that others have started."""
+
+    gradients = "on the nodes"
+    repeats_releases = False
+
+    def __init__(self, experiment: Experiment, site: ServerSite, grid: Grid):
+        """Checks that as many shufflers are named as the plan counts on."""
+        if experiment.config.shuffler.number != len(site.shufflers):
+            raise ConfigError(
+                f"shuffler.number must be {len(site.shufflers)}, the shufflers of the server's "
+                f"file, got {experiment.config.shuffler.number}"
+            )
+        self.description = f"flower, real nodes; shufflers at {', '.join(site.shufflers)}"
+        self._site, self._grid = site, grid
+        self._sealing = experiment.config.shuffler.sealing
+
+    def run(
+        self,
+        training: TrainingSettings,
+        observe: Callable[[RoundRecord], None],
+        stop: threading.Event,
+    ) -> RunResult:
+        """Plays rounds until the budget, the plan's last round, or the file that asks to stop."""
+        site, asked = self._site, training.folder / STOP_FILE
+        settings = ServerSettings(
+            **vars(training),
+            nodes=site.least_nodes,
+            shufflers=tuple((address, site.credentials) for address in site.shufflers),
+            round_timeout=site.round_timeout,
+            sealing=self._sealing,
+            patience=site.patience,
+        )
+
+        def stopped() -> bool:
+            return stop.is_set() or asked.exists()
+
+        with logs_to(training.folder / "server.log", "server"):
+            return RoundLoop(settings, self._grid, observe, stopped, lambda: False).run()

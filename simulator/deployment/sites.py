@@ -1,0 +1,112 @@
+"""What a site of a deployment is told: the server's file and a node's file."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import Field, ValidationError
+
+from accounting.validation import Count, Positive, first_mistake
+from shuffler import Credentials
+from simulator.section import ConfigError, Section
+
+_Addresses = Annotated[
+    tuple[str, ...], Field(min_length=1, strict=False, description="a list of HOST:PORT")
+]
+
+
+class _Site(Section):
+    """A site's file; paths in it are relative to it.
+
+    Attributes:
+        shufflers: HOST:PORT of every shuffler; node i reports to the (i mod k)-th of k.
+        certificate: path of the site's NAME.pem for the shufflers, with NAME.key beside it.
+    """
+
+    shufflers: _Addresses
+    certificate: str
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the shufflers ask for.
+
+        Raises:
+            ConfigError: the files are not there, or do not fit together.
+        """
+        path = Path(self.certificate)
+        try:
+            return Credentials.read(path.parent, path.stem)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"certificate {path}: {error}") from error
+
+
+class ServerSite(_Site):
+    """`server.toml`.
+
+    Attributes:
+        least_nodes: as many must be connected before a round begins.
+        round_timeout: seconds that a round waits for nodes.
+        patience: seconds to wait for nodes or shufflers that are away before the run ends.
+    """
+
+    least_nodes: Count = 1
+    round_timeout: Positive = 120.0
+    patience: Positive = 3600.0
+
+
+class NodeSite(_Site):
+    """`node.toml`.
+
+    Attributes:
+        number: the node's, from 0.
+        users: for how many users it speaks.
+        config: path of the run's configuration, with the plan that this node agrees to.
+        input_shape: shape of one record.
+        classes: number of classes.
+        data: what gives a user's records, by the user's number from 0, as features and int64
+            labels: `module:callable`; or a folder with `0.npz` and so on (arrays `features` and
+            `labels`); or `simulated`, the configuration's dataset.
+        first_user: of `simulated` data: which of the dataset's users is this node's first.
+        device: path of the file with the owner's limits and ledger.
+        socket: path of the Unix socket over which Flower's messages come.
+        reply_after: seconds from a message to its answer, whatever this node is doing then.
+    """
+
+    number: int = Field(ge=0, description="a whole number, at least 0")
+    users: Count
+    config: str
+    input_shape: tuple[Count, ...] = Field(strict=False, description="a list of whole numbers")
+    classes: Count
+    data: str
+    first_user: int = Field(0, ge=0, description="a whole number, at least 0")
+    device: str
+    socket: str
+    reply_after: Positive = 10.0
+
+
+_PATHS = ("certificate", "config", "device", "socket")
+_AnySite = TypeVar("_AnySite", bound=_Site)
+
+
+def load_site(path: Path, kind: type[_AnySite]) -> _AnySite:
+    """Reads a site's file.
+
+    Raises:
+        ConfigError: one line naming the key, what it was given, and what is allowed.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    folder = path.absolute().parent
+    for key in _PATHS:
+        if isinstance(content.get(key), str):
+            content[key] = str(folder / content[key])
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {first_mistake(error, kind)}") from None

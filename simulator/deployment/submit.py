@@ -1,0 +1,164 @@
+"""`shufl run --on`: hands a run to a SuperLink on this machine, and shows what it does."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from server import RoundFailed
+from simulator.config import Config
+from simulator.deployment.server_app import CONSOLE_FILE, OUTCOME_FILE, STOP_FILE, deployed_config
+from simulator.deployment.sites import ServerSite, load_site
+from simulator.engines import EngineFailed, interrupts
+from simulator.experiment import prepare
+from simulator.run import make_folder
+from simulator.section import ConfigError
+
+# Both are installed on the machines that run them; Flower is given no more than their names.
+_APP = {
+    "shufl_app/__init__.py": '"""The Flower app of shufl, which is installed where it runs."""\n',
+    "shufl_app/client.py": "from clients.relay import app\n\n__all__ = ['app']\n",
+    "shufl_app/server.py": "from simulator.deployment.server_app import app\n\n__all__ = ['app']\n",
+    "pyproject.toml": """\
+[project]
+name = "shufl"
+version = "{version}"
+description = "Federated learning in the shuffle model of differential privacy"
+license = "Apache-2.0"
+requires-python = ">=3.11"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "shufl"
+fab-include = ["shufl_app/*.py"]
+
+[tool.flwr.app.components]
+serverapp = "shufl_app.server:app"
+clientapp = "shufl_app.client:app"
+
+[tool.flwr.app.config]
+site = ""
+folder = ""
+config = ""
+runs = ""
+""",
+}
+_POLL_SECONDS = 0.2
+FLOWER_FOLDER = "flower"
+"""Beside the server's file: Flower's home, with the connections."""
+
+
+def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
+    """Begins a run on a SuperLink, and shows it to its end.
+
+    Args:
+        connection: name of a connection in Flower's configuration; of a SuperLink on this machine.
+        site_path: the server's file.
+        config: the run's configuration.
+        runs: where the run folder is made.
+
+    Returns:
+        What stopped the run.
+
+    Raises:
+        ConfigError: before any work.
+        RoundFailed: the run ended early; its folder stays.
+        EngineFailed: Flower did not take the run, or it was killed.
+    """
+    site = load_site(site_path, ServerSite)
+    _ = site.credentials
+    folder = make_folder(runs, prepare(deployed_config(config, site)))
+    return _follow(connection, site_path, folder)
+
+
+def resume_on(connection: str, site_path: Path, folder: Path) -> str:
+    """Goes on with an interrupted run, as a new run of Flower's, and shows it to its end.
+
+    Args:
+        connection, site_path: as for `run_on`.
+        folder: the run folder.
+
+    Returns, raises: as `run_on`.
+    """
+    _ = load_site(site_path, ServerSite).credentials
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"a run folder has a config.toml, {folder} has none")
+    return _follow(connection, site_path, folder.absolute())
+
+
+def _follow(connection: str, site_path: Path, folder: Path) -> str:
+    outcome_file, stop_file = folder / OUTCOME_FILE, folder / STOP_FILE
+    for file in (outcome_file, stop_file):
+        file.unlink(missing_ok=True)
+    (folder / CONSOLE_FILE).touch()
+    home = site_path.absolute().parent / FLOWER_FOLDER
+    environment = {"FLWR_HOME": str(home)} if home.is_dir() else {}
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    about = f"site={json.dumps(str(site_path.absolute()))} folder={json.dumps(str(folder))}"
+    stop = threading.Event()
+    with (
+        tempfile.TemporaryDirectory(prefix="shufl-") as app,
+        (folder / "flower.log").open("ab") as log,
+        (folder / CONSOLE_FILE).open(encoding="utf-8") as shown,
+        interrupts(stop),
+    ):
+        write_app(Path(app))
+        shown.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            [_flwr(), "run", app, connection, "--stream", "-c", about],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **quiet, **environment},
+            start_new_session=True,  # Ctrl-C ends the run in order, and not this process
+        )
+        try:
+            while process.poll() is None and not outcome_file.exists():
+                _show(shown.read())
+                if stop.is_set():
+                    stop_file.touch()
+                time.sleep(_POLL_SECONDS)
+            _show(shown.read())
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+    return _outcome(outcome_file, folder)
+
+
+def _outcome(outcome_file: Path, folder: Path) -> str:
+    try:
+        outcome = json.loads(outcome_file.read_text(encoding="utf-8"))
+    except OSError:
+        raise EngineFailed(
+            f"the run was not taken, or was killed; {folder}/flower.log says more. "
+            f"shufl run --resume {folder} --on … goes on with it"
+        ) from None
+    if "error" in outcome:
+        raise RoundFailed(outcome["error"])
+    return str(outcome["stopped_by"])
+
+
+def write_app(folder: Path) -> None:
+    """Writes the Flower app, which holds the names of two modules and no more."""
+    version = importlib.metadata.version("shufl")
+    for name, text in _APP.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text.replace("{version}", version), encoding="utf-8")
+
+
+def _flwr() -> str:
+    """Flower's command of this environment."""
+    return str(Path(sys.executable).with_name("flwr"))
+
+
+def _show(text: str) -> None:
+    if text:
+        print(text, end="", flush=True)
