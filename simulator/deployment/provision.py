@@ -32,7 +32,7 @@ from simulator.deployment.sites import ServerSite
 from simulator.experiment import Experiment, prepare
 from simulator.section import ConfigError
 
-_FOLDER = "/srv/shufl"  # of a site, in its units
+_FOLDER = "@folder@"  # stands for a site's, until it is known
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
@@ -68,13 +68,14 @@ class Provisioned:
     waiting: tuple[str, ...]
 
 
-def provision(deployment: Deployment, base: Path, out: Path) -> Provisioned:
+def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = False) -> Provisioned:
     """Makes what is missing of a deployment's folders.
 
     Args:
         deployment: the deployment.
         base: where its file is, to which the configuration's path is relative.
         out: gets a folder for each site, and the two authorities.
+        in_place: whether the sites run in these folders, and not in /srv/shufl of their machines.
 
     Raises:
         ConfigError: the configuration cannot be run, or does not fit the sites.
@@ -87,7 +88,7 @@ def provision(deployment: Deployment, base: Path, out: Path) -> Provisioned:
         )
     parties, flower = (_authority(out / name) for name in ("authority", "authority-flower"))
     made, signed, waiting = [], [], []
-    for site in sites_of(deployment, experiment):
+    for site in sites_of(deployment, experiment, out if in_place else None):
         folder = out / site.name
         keys = folder / "keys"
         if not folder.exists():
@@ -114,14 +115,19 @@ def provision(deployment: Deployment, base: Path, out: Path) -> Provisioned:
     return Provisioned(tuple(made), tuple(signed), tuple(waiting))
 
 
-def sites_of(deployment: Deployment, experiment: Experiment) -> list[Site]:
-    """Every site, with the files that it gets."""
-    run = dumps(experiment.config)
-    return [
-        _server(deployment, run),
+def sites_of(deployment: Deployment, experiment: Experiment, out: Path | None) -> list[Site]:
+    """Every site, with the files that it gets; `out` is where all of them run, if it is here."""
+    sites = [
+        _server(deployment, experiment),
         *(_shuffler(deployment, number) for number in range(len(deployment.shufflers))),
-        *(_node(deployment, number, experiment, run) for number in range(len(deployment.nodes))),
+        *(_node(deployment, number, experiment) for number in range(len(deployment.nodes))),
     ]
+    return [_filled(site, "/srv/shufl" if out is None else str(out / site.name)) for site in sites]
+
+
+def _filled(site: Site, folder: str) -> Site:
+    files = {name: text.replace(_FOLDER, folder) for name, text in site.files.items()}
+    return replace(site, files=files)
 
 
 def experiment_of(deployment: Deployment, base: Path) -> Experiment:
@@ -146,20 +152,20 @@ def _server_site(deployment: Deployment) -> ServerSite:
     )
 
 
-def _server(deployment: Deployment, run: str) -> Site:
+def _server(deployment: Deployment, experiment: Experiment) -> Site:
     server, name = deployment.server, deployment.name
     connection = {
         "superlink": {
             "default": name,
             name: {
                 "address": f"127.0.0.1:{server.local_port}",
-                "root-certificates": "../keys/flower-authority.pem",
+                "root-certificates": f"{_FOLDER}/keys/flower-authority.pem",
             },
         }
     }
     processes = (server_process(server),)
     files = {
-        "run.toml": run,
+        "run.toml": dumps(experiment.config),
         "server.toml": tomli_w.dumps(_server_site(deployment).model_dump()),
         "flower/config.toml": tomli_w.dumps(connection),
     }
@@ -190,7 +196,7 @@ def _shuffler(deployment: Deployment, number: int) -> Site:
     return _complete(site, deployment, "shuffler.md", address=deployment.addresses[number])
 
 
-def _node(deployment: Deployment, number: int, experiment: Experiment, run: str) -> Site:
+def _node(deployment: Deployment, number: int, experiment: Experiment) -> Site:
     entry, plan = deployment.nodes[number], experiment.plan
     about = {
         "number": number,
@@ -207,7 +213,7 @@ def _node(deployment: Deployment, number: int, experiment: Experiment, run: str)
         "reply_after": entry.reply_after,
     }
     files = {
-        "run.toml": run,
+        "run.toml": dumps(experiment.config),
         "node.toml": tomli_w.dumps(about),
         "device.toml": _device(plan, experiment.halting_round),
     }

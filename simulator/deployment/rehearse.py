@@ -95,16 +95,18 @@ class Rehearsal:
                 f"the path of a Unix socket is at most {_LONGEST_SOCKET} characters long, that of "
                 f"{self.folder} leaves no room: rehearse in another folder"
             )
-        provision(self.deployment, base, self.folder)
+        provision(self.deployment, base, self.folder, in_place=True)
         experiment = experiment_of(self.deployment, base)
-        self.sites = {site.name: site for site in sites_of(self.deployment, experiment)}
+        self.sites = {
+            site.name: site for site in sites_of(self.deployment, experiment, self.folder)
+        }
         for site in self.sites.values():
             keys = self.folder / site.name / "keys"
             for name, _ in site.requests:
                 Request.create(name).write(keys)
         for node in deployment.nodes:
             make_flower_key(self.folder / node.name / "keys")
-        provision(self.deployment, base, self.folder)
+        provision(self.deployment, base, self.folder, in_place=True)
 
     def __enter__(self) -> Self:
         """Starts everything."""
