@@ -23,10 +23,11 @@ from simulator.deployment.plan import Deployment, Process
 from simulator.deployment.provision import experiment_of, provision, sites_of
 from simulator.deployment.submit import FLOWER_FOLDER, run_on
 from simulator.engines import EngineFailed
-from simulator.section import ConfigError, one_line
+from simulator.section import ConfigError
 
 _START_SECONDS = 120.0
 _STOP_SECONDS = 10.0
+_AGAIN_SECONDS = 2.0
 _LONGEST_SOCKET = 100
 # Flower asks for work once a second by default, and nothing else sets the pace of a rehearsal.
 _QUIET = {
@@ -69,6 +70,8 @@ def free_ports(number: int) -> Iterator[int]:
 class Rehearsal:
     """The sites of a deployment in one folder, and their processes.
 
+    Whatever ends unasked is started again, as its service unit would.
+
     Attributes:
         deployment: as it runs here.
         folder: holds a folder for each site.
@@ -89,6 +92,8 @@ class Rehearsal:
         self.deployment = on_loopback(deployment)
         self.folder = folder.absolute()
         self.running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
+        self._stopping = threading.Event()
+        self._lock = threading.RLock()
         longest = max(len(node.name) for node in deployment.nodes) + len("/node.sock")
         if len(str(self.folder)) + longest > _LONGEST_SOCKET:
             raise ConfigError(
@@ -111,6 +116,7 @@ class Rehearsal:
     def __enter__(self) -> Self:
         """Starts everything."""
         try:
+            threading.Thread(target=self._start_again, daemon=True).start()
             for shuffler in self.deployment.shufflers:
                 self.start(shuffler.name, "shuffler")
             self.start("server", "superlink")
@@ -127,21 +133,22 @@ class Rehearsal:
 
     def __exit__(self, *_: object) -> None:
         """Stops everything, by process id."""
-        for process in reversed(self.running.values()):
-            process.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
-        for process in self.running.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        self._stopping.set()
+        with self._lock:
+            for process in reversed(self.running.values()):
+                process.terminate()
+            deadline = time.monotonic() + _STOP_SECONDS
+            for process in self.running.values():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
                 self._kill_group(process)
-        self.running.clear()
+            self.running.clear()
 
     def start(self, site: str, name: str) -> None:
         """Starts a process of a site, as its service unit would."""
         (process,) = [each for each in self.sites[site].processes if each.name == name]
         folder = self.folder / site
-        with (folder / f"{name}.out").open("ab") as log:
+        with self._lock, (folder / f"{name}.out").open("ab") as log:
             self.running[site, name] = subprocess.Popen(
                 process.arguments,
                 cwd=folder,
@@ -158,9 +165,10 @@ class Rehearsal:
         self.start(name, "supernode")
 
     def kill(self, site: str, *names: str) -> None:
-        """Ends processes of a site at once (SIGKILL), with all that they have started."""
+        """Ends processes of a site (SIGKILL), with all that they have started, for good."""
         for name in names or [each.name for each in self.sites[site].processes]:
-            self._kill_group(self.running.pop((site, name)))
+            with self._lock:
+                self._kill_group(self.running.pop((site, name)))
 
     def flwr(self, *arguments: str) -> str:
         """Runs a command of Flower's on the server.
@@ -182,6 +190,14 @@ class Rehearsal:
     def _shuffler_ports(self) -> list[int]:
         return [each.port for each in self.deployment.shufflers]
 
+    def _start_again(self) -> None:
+        while not self._stopping.wait(_AGAIN_SECONDS):
+            with self._lock:
+                for (site, name), process in list(self.running.items()):
+                    if process.poll() is not None and not self._stopping.is_set():
+                        self._kill_group(process)  # what it had started
+                        self.start(site, name)
+
     def _wait_for_port(self, port: int) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while True:
@@ -189,14 +205,10 @@ class Rehearsal:
                 socket.create_connection(("127.0.0.1", port), timeout=1).close()
                 return
             except OSError:
-                for (site, name), process in self.running.items():
-                    if process.poll() is not None:
-                        log = self.folder / site / f"{name}.out"
-                        raise EngineFailed(
-                            f"{name} of {site} has ended: {one_line(log.read_text()[-500:])}"
-                        ) from None
                 if time.monotonic() > deadline:
-                    raise EngineFailed(f"nothing listens on port {port}") from None
+                    raise EngineFailed(
+                        f"nothing listens on port {port}; {self.folder}/*/*.out say more"
+                    ) from None
                 time.sleep(0.1)
 
     def _kill_group(self, process: subprocess.Popen[bytes]) -> None:

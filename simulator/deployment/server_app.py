@@ -12,10 +12,12 @@ outcome.json. A file named stop there ends the run in order after the round.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,7 +68,7 @@ def main(grid: Grid, context: Context) -> None:
             )
     except KeyError as missing:
         raise ConfigError(f"the run configuration lacks {missing}") from None
-    play(folder, site, grid)
+    play(folder, site, grid, given.get("attempt", ""))
 
 
 def deployed_config(config: Config, site: ServerSite) -> Config:
@@ -75,8 +77,10 @@ def deployed_config(config: Config, site: ServerSite) -> Config:
     return config.model_copy(update={"seed": "system", "shuffler": shuffler})
 
 
-def play(folder: Path, site: ServerSite, grid: Grid) -> None:
+def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
     """Begins the run in a folder, or goes on with it, and leaves its outcome there."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    _wait_for_the_one_before(folder / "ledger.jsonl")
     with (folder / CONSOLE_FILE).open("a", encoding="utf-8", buffering=1) as file:
         console = Console(file=file, width=100)
 
@@ -90,11 +94,36 @@ def play(folder: Path, site: ServerSite, grid: Grid) -> None:
         except _ENDS_EARLY as error:
             outcome = {"error": " ".join(str(error).split())}
         (folder / STOP_FILE).unlink(missing_ok=True)
-        (folder / OUTCOME_FILE).write_text(json.dumps(outcome), encoding="utf-8")
+        new = folder / f"{OUTCOME_FILE}.new"
+        new.write_text(json.dumps(outcome | {"attempt": attempt}), encoding="utf-8")
+        new.replace(folder / OUTCOME_FILE)
     if "error" in outcome:  # Flower shows the run as failed
         raise RuntimeError(outcome["error"])
 
 
+def _end_with_parent(parent: int) -> None:
+    """Ends this process when its SuperLink is gone: Flower's calls would wait for ever.
+
+    At once, as if it were killed too: all that was spent is in the ledger, on disk.
+    """
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _wait_for_the_one_before(ledger: Path) -> None:
+    """A ServerApp may outlive a SuperLink that was killed by a moment, and holds the ledger."""
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while ledger.exists() and time.monotonic() < deadline:
+        with ledger.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                time.sleep(0.5)
+
+
+_ENDING_SECONDS = 60.0
 _ENDS_EARLY = (
     *(CheckpointError, ConfigError, LedgerError, MetricsError, RoundFailed, ShufflerError),
     *(OSError, RuntimeError),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ site = ""
 folder = ""
 config = ""
 runs = ""
+attempt = ""
 """,
 }
 _POLL_SECONDS = 0.2
@@ -99,10 +101,12 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
     for file in (outcome_file, stop_file):
         file.unlink(missing_ok=True)
     (folder / CONSOLE_FILE).touch()
+    attempt = secrets.token_hex(8)  # one before may still be ending
     home = site_path.absolute().parent / FLOWER_FOLDER
     environment = {"FLWR_HOME": str(home)} if home.is_dir() else {}
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    about = f"site={json.dumps(str(site_path.absolute()))} folder={json.dumps(str(folder))}"
+    given = {"site": str(site_path.absolute()), "folder": str(folder), "attempt": attempt}
+    about = " ".join(f"{key}={json.dumps(value)}" for key, value in given.items())
     stop = threading.Event()
     with (
         tempfile.TemporaryDirectory(prefix="shufl-") as app,
@@ -121,7 +125,7 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
             start_new_session=True,  # Ctrl-C ends the run in order, and not this process
         )
         try:
-            while process.poll() is None and not outcome_file.exists():
+            while process.poll() is None and not _outcome(outcome_file, attempt):
                 _show(shown.read())
                 if stop.is_set():
                     stop_file.touch()
@@ -130,20 +134,24 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-    return _outcome(outcome_file, folder)
-
-
-def _outcome(outcome_file: Path, folder: Path) -> str:
-    try:
-        outcome = json.loads(outcome_file.read_text(encoding="utf-8"))
-    except OSError:
+    outcome = _outcome(outcome_file, attempt)
+    if not outcome:
         raise EngineFailed(
             f"the run was not taken, or was killed; {folder}/flower.log says more. "
-            f"shufl run --resume {folder} --on … goes on with it"
-        ) from None
+            f"shufl run --resume {folder} --on {connection} goes on with it"
+        )
     if "error" in outcome:
         raise RoundFailed(outcome["error"])
-    return str(outcome["stopped_by"])
+    return outcome["stopped_by"]
+
+
+def _outcome(file: Path, attempt: str) -> dict[str, str]:
+    """How an attempt ended; empty: it has not, or nobody is left to tell."""
+    try:
+        outcome: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    return outcome if outcome["attempt"] == attempt else {}
 
 
 def write_app(folder: Path) -> None:

@@ -1,0 +1,54 @@
+"""Whole deployments on loopback: real SuperLink, SuperNodes, shufflers, nodes; TLS everywhere."""
+
+import re
+
+import pytest
+from deployment_world import World
+
+from accounting import rounds_within_budget
+from simulator.config import load
+from simulator.deployment.node import agreed_plan
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_predicts(tmp_path):
+    """A node, a shuffler, the ServerApp and the SuperLink are killed, one after the other."""
+    with World(tmp_path, nodes=5, shufflers=2) as world:
+        world.run("run.toml")
+        world.wait_for_round(2)
+        assert world.rows[-1]["users_present"] == 600
+        world.kill("node-4")
+
+        world.wait_for_round(3)
+        world.kill_process("shuffler-1", "shuffler")
+        world.wait_for_round(5)
+        assert all(row["users_present"] <= 480 for row in world.rows[3:])
+        assert {row["number"]: bool(row["trouble"]) for row in world.nodes}[4]
+        world.start_node("node-4")
+
+        world.wait_for_round(6)
+        world.kill_server_app()
+        code, _, err = world.finish()
+        assert code == 1
+        assert re.fullmatch(r"error: .*--resume .* goes on with it\n", err), err
+        world.resume()
+
+        world.wait_for_round(8)
+        world.kill_process("server", "superlink")
+        code, _, err = world.finish()
+        assert (code, len(err.splitlines())) == (1, 1), err
+        world.wait_for_superlink()
+        world.resume()
+        code, out, err = world.finish()
+        assert (code, err) == (0, ""), world.tell()
+
+        plan = agreed_plan(load(str(world.server / "run.toml")))
+        rounds = rounds_within_budget(plan)
+        assert world.rounds_spent == list(range(1, rounds + 1))
+        released = [row["round"] for row in world.rows if row["outcome"] == "released"]
+        assert len(released) == len(set(released)) >= rounds - 4  # what was under way was lost
+        assert world.rows[-1]["epsilon"] <= plan.target_epsilon
+        assert world.rows[-1]["users_present"] == 600  # the killed node is in again
+        assert world.rows[-1]["accuracy"] > 0.2
+        assert "privacy budget: one more round would exceed it" in out
