@@ -1,9 +1,10 @@
 """Whole deployments on loopback: real SuperLink, SuperNodes, shufflers, nodes; TLS everywhere."""
 
+import json
 import re
 
 import pytest
-from deployment_world import World
+from deployment_world import ROOT, RUN, World
 
 from accounting import rounds_within_budget
 from simulator.config import load
@@ -52,3 +53,18 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
         assert world.rows[-1]["users_present"] == 600  # the killed node is in again
         assert world.rows[-1]["accuracy"] > 0.2
         assert "privacy budget: one more round would exceed it" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_flower_runs_the_app_of_the_repository(tmp_path):
+    """`flwr run . CONNECTION -c …`, as for every other Flower app."""
+    with World(
+        tmp_path, nodes=2, shufflers=1, run=RUN.replace("rounds = 1000", "rounds = 2")
+    ) as world:
+        given = f'site="{world.server}/server.toml" config="{world.server}/run.toml"'
+        world.flwr("run", str(ROOT), "digits", "--stream", "-c", given)
+        outcome = json.loads((world.run_folder / "outcome.json").read_text())
+        assert outcome["stopped_by"] == "rounds"
+        assert [row["outcome"] for row in world.rows] == ["released", "released"]
+        assert (world.run_folder / "accuracy_epsilon.png").exists()
