@@ -35,6 +35,9 @@ flips: .venv/ready  ## 10 000 flipped bits in the files of a shuffler: some ten 
 load: .venv/ready  ## a shuffler under a flood: 300 nodes, 5 000 bare connections, 20 000 calls; a minute
 	$(BIN)/python benchmarks/shuffler_load.py
 
+soak: .venv/ready  ## a deployment on this machine under random kills: some forty minutes
+	SHUFL_SOAK_ROUNDS=100 SHUFL_SOAK_NODES=5 $(BIN)/pytest -s tests/integration/test_deployment_soak.py
+
 proto: .venv/ready
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. shuffler/wire/shuffler.proto
 

@@ -63,9 +63,9 @@ def deployment(nodes: int, shufflers: int, users: int = 600) -> Deployment:
 class World(Rehearsal):
     """A rehearsal, and `shufl run --on` on its server as a process."""
 
-    def __init__(self, base: Path, nodes: int, shufflers: int, run: str = RUN):
+    def __init__(self, base: Path, nodes: int, shufflers: int, run: str = RUN, users: int = 600):
         (base / "run.toml").write_text(run)
-        super().__init__(deployment(nodes, shufflers), base, base / "sites")
+        super().__init__(deployment(nodes, shufflers, users), base, base / "sites")
         self.server = self.folder / "server"
         self.command: subprocess.Popen | None = None
 

@@ -1,0 +1,84 @@
+"""Random kills and stalls at every stage of a round: `make soak`, with a short smoke of it here."""
+
+import contextlib
+import os
+import random
+import signal
+import sqlite3
+import time
+
+import pytest
+from deployment_world import RUN, World
+
+ROUNDS = int(os.environ.get("SHUFL_SOAK_ROUNDS", "3"))
+NODES = int(os.environ.get("SHUFL_SOAK_NODES", "2"))
+SEED = int(os.environ.get("SHUFL_SOAK_SEED", "1"))
+STALL_SECONDS = 8.0
+MOST_HURTS = 2 * ROUNDS
+
+PLAN = (
+    RUN.replace("rounds = 1000", f"rounds = {ROUNDS}")
+    .replace("target_epsilon = 1.48", "target_epsilon = 1e6")
+    .replace("users = 600", f"users = {NODES * 40}")
+)
+
+
+def hurt(world, chance):
+    """Kills, or stalls for a while, one process or a third of the SuperNodes; says which."""
+    nodes = [node.name for node in world.deployment.nodes]
+    third = chance.sample(nodes, max(1, len(nodes) // 3))
+    kills = {
+        "SuperNodes": [(name, "supernode") for name in third],
+        "node": [(third[0], "node")],
+        "shuffler": [("shuffler-0", "shuffler")],
+        "SuperLink": [("server", "superlink")],
+    }
+    what = chance.choice(["kill", "stall"]), chance.choice([*kills, "ServerApp"])
+    with contextlib.suppress(ProcessLookupError, ValueError, KeyError):  # it is being started again
+        if what[1] == "ServerApp":
+            world.kill_server_app()
+        elif what[0] == "kill":
+            for site, name in kills[what[1]]:
+                world.kill_process(site, name)
+        else:
+            pids = [world.running[each].pid for each in kills[what[1]]]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(STALL_SECONDS)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+    return " ".join(what)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * ROUNDS + 300)
+def test_whatever_is_killed_the_ledger_counts_what_was_released(tmp_path):
+    chance, done = random.Random(SEED), []
+    with World(tmp_path, NODES, shufflers=2, run=PLAN, users=NODES * 40) as world:
+        world.run("run.toml")
+        world.wait_for_round(1)
+        while True:
+            deadline = time.monotonic() + chance.uniform(2, 20)
+            while world.command.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if world.command.poll() is None:
+                if len(done) < MOST_HURTS:
+                    done.append(hurt(world, chance))
+                continue
+            code, _, err = world.finish()
+            if code == 0:
+                break
+            assert (code, len(err.splitlines())) == (1, 1), err  # one line tells what happened
+            world.wait_for_superlink()
+            world.resume()
+        print("\n".join(done))
+        rounds = [row["round"] for row in world.rows]
+        assert len(rounds) == len(set(rounds))
+        assert world.rounds_spent == list(range(1, ROUNDS + 1))
+        assert set(rounds) <= set(world.rounds_spent)
+        assert all(row["reports"] <= NODES * 40 + 2 * 900 for row in world.rows)
+        for node in world.deployment.nodes:
+            with sqlite3.connect(world.folder / node.name / "device.db") as ledger:
+                offered = [number for (number,) in ledger.execute("SELECT round FROM rounds")]
+            assert len(offered) == len(set(offered)) <= ROUNDS
+            assert set(offered) <= set(world.rounds_spent)
