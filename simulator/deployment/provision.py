@@ -171,16 +171,19 @@ def _server(deployment: Deployment, experiment: Experiment) -> Site:
     }
     requests = (("server", Role.SERVER), ("superlink", Role.SHUFFLER))
     about = {"host": server.host, "port": server.port, "local_port": server.local_port}
-    nginx = _template("nginx.conf", folder=_FOLDER, **about)
+    nginx = _template("nginx.conf", folder=_FOLDER, listen=_listen(server.host), **about)
     site = Site("server", files | {"nginx.conf": nginx}, requests, processes)
     return _complete(site, deployment, "server.md", **about)
 
 
+def _listen(host: str) -> str:
+    return "127.0.0.1" if host in _LOOPBACK else "0.0.0.0"
+
+
 def _shuffler(deployment: Deployment, number: int) -> Site:
     entry = deployment.shufflers[number]
-    here = "127.0.0.1" if entry.host in _LOOPBACK else "0.0.0.0"
     config = {
-        "listen": f"{here}:{entry.port}",
+        "listen": f"{_listen(entry.host)}:{entry.port}",
         "spool": "spool",
         "log_file": "shuffler.log",
         "tls": {
@@ -288,7 +291,7 @@ def _sign(
         signed = authority.sign(
             request,
             role,
-            hosts=sorted({hosts[name], "127.0.0.1"}) if role is Role.SHUFFLER else (),
+            hosts=sorted({hosts[name], "127.0.0.1", "localhost"}) if role is Role.SHUFFLER else (),
             users=users.get(name, 0),
         )
     except (OSError, ValueError) as error:

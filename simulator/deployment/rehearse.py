@@ -36,11 +36,11 @@ _QUIET = {
 }
 
 
-def on_loopback(deployment: Deployment) -> Deployment:
+def on_loopback(deployment: Deployment, proxied: bool) -> Deployment:
     """The same deployment with every site on this machine, on free ports."""
-    ports = free_ports(1 + len(deployment.shufflers) + len(deployment.nodes))
-    port = next(ports)
-    server = {"host": "127.0.0.1", "port": port, "local_port": port}
+    ports = free_ports(2 + len(deployment.shufflers) + len(deployment.nodes))
+    proxy, port = next(ports), next(ports)
+    server = {"host": "127.0.0.1", "port": proxy if proxied else port, "local_port": port}
     here = {"host": "127.0.0.1"}
     return deployment.model_copy(
         update={
@@ -75,18 +75,20 @@ class Rehearsal:
         running: by site and process name.
     """
 
-    def __init__(self, deployment: Deployment, base: Path, folder: Path):
+    def __init__(self, deployment: Deployment, base: Path, folder: Path, proxied: bool = False):
         """Provisions every site, makes all keys, and has them signed.
 
         Args:
             deployment: any; its hosts and ports are replaced.
             base: where its file is.
             folder: where the sites go.
+            proxied: whether nodes go through a reverse proxy, which the caller starts, with the
+                server's `nginx.conf`.
 
         Raises:
             ConfigError: the deployment cannot be run, or the folder's path is too long.
         """
-        self.deployment = on_loopback(deployment)
+        self.deployment = on_loopback(deployment, proxied)
         self.folder = folder.absolute()
         self.running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
         longest = max(len(node.name) for node in deployment.nodes) + len("/node.sock")
