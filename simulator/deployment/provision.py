@@ -240,7 +240,7 @@ def _device(plan: PrivacyPlan, rounds: int) -> str:
 
 def _complete(site: Site, deployment: Deployment, readme: str, **about: object) -> Site:
     """The site with its README and a service unit for each process."""
-    about |= {"deployment": deployment.name, "site": site.name}
+    about |= {"deployment": deployment.name, "site": site.name, "folder": _FOLDER}
     files = {"README.md": _template(readme, **about)}
     for process in site.processes:
         unit = f"shufl-{process.name}"
@@ -250,7 +250,6 @@ def _complete(site: Site, deployment: Deployment, readme: str, **about: object) 
             about=process.about[0].upper() + process.about[1:],
             user="shufl-flower" if process.name == "supernode" else "shufl",
             command=shlex.join([f"{_FOLDER}/.venv/bin/{process.command[0]}", *process.command[1:]]),
-            folder=_FOLDER,
             **about,
         )
     return replace(site, files=site.files | files)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from shuffler.keys import Request, make_flower_key
 from simulator.config import load
@@ -139,8 +139,8 @@ class Rehearsal:
                 self._kill_group(process)
         self.running.clear()
 
-    def start(self, site: str, name: str) -> None:
-        """Starts a process of a site, as its service unit would."""
+    def start(self, site: str, name: str, **options: Any) -> None:
+        """Starts a process of a site, as its service unit would; options are those of `Popen`."""
         (process,) = [each for each in self.sites[site].processes if each.name == name]
         folder = self.folder / site
         with (folder / f"{name}.out").open("ab") as log:
@@ -152,6 +152,7 @@ class Rehearsal:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                **options,
             )
 
     def start_node(self, name: str) -> None:
