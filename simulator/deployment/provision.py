@@ -171,16 +171,19 @@ def _server(deployment: Deployment, experiment: Experiment) -> Site:
     }
     requests = (("server", Role.SERVER), ("superlink", Role.SHUFFLER))
     about = {"host": server.host, "port": server.port, "local_port": server.local_port}
-    nginx = _template("nginx.conf", folder=_FOLDER, **about)
+    nginx = _template("nginx.conf", folder=_FOLDER, listen=_listen(server.host), **about)
     site = Site("server", files | {"nginx.conf": nginx}, requests, processes)
     return _complete(site, deployment, "server.md", **about)
 
 
+def _listen(host: str) -> str:
+    return "127.0.0.1" if host in _LOOPBACK else "0.0.0.0"
+
+
 def _shuffler(deployment: Deployment, number: int) -> Site:
     entry = deployment.shufflers[number]
-    here = "127.0.0.1" if entry.host in _LOOPBACK else "0.0.0.0"
     config = {
-        "listen": f"{here}:{entry.port}",
+        "listen": f"{_listen(entry.host)}:{entry.port}",
         "spool": "spool",
         "log_file": "shuffler.log",
         "tls": {
@@ -237,7 +240,7 @@ def _device(plan: PrivacyPlan, rounds: int) -> str:
 
 def _complete(site: Site, deployment: Deployment, readme: str, **about: object) -> Site:
     """The site with its README and a service unit for each process."""
-    about |= {"deployment": deployment.name, "site": site.name}
+    about |= {"deployment": deployment.name, "site": site.name, "folder": _FOLDER}
     files = {"README.md": _template(readme, **about)}
     for process in site.processes:
         unit = f"shufl-{process.name}"
@@ -247,7 +250,6 @@ def _complete(site: Site, deployment: Deployment, readme: str, **about: object) 
             about=process.about[0].upper() + process.about[1:],
             user="shufl-flower" if process.name == "supernode" else "shufl",
             command=shlex.join([f"{_FOLDER}/.venv/bin/{process.command[0]}", *process.command[1:]]),
-            folder=_FOLDER,
             **about,
         )
     return replace(site, files=site.files | files)
@@ -288,7 +290,7 @@ def _sign(
         signed = authority.sign(
             request,
             role,
-            hosts=sorted({hosts[name], "127.0.0.1"}) if role is Role.SHUFFLER else (),
+            hosts=sorted({hosts[name], "127.0.0.1", "localhost"}) if role is Role.SHUFFLER else (),
             users=users.get(name, 0),
         )
     except (OSError, ValueError) as error:

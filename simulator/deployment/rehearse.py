@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from shuffler.keys import Request, make_flower_key
 from simulator.config import load
@@ -37,11 +37,11 @@ _QUIET = {
 }
 
 
-def on_loopback(deployment: Deployment) -> Deployment:
+def on_loopback(deployment: Deployment, proxied: bool) -> Deployment:
     """The same deployment with every site on this machine, on free ports."""
-    ports = free_ports(1 + len(deployment.shufflers) + len(deployment.nodes))
-    port = next(ports)
-    server = {"host": "127.0.0.1", "port": port, "local_port": port}
+    ports = free_ports(2 + len(deployment.shufflers) + len(deployment.nodes))
+    proxy, port = next(ports), next(ports)
+    server = {"host": "127.0.0.1", "port": proxy if proxied else port, "local_port": port}
     here = {"host": "127.0.0.1"}
     return deployment.model_copy(
         update={
@@ -78,18 +78,20 @@ class Rehearsal:
         running: by site and process name.
     """
 
-    def __init__(self, deployment: Deployment, base: Path, folder: Path):
+    def __init__(self, deployment: Deployment, base: Path, folder: Path, proxied: bool = False):
         """Provisions every site, makes all keys, and has them signed.
 
         Args:
             deployment: any; its hosts and ports are replaced.
             base: where its file is.
             folder: where the sites go.
+            proxied: whether nodes go through a reverse proxy, which the caller starts, with the
+                server's `nginx.conf`.
 
         Raises:
             ConfigError: the deployment cannot be run, or the folder's path is too long.
         """
-        self.deployment = on_loopback(deployment)
+        self.deployment = on_loopback(deployment, proxied)
         self.folder = folder.absolute()
         self.running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
         self._stopping = threading.Event()
@@ -144,8 +146,8 @@ class Rehearsal:
                 self._kill_group(process)
             self.running.clear()
 
-    def start(self, site: str, name: str) -> None:
-        """Starts a process of a site, as its service unit would."""
+    def start(self, site: str, name: str, **options: Any) -> None:
+        """Starts a process of a site, as its service unit would; options are those of `Popen`."""
         (process,) = [each for each in self.sites[site].processes if each.name == name]
         folder = self.folder / site
         with self._lock, (folder / f"{name}.out").open("ab") as log:
@@ -157,6 +159,7 @@ class Rehearsal:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                **options,
             )
 
     def start_node(self, name: str) -> None:

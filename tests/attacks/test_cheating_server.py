@@ -1,0 +1,236 @@
+"""The server decides what code Flower runs on a node. Hostile code there reads and learns nothing.
+
+Accounts, modes and units are those that the node's README and service files say, followed word by
+word. The code runs where Flower starts it: under the SuperNode, in the SuperNode's account.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from deployed_world import NAME, deployment_of, run_flwr, wait_until, write_flower_app
+
+from simulator.deployment.provision import experiment_of
+from simulator.deployment.rehearse import Rehearsal
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other accounts"),
+    pytest.mark.timeout(280),
+]
+_ACCOUNTS = {"shufl-flower": 64_001, "shufl": 64_000}  # and the group shufl; nobody has these
+_GROUP = 64_000
+_NEW_MOUNTS, _BIND, _PRIVATE = 0x20000, 0x1000, 0x44000
+
+_SERVER = """
+import json
+from pathlib import Path
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    while not (nodes := list(grid.get_node_ids())):
+        pass
+    message = Message(RecordDict({"go": ConfigRecord({"on": 1})}), nodes[0], "query")
+    (answer,) = grid.send_and_receive([message], timeout=120)
+    said = answer.content["said"]["json"] if answer.has_content() else json.dumps(str(answer.error))
+    Path(OUT + ".new").write_text(said)
+    Path(OUT + ".new").rename(OUT)
+"""
+
+_CLIENT = """
+import json, os
+from pathlib import Path
+
+import grpc
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as Proto
+import numpy as np
+
+app = ClientApp()
+
+
+def attempt(work):
+    try:
+        return work()
+    except grpc.RpcError as error:
+        return f"{error.code().name}: {error.details()}"
+    except Exception as error:
+        return type(error).__name__
+
+
+def call(kind, content):
+    with grpc.insecure_channel(f"unix:{SITE}/node.sock") as channel:
+        answer = channel.unary_unary(f"/shufl.Device/{kind}")(content, timeout=60)
+    return {name: dict(record) for name, record in recorddict_from_proto(
+        Proto.FromString(answer)).items()}
+
+
+def records(model=None, **fields):
+    content = RecordDict({"round": ConfigRecord(fields)})
+    if model is not None:
+        content["model"] = model
+    return recorddict_to_proto(content).SerializeToString()
+
+
+@app.query()
+def query(message, context):
+    round = {"run_id": "f" * 32, "round": 1, "plan_digest": DIGEST, "public_key": b"k" * 32,
+             "seconds": 30.0}
+    model = ArrayRecord([np.zeros((3, 3), np.float32)])
+    said = {
+        "account": os.getresuid(),
+        "listed": attempt(lambda: os.listdir(SITE)),
+        "read": [p for p in PATHS if isinstance(attempt(Path(p).read_bytes), bytes)],
+        "written": [p for p in PATHS if isinstance(attempt(lambda p=p: open(p, "ab").close()),
+                                                   type(None))],
+        "made": attempt(lambda: Path(SITE, "node.toml.new").touch()),
+        "moved": attempt(lambda: os.rename(f"{SITE}/node.toml", f"{SITE}/other")),
+        "memory": attempt(lambda: open(f"/proc/{NODE}/mem", "rb").close()),
+        "environment": attempt(lambda: Path(f"/proc/{NODE}/environ").read_bytes()),
+        "killed": attempt(lambda: os.kill(NODE, 9)),
+        "became": attempt(lambda: os.setuid(64000)),
+        "honest query": attempt(lambda: call("query", records(**round))),
+        "other plan": attempt(lambda: call("query", records(**round | {"plan_digest": "x"}))),
+        "own round": attempt(lambda: call("train", records(model, **round))),
+        "no model": attempt(lambda: call("train", records(**round))),
+        "junk": attempt(lambda: call("train", b"\\xff" * 100)),
+        "nothing": attempt(lambda: call("query", b"")),
+        "other method": attempt(lambda: call("read_data", b"")),
+    }
+    content = RecordDict({"said": ConfigRecord({"json": json.dumps(said)})})
+    return Message(content, reply_to=message)
+"""
+
+
+def _become(account: int, mask: int) -> Callable[[], None]:
+    """What a new process does to become another account.
+
+    An interpreter that lies in root's home is shown to it by mounts of its own.
+    """
+    prefix = Path(sys.base_prefix).resolve()
+    closed = [path for path in reversed(prefix.parents) if not path.stat().st_mode & 0o001]
+
+    libc = ctypes.CDLL(None)
+
+    def become() -> None:
+        if closed:
+            failed = libc.unshare(_NEW_MOUNTS) or libc.mount(None, b"/", None, _PRIVATE, None)
+            shown = os.open(prefix, os.O_PATH)
+            source, over = f"/proc/self/fd/{shown}".encode(), bytes(closed[0])
+            failed = failed or libc.mount(b"none", over, b"tmpfs", 0, b"mode=755")
+            prefix.mkdir(parents=True)
+            if failed or libc.mount(source, bytes(prefix), None, _BIND, None):
+                raise OSError("the interpreter cannot be shown to another account")
+            os.close(shown)
+        os.umask(mask)
+        os.setgroups([])
+        os.setresgid(_GROUP, _GROUP, _GROUP)
+        os.setresuid(account, account, account)
+
+    return become
+
+
+class AsInstalled(Rehearsal):
+    """Nodes are installed as their README says, and run as their units say."""
+
+    def install(self, name: str) -> None:
+        """Runs the README's commands on owners and modes."""
+        site = self.folder / name
+        (site / ".venv").mkdir()
+        (site / "records").mkdir()
+        (site / "records" / "0.npz").write_bytes(b"records")
+        readme = (site / "README.md").read_text()
+        commands = re.findall(r"^ *\$ sudo ((?:chown|chmod|install) .*)$", readme, re.MULTILINE)
+        assert len(commands) == 8, commands
+        for command in commands:
+            for account, number in _ACCOUNTS.items():
+                command = re.sub(rf"\b{account}\b", str(number), command)
+            subprocess.run(command, shell=True, cwd=site, check=True)
+
+    def start_node(self, name: str) -> None:
+        """Starts the processes with the units' accounts."""
+        for process in ("node", "supernode"):
+            unit = (self.folder / name / f"shufl-{process}.service").read_text()
+            about = dict(re.findall(r"^(User|Group|UMask)=(.*)$", unit, re.MULTILINE))
+            assert about["Group"] == "shufl"
+            become = _become(_ACCOUNTS[about["User"]], int(about["UMask"], 8))
+            self.start(name, process, preexec_fn=become)
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What the hostile code got."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        folder.chmod(0o711)
+        deployment = deployment_of(folder, nodes=1, rounds=3)
+        rehearsal = AsInstalled(deployment, folder, folder)
+        site = folder / "ward-1"
+        rehearsal.install("ward-1")
+        with rehearsal:
+            wait_until((site / "node.sock").exists)
+            files = [path for path in site.rglob("*") if path.is_file()]
+            paths = [
+                str(path) for path in files if path.suffix != ".out"
+            ]  # the journal, as installed
+            about = {
+                "SITE": str(site),
+                "PATHS": [*paths, str(folder / "authority" / "authority.key")],
+                "NODE": rehearsal.running["ward-1", "node"].pid,
+                "DIGEST": experiment_of(rehearsal.deployment, folder).plan.digest(),
+            }
+            out = folder / "said.json"
+            told = "".join(f"{name} = {value!r}\n" for name, value in about.items())
+            write_flower_app(folder / "app", f"OUT = {str(out)!r}\n{_SERVER}", told + _CLIENT)
+            home = folder / "server" / "flower"
+            done = run_flwr(home, "run", str(folder / "app"), NAME)
+            assert done.returncode == 0, done.stdout
+            wait_until(out.exists)
+            yield json.loads(out.read_text()) | {"site": site, "tried": paths}
+            assert rehearsal.running["ward-1", "node"].poll() is None
+
+
+def test_hostile_code_runs_in_an_account_of_its_own(said):
+    assert said["account"] == [_ACCOUNTS["shufl-flower"]] * 3
+    assert said["became"] == "PermissionError"
+
+
+def test_hostile_code_reads_flowers_key_and_nothing_else(said):
+    own = {"keys/flower.key", "keys/flower-authority.pem"}
+    tried = {str(Path(path).relative_to(said["site"])) for path in said["tried"]}
+    read = {str(Path(path).relative_to(said["site"])) for path in said["read"]}
+    secrets = {"device.db", "records/0.npz", "keys/ward-1.key", "device.toml", "node.toml"}
+    assert tried > secrets | own
+    assert {path for path in read if not path.startswith("flower/")} == own
+    assert said["listed"] == "PermissionError"
+
+
+def test_hostile_code_changes_nothing_of_the_owner_s(said):
+    written = {str(Path(path).relative_to(said["site"])) for path in said["written"]}
+    assert {path for path in written if not path.startswith("flower/")} == {"keys/flower.key"}
+    for attempt in ("made", "moved", "memory", "environment", "killed"):
+        assert said[attempt] == "PermissionError", attempt
+
+
+def test_hostile_code_gets_constant_answers_through_the_socket(said):
+    assert said["honest query"] == {"acknowledgement": {"number": 0, "users": 3, "shuffler": 0}}
+    failed = "INTERNAL: this node failed; its own log says why"
+    assert said["junk"] == said["nothing"] == said["no model"] == failed
+    assert said["other plan"].startswith("FAILED_PRECONDITION: privacy plan must be")
+    assert said["own round"].startswith("FAILED_PRECONDITION: the ")
+    assert said["other method"].startswith("UNIMPLEMENTED")

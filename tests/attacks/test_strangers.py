@@ -1,0 +1,256 @@
+"""Whoever reaches nginx's port alone gets nothing, and a run goes on.
+
+nginx has the very file that `shufl provision` writes. Every attempt is Flower's own command or
+process, or a real request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+import tomli_w
+from deployed_world import (
+    NAME,
+    WAIT_SECONDS,
+    DeployedRun,
+    Nginx,
+    command,
+    deployment_of,
+    run_flwr,
+    wait_until,
+    write_flower_app,
+)
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, RegisterNodeFleetRequest
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+from shuffler.keys import make_flower_key
+from simulator.deployment.rehearse import Rehearsal, free_ports
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed"),
+    pytest.mark.timeout(280),
+]
+_PROTOBUF = {"content-type": "application/protobuf"}
+
+
+class World:
+    """A deployment behind nginx, in which a run goes on, and what a stranger has: addresses."""
+
+    def __init__(self, folder: Path, rehearsal: Rehearsal, run: DeployedRun):
+        self.folder, self.rehearsal, self.run = folder, rehearsal, run
+        server = rehearsal.deployment.server
+        self.proxy = f"127.0.0.1:{server.port}"
+        self.superlink = f"127.0.0.1:{server.local_port}"
+        self.authority = rehearsal.folder / "server" / "keys" / "flower-authority.pem"
+
+    def post(
+        self, address: str, path: str, content: bytes = b"", scheme: str = "https"
+    ) -> httpx.Response:
+        """A request without any credential."""
+        trusted = ssl.create_default_context(cafile=self.authority)
+        with httpx.Client(verify=trusted, timeout=60) as client:
+            return client.post(f"{scheme}://{address}{path}", content=content, headers=_PROTOBUF)
+
+    def home(self, name: str, address: str) -> Path:
+        """A folder with a connection of Flower's to an address."""
+        home = self.folder / name
+        home.mkdir(exist_ok=True)
+        connection = {"address": address, "root-certificates": str(self.authority)}
+        content = {"superlink": {"default": "there", "there": connection}}
+        (home / "config.toml").write_text(tomli_w.dumps(content))
+        return home
+
+    def runs(self) -> list[dict]:
+        """The runs, as the server's operator sees them."""
+        return json.loads(self.rehearsal.flwr("list", NAME, "--format", "json"))["runs"]
+
+    def nodes(self) -> list[dict]:
+        """The nodes, as the server's operator sees them."""
+        listed = self.rehearsal.flwr("supernode", "list", NAME, "--format", "json")
+        return json.loads(listed)["nodes"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("w")
+    deployment = deployment_of(folder, nodes=3, rounds=60, least_nodes=2)
+    rehearsal = Rehearsal(deployment, folder, folder / "s", proxied=True)
+    nginx = Nginx(rehearsal.folder / "server" / "nginx.conf", folder / "nginx")
+    try:
+        with rehearsal:
+            run = DeployedRun(rehearsal)
+            try:
+                run.wait_for_rounds(1)
+                yield World(folder, rehearsal, run)
+            finally:
+                run.process.kill()
+                run.process.wait()
+    finally:
+        nginx.stop()
+
+
+def _write_app(folder: Path, marker: Path) -> Path:
+    """A Flower app whose server part leaves a file behind."""
+    server = f"""
+from contextlib import suppress
+from pathlib import Path
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    Path({str(marker)!r}).write_text("was here")
+"""
+    write_flower_app(folder, server, "from flwr.clientapp import ClientApp\napp = ClientApp()\n")
+    return folder
+
+
+def test_a_stranger_can_submit_list_and_stop_nothing(world):
+    marker = world.folder / "proxy-marker"
+    app = _write_app(world.folder / "proxy-app", marker)
+    home = world.home("stranger", world.proxy)
+    (run,) = world.runs()
+    attempts = (
+        ("run", str(app), "there"),
+        ("list", "there"),
+        ("stop", run["run-id"], "there"),
+        ("supernode", "list", "there"),
+    )
+    for attempt in attempts:
+        done = run_flwr(home, *attempt)
+        assert "403" in done.stdout, done.stdout
+    assert [(each["run-id"], each["status"]) for each in world.runs()] == [
+        (run["run-id"], run["status"])
+    ]
+    assert not marker.exists()
+
+
+def test_a_stranger_reaches_nothing_but_the_fleet_routes(world):
+    routes = [path for method, path in PROTOBUF_REQUEST_TYPES if method == "POST"]
+    assert {"/v1/control/start-run", "/v1/runtime/acquire-task"} <= set(routes)
+    tricks = (
+        *("/", "/health", "/docs", "/openapi.json", "/v1/responses", "//v1/control/list-runs"),
+        *("/v1/fleet/../control/list-runs", "/v1/fleet/%2e%2e/control/list-runs"),
+        *("/v1/fleet/..%2fcontrol%2flist-runs", "/v1/fleet/./../runtime/acquire-task"),
+        *("/V1/fleet/../control/list-runs", "/v1/fleet/..;/control/list-runs"),
+    )
+    for path in (*routes, *tricks):
+        answer = world.post(world.proxy, path)
+        expected = {401} if path in routes and path.startswith("/v1/fleet/") else {403, 404}
+        assert answer.status_code in expected, (path, answer.text)
+
+
+def test_a_stranger_cannot_pull_what_is_a_node_s(world):
+    private, public = generate_key_pairs()
+    key = public_key_to_bytes(public)
+    server = world.proxy
+    theirs = Node(node_id=int(world.nodes()[0]["node-id"]))
+    signed = [NodeAuthHttpInterceptor(private, public)]
+    root = world.authority.read_bytes()
+    with FleetHttpClient.from_server_address(server, False, root, interceptors=signed) as client:
+        attempts = (
+            (client.PullMessages, PullMessagesRequest(node=theirs)),
+            (client.ActivateNode, ActivateNodeRequest(public_key=key, heartbeat_interval=30.0)),
+            (client.RegisterNode, RegisterNodeFleetRequest(public_key=key)),
+        )
+        for call, request in attempts:
+            with pytest.raises(httpx.HTTPStatusError) as refused:
+                call(request)
+            assert refused.value.response.status_code in (401, 403, 412)
+    assert len(world.nodes()) == 3
+
+
+def test_a_supernode_that_is_not_registered_gets_no_place(world):
+    make_flower_key(world.folder)
+    _refused_supernode(world, world.folder / "flower.key")
+    assert len(world.nodes()) == 3
+
+
+def test_long_and_slow_requests_end_at_the_proxy(world):
+    path = "/v1/fleet/push-messages"
+    assert world.post(world.proxy, path, b"x" * 2**21).status_code == 413
+    trusted = ssl.create_default_context(cafile=world.authority)
+    host, port = world.proxy.split(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=120) as plain,
+        trusted.wrap_socket(plain, server_hostname=host) as slow,
+    ):
+        slow.sendall(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n".encode())
+        assert slow.recv(100) == b"" or b"408" in slow.recv(100)
+
+
+def test_a_withdrawn_node_does_not_come_back(world):
+    keys = world.rehearsal.folder / "ward-3" / "keys"
+    before = {node["node-id"] for node in world.nodes()}
+    process = world.rehearsal.running.pop(("ward-3", "supernode"))
+    process.terminate()
+    process.wait()
+    wait_until(lambda: any(node["status"] == "offline" for node in world.nodes()))
+    (gone,) = (node["node-id"] for node in world.nodes() if node["status"] == "offline")
+    world.rehearsal.flwr("supernode", "unregister", gone, NAME)
+    _refused_supernode(world, keys / "flower.key")
+    assert {node["node-id"] for node in world.nodes()} == before - {gone}
+
+
+def test_the_run_has_gone_on(world):
+    world.run.wait_for_rounds(world.run.rounds() + 2)
+
+
+def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
+    """What the proxy is for, and why nobody else has an account on these machines."""
+    marker = world.folder / "local-marker"
+    app = _write_app(world.folder / "local-app", marker)
+    home = world.home("local", world.superlink)
+    (run,) = world.runs()
+    assert run["run-id"] in run_flwr(home, "list", "there", "--format", "json").stdout
+    for port in (world.superlink, f"127.0.0.1:{world.rehearsal.deployment.nodes[0].port}"):
+        scheme = "https" if port == world.superlink else "http"
+        assert world.post(port, "/v1/runtime/acquire-task", scheme=scheme).status_code == 200
+    done = run_flwr(home, "run", str(app), "there")
+    assert done.returncode == 0, done.stdout
+    wait_until(marker.exists)
+    assert run_flwr(home, "stop", run["run-id"], "there").returncode == 0
+    wait_until(lambda: world.run.process.poll() is not None)
+
+
+def _refused_supernode(world: World, key: Path) -> None:
+    """Starts Flower's SuperNode with a key, which must end without having got a place."""
+    (port,) = free_ports(1)
+    arguments = (
+        *("--superlink", world.proxy, "--port", str(port)),
+        *("--root-certificates", str(world.authority)),
+        *("--auth-supernode-private-key", str(key), "--max-retries", "1"),
+    )
+    with (world.folder / "supernode.out").open("w+") as said:
+        process = subprocess.Popen(
+            [command("flower-supernode"), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            assert process.wait(WAIT_SECONDS) != 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+        said.seek(0)
+        output = said.read()
+    assert "Failed to activate SuperNode" in output, output
+    assert "SuperNode ID" not in output

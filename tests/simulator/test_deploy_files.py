@@ -1,0 +1,122 @@
+"""What operators copy: the files of `deploy/`, and the units that `shufl provision` writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from simulator.deployment.plan import load_deployment, node_processes, server_process
+from simulator.deployment.provision import provision
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+
+
+def _program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load_deployment(DEPLOY / "example" / "deployment.toml")
+
+
+@pytest.fixture(scope="module")
+def sites(example, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sites")
+    provision(example, DEPLOY / "example", out, in_place=True)
+    return out
+
+
+def test_compose_has_the_example_s_sites_and_hosts(example):
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    folders = {volume.split(":")[0] for each in services.values() for volume in each["volumes"]}
+    names = ["server", *(each.name for each in (*example.shufflers, *example.nodes))]
+    assert {f"./sites/{name}" for name in names} <= folders
+    hosts = {"superlink": example.server.host, "shuffler-1": example.shufflers[0].host}
+    for service, host in hosts.items():
+        assert services[service]["networks"]["parties"]["aliases"] == [host]
+    for node in example.nodes:
+        assert services[f"{node.name}-supernode"]["user"] != services[node.name].get("user")
+
+
+def test_docker_compose_accepts_the_file():
+    asked = ["docker", "compose", "version"]
+    if shutil.which("docker") is None or subprocess.run(asked, capture_output=True).returncode:
+        pytest.skip("docker has no compose")
+    checked = ["docker", "compose", "--file", str(DEPLOY / "compose.yaml"), "config", "--quiet"]
+    subprocess.run(checked, check=True)
+
+
+@pytest.mark.skipif(
+    shutil.which("kubernetes-validate") is None, reason="kubernetes-validate is not installed"
+)
+def test_manifests_fit_the_schema_of_kubernetes():
+    subprocess.run(["kubernetes-validate", "--strict", *map(str, MANIFESTS)], check=True)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_a_party_has_a_namespace_and_runs_nothing_as_root(path):
+    documents = list(yaml.safe_load_all(path.read_text()))
+    (namespace,) = [each["metadata"]["name"] for each in documents if each["kind"] == "Namespace"]
+    others = [each["metadata"]["namespace"] for each in documents if each["kind"] != "Namespace"]
+    assert set(others) == {namespace}
+    (pods,) = [each["spec"] for each in documents if each["kind"] == "StatefulSet"]
+    containers = pods["template"]["spec"]["containers"]
+    assert all(each["securityContext"]["runAsNonRoot"] for each in containers)
+    assert all(":" in each["image"] and "latest" not in each["image"] for each in containers)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_accepts_the_units(sites):
+    units = sorted(sites.glob("*/*.service"))
+    assert len(units) == 6
+    for unit in units:
+        for name in ("shufl", "flower-superlink", "flower-supernode"):
+            _program(unit.parent / ".venv" / "bin", name, "true")
+        checked = ["systemd-analyze", "verify", "--man=no", str(unit)]
+        done = subprocess.run(checked, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_container_starts_what_the_unit_says(example, sites, tmp_path):
+    address = f"{example.server.host}:{example.server.port}"
+    node = example.nodes[0]
+    cases = [("server", server_process(example.server))]
+    cases += [(node.name, process) for process in node_processes(node, address)]
+    for site, process in cases:
+        program, *arguments = process.command
+        _program(tmp_path, program, 'printf "%s\\n" "$@"')
+        started = subprocess.run(
+            ["sh", str(DEPLOY / "site.sh"), "start", process.name],
+            cwd=sites / site,
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert started.stdout.splitlines() == arguments
+
+
+def test_a_container_installs_a_site_as_its_readme_says(sites, tmp_path):
+    for name in ("chown", "chmod", "install"):
+        _program(tmp_path, name, f'echo {name} "$@"')
+    for site, expected in (("ward-1", 8), ("server", 2), ("shuffler-1", 2)):
+        done = subprocess.run(
+            ["sh", str(DEPLOY / "site.sh"), "install"],
+            cwd=sites / site,
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        lines = done.stdout.splitlines()
+        assert len(lines) == expected
+        assert lines[0] == "chown -R shufl:shufl ."
