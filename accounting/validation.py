@@ -76,7 +76,8 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
     if depth == len(path):  # a whole section
         if first["type"] == "missing":
             return f"{'.'.join(path)} is missing"
-        return f"{'.'.join(path) or 'it'} must be a table of values, got {given}"
+        what = "one table of values at least" if first["input"] == [] else "a table of values"
+        return f"{'.'.join(path) or 'it'} must be {what}, got {given}"
     key, field = ".".join(path[: depth + 1]), section.model_fields[path[depth]]
     if first["type"] == "missing":
         return f"{key} is missing" + (f": {field.description}" if field.description else "")
@@ -89,6 +90,8 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
 def _section_of(path: list[str], model: type[BaseModel]) -> tuple[type[BaseModel], int]:
     """The innermost section that a path leads into, and how many names of the path it takes."""
     for depth, part in enumerate(path):
+        if part.isdecimal():  # one of several sections
+            continue
         info = model.model_fields.get(part)
         kinds = (info.annotation, *get_args(info.annotation)) if info else ()
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]

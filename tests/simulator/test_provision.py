@@ -1,0 +1,222 @@
+"""What `shufl provision` makes: a folder for each site, certificates, and clear refusals."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from accounting import PrivacyPlan
+from clients import RoundRefused, load_device
+from shuffler import Credentials, RoundHeader
+from shuffler.callers import Role, caller_of
+from shuffler.config import load_config
+from shuffler.keys import Authority, Request, make_flower_key
+from simulator.config import load
+from simulator.deployment.node import agreed_plan, node_settings
+from simulator.deployment.plan import load_deployment
+from simulator.deployment.provision import provision
+from simulator.deployment.sites import NodeSite, ServerSite, load_site
+from simulator.section import ConfigError
+
+RUN = {
+    "name": "digits",
+    "privacy": {
+        "accountant": "blanket",
+        "target_epsilon": 2.0,
+        "delta": 1e-5,
+        "check_in_rate": 0.5,
+        "clip_norm": 1.0,
+        "rounds": 20,
+        "shuffler_blankets": 100.0,
+    },
+    "data": {"dataset": "digits", "users": 100},
+    "model": {"name": "mlp"},
+    "training": {"learning_rate": 0.5},
+}
+DEPLOYMENT = {
+    "name": "wards",
+    "config": "run.toml",
+    "server": {"host": "server.example"},
+    "shufflers": [{"name": "shuffler-1", "host": "shuffler.example"}],
+    "nodes": [{"name": "ward-1", "users": 30}, {"name": "ward-2", "users": 20}],
+}
+
+
+@pytest.fixture
+def base(tmp_path):
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(RUN))
+    return tmp_path
+
+
+def provisioned(base, **changes):
+    path = base / "deployment.toml"
+    path.write_text(tomli_w.dumps(DEPLOYMENT | changes))
+    return provision(load_deployment(path), base, base / "sites")
+
+
+def request_everything(base, *nodes):
+    keys = {name: base / "sites" / name / "keys" for name in ("server", "shuffler-1", *nodes)}
+    for name in ("server", "superlink"):
+        Request.create(name).write(keys["server"])
+    for name in ("shuffler-1", *nodes):
+        Request.create(name).write(keys[name])
+    for name in nodes:
+        make_flower_key(keys[name])
+    return keys
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_requests_that_have_come_are_signed_for_what_the_deployment_says(base):
+    first = provisioned(base)
+    assert first.made == ("server", "shuffler-1", "ward-1", "ward-2")
+    assert len(first.waiting) == 5
+    keys = request_everything(base, "ward-1", "ward-2")
+    second = provisioned(base)
+    assert (second.made, second.waiting) == ((), ())
+    assert set(second.signed) == {"server", "superlink", "shuffler-1", "ward-1", "ward-2"}
+    node = caller_of(Credentials.read(keys["ward-2"], "ward-2").certificate)
+    assert (node.role, node.name, node.users) == (Role.NODE, "ward-2", 20)
+    assert caller_of(Credentials.read(keys["server"], "server").certificate).role is Role.SERVER
+    with pytest.raises(ValueError, match="not issued by"):  # Flower's is another authority
+        Credentials.read(keys["server"], "superlink")
+    assert {path.name for path in (base / "sites/server/nodes").iterdir()} == {
+        "ward-1.pub",
+        "ward-2.pub",
+    }
+
+
+def test_every_site_has_files_that_its_process_reads(base):
+    provisioned(base)
+    keys = request_everything(base, "ward-1", "ward-2")
+    provisioned(base)
+    sites = base / "sites"
+    assert load_config(sites / "shuffler-1/shuffler.toml").listen == "0.0.0.0:9000"
+    assert load_site(sites / "server/server.toml", ServerSite).credentials == Credentials.read(
+        keys["server"], "server"
+    )
+    settings = node_settings(load_site(sites / "ward-2/node.toml", NodeSite), sites / "ward-2")
+    plan = agreed_plan(load(str(sites / "server/run.toml")))
+    assert settings.plan == plan
+    assert (settings.number, settings.users) == (1, 20)
+    features, labels = settings.load_users()(19)
+    assert features.shape[1:] == (1, 8, 8) and len(labels) == len(features)
+
+
+def test_a_nodes_owner_accepts_this_plan_and_one_run_of_it(base):
+    provisioned(base)
+    plan = agreed_plan(load(str(base / "sites/ward-1/run.toml")))
+    ledger = load_device(base / "sites/ward-1/device.toml")
+    ledger.offer(RoundHeader("one", 1, "m", plan.digest(), "k"), plan, plan.rounds)
+    with pytest.raises(RoundRefused, match="accepts epsilon up to"):
+        ledger.offer(RoundHeader("two", 1, "m", plan.digest(), "k"), plan, plan.rounds)
+    other = PrivacyPlan.from_json(plan.to_json()).replace(check_in_rate=0.4)
+    with pytest.raises(RoundRefused, match="has not accepted the plan"):
+        ledger.limits.check(other)
+
+
+def test_a_node_that_is_added_changes_nobody_elses_folder(base):
+    provisioned(base)
+    request_everything(base, "ward-1", "ward-2")
+    provisioned(base)
+    before = contents(base / "sites")
+    added = provisioned(base, nodes=[*DEPLOYMENT["nodes"], {"name": "ward-3", "users": 50}])
+    assert added.made == ("ward-3",)
+    after = contents(base / "sites")
+    assert {path: after[path] for path in before} == before
+    assert {path.relative_to(base / "sites").parts[0] for path in set(after) - set(before)} == {
+        "ward-3"
+    }
+    site = load_site(base / "sites/ward-3/node.toml", NodeSite)
+    assert (site.number, site.first_user) == (2, 50)
+
+
+def test_requests_and_authorities_that_do_not_belong_are_refused(base):
+    provisioned(base)
+    keys = base / "sites/ward-1/keys"
+    Request.create("ward-2").write(keys)
+    (keys / "ward-2.csr").rename(keys / "ward-1.csr")
+    with pytest.raises(ConfigError, match="a request for ward-1 is due here, got ward-2"):
+        provisioned(base)
+    (keys / "ward-1.csr").unlink()
+    (keys / "authority.pem").write_bytes(Authority.create().certificate)
+    with pytest.raises(ConfigError, match="is of another authority than the one here"):
+        provisioned(base)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sever": {}}, "unknown key sever; did you mean server"),
+        ({"server": {"host": "a b"}}, "server.host must be a DNS name or an IP address"),
+        ({"server": {"host": "a", "port": 70000}}, "server.port must be a whole number"),
+        ({"nodes": []}, "nodes must be one table of values at least, got"),
+        ({"nodes": [{"name": "server"}]}, "every site has a name of its own, got server twice"),
+        ({"nodes": [{"name": "a b"}]}, "nodes.0.name must be at most 40 letters"),
+        ({"nodes": [{"name": "w", "users": 101}]}, "the nodes speak for 101 users, data.users"),
+        ({"config": "nowhere.toml"}, "nowhere.toml cannot be read"),
+    ],
+)
+def test_mistakes_in_a_deployment_are_one_line_before_any_work(base, changes, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        provisioned(base, **changes)
+    assert "\n" not in str(error.value)
+    assert not (base / "sites").exists()
+
+
+def test_the_command_says_what_it_waits_for(base):
+    (base / "deployment.toml").write_text(tomli_w.dumps(DEPLOYMENT))
+    done = subprocess.run(
+        [sys.executable, "-m", "simulator.cli", "provision", str(base / "deployment.toml")],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "README.md says what to do there" in done.stdout
+    assert f"waiting for {base}/sites/ward-2/keys/ward-2.csr" in done.stdout
+    (base / "deployment.toml").write_text("name =")
+    done = subprocess.run(
+        [sys.executable, "-m", "simulator.cli", "provision", str(base / "deployment.toml")],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_records_from_a_folder_are_checked_before_any_round(base):
+    import numpy as np
+
+    provisioned(base)
+    request_everything(base, "ward-1", "ward-2")
+    provisioned(base)
+    folder = base / "sites/ward-1"
+    text = (folder / "node.toml").read_text()
+    (folder / "node.toml").write_text(
+        text.replace('"simulated"', '"records"').replace("users = 30", "users = 2")
+    )
+    (folder / "records").mkdir()
+
+    def write(user, features, labels):
+        np.savez(folder / "records" / f"{user}.npz", features=features, labels=labels)
+
+    def settings():
+        return node_settings(load_site(folder / "node.toml", NodeSite), folder)
+
+    write(0, np.zeros((3, 1, 8, 8)), np.array([0, 9, 1]))
+    with pytest.raises(ConfigError, match="the records of user 1 cannot be read"):
+        settings()
+    write(1, np.zeros((3, 8, 8)), np.array([0, 9, 1]))
+    with pytest.raises(ConfigError, match="features of shape \\(r, 1, 8, 8\\)"):
+        settings()
+    write(1, np.zeros((1, 1, 8, 8)), np.array([10]))
+    with pytest.raises(ConfigError, match="must lie in 0 to 9, got 10 to 10"):
+        settings()
+    write(1, np.full((2, 1, 8, 8), 0.5), np.array([1, 2]))
+    features, labels = settings().load_users()(1)
+    assert features.shape == (2, 1, 8, 8) and labels.tolist() == [1, 2]
