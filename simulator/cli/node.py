@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ def node_command(
         signal.signal(number, lambda *_: stop.set())
     folder = config.absolute().parent
     sys.path += [str(Path(__file__).resolve().parents[2]), str(folder)]
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is said in our own words
     form = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(filename=log_file, level=logging.INFO, format=form)
     from simulator.deployment.node import serve_node

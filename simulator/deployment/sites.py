@@ -38,8 +38,10 @@ class _Site(Section):
         path = Path(self.certificate)
         try:
             return Credentials.read(path.parent, path.stem)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"certificate {path}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"certificate: {error.filename}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"certificate: {error}") from error
 
 
 class ServerSite(_Site):

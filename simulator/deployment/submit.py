@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from simulator.deployment.sites import ServerSite, load_site
 from simulator.engines import EngineFailed, interrupts
 from simulator.experiment import prepare
 from simulator.run import make_folder
-from simulator.section import ConfigError
+from simulator.section import ConfigError, one_line
 
 # Both are installed on the machines that run them; Flower is given no more than their names.
 _APP = {
@@ -78,7 +79,11 @@ def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
     site = load_site(site_path, ServerSite)
     _ = site.credentials
     folder = make_folder(runs, prepare(deployed_config(config, site)))
-    return _follow(connection, site_path, folder)
+    try:
+        return _follow(connection, site_path, folder)
+    except _NotTaken:
+        shutil.rmtree(folder)
+        raise
 
 
 def resume_on(connection: str, site_path: Path, folder: Path) -> str:
@@ -94,6 +99,10 @@ def resume_on(connection: str, site_path: Path, folder: Path) -> str:
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"a run folder has a config.toml, {folder} has none")
     return _follow(connection, site_path, folder.absolute())
+
+
+class _NotTaken(EngineFailed):
+    """Flower refused the run, with its own words."""
 
 
 def _follow(connection: str, site_path: Path, folder: Path) -> str:
@@ -115,6 +124,7 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
         interrupts(stop),
     ):
         write_app(Path(app))
+        log_start = log.tell()
         shown.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             [_flwr(), "run", app, connection, "--stream", "-c", about],
@@ -134,15 +144,28 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-    outcome = _outcome(outcome_file, attempt)
+        outcome = _outcome(outcome_file, attempt)
+        refusal = _refusal(
+            (folder / "flower.log").read_bytes()[log_start:].decode(errors="replace")
+        )
+    if not outcome and refusal:
+        raise _NotTaken(f"Flower did not take the run: {refusal}")
     if not outcome:
         raise EngineFailed(
-            f"the run was not taken, or was killed; {folder}/flower.log says more. "
+            f"the run was killed, or its SuperLink; {folder}/flower.log says more. "
             f"shufl run --resume {folder} --on {connection} goes on with it"
         )
     if "error" in outcome:
         raise RoundFailed(outcome["error"])
     return outcome["stopped_by"]
+
+
+def _refusal(said: str) -> str:
+    """Flower's reason, in one line, from the box that it draws round it; empty: it took the run."""
+    if "Successfully started run" in said:
+        return ""
+    lines = [line.strip("│ ") for line in said.splitlines() if line.startswith("│")]
+    return " ".join(lines) or one_line(RuntimeError(said))
 
 
 def _outcome(file: Path, attempt: str) -> dict[str, str]:
