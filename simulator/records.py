@@ -15,6 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 from accounting import ACCOUNTANTS, PrivacyPlan, accountants_for
 from server import RoundRecord
 
+_MAY_BE_KNOWN = {"released", "lost"}  # of a lost round the server may have had a part
 _COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"}
 
 
@@ -97,7 +98,7 @@ class RunRecorder:
             return False
         least = self._plan.least_present
         return len(self.rows) < rounds or any(
-            row["outcome"] == "released" and row["smallest_crowd"] < least for row in self.rows
+            row["outcome"] in _MAY_BE_KNOWN and row["smallest_crowd"] < least for row in self.rows
         )
 
     def close(self) -> None:
