@@ -18,6 +18,7 @@ from simulator.cli.device import device_app
 from simulator.cli.node import node_command
 from simulator.cli.options import fail
 from simulator.cli.record import record_app
+from simulator.cli.status import status_command
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -151,6 +152,7 @@ app.command("compare")(compare_command)
 app.command("audit")(audit_command)
 app.command("shuffler")(shuffler_command)
 app.command("node")(node_command)
+app.command("status")(status_command)
 app.command("provision")(provision_command)
 app.command("rehearse")(rehearse_command)
 app.add_typer(keys_app, name="keys")

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from run_world import children, json_lines
 
-from accounting import Ledger
+from accounting import Ledger, PrivacyPlan
+from simulator.config import load
+from simulator.deployment.node import agreed_plan
 from simulator.deployment.plan import Deployment, NodeEntry, ServerEntry, ShufflerEntry
 from simulator.deployment.rehearse import Rehearsal
 
@@ -118,9 +120,21 @@ class World(Rehearsal):
         return [entry.round for entry in Ledger.read(self.run_folder / "ledger.jsonl").entries]
 
     @property
-    def nodes(self) -> list[dict]:
-        """What the server last knew of the nodes."""
-        return json.loads((self.run_folder / "nodes.json").read_text())
+    def plan(self) -> PrivacyPlan:
+        """That all sites have."""
+        return agreed_plan(load(str(self.server / "run.toml")))
+
+    def status(self) -> dict:
+        """What `shufl status --json` prints on the server."""
+        done = subprocess.run(
+            [sys.executable, "-m", "simulator.cli", "status", "--json"],
+            cwd=self.server,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
 
     def wait_for_round(self, round: int, seconds: float = 120) -> None:
         """Waits until a round has ended."""

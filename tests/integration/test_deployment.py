@@ -7,8 +7,6 @@ import pytest
 from deployment_world import ROOT, RUN, World
 
 from accounting import rounds_within_budget
-from simulator.config import load
-from simulator.deployment.node import agreed_plan
 
 
 @pytest.mark.slow
@@ -25,7 +23,14 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
         world.kill_process("shuffler-1", "shuffler")
         world.wait_for_round(5)
         assert all(row["users_present"] <= 480 for row in world.rows[3:])
-        assert {row["number"]: bool(row["trouble"]) for row in world.nodes}[4]
+        status = world.status()
+        assert (status["state"], status["allowed"], status["seconds_left"] > 0) == (
+            ("running", rounds_within_budget(world.plan), True)
+        )
+        assert 5 <= status["rounds"] <= 6
+        silent = {node["number"]: node["silent_seconds"] for node in status["nodes"]}
+        assert silent[4] > 5 and not any(silent[number] for number in range(4))
+        assert set(status["shufflers"].values()) == {""}
         world.start_node("node-4")
 
         world.wait_for_round(6)
@@ -44,8 +49,7 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
         code, out, err = world.finish()
         assert (code, err) == (0, ""), world.tell()
 
-        plan = agreed_plan(load(str(world.server / "run.toml")))
-        rounds = rounds_within_budget(plan)
+        plan, rounds = world.plan, rounds_within_budget(world.plan)
         assert world.rounds_spent == list(range(1, rounds + 1))
         released = [row["round"] for row in world.rows if row["outcome"] == "released"]
         assert len(released) == len(set(released)) >= rounds - 4  # what was under way was lost
@@ -53,6 +57,8 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
         assert world.rows[-1]["users_present"] == 600  # the killed node is in again
         assert world.rows[-1]["accuracy"] > 0.2
         assert "privacy budget: one more round would exceed it" in out
+        status = world.status()
+        assert (status["state"], status["why"], status["rounds"]) == ("ended", "budget", rounds)
 
 
 @pytest.mark.slow

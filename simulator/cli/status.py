@@ -1,0 +1,70 @@
+"""`shufl status`: how far a run is, and who is silent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from simulator.cli import options
+
+
+def status_command(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A run folder; left out: the newest one under runs.")
+    ] = None,
+    site: Annotated[
+        Path | None,
+        typer.Option(help="The server's file; left out: server.toml here, if there is one."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
+    from simulator.deployment.sites import ServerSite, load_site
+    from simulator.deployment.status import status_of
+    from simulator.section import ConfigError
+
+    here = Path("server.toml")
+    try:
+        known = load_site(site or here, ServerSite) if site or here.exists() else None
+        status = status_of(folder or _newest(), known)
+    except (ConfigError, OSError) as error:
+        options.fail(error)
+    if json:
+        options.print_json(asdict(status))
+        return
+    console = Console()
+    facts = Table(show_header=False)
+    left = f", {status.seconds_left / 60:.0f} minutes left" if status.seconds_left else ""
+    facts.add_row("run", f"{status.folder}: {status.state}{left}")
+    if status.why:
+        facts.add_row("stopped by", status.why)
+    facts.add_row("rounds", f"{status.rounds} of {status.allowed}")
+    facts.add_row("ε", f"{status.epsilon:.4g} of {status.target:g} by {status.accountant}")
+    if status.accuracy is not None:
+        facts.add_row("test accuracy", f"{100 * status.accuracy:.2f}%")
+    for address, trouble in status.shufflers.items():
+        facts.add_row(f"shuffler {address}", trouble or "well")
+    console.print(facts)
+    if not status.nodes:
+        console.print("nodes: none known; a simulation has none, nor has a run without a round")
+        return
+    table = Table("node", "users", "silent for", "because")
+    for node in status.nodes:
+        silent = f"{node['silent_seconds']:.0f} s" if node["trouble"] else ""
+        table.add_row(str(node["number"]), str(node["users"]), silent, node["trouble"])
+    console.print(table)
+
+
+def _newest() -> Path:
+    """The run folder that was made last."""
+    from simulator.section import ConfigError
+
+    found = sorted(Path("runs").glob("*/ledger.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError("give a run folder: there is none under runs")
+    return found[-1].parent

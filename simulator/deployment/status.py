@@ -1,0 +1,138 @@
+"""`shufl status`: how far a run is, which nodes are silent, and whether the shufflers are well."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from accounting import Ledger, LedgerError, rounds_within_budget
+from server.fleet import NODES_FILE
+from shuffler.wire.connection import Connection
+from shuffler.wire.errors import ShufflerError
+from simulator.deployment.server_app import OUTCOME_FILE
+from simulator.deployment.sites import ServerSite
+from simulator.records import MetricsError, read_rows
+from simulator.section import ConfigError
+
+_LATELY = 5  # rounds whose time says how long the rest will take
+_SECONDS = 5.0  # for a shuffler to answer
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known of a run from its folder, while it goes on or later.
+
+    Attributes:
+        folder: the run folder.
+        state: `running`; `ended`; or `interrupted`, and can be resumed.
+        why: what stopped it, or the error that ended it; empty: it runs, or was killed.
+        rounds: spent, by the ledger.
+        allowed: rounds that the budget allows.
+        epsilon: spent, by the halting accountant.
+        target: the budget.
+        accountant: the halting one.
+        accuracy: on the test data, the last that was measured; None: none was.
+        seconds_left: by the last rounds; None: it does not run, or has no round yet.
+        nodes: of each node its number, users, for how many seconds it has been silent, and why.
+        shufflers: of each its address, and what is wrong; empty: it is well.
+    """
+
+    folder: str
+    state: str
+    why: str
+    rounds: int
+    allowed: int
+    epsilon: float
+    target: float
+    accountant: str
+    accuracy: float | None
+    seconds_left: float | None
+    nodes: list[dict[str, Any]]
+    shufflers: dict[str, str]
+
+
+def status_of(folder: Path, site: ServerSite | None) -> Status:
+    """Looks, and changes nothing.
+
+    Args:
+        folder: the run folder.
+        site: the server's file, for its shufflers; None: they are not asked.
+
+    Raises:
+        ConfigError: it is no run folder, or one that is damaged.
+    """
+    try:
+        ledger = Ledger.read(folder / "ledger.jsonl")
+        rows = read_rows(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    except (LedgerError, MetricsError) as error:
+        raise ConfigError(str(error)) from error
+    plan, spent = ledger.plan, len(ledger.entries)
+    accountant = plan.make_accountant()
+    if spent:
+        accountant.compose(plan.event(), spent)
+    allowed = rounds_within_budget(plan)
+    running, outcome = _is_held(folder / "ledger.jsonl"), _read(folder / OUTCOME_FILE, {})
+    why = "" if running else str(outcome.get("error") or outcome.get("stopped_by") or "")
+    if not running and (folder / "summary.json").exists() and not why:
+        why = str(_read(folder / "summary.json", {}).get("stopped_by", ""))
+    ended = why in ("budget", "rounds")
+    lately = [row["seconds"] for row in rows[-_LATELY:]]
+    left = sum(lately) / len(lately) * (allowed - spent) if running and lately else None
+    now = time.time()
+    return Status(
+        folder=str(folder),
+        state="running" if running else "ended" if ended else "interrupted",
+        why=why,
+        rounds=spent,
+        allowed=allowed,
+        epsilon=accountant.get_epsilon(plan.delta),
+        target=plan.target_epsilon,
+        accountant=plan.accountant,
+        accuracy=next((row["accuracy"] for row in rows[::-1] if row["accuracy"] is not None), None),
+        seconds_left=left,
+        nodes=[
+            {
+                "number": node["number"],
+                "users": node["users"],
+                "silent_seconds": now - node["heard"] if node["trouble"] else 0.0,
+                "trouble": node["trouble"],
+            }
+            for node in _read(folder / NODES_FILE, [])
+        ],
+        shufflers={} if site is None else {each: _health(each, site) for each in site.shufflers},
+    )
+
+
+def _is_held(ledger: Path) -> bool:
+    """Whether a run holds its ledger. The lock is shared and let go at once."""
+    with ledger.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def _read(path: Path, otherwise: Any) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return otherwise
+
+
+def _health(address: str, site: ServerSite) -> str:
+    """What is wrong with a shuffler; empty: it serves."""
+    try:
+        with Connection(address, site.credentials, _SECONDS) as there, there.errors():
+            stub = health_pb2_grpc.HealthStub(there.connected())
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS)
+    except ShufflerError as error:
+        return str(error)
+    serving = health_pb2.HealthCheckResponse.SERVING
+    return "" if answer.status == serving else "it is about to stop"

@@ -1,0 +1,54 @@
+"""`shufl status` on run folders of a simulation."""
+
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from accounting import Ledger
+from simulator.cli.__main__ import app
+from simulator.config import load
+from simulator.run import run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("runs")
+    config = load(
+        "quickstart",
+        ["simulation.engine=vectorised", "privacy.rounds=2", "training.evaluate_every=2"],
+    )
+    run(config, runs, Console(quiet=True))
+    (found,) = runs.iterdir()
+    return found
+
+
+def status(*arguments):
+    return CliRunner().invoke(app, ["status", *map(str, arguments)])
+
+
+def test_a_run_that_has_ended_says_how(folder):
+    found = json.loads(status(folder, "--json").stdout)
+    assert (found["state"], found["why"], found["rounds"]) == ("ended", "rounds", 2)
+    assert 0 < found["epsilon"] <= found["target"]
+    assert found["seconds_left"] is None and found["accuracy"] > 0
+    shown = status(folder).stdout
+    assert "nodes: none known" in shown
+
+
+def test_a_run_that_is_going_on_is_not_disturbed(folder):
+    (folder / "summary.json").rename(folder / "aside")
+    try:
+        with Ledger.open(folder / "ledger.jsonl"):
+            assert json.loads(status(folder, "--json").stdout)["state"] == "running"
+        assert json.loads(status(folder, "--json").stdout)["state"] == "interrupted"
+    finally:
+        (folder / "aside").rename(folder / "summary.json")
+
+
+def test_a_folder_that_is_none_is_one_line(tmp_path):
+    done = status(tmp_path)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: cannot open ledger") or "ledger" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
