@@ -3,7 +3,8 @@
 `make_server_app` gives the Flower ServerApp; the rest are its parts, each usable alone.
 """
 
-from server.aggregate import AGGREGATORS, Aggregate, Aggregator, Mean, aggregate_reports
+from server.aggregate import Aggregate, aggregate_reports
+from server.aggregators import AGGREGATORS, Aggregator, Mean, SpectralFilter
 from server.app import make_server_app
 from server.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from server.evaluate import Evaluation, evaluate
@@ -33,6 +34,7 @@ __all__ = [
     "RoundRecord",
     "RunResult",
     "ServerSettings",
+    "SpectralFilter",
     "Training",
     "TrainingSettings",
     "aggregate_reports",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accounting import Ledger, PrivacyPlan
-from server.aggregate import Aggregator
+from server.aggregators import Aggregator
 from server.checkpoint import Checkpoint
 from shuffler import Credentials, Sealing
 
@@ -118,7 +118,8 @@ class RoundRecord:
         users_present: users of the nodes that answered in time.
         smallest_crowd: fewest of them at one shuffler whose batch was released; 0 if none was.
         reports: reports aggregated, blankets among them; 0 when nothing was released.
-        rejected: released reports that did not open or that no honest client could have sent.
+        rejected: released reports that did not open, that no honest client could have sent, or that
+            the aggregator left out.
         reasons: how many of them for which reason.
         silent_nodes: nodes that did not acknowledge in time or answered with an error.
         accuracy, loss: on the test data, None in rounds without evaluation.

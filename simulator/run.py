@@ -170,7 +170,8 @@ def _prepare(config: Config, make_engine: MakeEngine | None) -> tuple[Experiment
 
 def _repeats(experiment: Experiment, engine: Engine) -> bool:
     """Whether a round played again from the same model makes the same release, bit for bit."""
-    return experiment.seed is not None and engine.repeats_releases
+    of_sums = experiment.aggregator.takes_sums  # others may depend on the order of the release
+    return experiment.seed is not None and engine.repeats_releases and of_sums
 
 
 def _run_in(

@@ -108,6 +108,7 @@ class RejectReason(StrEnum):
     REPLAYED = "replayed"
     WRONG_LENGTH = "wrong-length"
     TOO_LONG = "too-long"
+    OUTLIER = "outlier"
 
 
 class ReportRejected(Exception):

@@ -54,7 +54,10 @@ from simulator.experiment import prepare
             "data.dataset must be one of digits, .*, or module:callable, got 'mnits'",
         ),
         ("privcy.rounds=3", r"unknown key privcy; did you mean privacy\? allowed: name, seed, "),
-        ("training.aggregator=median", "training.aggregator must be one of mean, got 'median'"),
+        (
+            "training.aggregator=median",
+            "training.aggregator must be one of mean, .*spectral-filter, got 'median'",
+        ),
         ("learning_rate=1.0", "unknown key learning_rate; allowed: name, seed"),
         ("seed=-1", r'seed must be a whole number in \[0, 2\^63\), or "system"'),
         ("seed=sometimes", "seed must be a whole number .* got 'sometimes'"),

@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from simulator.config import ConfigError, load
+from simulator.engines import ENGINES
+from simulator.run import run
 
 SILENT = """
 import sys
@@ -71,3 +74,31 @@ def test_keys_of_all_engines_are_known_and_those_of_none_are_named():
     assert (simulation.nodes, simulation.workers) == (3, 2)
     with pytest.raises(ConfigError, match=r"unknown key simulation.worker; did you mean workers\?"):
         load("quickstart", ["simulation.worker=2"])
+
+
+class Started(Exception):
+    pass
+
+
+class StartedEngine(ENGINES["flower"]):
+    """The Flower engine, up to where it would start a shuffler."""
+
+    def run(self, training, observe, stop):
+        raise Started(training.reproducible)
+
+
+@pytest.mark.parametrize(
+    ("setting", "repeats"),
+    [
+        ("training.aggregator=mean", True),
+        ("training.aggregator=spectral-filter", False),  # it may depend on the release's order
+        ("seed=system", False),
+    ],
+)
+def test_rounds_are_played_again_only_where_they_end_the_same(
+    tmp_path, monkeypatch, setting, repeats
+):
+    monkeypatch.setitem(ENGINES, "flower", StartedEngine)
+    with pytest.raises(Started) as started:
+        run(load("quickstart", [setting]), tmp_path, Console(quiet=True))
+    assert started.value.args == (repeats,)

@@ -1,0 +1,269 @@
+"""Poisoned reports: the accuracy that is left, by attack, share of attackers and aggregator.
+
+Each run trains to the end of its budget, through the real client, a shuffler process of its own,
+and the server's opening, aggregation and training. Only Flower, which carries the model, is left
+out, and all users' updates are computed at once. The attackers hold credentials like everyone, and
+know the model, the plan, the aggregator and all honest users' data.
+
+    python benchmarks/poisoning.py quickstart \\
+        --set privacy.target_epsilon=8 --set training.learning_rate=2
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from accounting import Ledger
+from accounting.mechanisms import clip
+from clients import Announcement, ClientSettings, Node, UserRecords
+from server import AGGREGATORS, PlayedRound, Training, TrainingSettings, aggregate_reports
+from shuffler import (
+    ControlClient,
+    Outcome,
+    RoundHeader,
+    ShufflerProcess,
+    generate_key_pair,
+    key_digest,
+    model_digest,
+    report_length,
+    sealed_length,
+)
+from simulator.config import load
+from simulator.engines.user_gradients import user_updates
+from simulator.experiment import Experiment, prepare
+
+ATTACKS = {
+    "none": "nobody attacks",
+    "huge": "a report of the largest numbers",
+    "flip": "other labels, otherwise an honest user",
+    "opposite": "an update of length C against the honest mean, with honest noise",
+    "hidden": "as far against the honest mean as the filter hardly sees, with honest noise",
+    "longest": "against the honest mean, no noise, as long as the norm test allows",
+}
+
+
+_LARGEST = 2**15 - 1  # entry of a report
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: who attacks how, against which aggregator."""
+
+    attack: str
+    share: float
+    aggregator: str
+    seed: int
+
+
+class PoisoningNode(Node):
+    """All users' client, of which some users send poisoned reports.
+
+    It computes the updates of all users at once, for time, and because the attackers know them.
+    """
+
+    def __init__(self, settings: ClientSettings, case: Case, attackers: np.ndarray):
+        super().__init__(settings)
+        self._case, self._attackers = case, np.isin(np.arange(settings.plan.users), attackers)
+        self._everyone = self._records(np.arange(settings.plan.users))  # type: ignore[arg-type]
+        self._round = 0
+
+    def _report(self, user: int, round: int) -> np.ndarray:
+        self._look_at(round)
+        mechanism, against = self.settings.plan.mechanism, self._against
+        (noise,) = self._randomness.standard_normal(round, np.array([user]), against.size)
+        if not self._attackers[user] or self._case.attack in ("none", "flip"):
+            return mechanism.report(self._updates[user], noise)
+        match self._case.attack:
+            case "huge":
+                return np.full(against.size, _LARGEST, dtype=np.int16)
+            case "opposite":
+                return mechanism.report(mechanism.clip_norm * against, noise)
+            case "hidden":
+                noise = noise + self._hidden_length(against.size) * against
+                return mechanism.report(np.zeros_like(against), noise)
+            case _:
+                longest = 0.999 * mechanism.largest_honest_norm(against.size) * against
+                return np.rint(np.clip(longest, -_LARGEST, _LARGEST)).astype(np.int16)
+
+    def _look_at(self, round: int) -> None:
+        """Once a round: all users' updates, and the opposite of the honest mean, of length 1."""
+        if round == self._round:
+            return
+        clip_norm = self.settings.plan.mechanism.clip_norm
+        updates = user_updates(self._model, *self._everyone, self.settings.training)
+        self._updates = torch.cat([part.flatten(1) for part in updates.values()], 1).numpy()
+        honest = (clip(each, clip_norm) for each in self._updates[~self._attackers])
+        total = sum(honest, np.zeros(self._updates.shape[1]))
+        self._round, self._against = round, -total / np.linalg.norm(total)
+
+    def _hidden_length(self, dimension: int) -> float:
+        """How many noise multipliers C a part shared by all attackers may be long.
+
+        Either no report lies too far along it (C + 3zC), or it does not become the direction in
+        which reports are longest: of k reports the noise alone makes one that is longer, by the
+        law of Baik, Ben Arous and Péché 2005, if share * length^2 < sqrt(d / k).
+        """
+        plan = self.settings.plan
+        reports = plan.users * plan.check_in_rate + plan.shuffler_blankets
+        passes = 3 + 1 / plan.mechanism.noise_multiplier
+        unseen = (dimension / reports) ** 0.25 / math.sqrt(self._case.share)
+        return max(passes, unseen)
+
+
+def run_case(config: str, overrides: list[str], case: Case) -> tuple[Case, float, float]:
+    """Trains once: the case, the final test accuracy, the share of all reports left out."""
+    torch.set_num_threads(1)
+    keys = (f"seed={case.seed}", f"training.aggregator={case.aggregator}")
+    experiment = prepare(load(config, [*overrides, *keys]))
+    plan = experiment.plan
+    draw = np.random.default_rng(case.seed)
+    attackers = draw.choice(plan.users, round(case.share * plan.users), replace=False)
+    counts = []
+    with (
+        tempfile.TemporaryDirectory() as name,
+        ShufflerProcess(simulation_seed=case.seed) as shuffler,
+    ):
+        folder = Path(name)
+        settings = ClientSettings(
+            run_id=f"poisoning-{uuid.uuid4()}",
+            plan=plan,
+            make_model=experiment.make_model,
+            load_users=functools.partial(_load_users, experiment, case, attackers),
+            training=experiment.local_training,
+            shufflers=((shuffler.address, shuffler.submit),),
+            seed=experiment.seed,
+        )
+        node = PoisoningNode(settings, case, attackers)
+        with (
+            Ledger.create(folder / "ledger.jsonl", plan, settings.run_id) as ledger,
+            ControlClient(shuffler.address, shuffler.control) as control,
+        ):
+            training = Training(_training_settings(experiment, ledger, folder))
+            length = sealed_length(report_length(experiment.parameters))
+            control.create_run(settings.run_id, plan.to_json().encode(), length)
+            play = functools.partial(_play, experiment, node, control)
+            result = training.run(
+                play, lambda record: counts.append((record.reports, record.rejected)), lambda: False
+            )
+    reports, rejected = np.sum(counts, axis=0)
+    return case, result.accuracy, float(rejected / (reports + rejected))
+
+
+def _load_users(experiment: Experiment, case: Case, attackers: np.ndarray) -> UserRecords:
+    """The users' records; with `flip` class k becomes the last but k where an attacker holds it."""
+    records, classes = experiment.load_users(), experiment.dataset.classes
+
+    def load(users: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        features, labels = records(users)
+        if case.attack == "flip":
+            attacked = torch.from_numpy(np.isin(users, attackers)).unsqueeze(-1)
+            labels = torch.where(attacked, classes - 1 - labels, labels)
+        return features, labels
+
+    return load
+
+
+def _training_settings(experiment: Experiment, ledger: Ledger, folder: Path) -> TrainingSettings:
+    rounds = experiment.plan.rounds + 1  # evaluated and saved at the end alone
+    return TrainingSettings(
+        plan=experiment.plan,
+        ledger=ledger,
+        make_model=experiment.make_model,
+        load_test=experiment.load_test,
+        aggregator=experiment.aggregator,
+        optimiser=experiment.optimiser,
+        folder=folder,
+        evaluate_every=rounds,
+        checkpoint_every=rounds,
+        origin={},
+        reproducible=False,
+        checkpoint=None,
+    )
+
+
+def _play(
+    experiment: Experiment, node: Node, control: ControlClient, round: int, model: nn.Module
+) -> PlayedRound:
+    """One round, all users on one node."""
+    plan, users = experiment.plan, np.arange(experiment.plan.users)
+    state, (private_key, public_key) = model.state_dict(), generate_key_pair()
+    header = RoundHeader(
+        node.settings.run_id, round, model_digest(state), plan.digest(), key_digest(public_key)
+    )
+    control.open_round(header.run_id, round, header.model_digest, public_key)
+    announced = Announcement(header.run_id, round, header.plan_digest, public_key, 600.0)
+    node.take_part(users, node.prepare(announced, ArrayRecord(state)))
+    if control.close_round(header.run_id, round) is not Outcome.RELEASABLE:
+        return PlayedRound("below-minimum", None, len(users), 0)
+    aggregator = experiment.aggregator(plan, experiment.parameters)
+    release = control.release(header.run_id, round)
+    aggregate = aggregate_reports(release, private_key, header, aggregator, len(users))
+    return PlayedRound("released", aggregate, len(users), len(users))
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--set", action="append", default=[], help="section.key=value")
+    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.05, 0.1])
+    parser.add_argument("--aggregators", nargs="+", default=list(AGGREGATORS), choices=AGGREGATORS)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each case")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    shares = {"none": [0.0], "huge": [max(arguments.shares)]}  # of others too it would be the same
+    settings = [
+        (attack, share)
+        for attack in arguments.attacks
+        for share in shares.get(attack, arguments.shares)
+    ]
+    cases = [
+        Case(attack, share, aggregator, seed)
+        for attack, share in settings
+        for aggregator in arguments.aggregators
+        for seed in range(arguments.seeds)
+    ]
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes to come
+    run = functools.partial(run_case, arguments.config, arguments.set)
+    results: dict[tuple[str, float, str], list[tuple[float, float]]] = {}
+    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
+        for done, (case, *numbers) in enumerate(pool.imap(run, cases), 1):
+            results.setdefault((case.attack, case.share, case.aggregator), []).append(numbers)
+            print(f"\r{done}/{len(cases)} runs", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    Console().print(_table(arguments, settings, results))
+
+
+def _table(arguments: argparse.Namespace, settings: list, results: dict) -> Table:
+    table = Table(title=f"{arguments.config}: test accuracy, mean (lowest, highest); left out")
+    for column in ("attack", "share", *arguments.aggregators):
+        table.add_column(column, justify="right")
+    for attack, share in settings:
+        cells = []
+        for aggregator in arguments.aggregators:
+            accuracies, left_out = np.transpose(results[attack, share, aggregator])
+            low, high = accuracies.min(), accuracies.max()
+            cells.append(f"{accuracies.mean():.1%} ({low:.1%}, {high:.1%}); {left_out.mean():.2%}")
+        table.add_row(attack, f"{share:.0%}", *cells)
+    return table
+
+
+if __name__ == "__main__":
+    main()
