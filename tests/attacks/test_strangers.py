@@ -219,7 +219,7 @@ def test_the_run_has_gone_on(world):
 
 
 def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
-    """What the proxy is for, and why nobody else has an account on these machines."""
+    """What the proxy is for, and the firewall, which is not loaded here."""
     marker = world.folder / "local-marker"
     app = _write_app(world.folder / "local-app", marker)
     home = world.home("local", world.superlink)
