@@ -172,7 +172,9 @@ def _server(deployment: Deployment, experiment: Experiment) -> Site:
     requests = (("server", Role.SERVER), ("superlink", Role.SHUFFLER))
     about = {"host": server.host, "port": server.port, "local_port": server.local_port}
     nginx = _template("nginx.conf", folder=_FOLDER, listen=_listen(server.host), **about)
-    site = Site("server", files | {"nginx.conf": nginx}, requests, processes)
+    accounts = _template("nftables.conf", port=server.local_port, accounts="shufl, www-data")
+    files |= {"nginx.conf": nginx, "nftables.conf": accounts}
+    site = Site("server", files, requests, processes)
     return _complete(site, deployment, "server.md", **about)
 
 
@@ -219,6 +221,7 @@ def _node(deployment: Deployment, number: int, experiment: Experiment) -> Site:
         "run.toml": dumps(experiment.config),
         "node.toml": tomli_w.dumps(about),
         "device.toml": _device(plan, experiment.halting_round),
+        "nftables.conf": _template("nftables.conf", port=entry.port, accounts="shufl-flower"),
     }
     server = deployment.server
     processes = node_processes(entry, f"{server.host}:{server.port}")

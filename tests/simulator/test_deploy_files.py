@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +123,48 @@ def test_a_container_installs_a_site_as_its_readme_says(sites, tmp_path):
         lines = done.stdout.splitlines()
         assert len(lines) == expected
         assert lines[0] == "chown -R shufl:shufl ."
+
+
+_PROBE = """
+import os, socket, sys
+listening = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+for account in sys.argv[2:]:
+    if os.fork() == 0:
+        os.setuid(int(account))  # and imports nothing from here on
+        try:
+            socket.socket().connect(listening.getsockname())
+            print(account, "in", flush=True)
+        except ConnectionRefusedError:
+            print(account, "out", flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("nft", "unshare", "ip"))),
+    reason="needs root, nft, unshare and ip",
+)
+def test_other_accounts_do_not_reach_flowers_ports(example, sites, tmp_path):
+    accounts = {"shufl-flower": 64_001, "shufl": 64_000, "www-data": 33}
+    stranger = 64_002
+    node = example.nodes[0]
+    cases = (
+        ("server", example.server.local_port, {0, 64_000, 33}),
+        (node.name, node.port, {0, 64_001}),
+    )
+    for site, port, allowed in cases:
+        rules = (sites / site / "nftables.conf").read_text()
+        for name, number in accounts.items():
+            rules = re.sub(rf"(?<=[ ,]){name}(?=[ ,])", str(number), rules)
+        (tmp_path / "rules").write_text(rules)
+        (tmp_path / "probe.py").write_text(_PROBE)
+        tried = [0, stranger, *accounts.values()]
+        probe = shlex.join([sys.executable, str(tmp_path / "probe.py"), *map(str, (port, *tried))])
+        load = f"nft -f {tmp_path}/rules"
+        script = f"ip link set lo up && {load} && {load} && {probe}"  # a second time as well
+        done = subprocess.run(
+            ["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, check=True
+        )
+        expected = [f"{each} {'in' if each in allowed else 'out'}" for each in tried]
+        assert done.stdout.splitlines() == expected
