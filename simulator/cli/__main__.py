@@ -15,6 +15,7 @@ from simulator.cli.audit import audit_command
 from simulator.cli.calibrate import calibrate_command
 from simulator.cli.deployment import provision_command, rehearse_command
 from simulator.cli.device import device_app
+from simulator.cli.doctor import doctor_command
 from simulator.cli.node import node_command
 from simulator.cli.options import fail
 from simulator.cli.record import record_app
@@ -153,6 +154,7 @@ app.command("audit")(audit_command)
 app.command("shuffler")(shuffler_command)
 app.command("node")(node_command)
 app.command("status")(status_command)
+app.command("doctor")(doctor_command)
 app.command("provision")(provision_command)
 app.command("rehearse")(rehearse_command)
 app.add_typer(keys_app, name="keys")

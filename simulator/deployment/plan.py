@@ -97,10 +97,16 @@ class Deployment(Section):
     @property
     def addresses(self) -> tuple[str, ...]:
         """HOST:PORT of every shuffler."""
-        return tuple(
-            f"[{each.host}]:{each.port}" if ":" in each.host else f"{each.host}:{each.port}"
-            for each in self.shufflers
-        )
+        return tuple(_address(each) for each in self.shufflers)
+
+    @property
+    def server_address(self) -> str:
+        """HOST:PORT where nodes reach the server."""
+        return _address(self.server)
+
+
+def _address(site: ServerEntry | ShufflerEntry) -> str:
+    return f"[{site.host}]:{site.port}" if ":" in site.host else f"{site.host}:{site.port}"
 
 
 def load_deployment(path: Path) -> Deployment:

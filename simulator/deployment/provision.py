@@ -215,6 +215,7 @@ def _node(deployment: Deployment, number: int, experiment: Experiment) -> Site:
         "socket": "node.sock",
         "shufflers": list(deployment.addresses),
         "certificate": f"keys/{entry.name}.pem",
+        "superlink": deployment.server_address,
         "reply_after": entry.reply_after,
     }
     files = {
@@ -223,8 +224,7 @@ def _node(deployment: Deployment, number: int, experiment: Experiment) -> Site:
         "device.toml": _device(plan, experiment.halting_round),
         "nftables.conf": _template("nftables.conf", port=entry.port, accounts="shufl-flower"),
     }
-    server = deployment.server
-    processes = node_processes(entry, f"{server.host}:{server.port}")
+    processes = node_processes(entry, deployment.server_address)
     site = Site(entry.name, files, ((entry.name, Role.NODE),), processes)
     return _complete(site, deployment, "node.md")
 

@@ -74,6 +74,7 @@ class NodeSite(_Site):
         device: path of the file with the owner's limits and ledger.
         socket: path of the Unix socket over which Flower's messages come.
         reply_after: seconds from a message to its answer, whatever this node is doing then.
+        superlink: HOST:PORT where its SuperNode reaches the server.
     """
 
     number: int = Field(ge=0, description="a whole number, at least 0")
@@ -85,6 +86,7 @@ class NodeSite(_Site):
     first_user: int = Field(0, ge=0, description="a whole number, at least 0")
     device: str
     socket: str
+    superlink: str
     reply_after: Positive = 10.0
 
 

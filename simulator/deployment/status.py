@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from accounting import Ledger, LedgerError, rounds_within_budget
 from server.fleet import NODES_FILE
+from shuffler import Credentials
 from shuffler.wire.connection import Connection
 from shuffler.wire.errors import ShufflerError
 from simulator.deployment.server_app import OUTCOME_FILE
@@ -105,7 +106,9 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
             }
             for node in _read(folder / NODES_FILE, [])
         ],
-        shufflers={} if site is None else {each: _health(each, site) for each in site.shufflers},
+        shufflers={}
+        if site is None
+        else {each: health_of(each, site.credentials) for each in site.shufflers},
     )
 
 
@@ -126,10 +129,10 @@ def _read(path: Path, otherwise: Any) -> Any:
         return otherwise
 
 
-def _health(address: str, site: ServerSite) -> str:
-    """What is wrong with a shuffler; empty: it serves."""
+def health_of(address: str, credentials: Credentials) -> str:
+    """What is wrong with a shuffler, asked over the network; empty: it serves."""
     try:
-        with Connection(address, site.credentials, _SECONDS) as there, there.errors():
+        with Connection(address, credentials, _SECONDS) as there, there.errors():
             stub = health_pb2_grpc.HealthStub(there.connected())
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS)
     except ShufflerError as error:

@@ -1,0 +1,130 @@
+"""`shufl doctor` in folders of sites that are well, and that are not."""
+
+import re
+import shutil
+
+import pytest
+from deployed_world import deployment_of
+from typer.testing import CliRunner
+
+from shuffler.callers import Role
+from shuffler.keys import Authority, Request
+from simulator.cli.__main__ import app
+from simulator.deployment.doctor import examine
+from simulator.deployment.rehearse import Rehearsal
+from simulator.section import ConfigError
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory):
+    base = tmp_path_factory.mktemp("doctor")
+    deployment = deployment_of(base, nodes=2, rounds=2)
+    return Rehearsal(deployment, base, base / "s").folder
+
+
+@pytest.fixture
+def node(sites, tmp_path):
+    return shutil.copytree(sites / "ward-1", tmp_path / "n")
+
+
+def troubles(folder):
+    """Of what needs no network."""
+    return {
+        finding.what: finding
+        for finding in examine(folder)
+        if finding.trouble and not finding.what.startswith(("shuffler ", "SuperLink 1", "clock"))
+    }
+
+
+def test_sites_as_they_were_provisioned_are_well_but_for_who_is_not_there(sites):
+    for name in ("server", "shuffler-1", "ward-1"):
+        assert troubles(sites / name) == {}
+    findings = {each.what.split()[0]: each for each in examine(sites / "ward-1")}
+    assert "does not answer" in findings["shuffler"].trouble
+    assert "Connection refused" in findings["SuperLink"].trouble
+    assert "nginx" in findings["SuperLink"].fix
+
+
+@pytest.mark.slow
+def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(tmp_path):
+    deployment = deployment_of(tmp_path, nodes=1, rounds=2)
+    rehearsal = Rehearsal(deployment, tmp_path, tmp_path / "s")
+    with rehearsal:
+        for name in ("ward-1", "server", "shuffler-1"):
+            found = [each for each in examine(rehearsal.folder / name) if each.trouble]
+            assert found == []
+        authority = Authority.create().certificate
+        (rehearsal.folder / "ward-1/keys/flower-authority.pem").write_bytes(authority)
+        (found, _) = [each for each in examine(rehearsal.folder / "ward-1") if each.trouble]
+        assert "its certificate does not fit" in found.trouble
+
+
+def test_a_certificate_of_another_node_is_found(sites, node):
+    for suffix in ("pem", "key"):
+        other = sites / "ward-2/keys" / f"ward-2.{suffix}"
+        shutil.copy(other, node / "keys" / f"ward-1.{suffix}")
+    assert troubles(node) == {}  # of as many users: the shuffler will tell them apart
+    shutil.copy(sites / "ward-1/keys/ward-1.key", node / "keys/ward-1.key")
+    assert "not the key of" in troubles(node)["keys"].trouble
+    assert "shufl keys request" in troubles(node)["keys"].fix
+
+
+@pytest.mark.parametrize(
+    ("role", "users", "days", "what", "message"),
+    [
+        (Role.NODE, 4, 365, "certificate's role", "must be for a node of 3 users"),
+        (Role.SERVER, 0, 365, "certificate's role", "is for a server of 0 users"),
+        (Role.NODE, 3, 5, "certificate's days", "valid for 4 days more"),
+        (Role.NODE, 3, 0.0001, "certificate's days", "is valid for"),
+    ],
+)
+def test_certificates_that_do_not_fit_are_found(sites, node, role, users, days, what, message):
+    authority = Authority.read(sites / "authority")
+    request = Request.read(node / "keys/ward-1.csr")
+    certificate = authority.sign(request, role, users=users, days=days)
+    (node / "keys/ward-1.pem").write_bytes(certificate)
+    assert message in troubles(node)[what].trouble
+
+
+def test_a_key_that_others_may_read_is_found(node):
+    (node / "keys/ward-1.key").chmod(0o644)
+    (node / "keys/flower.key").chmod(0o640)
+    found = troubles(node)
+    assert "mode 0644" in found["keys"].trouble
+    assert found["keys"].fix == f"chmod 600 {node}/keys/ward-1.key"
+    assert "mode 0640" in found["key for Flower"].trouble
+
+
+def test_limits_that_refuse_the_plan_are_found(node):
+    device = node / "device.toml"
+    text = device.read_text()
+    device.write_text(text + "least_noise = 3.0\n")
+    assert "noise multipliers of at least 3" in troubles(node)["owner's limits"].trouble
+    device.write_text(re.sub("most_epsilon = .*", "most_epsilon = 0.1", text))
+    assert "one more of this plan costs" in troubles(node)["owner's limits"].trouble
+    run = node / "run.toml"
+    run.write_text(run.read_text().replace("check_in_rate = 1.0", "check_in_rate = 0.9"))
+    device.write_text(text)
+    assert "has not accepted the plan" in troubles(node)["owner's limits"].trouble
+
+
+def test_records_that_are_not_there_are_found(node):
+    file = node / "node.toml"
+    file.write_text(file.read_text().replace('"simulated"', '"no_such_module:records"'))
+    assert "could not be imported" in troubles(node)["model and records"].trouble
+
+
+def test_the_command_exits_with_1_and_says_what_mends_it(node, tmp_path):
+    (node / "keys/flower.key").unlink()
+    done = CliRunner().invoke(app, ["doctor", str(node)])
+    assert done.exit_code == 1
+    assert "problem key for Flower" in done.stdout and "shufl keys flower keys" in done.stdout
+    assert "ok      disk" in done.stdout
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_folder_of_no_site_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="a site's folder has one of"):
+        examine(tmp_path)
