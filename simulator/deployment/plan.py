@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -143,7 +144,22 @@ class Process:
     @property
     def arguments(self) -> list[str]:
         """The command with its program's full path."""
-        return [str(Path(sys.executable).with_name(self.command[0])), *self.command[1:]]
+        return [str(PROGRAMS / self.command[0]), *self.command[1:]]
+
+
+PROGRAMS = Path(sys.executable).parent
+"""Where the programs of this environment are."""
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Environment variables for Flower's programs, which start others by their names alone.
+
+    Args:
+        home: Flower's own folder of a site.
+    """
+    path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    return {**os.environ, **quiet, "PATH": path, "FLWR_HOME": str(home)}
 
 
 def server_process(server: ServerEntry) -> Process:

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from shuffler.keys import Request, make_flower_key
 from simulator.config import load
-from simulator.deployment.plan import Deployment, Process
+from simulator.deployment.plan import Deployment, Process, flower_environment
 from simulator.deployment.provision import experiment_of, provision, sites_of
 from simulator.deployment.submit import FLOWER_FOLDER, run_on
 from simulator.engines import EngineFailed
@@ -30,11 +30,7 @@ _STOP_SECONDS = 10.0
 _AGAIN_SECONDS = 2.0
 _LONGEST_SOCKET = 100
 # Flower asks for work once a second by default, and nothing else sets the pace of a rehearsal.
-_QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
-}
+_FAST = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 
 
 def on_loopback(deployment: Deployment, proxied: bool) -> Deployment:
@@ -154,7 +150,7 @@ class Rehearsal:
             self.running[site, name] = subprocess.Popen(
                 process.arguments,
                 cwd=folder,
-                env={**os.environ, **_QUIET, "FLWR_HOME": str(folder / FLOWER_FOLDER)},
+                env=flower_environment(folder / FLOWER_FOLDER) | _FAST,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -181,7 +177,7 @@ class Rehearsal:
         """
         folder = self.folder / "server"
         program = Process("flwr", ("flwr", *arguments), "").arguments
-        environment = {**os.environ, **_QUIET, "FLWR_HOME": str(folder / FLOWER_FOLDER)}
+        environment = flower_environment(folder / FLOWER_FOLDER)
         done = subprocess.run(
             program, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )

@@ -9,7 +9,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from server import RoundFailed
 from simulator.config import Config
+from simulator.deployment.plan import PROGRAMS, flower_environment
 from simulator.deployment.server_app import CONSOLE_FILE, OUTCOME_FILE, STOP_FILE, deployed_config
 from simulator.deployment.sites import ServerSite, load_site
 from simulator.engines import EngineFailed, interrupts
@@ -112,8 +112,8 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
     (folder / CONSOLE_FILE).touch()
     attempt = secrets.token_hex(8)  # one before may still be ending
     home = site_path.absolute().parent / FLOWER_FOLDER
-    environment = {"FLWR_HOME": str(home)} if home.is_dir() else {}
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    if not home.is_dir():
+        home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"))
     given = {"site": str(site_path.absolute()), "folder": str(folder), "attempt": attempt}
     about = " ".join(f"{key}={json.dumps(value)}" for key, value in given.items())
     stop = threading.Event()
@@ -127,11 +127,11 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
         log_start = log.tell()
         shown.seek(0, os.SEEK_END)
         process = subprocess.Popen(
-            [_flwr(), "run", app, connection, "--stream", "-c", about],
+            [str(PROGRAMS / "flwr"), "run", app, connection, "--stream", "-c", about],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **quiet, **environment},
+            env=flower_environment(home),
             start_new_session=True,  # Ctrl-C ends the run in order, and not this process
         )
         try:
@@ -183,11 +183,6 @@ def write_app(folder: Path) -> None:
     for name, text in _APP.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text.replace("{version}", version), encoding="utf-8")
-
-
-def _flwr() -> str:
-    """Flower's command of this environment."""
-    return str(Path(sys.executable).with_name("flwr"))
 
 
 def _show(text: str) -> None:

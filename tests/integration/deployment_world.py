@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -52,7 +53,9 @@ def deployment(nodes: int, shufflers: int, users: int = 600) -> Deployment:
     return Deployment(
         name="digits",
         config="run.toml",
-        server=ServerEntry(host="server.example", least_nodes=2, round_timeout=15.0, patience=60.0),
+        server=ServerEntry(
+            host="server.example", least_nodes=max(1, nodes - 1), round_timeout=20.0, patience=60.0
+        ),
         shufflers=tuple(
             ShufflerEntry(name=f"shuffler-{k}", host=f"s{k}.example") for k in range(shufflers)
         ),
@@ -118,6 +121,14 @@ class World(Rehearsal):
     def rounds_spent(self) -> list[int]:
         """By the ledger."""
         return [entry.round for entry in Ledger.read(self.run_folder / "ledger.jsonl").entries]
+
+    def rounds_offered(self, node: str) -> list[int]:
+        """By the ledger of its device."""
+        path = self.folder / node / "device.db"
+        if not path.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(path)) as ledger:
+            return [round for (round,) in ledger.execute("SELECT round FROM rounds ORDER BY 1")]
 
     @property
     def plan(self) -> PrivacyPlan:

