@@ -35,6 +35,7 @@ clip_norm = 1.0
 noise_multiplier = 0.6
 rounds = {rounds}
 shuffler_blankets = 100
+cover = true
 [data]
 dataset = "digits"
 users = {users}

@@ -47,7 +47,7 @@ def ready(
     node = _node(settings)
     run = asked["round"]
     node.agree(str(run["run_id"]), str(run["plan_digest"]))
-    node.accept_plan(number)
+    node.accept_run(str(run["run_id"]), number)
     about = {"number": number, "users": len(users), "shuffler": node.shuffler_of(number)}
     return _acknowledgement(about)
 

@@ -189,11 +189,8 @@ class DeviceLedger:
         """
         with self._rows("rw") as rows:
             rows.execute("BEGIN IMMEDIATE")
-            runs = _read(rows)
-            known = {run.run_id: run for run in runs}
-            new = RunOffered(len(runs) + 1, header.run_id, plan, rounds)
-            run = known.get(header.run_id, new)
-            if run.plan != plan or header.plan_digest != plan.digest():
+            run = self._accepted(_read(rows), header.run_id, plan, rounds)
+            if header.plan_digest != plan.digest():
                 raise RoundRefused(f"run {run.run_id} was offered under another plan")
             if header.round <= run.last_round:
                 raise RoundRefused(
@@ -203,9 +200,6 @@ class DeviceLedger:
             if run.offered >= run.allotted:
                 raise RoundRefused(f"run {run.run_id} has had its {run.allotted} rounds")
             run = dataclasses.replace(run, offered=run.offered + 1, last_round=header.round)
-            if self.limits is not None:
-                self.limits.check(plan)
-                self._check_budget(self.limits, runs if run.run_id in known else [*runs, run])
             rows.execute(
                 "INSERT OR REPLACE INTO runs"
                 "(number, run_id, plan, allotted, offered, last_round, checksum)"
@@ -216,6 +210,35 @@ class DeviceLedger:
                 "INSERT INTO rounds VALUES (?, ?, ?)", (run.run_id, header.round, header.commitment)
             )
             rows.execute("COMMIT")
+
+    def check(self, run_id: str, plan: PrivacyPlan, rounds: int) -> None:
+        """Refuses a run of which no round would be accepted; enters nothing.
+
+        Args:
+            run_id: the run's name.
+            plan, rounds: as for `offer`.
+
+        Raises:
+            RoundRefused, ValueError: as `offer`.
+        """
+        self._accepted(self.offered(), run_id, plan, rounds)
+
+    def _accepted(
+        self, runs: list[RunOffered], run_id: str, plan: PrivacyPlan, rounds: int
+    ) -> RunOffered:
+        """The run, known or new, if the owner accepts it.
+
+        Raises:
+            RoundRefused: it has another plan, or the owner's limits do not allow it.
+        """
+        known = {run.run_id: run for run in runs}
+        run = known.get(run_id) or RunOffered(len(runs) + 1, run_id, plan, rounds)
+        if run.plan != plan:
+            raise RoundRefused(f"run {run_id} was offered under another plan")
+        if self.limits is not None:
+            self.limits.check(plan)
+            self._check_budget(self.limits, runs if run_id in known else [*runs, run])
+        return run
 
     def offered(self) -> list[RunOffered]:
         """What every run has offered, the first run first.
@@ -272,6 +295,15 @@ def load_device(path: Path, create: bool = True) -> DeviceLedger:
     Raises:
         ValueError: one line that says what is wrong.
     """
+    return DeviceLedger(*read_device(path), create)
+
+
+def read_device(path: Path) -> tuple[Path, DeviceLimits]:
+    """The ledger's path and the limits that an owner's file has, as for `load_device`.
+
+    Raises:
+        ValueError: one line that says what is wrong.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -285,7 +317,7 @@ def load_device(path: Path, create: bool = True) -> DeviceLedger:
         limits = DeviceLimits.model_validate(content)
     except ValidationError as error:
         raise ValueError(f"{path}: {first_mistake(error, DeviceLimits)}") from None
-    return DeviceLedger(path.absolute().parent / ledger, limits, create)
+    return path.absolute().parent / ledger, limits
 
 
 def _read(rows: sqlite3.Connection) -> list[RunOffered]:

@@ -181,18 +181,18 @@ class Node:
         self._ask_owner(node, header)
         return PreparedRound(header, announced.public_key, parameters, until)
 
-    def accept_plan(self, node: int = 0) -> None:
-        """Refuses a plan that the owner of a node's device does not accept.
+    def accept_run(self, run_id: str, node: int = 0) -> None:
+        """Refuses a run of which the owner of a node's device accepts no round.
 
         Raises:
             RoundRefused: one constant line; why is in this node's log, for the owner alone.
         """
         try:
             ledger = self._ledger(node)
-            if ledger is not None and ledger.limits is not None:
-                ledger.limits.check(self.settings.plan)
+            if ledger is not None:
+                ledger.check(run_id, self.settings.plan, self._last_round)
         except ValueError as error:
-            log.warning("the plan is refused: %s", error)
+            log.warning("the run is refused: %s", error)
             raise RoundRefused("this device does not take part in this run") from None
 
     def _ask_owner(self, node: int, header: RoundHeader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ class Exchange:
         received: what each node that acknowledged said, by its id.
         errors: why each other one did not, in one line, by its id; those still waited for are in
             neither.
+        late: ids of those that had not answered at the deadline.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Exchange:
         """
         self.received: dict[int, dict[str, Any]] = {}
         self.errors: dict[int, str] = {}
+        self.late: set[int] = set()
         self._grid = grid
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
@@ -70,11 +73,14 @@ class Exchange:
             node = self._waiting.pop(reply.metadata.reply_to_message_id)
             if reply.has_error():
                 self.errors[node] = _reason(reply.error.reason)
+            elif isinstance(said := reply.content.get("acknowledgement"), ConfigRecord):
+                self.received[node] = dict(said)
             else:
-                self.received[node] = dict(reply.content["acknowledgement"])
+                self.errors[node] = "its answer is no acknowledgement"
         if time.monotonic() >= self._deadline:
-            late = f"no answer within {self._seconds:g} s"
-            self.errors.update(dict.fromkeys(self._waiting.values(), late))
+            self.late = set(self._waiting.values())
+            why = f"no answer within {self._seconds:g} s"
+            self.errors.update(dict.fromkeys(self.late, why))
             self._waiting.clear()
 
     def wait(self, over: Callable[[], bool]) -> None:
@@ -124,4 +130,6 @@ def broadcast(
 def _reason(text: str | None) -> str:
     """The message of a client's exception without what Flower wraps around it, in one line."""
     inner = str(text).rpartition("Message: ")[2]
-    return textwrap.shorten(inner.removesuffix("'>"), _REASON_CHARACTERS, placeholder=" …")
+    inner = re.sub(r"^<class '[\w.]+'>:<'", "", inner).removesuffix("'>")
+    shown = "".join(each if each.isprintable() else " " for each in inner)
+    return textwrap.shorten(shown, _REASON_CHARACTERS, placeholder=" …")

@@ -7,12 +7,13 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from flwr.serverapp import Grid
 
+from accounting import ACCOUNTANTS, PrivacyPlan
 from server.broadcast import Exchange, greet
 from server.settings import RoundFailed, ServerSettings
 
@@ -59,6 +60,12 @@ def read_node(said: dict[str, Any], shufflers: int) -> NodeState:
     return NodeState(number, users, shuffler)
 
 
+def enough_users(users: int, plan: PrivacyPlan) -> bool:
+    """Whether a batch may be released where so many users are present."""
+    counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
+    return users >= (plan.least_present if counts_on_others else 1)
+
+
 class Fleet:
     """The nodes of one run.
 
@@ -66,7 +73,7 @@ class Fleet:
     is in from the next round on. Nobody waits for it, unless there are too few others.
 
     Attributes:
-        nodes: those that have agreed, by Flower's id; some may not be connected any more.
+        known: all that ever agreed, by Flower's id; some may be away, or have failed since.
     """
 
     def __init__(self, settings: ServerSettings, grid: Grid, over: Callable[[], bool]):
@@ -78,7 +85,8 @@ class Fleet:
             over: polled; when it turns true, nobody is waited for.
         """
         self.settings = settings
-        self.nodes: dict[int, NodeState] = {}
+        self.known: dict[int, NodeState] = {}
+        self._in: set[int] = set()
         self._grid = grid
         self._over = over
         self._greeting: Exchange | None = None
@@ -97,33 +105,44 @@ class Fleet:
         while True:
             connected = set(self._grid.get_node_ids())
             self._welcome(connected)
-            present = sorted(connected & set(self.nodes))
-            if len(present) >= settings.nodes or self._over():
+            present = sorted(connected & self._in)
+            if (len(present) >= settings.nodes and self._enough(present)) or self._over():
                 return present
             late = time.monotonic() > deadline
             if late or (self._refused and self._greeting is None and not settings.patience):
                 reasons = [reason for _, reason in self._refused.values()]
+                missing = max(settings.nodes - len(present), 0)
                 raise RoundFailed(
-                    f"{settings.nodes - len(present)} of {settings.nodes} nodes did not get ready: "
-                    f"{reasons[0] if reasons else f'not connected within {seconds:g} s'}"
+                    f"{missing} of {settings.nodes} nodes did not get ready: "
+                    f"{reasons[0] if reasons else f'too few users within {seconds:g} s'}"
                 )
             time.sleep(_POLL_SECONDS)
 
-    def present(self, answers: Exchange) -> Counter[int]:
-        """For how many users the nodes speak that answered, by shuffler."""
+    def _enough(self, present: list[int]) -> bool:
+        """Whether a round with these nodes could be released anywhere."""
+        users = self.users_of(present).values()
+        return any(enough_users(each, self.settings.plan) for each in users)
+
+    def users_of(self, nodes: Iterable[int]) -> Counter[int]:
+        """For how many users some nodes speak, by shuffler."""
         users = Counter(dict.fromkeys(range(len(self.settings.shufflers)), 0))
-        for node in answers.received:
-            users[self.nodes[node].shuffler] += self.nodes[node].users
+        for node in nodes:
+            users[self.known[node].shuffler] += self.known[node].users
         return users
 
     def note(self, answers: Exchange) -> None:
         """Remembers who answered to a round, also in the run folder."""
-        for node, state in self.nodes.items():
+        if self.settings.patience:  # those that failed are asked again whether they are in
+            for node in set(answers.errors) - answers.late:
+                self._in.discard(node)
+                self._refused[node] = time.monotonic(), answers.errors[node]
+        for node, state in self.known.items():
             if node in answers.received:
                 state.heard, state.trouble = time.time(), ""
-            else:
-                state.trouble = answers.errors.get(node, "not connected")
-        rows = [dataclasses.asdict(state) for state in self.nodes.values()]
+            elif node not in answers.waiting:
+                _, reason = self._refused.get(node, (0.0, "not connected"))
+                state.trouble = answers.errors.get(node, reason)
+        rows = [dataclasses.asdict(state) for state in self.known.values()]
         new = self.settings.folder / f"{NODES_FILE}.new"
         new.write_text(json.dumps(sorted(rows, key=lambda row: row["number"]), indent=1))
         new.replace(new.with_name(NODES_FILE))
@@ -138,7 +157,7 @@ class Fleet:
             return
         again = time.monotonic() - _ASK_AGAIN_SECONDS
         lately = {node for node, (when, _) in self._refused.items() if when > again}
-        if new := connected - set(self.nodes) - lately:
+        if new := connected - self._in - lately:
             settings = self.settings
             seconds = max(_START_SECONDS, settings.round_timeout)
             digest = settings.plan.digest()
@@ -150,14 +169,15 @@ class Fleet:
             node, said = greeting.received.popitem()
             try:
                 state = read_node(said, len(self.settings.shufflers))
-                here = [self.nodes[each] for each in connected & set(self.nodes)]
+                here = [self.known[each] for each in connected & self._in]
                 users, most = sum(each.users for each in [*here, state]), self.settings.plan.users
                 if users > most:
                     raise ValueError(f"the nodes speak for {users} users, the plan has {most}")
             except ValueError as error:
                 greeting.errors[node] = str(error)
             else:
-                self.nodes[node] = state
+                self.known[node] = state
+                self._in.add(node)
                 self._refused.pop(node, None)
         while greeting.errors:
             node, reason = greeting.errors.popitem()

@@ -11,10 +11,9 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from accounting import ACCOUNTANTS, PrivacyPlan
 from server.aggregate import aggregate_reports
 from server.broadcast import Exchange, broadcast
-from server.fleet import Fleet
+from server.fleet import Fleet, enough_users
 from server.settings import RoundFailed, RoundOutcome, RoundRecord, RunResult, ServerSettings
 from server.training import PlayedRound, Training
 from shuffler import (
@@ -44,12 +43,6 @@ _OUTCOMES: dict[Outcome, RoundOutcome] = {
     Outcome.BELOW_MINIMUM: "below-minimum",
     Outcome.DISCARDED: "discarded",
 }
-
-
-def enough_users(users: int, plan: PrivacyPlan) -> bool:
-    """Whether a batch may be released where so many users are present."""
-    counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
-    return users >= (plan.least_present if counts_on_others else 1)
 
 
 class RoundLoop:
@@ -91,11 +84,15 @@ class RoundLoop:
         length = sealed_length(report_length(self._training.dimension), settings.sealing)
         plan = settings.plan.to_json().encode()
         for shuffler in self._shufflers:
-            self._patiently(shuffler.create_run, settings.run_id, plan, length)
+            try:
+                self._patiently(shuffler.create_run, settings.run_id, plan, length)
+            except ShufflerRefused as refused:  # its last round may be over, and not its report
+                if refused.reason is not Refusal.RUN_ENDED:
+                    raise
         result = self._training.run(self._round, self._observe, self._stop_or_gather)
         if result.stopped_by != "interrupt":  # it may be resumed
             for shuffler in self._shufflers:
-                shuffler.end_run(settings.run_id)
+                self._patiently(shuffler.end_run, settings.run_id)
         return result
 
     def _stop_or_gather(self) -> bool:
@@ -163,7 +160,7 @@ class RoundLoop:
         for reason in answers.errors.values():
             log.error("round %d: a node failed: %s", round, reason)
         self._fleet.note(answers)
-        present = self._fleet.present(answers)
+        present = self._fleet.users_of(answers.received)
         enough = {number: enough_users(users, plan) for number, users in present.items()}
         cut_short = self._stop() and bool(answers.waiting)
         outcomes = {
@@ -189,7 +186,7 @@ class RoundLoop:
         return PlayedRound(
             "released" if released else _OUTCOMES[min(outcomes.values())],
             aggregate,
-            silent_nodes=len(self._fleet.nodes) - len(answers.received),
+            silent_nodes=len(self._fleet.known) - len(answers.received),
             users_present=present.total(),
             smallest_crowd=min((present[number] for number in released), default=0),
         )

@@ -107,7 +107,7 @@ def resume_run(folder: Path, console: Console, make_engine: MakeEngine | None = 
         raise ConfigError(f"a run folder has a config.toml, {folder} has none")
     experiment, engine = _prepare(load(str(folder / "config.toml")), make_engine)
     with Ledger.open(folder / "ledger.jsonl", experiment.plan) as ledger:
-        checkpoint = _checkpoint_of(folder, experiment, ledger)
+        checkpoint = _checkpoint_of(folder, experiment, engine, ledger)
         _describe(console, experiment, engine, folder)
         done, spent = checkpoint.round if checkpoint else 0, ledger.last_round
         what = f"resumed after round {done}"
@@ -118,7 +118,9 @@ def resume_run(folder: Path, console: Console, make_engine: MakeEngine | None = 
         return _run_in(folder, experiment, engine, ledger, checkpoint, console)
 
 
-def _checkpoint_of(folder: Path, experiment: Experiment, ledger: Ledger) -> Checkpoint | None:
+def _checkpoint_of(
+    folder: Path, experiment: Experiment, engine: Engine, ledger: Ledger
+) -> Checkpoint | None:
     """Where the run in `folder` goes on; None if it was interrupted before its first round.
 
     Raises:
@@ -137,7 +139,7 @@ def _checkpoint_of(folder: Path, experiment: Experiment, ledger: Ledger) -> Chec
             f"checkpoint {path} is of round {checkpoint.round}, but the ledger ends at round "
             f"{ledger.last_round}: it lacks rounds that were spent"
         )
-    for name, here in _origin(experiment).items():
+    for name, here in _origin(experiment, engine).items():
         if (before := checkpoint.origin.get(name)) != here:
             raise CheckpointError(
                 f"checkpoint {path} was made with {name} {before}, it cannot go on with {here}"
@@ -152,11 +154,11 @@ def _checkpoint_of(folder: Path, experiment: Experiment, ledger: Ledger) -> Chec
     return checkpoint
 
 
-def _origin(experiment: Experiment) -> dict[str, str]:
+def _origin(experiment: Experiment, engine: Engine) -> dict[str, str]:
     """What decides a run's numbers beside its plan: a spent round is played again only with it."""
     configuration = hashlib.sha256(dumps(experiment.config).encode()).hexdigest()[:12]
     versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
-    origin = {"config.toml": configuration, **versions}
+    origin = {"config.toml": configuration, "nodes": engine.nodes, **versions}
     if (name := experiment.config.data.dataset) not in DATASETS:  # the reader's, which may change
         origin[f"data.dataset {name}"] = dataset_digest(experiment.dataset)[:12]
     return origin
@@ -194,7 +196,7 @@ def _run_in(
         folder=folder,
         evaluate_every=config.training.evaluate_every,
         checkpoint_every=config.training.checkpoint_every,
-        origin=_origin(experiment),
+        origin=_origin(experiment, engine),
         reproducible=_repeats(experiment, engine),
         checkpoint=checkpoint,
     )

@@ -32,6 +32,7 @@ def deployment_of(base: Path, nodes: int, rounds: int, **server: object) -> Depl
             "check_in_rate": 1.0,
             "rounds": rounds,
             "shuffler_blankets": 4.0,
+            "cover": True,
             "minimum_batch": 1,
         },
         "data": {"dataset": "digits", "users": users * nodes},

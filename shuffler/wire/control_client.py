@@ -14,7 +14,9 @@ from shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 from shuffler.wire.stub import Stub
 
 _BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
-_NOTHING_THERE = {Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.BATCH_LOST}
+_NOTHING_THERE = {
+    *(Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.BATCH_LOST, Refusal.RUN_ENDED),
+}
 
 
 class ControlClient(Connection):

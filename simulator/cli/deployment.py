@@ -39,6 +39,8 @@ def provision_command(
         typer.echo(f"made    {out / name}: its README.md says what to do there")
     for name in done.signed:
         typer.echo(f"signed  {name}")
+    for name in done.kept:
+        typer.echo(f"kept    {out / name}: the deployment's file says otherwise by now")
     for name in done.waiting:
         typer.echo(f"waiting for {out / name}")
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from simulator.cli import options
@@ -42,13 +43,13 @@ def status_command(
     left = f", {status.seconds_left / 60:.0f} minutes left" if status.seconds_left else ""
     facts.add_row("run", f"{status.folder}: {status.state}{left}")
     if status.why:
-        facts.add_row("stopped by", status.why)
+        facts.add_row("stopped by", escape(status.why))
     facts.add_row("rounds", f"{status.rounds} of {status.allowed}")
     facts.add_row("ε", f"{status.epsilon:.4g} of {status.target:g} by {status.accountant}")
     if status.accuracy is not None:
         facts.add_row("test accuracy", f"{100 * status.accuracy:.2f}%")
     for address, trouble in status.shufflers.items():
-        facts.add_row(f"shuffler {address}", trouble or "well")
+        facts.add_row(f"shuffler {address}", escape(trouble) or "well")
     console.print(facts)
     if not status.nodes:
         console.print("nodes: none known; a simulation has none, nor has a run without a round")
@@ -56,7 +57,7 @@ def status_command(
     table = Table("node", "users", "silent for", "because")
     for node in status.nodes:
         silent = f"{node['silent_seconds']:.0f} s" if node["trouble"] else ""
-        table.add_row(str(node["number"]), str(node["users"]), silent, node["trouble"])
+        table.add_row(str(node["number"]), str(node["users"]), silent, escape(node["trouble"]))
     console.print(table)
 
 

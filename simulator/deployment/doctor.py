@@ -18,15 +18,14 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from accounting import rounds_within_budget
-from clients import load_device
-from clients.device import RunOffered
+from clients.device import DeviceLedger, RunOffered, read_device
 from shuffler import Credentials
 from shuffler.callers import Role, caller_of
 from shuffler.config import load_config
 from shuffler.keys import read_certificate
 from shuffler.wire.channel import parse_address
 from simulator.config import load
-from simulator.deployment.node import agreed_plan, node_settings
+from simulator.deployment.node import agreed_plan, check_data
 from simulator.deployment.sites import NodeSite, ServerSite, load_site
 from simulator.deployment.status import health_of
 from simulator.section import ConfigError, one_line
@@ -85,7 +84,7 @@ def examine(folder: Path) -> list[Finding]:
             look()
         except _Trouble as trouble:
             findings.append(Finding(what, one_line(trouble), trouble.fix or fix))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             findings.append(Finding(what, one_line(error), fix))
         else:
             findings.append(Finding(what))
@@ -200,13 +199,14 @@ def _descriptors() -> None:
 
 
 def _there(path: Path) -> None:
-    with path.open("rb"):
-        pass
     if (mode := path.stat().st_mode & 0o777) & 0o077:
         raise _Trouble(f"{path} is readable for others, mode {mode:04o}", f"chmod 600 {path}")
 
 
 def _key_pair(keys: Path, name: str) -> None:
+    if (keys / f"{name}.csr").exists() and not (keys / f"{name}.pem").exists():
+        fix = f"send {keys}/{name}.csr to whoever provisions, and put the {name}.pem there"
+        raise _Trouble(f"{keys}/{name}.pem has not come back yet", fix)
     Credentials.read(keys, name)
     _there(keys / f"{name}.key")
 
@@ -236,20 +236,22 @@ def _plan(folder: Path) -> None:
 
 
 def _records(site: NodeSite, folder: Path) -> None:
-    node_settings(site, folder)
+    check_data(site, folder, load(site.config))
 
 
 def _limits(site: NodeSite) -> None:
-    ledger, plan = load_device(Path(site.device)), agreed_plan(load(site.config))
-    limits, runs = ledger.limits, ledger.offered()
-    assert limits is not None
+    (path, limits), plan = read_device(Path(site.device)), agreed_plan(load(site.config))
     limits.check(plan)
+    runs = DeviceLedger(path, limits, create=False).offered() if path.exists() else []
+    if any(run.plan == plan and run.offered < run.allotted for run in runs):
+        return  # one goes on, whose rounds have been charged
     spent = sum(limits.charge(run) for run in runs)
     one = limits.charge(RunOffered(len(runs) + 1, "", plan, rounds_within_budget(plan)))
     if spent + one > limits.most_epsilon:
         raise _Trouble(
             f"{len(runs)} runs were charged {spent:.4g}, one more of this plan costs {one:.4g}, "
-            f"most_epsilon is {limits.most_epsilon:g}"
+            f"most_epsilon is {limits.most_epsilon:g}",
+            "nothing, if no further run is meant; the owner alone raises most_epsilon",
         )
 
 
@@ -297,7 +299,11 @@ def _answer_date(keys: Path, address: str) -> datetime.datetime:
 
 
 def _clock(keys: Path, address: str) -> None:
-    theirs, now = _answer_date(keys, address), datetime.datetime.now(datetime.UTC)
+    try:
+        theirs = _answer_date(keys, address)
+    except (OSError, http.client.HTTPException):
+        raise _Trouble("is not known while the SuperLink cannot be asked", "as above") from None
+    now = datetime.datetime.now(datetime.UTC)
     apart = abs((theirs - now).total_seconds())
     if apart > _MOST_SECONDS_APART:
         raise _Trouble(f"{apart:.0f} s apart from the SuperLink's machine")

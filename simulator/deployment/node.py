@@ -13,7 +13,7 @@ from accounting import PrivacyPlan
 from clients import ClientSettings, UserRecords, load_device, serve_device
 from simulator.config import Config, load
 from simulator.data.partition import load_user_records
-from simulator.deployment.sites import NodeSite
+from simulator.deployment.sites import NodeSite, check_cover
 from simulator.experiment import data_seed, local_training, plan_of
 from simulator.models import build_model
 from simulator.section import ConfigError, find, one_line
@@ -45,20 +45,7 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
         ConfigError: one line.
     """
     config = load(site.config)
-    plan = agreed_plan(config)
-    make_model = functools.partial(
-        build_model,
-        config.model.name,
-        site.input_shape,
-        site.classes,
-        data_seed(config),
-        config.model.options,
-    )
-    make_model()
-    load_users = _records(site, folder, config, plan)
-    records = load_users()
-    for user in range(site.users):
-        _check_records(records, user, site)
+    plan, make_model, load_users = check_data(site, folder, config)
     credentials = site.credentials
     device = load_device(Path(site.device))
     return ClientSettings(
@@ -76,6 +63,25 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
     )
 
 
+def check_data(
+    site: NodeSite, folder: Path, config: Config
+) -> tuple[PrivacyPlan, functools.partial, functools.partial]:
+    """The plan, what makes the model, and what gives access to the users' records.
+
+    Raises:
+        ConfigError: they do not fit together.
+    """
+    plan = agreed_plan(config)
+    about = site.input_shape, site.classes, data_seed(config), config.model.options
+    make_model = functools.partial(build_model, config.model.name, *about)
+    make_model()
+    load_users = _records(site, folder, config, plan)
+    records = load_users()
+    for user in range(site.users):
+        _check_records(records, user, site)
+    return plan, make_model, load_users
+
+
 def agreed_plan(config: Config) -> PrivacyPlan:
     """The plan of a configuration in which everything has been decided (`shufl provision`).
 
@@ -83,6 +89,7 @@ def agreed_plan(config: Config) -> PrivacyPlan:
         ConfigError: something is left to decide.
     """
     privacy = config.privacy
+    check_cover(privacy.cover)
     undecided = {
         "data.users": config.data.users,
         "privacy.delta": None if privacy.delta == "1/n" else privacy.delta,
@@ -114,7 +121,7 @@ def _records(site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan) ->
             site.first_user,
         )
     if ":" in site.data:
-        return functools.partial(find("data", site.data, {}))
+        return functools.partial(find, "data", site.data, {})
     return functools.partial(_from_folder, folder / site.data)
 
 
@@ -143,6 +150,7 @@ def _check_records(records: UserRecords, user: int, site: NodeSite) -> None:
     try:
         features, labels = records(user)
         found = tuple(features.shape), tuple(labels.shape)
+        kinds = features.dtype, labels.dtype
         lowest, highest = int(labels.min()), int(labels.max())
     except Exception as error:  # whatever the owner's module raises
         raise ConfigError(
@@ -154,6 +162,11 @@ def _check_records(records: UserRecords, user: int, site: NodeSite) -> None:
             f"data: the records of user {user} must be features of shape "
             f"(r, {', '.join(map(str, site.input_shape))}) and labels of shape (r,), got "
             f"{found[0]} and {found[1]}"
+        )
+    if kinds != (torch.float32, torch.int64):
+        raise ConfigError(
+            f"data: the records of user {user} must be float32 features and int64 labels, got "
+            f"{kinds[0]} and {kinds[1]}"
         )
     if not 0 <= lowest <= highest < site.classes:
         raise ConfigError(

@@ -91,8 +91,21 @@ class Deployment(Section):
     def _names_differ(self) -> Deployment:
         names = ["server", *(each.name for each in (*self.shufflers, *self.nodes))]
         for name in names:
-            if names.count(name) > 1 or name.startswith("authority"):
+            if names.count(name) > 1:
                 raise ValueError(f"every site has a name of its own, got {name} twice")
+            if name.startswith("authority") or name == "superlink":
+                raise ValueError(f"a site's name must be another than {name}, which is taken")
+        if self.server.least_nodes > len(self.nodes):
+            raise ValueError(
+                f"server.least_nodes must be at most {len(self.nodes)}, the number of nodes, "
+                f"got {self.server.least_nodes}"
+            )
+        for node in self.nodes:
+            if node.reply_after >= self.server.round_timeout:
+                raise ValueError(
+                    f"reply_after of {node.name} must be below server.round_timeout, "
+                    f"{self.server.round_timeout:g}, got {node.reply_after:g}"
+                )
         return self
 
     @property

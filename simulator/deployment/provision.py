@@ -61,11 +61,13 @@ class Provisioned:
         made: sites whose folders are new.
         signed: requests that were signed.
         waiting: requests that have not come.
+        kept: files that would be others by now, and stay as they are.
     """
 
     made: tuple[str, ...]
     signed: tuple[str, ...]
     waiting: tuple[str, ...]
+    kept: tuple[str, ...]
 
 
 def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = False) -> Provisioned:
@@ -87,7 +89,7 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
             f"{experiment.plan.users}"
         )
     parties, flower = (_authority(out / name) for name in ("authority", "authority-flower"))
-    made, signed, waiting = [], [], []
+    made, signed, waiting, kept = [], [], [], []
     for site in sites_of(deployment, experiment, out if in_place else None):
         folder = out / site.name
         keys = folder / "keys"
@@ -99,6 +101,8 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 path.write_text(text, encoding="utf-8")
+            elif path.read_text(encoding="utf-8") != text:
+                kept.append(f"{site.name}/{name}")
         _put(keys / "authority.pem", parties.certificate)
         _put(keys / "flower-authority.pem", flower.certificate)
         for name, role in site.requests:
@@ -112,7 +116,7 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
             _sign(asked, certificate, role, deployment, authority)
             signed.append(name)
     _collect_flower_keys(deployment, out)
-    return Provisioned(tuple(made), tuple(signed), tuple(waiting))
+    return Provisioned(tuple(made), tuple(signed), tuple(waiting), tuple(kept))
 
 
 def sites_of(deployment: Deployment, experiment: Experiment, out: Path | None) -> list[Site]:

@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,12 +38,12 @@ from server import (
 )
 from shuffler import ShufflerError
 from simulator.config import Config, load
-from simulator.deployment.sites import ServerSite, load_site
+from simulator.deployment.sites import ServerSite, check_cover, load_site
 from simulator.engines.base import logs_to
 from simulator.experiment import Experiment, prepare
 from simulator.records import MetricsError
 from simulator.run import begin_run, make_folder, resume_run
-from simulator.section import ConfigError
+from simulator.section import ConfigError, one_line
 
 CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
 """In the run folder: what is printed; how the run ended; asks it to end."""
@@ -72,9 +73,18 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def deployed_config(config: Config, site: ServerSite) -> Config:
-    """A run's configuration for real nodes: nothing of it is drawn from the seed."""
+    """A run's configuration for real nodes: nothing of it is drawn from the seed.
+
+    No round is played again, so each has its checkpoint.
+
+    Raises:
+        ConfigError: the plan lacks cover.
+    """
+    check_cover(config.privacy.cover)
     shuffler = config.shuffler.model_copy(update={"number": len(site.shufflers)})
-    return config.model_copy(update={"seed": "system", "shuffler": shuffler})
+    training = config.training.model_copy(update={"checkpoint_every": 1})
+    decided = {"seed": "system", "shuffler": shuffler, "training": training}
+    return config.model_copy(update=decided)
 
 
 def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
@@ -92,7 +102,10 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
             go = resume_run if resumes else begin_run
             outcome = {"stopped_by": go(folder, console, make_engine).stopped_by}
         except _ENDS_EARLY as error:
-            outcome = {"error": " ".join(str(error).split())}
+            outcome = {"error": one_line(error)}
+        except Exception as error:  # of Flower's, or ours; its traceback is in flower.log
+            traceback.print_exc()
+            outcome = {"error": f"{type(error).__name__}: {one_line(error)}; see flower.log"}
         (folder / STOP_FILE).unlink(missing_ok=True)
         new = folder / f"{OUTCOME_FILE}.new"
         new.write_text(json.dumps(outcome | {"attempt": attempt}), encoding="utf-8")
@@ -126,7 +139,7 @@ def _wait_for_the_one_before(ledger: Path) -> None:
 _ENDING_SECONDS = 60.0
 _ENDS_EARLY = (
     *(CheckpointError, ConfigError, LedgerError, MetricsError, RoundFailed, ShufflerError),
-    *(OSError, RuntimeError),
+    OSError,
 )
 
 
@@ -134,6 +147,7 @@ class DeployedEngine:
     """Plays rounds on real nodes and real shufflers that others have started."""
 
     gradients = "on the nodes"
+    nodes = "real"
     repeats_releases = False
 
     def __init__(self, experiment: Experiment, site: ServerSite, grid: Grid):

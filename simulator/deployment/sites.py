@@ -90,6 +90,22 @@ class NodeSite(_Site):
     reply_after: Positive = 10.0
 
 
+def check_cover(cover: bool) -> None:
+    """Refuses a plan under which a node's traffic shows who checked in.
+
+    The server's code runs on every node's machine, where any account sees how much is sent: so
+    without cover the server learns who checked in, and no accountant but `local` holds.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not cover:
+        raise ConfigError(
+            "privacy.cover must be true on real machines, got false: the server's code on a node "
+            "would see from its traffic who checked in"
+        )
+
+
 _PATHS = ("certificate", "config", "device", "socket")
 _AnySite = TypeVar("_AnySite", bound=_Site)
 

@@ -82,7 +82,8 @@ def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
     try:
         return _follow(connection, site_path, folder)
     except _NotTaken:
-        shutil.rmtree(folder)
+        if not (folder / "ledger.jsonl").exists():
+            shutil.rmtree(folder)
         raise
 
 
@@ -148,7 +149,7 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
         refusal = _refusal(
             (folder / "flower.log").read_bytes()[log_start:].decode(errors="replace")
         )
-    if not outcome and refusal:
+    if not outcome and refusal and process.returncode > 0:
         raise _NotTaken(f"Flower did not take the run: {refusal}")
     if not outcome:
         raise EngineFailed(

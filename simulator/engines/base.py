@@ -34,6 +34,7 @@ class Engine(Protocol):
             the rest, refuses a value of these that is not the default.
         description: one line for the start of a run and for its summary.
         gradients: how users' gradients are computed.
+        nodes: `simulated` or `real`; a run does not change from one to the other.
         repeats_releases: whether a round played again with the same seed, from the same model,
             makes the same release to the bit.
     """
@@ -42,6 +43,7 @@ class Engine(Protocol):
     not_ignored: ClassVar[tuple[str, ...]]
     description: str
     gradients: str
+    nodes: str
     repeats_releases: bool
 
     def __init__(self, experiment: Experiment):

@@ -56,6 +56,7 @@ class FlowerEngine:
     keys = FlowerKeys
     not_ignored = ()
     gradients = "user by user"
+    nodes = "simulated"
 
     def __init__(self, experiment: Experiment):
         """Checks the number of nodes, of their CPUs, and a shuffler that is there already."""

@@ -109,6 +109,7 @@ class VectorisedEngine:
     """
 
     keys = VectorisedKeys
+    nodes = "simulated"
     not_ignored = ("noise", "device", "precision")
 
     def __init__(self, experiment: Experiment):

@@ -33,6 +33,7 @@ clip_norm = 1.0
 noise_multiplier = 0.8
 rounds = 1000
 shuffler_blankets = 200
+cover = true
 
 [data]
 dataset = "digits"

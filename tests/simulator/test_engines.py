@@ -25,7 +25,7 @@ class SilentKeys(Section):
 
 class SilentEngine:
     keys, not_ignored = SilentKeys, ("hush",)
-    gradients, repeats_releases = "none", True
+    gradients, nodes, repeats_releases = "none", "simulated", True
 
     def __init__(self, experiment):
         self.description = f"silent, hush {experiment.config.simulation.hush}"

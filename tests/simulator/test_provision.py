@@ -30,6 +30,7 @@ RUN = {
         "clip_norm": 1.0,
         "rounds": 20,
         "shuffler_blankets": 100.0,
+        "cover": True,
     },
     "data": {"dataset": "digits", "users": 100},
     "model": {"name": "mlp"},
@@ -156,6 +157,9 @@ def test_requests_and_authorities_that_do_not_belong_are_refused(base):
         ({"server": {"host": "a", "port": 70000}}, "server.port must be a whole number"),
         ({"nodes": []}, "nodes must be one table of values at least, got"),
         ({"nodes": [{"name": "server"}]}, "every site has a name of its own, got server twice"),
+        ({"nodes": [{"name": "superlink"}]}, "must be another than superlink, which is taken"),
+        ({"server": {"host": "a", "least_nodes": 3}}, "least_nodes must be at most 2"),
+        ({"nodes": [{"name": "w", "reply_after": 120.0}]}, "reply_after of w must be below"),
         ({"nodes": [{"name": "a b"}]}, "nodes.0.name must be at most 40 letters"),
         ({"nodes": [{"name": "w", "users": 101}]}, "the nodes speak for 101 users, data.users"),
         ({"config": "nowhere.toml"}, "nowhere.toml cannot be read"),
@@ -217,6 +221,43 @@ def test_records_from_a_folder_are_checked_before_any_round(base):
     write(1, np.zeros((1, 1, 8, 8)), np.array([10]))
     with pytest.raises(ConfigError, match="must lie in 0 to 9, got 10 to 10"):
         settings()
+    file = folder / "wrong_types.py"
+    file.write_text(
+        "import torch\n\ndef records(user):\n"
+        "    return torch.zeros(1, 1, 8, 8).double(), torch.zeros(1)"
+    )
+    import sys
+
+    sys.path.append(str(folder))
+    by_module = (folder / "node.toml").read_text().replace('"records"', '"wrong_types:records"')
+    (folder / "other.toml").write_text(by_module)
+    with pytest.raises(ConfigError, match="must be float32 features and int64 labels, got"):
+        node_settings(load_site(folder / "other.toml", NodeSite), folder)
+    sys.path.remove(str(folder))
     write(1, np.full((2, 1, 8, 8), 0.5), np.array([1, 2]))
     features, labels = settings().load_users()(1)
     assert features.shape == (2, 1, 8, 8) and labels.tolist() == [1, 2]
+
+
+def test_a_plan_without_cover_is_refused_on_both_sides(base):
+    """The server's code on a node's machine would see who sends."""
+    provisioned(base)
+    run = base / "sites/ward-1/run.toml"
+    run.write_text(run.read_text().replace("cover = true", "cover = false"))
+    with pytest.raises(ConfigError, match=r"privacy\.cover must be true on real machines"):
+        node_settings(load_site(base / "sites/ward-1/node.toml", NodeSite), base)
+    (base / "run.toml").write_text(
+        tomli_w.dumps(RUN | {"privacy": RUN["privacy"] | {"cover": False}})
+    )
+    with pytest.raises(ConfigError, match=r"privacy\.cover must be true on real machines"):
+        provisioned(base)
+
+
+def test_what_is_there_and_would_be_another_is_named(base):
+    provisioned(base)
+    (base / "run.toml").write_text(
+        tomli_w.dumps(RUN | {"privacy": RUN["privacy"] | {"rounds": 10}})
+    )
+    kept = provisioned(base).kept
+    assert {"server/run.toml", "ward-1/run.toml", "ward-2/device.toml"} <= set(kept)
+    assert "ward-1/README.md" not in kept
