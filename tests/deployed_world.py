@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import tomli_w
 
-from simulator.deployment.plan import Deployment
+from simulator.deployment.plan import Deployment, flower_environment
 from simulator.deployment.rehearse import Rehearsal
 
 NAME = "wards"
@@ -116,10 +115,9 @@ def command(name: str) -> str:
 
 def run_flwr(home: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Runs Flower's command with the connections of a folder."""
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     return subprocess.run(
         [command("flwr"), *arguments],
-        env={**os.environ, **quiet, "FLWR_HOME": str(home)},
+        env=flower_environment(home),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

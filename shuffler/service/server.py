@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from shuffler.callers import Revoked, Role
 from shuffler.config import Limits
 from shuffler.keys import Credentials
+from shuffler.service import memory
 from shuffler.service.blanket_tasks import BlanketTasks
 from shuffler.service.connections import Connections, most_connections
 from shuffler.service.control_service import ControlService
@@ -54,6 +54,7 @@ class ShufflerServer:
             limits: how much at once.
             metrics: what is counted.
         """
+        memory.keep_little()
         token = security if isinstance(security, str) else None
         self._connections = Connections(
             most_connections(limits.connections), limits.calls_per_sender
@@ -158,7 +159,7 @@ class ShufflerServer:
             begun = time.monotonic()
             if begun - given_back > _MEMORY_SECONDS:
                 given_back = begun
-                await asyncio.to_thread(_give_back_memory)
+                await asyncio.to_thread(memory.give_back)
                 continue
             flooded = self._connections.end_unused()
             self._gate.permitted.end_bad()
@@ -185,13 +186,6 @@ class _Health:
         if request.service:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
-
-
-def _give_back_memory() -> None:
-    """Has the C library return what it keeps of freed memory, where it can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _probe(host: str, port: int, listen: str) -> None:

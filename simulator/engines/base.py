@@ -77,6 +77,9 @@ def start_ray() -> None:
     Ray's workers find our packages first, then whatever this process finds. Ray puts the working
     directory of `ray.init` at the head of its workers' path: there a user's folder named `server`
     would hide ours. So it is ours while Ray starts.
+
+    Raises:
+        EngineFailed: Ray does not start, as on a machine so busy that it takes half a minute.
     """
     import ray
 
@@ -86,6 +89,8 @@ def start_ray() -> None:
     try:
         options = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception as error:  # Ray's own has no class of its own
+        raise EngineFailed(f"Ray does not start: {' '.join(str(error).split())}") from error
     finally:
         os.chdir(here)
         if path is None:

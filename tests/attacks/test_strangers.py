@@ -39,6 +39,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from shuffler.keys import make_flower_key
+from simulator.deployment.plan import flower_environment
 from simulator.deployment.rehearse import Rehearsal, free_ports
 
 pytestmark = [
@@ -92,7 +93,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("w")
-    deployment = deployment_of(folder, nodes=3, rounds=60, least_nodes=2)
+    deployment = deployment_of(folder, nodes=3, rounds=1000, least_nodes=2)
     rehearsal = Rehearsal(deployment, folder, folder / "s", proxied=True)
     nginx = Nginx(rehearsal.folder / "server" / "nginx.conf", folder / "nginx")
     try:
@@ -249,6 +250,7 @@ def _refused_supernode(world: World, key: Path) -> None:
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=subprocess.STDOUT,
+            env=flower_environment(world.folder / "supernode"),
             start_new_session=True,
         )
         try:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +53,30 @@ def with_workers(tmp_path, kills, **environment):
     )  # fmt: skip
 
 
+@contextmanager
+def cluster(**resources):
+    """A Ray of its own process, to which this one is connected; its address.
+
+    Ray forks where it starts, which in a process with gRPC's threads sometimes hangs.
+    """
+    code = (
+        "import ray, sys\n"
+        f"ray.init(include_dashboard=False, log_to_driver=False, **{resources})\n"
+        "print(ray.get_runtime_context().gcs_address, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            address = process.stdout.readline().strip()
+            ray.init(address, log_to_driver=False)
+            yield address
+        finally:
+            ray.shutdown()
+            process.communicate()
+
+
 def left_behind(tmp_path):
     """Processes that have inherited TEST_FOLDER."""
     found = []
@@ -90,12 +117,9 @@ def test_workers_that_always_die_end_the_run_in_one_line_and_the_cluster_stays(
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     monkeypatch.setenv("TEST_KILLS", "1000")
     monkeypatch.setenv("PYTHONPATH", python_path(HERE))
-    cluster = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        result = with_workers(tmp_path, 1000, RAY_ADDRESS=cluster.address_info["gcs_address"])
+    with cluster(num_cpus=2) as address:
+        result = with_workers(tmp_path, 1000, RAY_ADDRESS=address)
         assert ray.cluster_resources()["CPU"] == 2
-    finally:
-        ray.shutdown()
     assert result.returncode == 1
     assert result.stderr == "error: round 1: a Ray worker died 3 times\n"
     assert "ended early: 1 rounds spent" in result.stdout
@@ -123,15 +147,12 @@ def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
 @pytest.mark.slow
 def test_workers_share_the_gpus_of_a_cluster():
     """Two, by Ray's count, which it can be told."""
-    ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
-    try:
+    with cluster(num_cpus=1, num_gpus=2):
         for number in (1, 2, 3, 11, 12, 13):
             share = needs_of_a_worker("cuda", number)["num_gpus"]
             together = ray.util.placement_group([{"GPU": share}] * number)
             assert together.wait(30), f"{number} workers with {share} GPUs each"
             ray.util.remove_placement_group(together)
-    finally:
-        ray.shutdown()
 
 
 @pytest.mark.slow
