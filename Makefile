@@ -8,10 +8,10 @@ run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
 test: .venv/ready lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 lint: .venv/ready
 	$(BIN)/ruff check .
