@@ -14,6 +14,7 @@ from server.settings import (
     RoundFailed,
     RoundRecord,
     RunResult,
+    Schedule,
     ServerSettings,
     TrainingSettings,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "RoundLoop",
     "RoundRecord",
     "RunResult",
+    "Schedule",
     "ServerSettings",
     "SpectralFilter",
     "Training",

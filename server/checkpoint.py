@@ -22,7 +22,7 @@ class Checkpoint:
         run_id: the run it belongs to, as in that run's ledger.
         origin: what else decides a run's numbers, as text by name: configuration, versions.
         round: the last round that the model knows of, 0 before the first.
-        model, optimiser: their state dicts.
+        model, optimiser, average: their state dicts; `average` None where there is none.
     """
 
     run_id: str
@@ -30,6 +30,7 @@ class Checkpoint:
     round: int
     model: dict[str, Any]
     optimiser: dict[str, Any]
+    average: dict[str, Any] | None
 
     def save(self, path: Path) -> None:
         """Writes it to `path`, atomically.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accounting import Ledger, PrivacyPlan
 from server.aggregators import Aggregator
@@ -21,6 +23,7 @@ class RoundFailed(RuntimeError):
 
 
 RoundOutcome = Literal["released", "below-minimum", "discarded", "lost"]
+Schedule = Literal["constant", "linear", "cosine"]
 StoppedBy = Literal["budget", "rounds", "interrupt"]
 
 
@@ -30,19 +33,39 @@ class Optimiser:
 
     Attributes:
         name: `sgd` or `adam`.
-        learning_rate: step size.
+        learning_rate: step size in the first round.
         momentum: for `sgd` only.
+        schedule: what becomes of the step size until `rounds`: `constant`, or it falls to 0 along a
+            line or half a cosine.
+        rounds: of the whole run.
+        averaging: decay of the models' exponential moving average, which is then what is evaluated
+            and saved; 0: the last model is.
     """
 
     name: Literal["sgd", "adam"] = "sgd"
     learning_rate: float = 0.1
     momentum: float = 0.0
+    schedule: Schedule = "constant"
+    rounds: int = 1
+    averaging: float = 0.0
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser over the model's parameters."""
         if self.name == "adam":
             return torch.optim.Adam(model.parameters(), lr=self.learning_rate)
         return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
+
+    def learning_rate_at(self, round: int) -> float:
+        """The step size of a round, from 1."""
+        done = (round - 1) / self.rounds
+        shares = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return self.learning_rate * shares[self.schedule]
+
+    def average_of(self, model: nn.Module) -> AveragedModel | None:
+        """The moving average that begins with this model; None where there is to be none."""
+        if self.averaging == 0.0:
+            return None
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.averaging))
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Training:
         self.model = settings.make_model()
         self.dimension = sum(p.numel() for p in self.model.parameters())
         self._optimiser = settings.optimiser.build(self.model)
+        self._average = settings.optimiser.average_of(self.model)
         self._test = settings.load_test()
         self._budget = PrivacyBudget(settings.plan, settings.ledger)
         self._spent_before = {entry.round: entry.note for entry in settings.ledger.entries}
@@ -59,6 +60,8 @@ class Training:
         else:
             self.model.load_state_dict(settings.checkpoint.model)
             self._optimiser.load_state_dict(settings.checkpoint.optimiser)
+            if self._average is not None:
+                self._average.load_state_dict(settings.checkpoint.average)
             self._first = settings.checkpoint.round + 1
 
     def run(
@@ -93,7 +96,7 @@ class Training:
                     self._save(done)
         final = self._evaluate()
         self._save(done)
-        save_atomically(self.settings.folder / "model.pt", self.model.state_dict())
+        save_atomically(self.settings.folder / "model.pt", self._result.state_dict())
         rounds = self.settings.ledger.last_round
         return RunResult(rounds, stopped_by, self._budget.epsilon, final.accuracy, final.loss)
 
@@ -114,7 +117,7 @@ class Training:
         played = play(round, self.model)
         aggregate = played.aggregate
         if aggregate is not None:
-            self._step(aggregate)
+            self._step(aggregate, round)
         result = self._evaluate() if round % self.settings.evaluate_every == 0 else None
         return RoundRecord(
             round=round,
@@ -131,8 +134,15 @@ class Training:
             seconds=time.monotonic() - started,
         )
 
-    def _step(self, aggregate: Aggregate) -> None:
+    @property
+    def _result(self) -> nn.Module:
+        """What is evaluated and saved: the model, or its average."""
+        return self.model if self._average is None else self._average.module
+
+    def _step(self, aggregate: Aggregate, round: int) -> None:
         """One optimiser step, with the estimate in the gradients' place."""
+        for group in self._optimiser.param_groups:
+            group["lr"] = self.settings.optimiser.learning_rate_at(round)
         gradient = torch.from_numpy(aggregate.estimate)
         offset = 0
         for parameter in self.model.parameters():
@@ -140,9 +150,11 @@ class Training:
             parameter.grad = part.view_as(parameter).clone()
             offset += parameter.numel()
         self._optimiser.step()
+        if self._average is not None:
+            self._average.update_parameters(self.model)
 
     def _evaluate(self) -> Evaluation:
-        return evaluate(self.model, *self._test)
+        return evaluate(self._result, *self._test)
 
     def _save(self, round: int) -> None:
         settings = self.settings
@@ -152,4 +164,5 @@ class Training:
             round,
             self.model.state_dict(),
             self._optimiser.state_dict(),
+            None if self._average is None else self._average.state_dict(),
         ).save(settings.folder / "checkpoint.pt")

@@ -13,11 +13,13 @@ from pydantic import Field, ValidationError, model_validator
 from accounting import ACCOUNTANTS, validation
 from accounting.mechanisms import MECHANISMS
 from accounting.validation import Count, Positive, Probability, Rate
-from server import AGGREGATORS
+from server import AGGREGATORS, Schedule
 from simulator.data.datasets import DATASETS
 from simulator.data.partition import SCHEMES
 from simulator.engines import ENGINES
 from simulator.section import ConfigError, Section
+
+Blankets = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 
 
 class Privacy(Section):
@@ -42,8 +44,8 @@ class Privacy(Section):
     minimum_batch: int | None = Field(
         None, ge=1, description="a whole number from 1 to the number of users"
     )
-    shuffler_blankets: float = Field(
-        0.0, ge=0, le=1e7, allow_inf_nan=False, description="a number from 0 to 10^7"
+    shuffler_blankets: Literal["least-error"] | Blankets = Field(
+        0.0, description='a number from 0 to 10^7, or "least-error" to be found from target_epsilon'
     )
     cover: bool = Field(False, description="true or false")
     least_present: int | None = Field(
@@ -72,6 +74,9 @@ class Model(Section):
     )
 
 
+Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, description="a number in [0, 1)")]
+
+
 class Training(Section):
     """Local computation and the server's optimiser."""
 
@@ -82,7 +87,9 @@ class Training(Section):
     aggregator: Literal[tuple(AGGREGATORS)] = "mean"  # type: ignore[valid-type]
     optimiser: Literal["sgd", "adam"] = "sgd"
     learning_rate: Positive
-    momentum: float = Field(0.0, ge=0, lt=1, allow_inf_nan=False, description="a number in [0, 1)")
+    momentum: Decay = 0.0
+    schedule: Schedule = "constant"
+    averaging: Decay = 0.0
     evaluate_every: Count = 1
     checkpoint_every: Count = 10
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from accounting import PrivacyPlan, epsilon_of, least_noise, rounds_within_budget
+from accounting import (
+    PrivacyPlan,
+    epsilon_of,
+    least_blankets,
+    least_error_blankets,
+    least_noise,
+    rounds_within_budget,
+)
 from accounting.mechanisms import MECHANISMS
 from clients import LocalTraining, local_update
 from server import AGGREGATORS, Aggregator, Optimiser
@@ -97,7 +104,14 @@ class Experiment:
     def optimiser(self) -> Optimiser:
         """The server's optimiser."""
         training = self.config.training
-        return Optimiser(training.optimiser, training.learning_rate, training.momentum)
+        return Optimiser(
+            training.optimiser,
+            training.learning_rate,
+            training.momentum,
+            training.schedule,
+            self.halting_round,
+            training.averaging,
+        )
 
 
 def prepare(config: Config) -> Experiment:
@@ -133,26 +147,54 @@ def prepare(config: Config) -> Experiment:
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
-    """The plan, and the configuration with its noise multiplier, calibrated if it was left out.
+    """The plan, and the configuration with what it left open: noise, blankets, minimum batch.
+
+    Args:
+        config: with numbers for n, δ and the fewest users present.
 
     Raises:
-        ValueError: a value out of range, or no noise reaches the target.
+        ValueError: a value out of range, or nothing reaches the target.
     """
     values = config.privacy.model_dump()
-    clip_norm, given = values.pop("clip_norm"), values.pop("noise_multiplier")
-    make_mechanism = MECHANISMS[values.pop("mechanism")]
+    make_mechanism, clip_norm = MECHANISMS[values.pop("mechanism")], values.pop("clip_norm")
+    target, minimum = values["target_epsilon"], values.pop("minimum_batch")
+    noise, blankets = values.pop("noise_multiplier"), values.pop("shuffler_blankets")
 
-    def with_noise(noise_multiplier: float) -> PrivacyPlan:
-        mechanism = make_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
-        return PrivacyPlan(users=config.data.users, mechanism=mechanism, **values)
+    def plan_with(noise: float, blankets: float, minimum: int = 1) -> PrivacyPlan:
+        return PrivacyPlan(
+            users=config.data.users,
+            mechanism=make_mechanism(clip_norm=clip_norm, noise_multiplier=noise),
+            shuffler_blankets=blankets,
+            minimum_batch=minimum,
+            **values,
+        )
 
-    def epsilon_at(noise_multiplier: float) -> float:
-        plan = with_noise(noise_multiplier)
+    def epsilon_at(noise: float, blankets: float) -> float:
+        plan = plan_with(noise, blankets)
         return epsilon_of(plan.accountant, plan.adjacency, plan.event(), plan.rounds, plan.delta)
 
-    noise = given or least_noise(epsilon_at, config.privacy.target_epsilon)
-    privacy = config.privacy.model_copy(update={"noise_multiplier": noise})
-    return config.model_copy(update={"privacy": privacy}), with_noise(noise)
+    present, rate = values["least_present"], values["check_in_rate"]
+    if blankets == "least-error" and epsilon_at(1.0, 1.0) == epsilon_at(1.0, 1e6):
+        raise ValueError(
+            f"privacy.shuffler_blankets must be a number with accountant {values['accountant']}, "
+            'which does not count them, got "least-error"'
+        )
+    if blankets == "least-error" and noise is None:
+        noise, blankets = least_error_blankets(epsilon_at, target, present, rate)
+    elif blankets == "least-error":
+        blankets = least_blankets(functools.partial(epsilon_at, noise), target)
+    elif noise is None:
+        noise = least_noise(lambda noise: epsilon_at(noise, blankets), target)
+    if minimum is None:
+        minimum = min(config.data.users, max(1, int((present * rate + blankets) / 2)))
+    plan = plan_with(noise, blankets, minimum)
+    decided = {
+        "noise_multiplier": noise,
+        "shuffler_blankets": blankets,
+        "minimum_batch": minimum,
+    }
+    privacy = config.privacy.model_copy(update=decided)
+    return config.model_copy(update={"privacy": privacy}), plan
 
 
 def local_training(config: Config) -> LocalTraining:
@@ -205,9 +247,7 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
             f"privacy.least_present must be at most {min(_crowds(config))}, the users of the "
             f"smallest shuffler, got {least}"
         )
-    expected = least * privacy.check_in_rate + privacy.shuffler_blankets
-    minimum = privacy.minimum_batch or min(users, max(1, int(expected / 2)))
-    decided = {"delta": delta, "minimum_batch": minimum, "least_present": least}
+    decided = {"delta": delta, "least_present": least}
     return config.model_copy(update={"privacy": privacy.model_copy(update=decided)})
 
 

@@ -94,6 +94,9 @@ def agreed_plan(config: Config) -> PrivacyPlan:
         "data.users": config.data.users,
         "privacy.delta": None if privacy.delta == "1/n" else privacy.delta,
         "privacy.noise_multiplier": privacy.noise_multiplier,
+        "privacy.shuffler_blankets": (
+            None if privacy.shuffler_blankets == "least-error" else privacy.shuffler_blankets
+        ),
         "privacy.minimum_batch": privacy.minimum_batch,
         "privacy.least_present": privacy.least_present,
     }

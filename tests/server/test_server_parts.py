@@ -33,7 +33,7 @@ def test_a_checkpoint_brings_model_and_optimiser_back(tmp_path, optimiser):
     stepper = optimiser.build(model)
     steps(model, stepper, 2)
     path = tmp_path / "checkpoint.pt"
-    Checkpoint("run", {"torch": "2"}, 2, model.state_dict(), stepper.state_dict()).save(path)
+    Checkpoint("run", {"torch": "2"}, 2, model.state_dict(), stepper.state_dict(), None).save(path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
     state = load_checkpoint(path)
     assert (state.round, state.run_id, state.origin) == (2, "run", {"torch": "2"})
@@ -44,3 +44,26 @@ def test_a_checkpoint_brings_model_and_optimiser_back(tmp_path, optimiser):
     steps(model, stepper, 3)
     steps(again, stepper_again, 3)
     assert torch.equal(model.weight, again.weight)
+
+
+def test_the_learning_rate_falls_to_zero_behind_the_last_round():
+    rates = {
+        schedule: [
+            Optimiser("sgd", 2.0, schedule=schedule, rounds=4).learning_rate_at(k)
+            for k in range(1, 6)
+        ]
+        for schedule in ("constant", "linear", "cosine")
+    }
+    assert rates["constant"] == [2.0] * 5
+    assert rates["linear"] == [2.0, 1.5, 1.0, 0.5, 0.0]
+    assert rates["cosine"] == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5, 0.0])
+
+
+def test_the_average_follows_the_models_with_its_decay():
+    model = nn.Linear(1, 1, bias=False)
+    average = Optimiser(averaging=0.75).average_of(model)
+    assert Optimiser().average_of(model) is None
+    for weight in (8.0, 4.0, 0.0):
+        nn.init.constant_(model.weight, weight)
+        average.update_parameters(model)
+    assert average.module.weight.item() == 0.75 * (0.75 * 8 + 0.25 * 4)

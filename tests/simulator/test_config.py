@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import attrs
 import pytest
 from rounds import with_noise
 
@@ -42,7 +43,8 @@ from simulator.experiment import prepare
         ("privacy.shuffler_blanket=5", "unknown key privacy.shuffler_blanket; did you mean"),
         (
             "privacy.shuffler_blankets=-1",
-            r"privacy.shuffler_blankets must be a number from 0 to 10\^7, got -1",
+            r"privacy.shuffler_blankets must be a number from 0 to 10\^7, or \"least-error\" to be "
+            "found from target_epsilon, got -1",
         ),
         (
             "privacy.least_present=0",
@@ -113,6 +115,32 @@ def test_noise_left_out_is_calibrated_under_the_accountant(tmp_path, accountant)
         return plan.make_accountant().compose(event, 20).get_epsilon(plan.delta)
 
     assert epsilon(found) <= 10.0 < epsilon(found * 0.997)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [None, 1.0])
+def test_blankets_left_open_are_the_fewest_that_reach_the_target(tmp_path, noise):
+    path = tmp_path / "run.toml"
+    path.write_text(without("accountant", "noise_multiplier"))
+    overrides = ["privacy.rounds=20", "privacy.target_epsilon=1", "privacy.accountant=blanket"]
+    overrides += [] if noise is None else [f"privacy.noise_multiplier={noise}"]
+    experiment = prepare(load(str(path), [*overrides, "privacy.shuffler_blankets=least-error"]))
+    plan = experiment.plan
+    assert experiment.config.privacy.shuffler_blankets == plan.shuffler_blankets > 1
+
+    def epsilon(blankets):
+        event = attrs.evolve(plan.event(), blankets=blankets)
+        return plan.make_accountant().compose(event, 20).get_epsilon(plan.delta)
+
+    assert epsilon(plan.shuffler_blankets) <= 1.0 < epsilon(plan.shuffler_blankets * 0.99)
+    expected = plan.users * plan.check_in_rate + plan.shuffler_blankets
+    assert plan.minimum_batch == min(plan.users, int(expected / 2))
+
+
+def test_blankets_cannot_be_left_open_to_an_accountant_that_does_not_count_them():
+    message = "shuffler_blankets must be a number with accountant theorem3, which does not count"
+    with pytest.raises(ConfigError, match=message):
+        prepare(load("quickstart", ["privacy.shuffler_blankets=least-error"]))
 
 
 def test_a_missing_key_says_what_belongs_there(tmp_path):
