@@ -121,7 +121,7 @@ def test_noise_left_out_is_calibrated_under_the_accountant(tmp_path, accountant)
 @pytest.mark.parametrize("noise", [None, 1.0])
 def test_blankets_left_open_are_the_fewest_that_reach_the_target(tmp_path, noise):
     path = tmp_path / "run.toml"
-    path.write_text(without("accountant", "noise_multiplier"))
+    path.write_text(without("accountant", "noise_multiplier", "minimum_batch"))
     overrides = ["privacy.rounds=20", "privacy.target_epsilon=1", "privacy.accountant=blanket"]
     overrides += [] if noise is None else [f"privacy.noise_multiplier={noise}"]
     experiment = prepare(load(str(path), [*overrides, "privacy.shuffler_blankets=least-error"]))
