@@ -15,6 +15,7 @@ from accounting.mechanisms import MECHANISMS
 from accounting.validation import Count, Positive, Probability, Rate
 from server import AGGREGATORS, Schedule
 from simulator.data.datasets import DATASETS
+from simulator.data.features import FEATURES
 from simulator.data.partition import SCHEMES
 from simulator.engines import ENGINES
 from simulator.section import ConfigError, Section
@@ -54,11 +55,16 @@ class Privacy(Section):
 
 
 class Data(Section):
-    """A dataset by name or `module:callable`, and its division among users."""
+    """A dataset and a map of its records, by name or `module:callable`; its users."""
 
     dataset: str = Field(
         pattern=f"^({'|'.join(DATASETS)}|.+:.+)$",
         description=f"one of {', '.join(DATASETS)}, or module:callable",
+    )
+    features: str | None = Field(
+        None,
+        pattern=f"^({'|'.join(FEATURES)}|.+:.+)$",
+        description=f"one of {', '.join(FEATURES)}, or module:callable",
     )
     users: int | None = Field(None, ge=1, description="a whole number, at least 1")
     partition: Literal[SCHEMES] = "iid"  # type: ignore[valid-type]
@@ -169,7 +175,8 @@ def load(source: str, overrides: list[str] | None = None) -> Config:
 
     Args:
         source: a TOML file, or the name of one that ships with shufl (`quickstart`).
-        overrides: `section.key=value` settings, values in TOML (a bare word is a string).
+        overrides: `section.key=value` settings, values in TOML (a bare word is a string); an
+            empty one leaves the key out.
 
     Raises:
         ConfigError: one line naming the key, what it was given, and what is allowed.
@@ -221,4 +228,7 @@ def _override(content: dict[str, Any], override: str) -> None:
         content = content.setdefault(section, {})
         if not isinstance(content, dict):
             raise ConfigError(f"override {key.strip()}: {section} is not a section")
-    content[last] = parsed
+    if parsed == "":
+        content.pop(last, None)
+    else:
+        content[last] = parsed

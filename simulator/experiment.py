@@ -21,6 +21,7 @@ from clients import LocalTraining, local_update
 from server import AGGREGATORS, Aggregator, Optimiser
 from simulator.config import Config
 from simulator.data.datasets import Dataset, load_dataset
+from simulator.data.features import load_records
 from simulator.data.partition import load_user_records, records_per_user
 from simulator.models import build_model
 from simulator.section import ConfigError, one_line
@@ -51,8 +52,8 @@ class Experiment:
 
     @property
     def dataset(self) -> Dataset:
-        """The data."""
-        return load_dataset(self.config.data.dataset)
+        """The data, mapped to features if there is a map."""
+        return load_records(self.config.data.dataset, self.config.data.features)
 
     @property
     def shuffler_of(self) -> functools.partial:
@@ -79,6 +80,7 @@ class Experiment:
         return functools.partial(
             load_user_records,
             data.dataset,
+            data.features,
             self.plan.users,
             data.partition,
             data_seed(self.config),
@@ -115,10 +117,11 @@ class Experiment:
 
 
 def prepare(config: Config) -> Experiment:
-    """Loads the dataset and decides every value.
+    """Loads the dataset, computes its features and decides every value.
 
     Raises:
-        ConfigError: values that do not fit together or the data, or a dataset that is not there.
+        ConfigError: values that do not fit together or the data, or a dataset that is not there;
+            see also `load_records`.
     """
     dataset = load_dataset(config.data.dataset)
     config = _resolve(config, dataset)

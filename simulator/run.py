@@ -159,8 +159,10 @@ def _origin(experiment: Experiment, engine: Engine) -> dict[str, str]:
     configuration = hashlib.sha256(dumps(experiment.config).encode()).hexdigest()[:12]
     versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
     origin = {"config.toml": configuration, "nodes": engine.nodes, **versions}
-    if (name := experiment.config.data.dataset) not in DATASETS:  # the reader's, which may change
-        origin[f"data.dataset {name}"] = dataset_digest(experiment.dataset)[:12]
+    data = experiment.config.data
+    if data.dataset not in DATASETS or data.features is not None:  # they may change
+        names = " ".join(filter(None, (data.dataset, data.features)))
+        origin[f"data.dataset {names}"] = dataset_digest(experiment.dataset)[:12]
     return origin
 
 
@@ -260,9 +262,10 @@ def make_folder(runs: Path, experiment: Experiment) -> Path:
 def _describe(console: Console, experiment: Experiment, engine: Engine, folder: Path) -> None:
     """What is about to run, in five lines."""
     plan, config = experiment.plan, experiment.config
+    mapped = "" if config.data.features is None else f"{config.data.features} of "
     randomness = "the operating system's entropy" if experiment.seed is None else "the seed"
     facts = {
-        "data": f"{config.data.dataset}, {plan.users} users; "
+        "data": f"{mapped}{config.data.dataset}, {plan.users} users; "
         f"{config.model.name}, {experiment.parameters} parameters",
         "engine": engine.description,
         "privacy": f"γ = {plan.check_in_rate:g}, C = {plan.mechanism.clip_norm:g}, "

@@ -49,8 +49,8 @@ def epsilon_text(epsilon: float | None) -> str:
 
 
 @contextmanager
-def draw(path: Path) -> Iterator[Any]:
-    """Gives the axes of a plot, which is then written to `path`."""
+def draw(*paths: Path) -> Iterator[Any]:
+    """Gives the axes of a plot, which is then written to each path, in the format of its name."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -59,5 +59,6 @@ def draw(path: Path) -> Iterator[Any]:
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     axes.grid(alpha=0.3)
     yield axes
-    figure.savefig(path, dpi=150)
+    for path in paths:
+        figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -16,8 +16,10 @@ from simulator.cli.calibrate import calibrate_command
 from simulator.cli.deployment import provision_command, rehearse_command
 from simulator.cli.device import device_app
 from simulator.cli.doctor import doctor_command
+from simulator.cli.experiment import experiment_command
 from simulator.cli.node import node_command
 from simulator.cli.options import fail
+from simulator.cli.plan import plan_command
 from simulator.cli.record import record_app
 from simulator.cli.status import status_command
 
@@ -46,7 +48,9 @@ def run_command(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Override a setting: section.key=value. Repeatable."),
+        typer.Option(
+            "--set", help="Override a setting: section.key=value; empty: leave it out. Repeatable."
+        ),
     ] = None,
     engine: Annotated[
         str | None,
@@ -147,6 +151,8 @@ def _run(
         fail(error, 1)
 
 
+app.command("experiment")(experiment_command)
+app.command("plan")(plan_command)
 app.command("account")(account_command)
 app.command("calibrate")(calibrate_command)
 app.command("compare")(compare_command)

@@ -51,7 +51,12 @@ class Dataset:
         return tuple(self.train_features.shape[1:])
 
     def inputs(self, raw: torch.Tensor) -> torch.Tensor:
-        """Raw records as model input, float32 of the same shape, normalised per channel."""
+        """Raw records as model input, float32 of the same shape, normalised per channel.
+
+        What is normalised already is not copied.
+        """
+        if (self.scale, self.mean, self.std) == (1.0, (0.0,), (1.0,)):
+            return raw.float()
         shape = (-1, *([1] * (len(self.input_shape) - 1)))
         mean = torch.tensor(self.mean, device=raw.device).reshape(shape)
         std = torch.tensor(self.std, device=raw.device).reshape(shape)
@@ -111,7 +116,7 @@ def _cifar10() -> Dataset:
 
 def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple:
     """The training and the test set of a torchvision dataset, from SHUFL_DATA or by download."""
-    cache = _cache_folder()
+    cache = cache_folder()
     if local := os.environ.get("SHUFL_DATA"):
         copy_archives(Path(local).expanduser(), cache, folder, pattern)
     constructor = getattr(torchvision_datasets(), class_name)
@@ -140,8 +145,8 @@ def copy_archives(local: Path, cache: Path, folder: Path, pattern: str) -> None:
         temporary.replace(target)
 
 
-def _cache_folder() -> Path:
-    """Where unpacked datasets are kept: $XDG_CACHE_HOME/shufl, by default ~/.cache/shufl."""
+def cache_folder() -> Path:
+    """Where datasets and features are kept: $XDG_CACHE_HOME/shufl, or ~/.cache/shufl."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shufl"
     cache.mkdir(parents=True, exist_ok=True)
     return cache

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from simulator.data.datasets import Dataset, load_dataset
+from simulator.data.datasets import Dataset
+from simulator.data.features import load_records
 
 SCHEMES = ("iid", "by-label", "dirichlet", "repeated")
 
@@ -136,9 +137,9 @@ class PartitionedRecords:
 
 
 def load_user_records(
-    dataset: str, users: int, scheme: str, seed: int, concentration: float
+    dataset: str, features: str | None, users: int, scheme: str, seed: int, concentration: float
 ) -> PartitionedRecords:
-    """The records of all users: the dataset of that name, dealt as `partition` says."""
-    loaded = load_dataset(dataset)
+    """The records of all users: what `load_records` gives, dealt as `partition` says."""
+    loaded = load_records(dataset, features)
     parts = partition(loaded.train_labels.numpy(), users, scheme, seed, concentration)
     return PartitionedRecords(loaded, parts)

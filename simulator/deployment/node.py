@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from accounting import PrivacyPlan
 from clients import ClientSettings, UserRecords, load_device, serve_device
 from simulator.config import Config, load
+from simulator.data.features import map_records
 from simulator.data.partition import load_user_records
 from simulator.deployment.sites import NodeSite, check_cover
 from simulator.experiment import data_seed, local_training, plan_of
@@ -110,27 +112,45 @@ def agreed_plan(config: Config) -> PrivacyPlan:
 
 
 def _records(site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan) -> functools.partial:
-    """What gives access to the users' records."""
+    """What gives access to the users' records, mapped to features if there is a map."""
+    data = config.data
     if site.data == "simulated":
         if site.first_user + site.users > plan.users:
             raise ConfigError(
                 f"first_user + users must be at most {plan.users}, the plan's users, "
                 f"got {site.first_user} + {site.users}"
             )
-        data = config.data
         return functools.partial(
             _simulated,
-            (data.dataset, plan.users, data.partition, data_seed(config), data.concentration),
+            (
+                data.dataset,
+                data.features,
+                plan.users,
+                data.partition,
+                data_seed(config),
+                data.concentration,
+            ),
             site.first_user,
         )
+    own = functools.partial(_from_folder, folder / site.data)
     if ":" in site.data:
-        return functools.partial(find, "data", site.data, {})
-    return functools.partial(_from_folder, folder / site.data)
+        own = functools.partial(find, "data", site.data, {})
+    return own if data.features is None else functools.partial(_mapped, own, data.features)
 
 
 def _simulated(about: tuple, first: int) -> UserRecords:
     records = load_user_records(*about)
     return lambda user: records(first + user)
+
+
+def _mapped(own: Callable[[], UserRecords], features: str) -> UserRecords:
+    records = own()
+
+    def mapped(user: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raw, labels = records(user)
+        return map_records(features, raw), labels
+
+    return mapped
 
 
 def _from_folder(folder: Path) -> UserRecords:

@@ -1,0 +1,59 @@
+"""`shufl experiment`: a grid of runs, its tables and its plot."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from simulator.cli.options import fail
+
+
+def experiment_command(
+    grid: Annotated[
+        str, typer.Argument(help="A TOML file, or the name of one in configs/experiments.")
+    ],
+    results: Annotated[
+        Path, typer.Option(help="Where the runs are kept; those that are there are not made anew.")
+    ] = Path("results"),
+    pages: Annotated[
+        Path | None,
+        typer.Option(help="Where table and plot go. Default: the experiment's folder in RESULTS."),
+    ] = None,
+    cpus: Annotated[int, typer.Option(help="Processors for each run.")] = 1,
+) -> None:
+    """Run a grid of configurations and seeds on Ray, and write their table and plot.
+
+    Ray is the one at RAY_ADDRESS, else one of this machine's own. After an interruption the same
+    command goes on.
+    """
+    sys.path += [str(Path(__file__).resolve().parents[2]), str(Path.cwd())]
+    from rich.console import Console
+
+    from simulator.engines import EngineFailed
+    from simulator.grid.page import write_page
+    from simulator.grid.runner import play_points
+    from simulator.grid.settings import load_grid
+    from simulator.section import ConfigError
+
+    try:
+        if cpus < 1:
+            raise ConfigError(f"--cpus must be at least 1, got {cpus}")
+        name, settings = load_grid(grid)
+        points = settings.points()
+        folder = results.absolute() / name
+        folder.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError) as error:
+        fail(error)
+    command = shlex.join(["shufl", *sys.argv[1:]])
+    try:
+        failed = play_points(points, folder, cpus, command, Console())
+        page = write_page(name, settings, points, folder, pages or folder, failed)
+    except (EngineFailed, OSError) as error:
+        fail(error, 1)
+    typer.echo(f"written: {page}")
+    if failed:
+        fail(RuntimeError(f"{len(failed)} of {len(points)} points failed, see {page}"), 1)

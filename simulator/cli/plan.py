@@ -1,0 +1,115 @@
+"""`shufl plan`: which check-in rate, rounds, noise and blankets to choose for a target ε."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from simulator.cli import options
+
+
+def plan_command(
+    users: Annotated[int, typer.Option(help="Eligible users n.")],
+    epsilon: Annotated[float, typer.Option(help="The ε to stay within, for every pair.")],
+    delta: options.Delta = "1/n",
+    adjacency: options.Adjacency = "replace",
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Predict the accuracy on it, and take its model's size: mnist, …"),
+    ] = None,
+    dimension: Annotated[
+        int | None, typer.Option(help="Parameters d of the model, where no dataset is named.")
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="With --dataset: write the first plan's configuration to this file."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Compare plans for a target ε: error, accuracy, traffic of a device, load on the shuffler.
+
+    For each check-in rate and number of rounds the noise and the blankets of least error are found.
+    ε holds for every pair of datasets, by the accountant blanket, whoever else takes part.
+    """
+    from simulator.grid.plans import Question, as_dict, find_plans, settings
+
+    try:
+        n = options.checked_users(users, None, digits=9)
+        at = options.checked_delta(delta, n)
+        options.check_adjacency(adjacency)
+        if not 0 < epsilon < 1e3:
+            raise ValueError(f"--epsilon must lie in (0, 1000), got {epsilon}")
+        known = settings()
+        if dataset is not None and dataset not in known:
+            raise ValueError(f"--dataset must be one of {', '.join(known)}, got {dataset}")
+        if (dataset is None) == (dimension is None):
+            raise ValueError("give either --dataset or --dimension, the model's parameters")
+        if write is not None and dataset is None:
+            raise ValueError("--write needs --dataset")
+        setting = None if dataset is None else known[dataset]
+        size = options.checked_count("--dimension", setting.dimension if setting else dimension)
+        plans = find_plans(Question(n, epsilon, at, adjacency, size))
+        if not plans:
+            raise ValueError(f"no noise up to 64 and 10^7 blankets reach epsilon {epsilon:g}")
+        rows = [as_dict(plan, setting) for plan in plans]
+        if write is not None and setting is not None:
+            budget = (users, epsilon, at, adjacency)
+            write.write_text(_configuration(setting.config, budget, rows[0]), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        options.fail(error)
+    if json:
+        options.print_json({"plans": rows})
+        return
+    Console().print(_table(rows, f"n = {n}, ε ≤ {epsilon:g} for every pair, δ = {at:.3g}"))
+    if write is not None:
+        typer.echo(f"written: {write}, the first of them; shufl run {write}")
+
+
+def _configuration(name: str, budget: tuple[int, float, float, str], row: dict[str, Any]) -> str:
+    """The configuration of a plan, as TOML."""
+    from simulator.config import dumps, load
+
+    users, epsilon, delta, adjacency = budget
+    values = {
+        "data.users": users,
+        "privacy.accountant": "blanket",
+        "privacy.target_epsilon": float(epsilon),
+        "privacy.delta": delta,
+        "privacy.adjacency": adjacency,
+        "privacy.check_in_rate": row["check_in_rate"],
+        "privacy.rounds": row["rounds"],
+        "privacy.noise_multiplier": row["noise_multiplier"],
+        "privacy.shuffler_blankets": row["shuffler_blankets"],
+        "privacy.minimum_batch": "",
+    }
+    return dumps(load(name, [f"{key}={value}" for key, value in values.items()]))
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    heads = ("γ", "rounds", "z", "λ", "ε", "error a round", "error of the run", "accuracy")
+    for head in (*heads, "a device sends", "shuffler a round"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        accuracy = row["accuracy"]
+        table.add_row(
+            f"{row['check_in_rate']:g}",
+            str(row["rounds"]),
+            f"{row['noise_multiplier']:.4g}",
+            f"{row['shuffler_blankets']:.0f}",
+            f"{row['epsilon']:.4g}",
+            f"{row['round_error']:.2g}",
+            f"{row['run_error']:.2g}",
+            "–" if accuracy is None else f"about {accuracy:.1%}",
+            _megabytes(row["device_bytes"]),
+            f"{row['reports_a_round']:.0f} reports, {_megabytes(row['shuffler_bytes'])}",
+        )
+    return table
+
+
+def _megabytes(length: float) -> str:
+    return f"{length / 1e6:,.1f} MB" if length < 1e9 else f"{length / 1e9:,.1f} GB"

@@ -1,0 +1,188 @@
+"""Features: a fixed public map of each record, so that a small model has good inputs.
+
+With good features a linear model learns more under noise than a large one does from raw records
+(Tramèr and Boneh 2021, "Differentially private learning needs better features"). A map is computed
+before the run and nothing protects it. So it must be a function of each record alone, and of
+nothing that was estimated from users' data.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch.nn import functional
+
+from simulator.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
+from simulator.data.scattering import scattering
+from simulator.section import ConfigError, find, one_line
+
+FeatureMap = Callable[[torch.Tensor], torch.Tensor]
+"""Maps normalised records to features, float32 (r, ...) to float32 (r, ...), each by itself."""
+
+
+def normalised_scattering(images: torch.Tensor) -> torch.Tensor:
+    """The scattering transform, normalised in groups of nine channels of each record.
+
+    Each group then has mean 0 and variance 1, so that the faint second order counts like the first.
+    """
+    features = scattering(images)
+    return functional.group_norm(features, features.shape[1] // 9)
+
+
+FEATURES: dict[str, FeatureMap] = {"scattering": normalised_scattering}
+
+_VERSIONS = {"scattering": 1}  # to be raised when a map gives other numbers: files are kept by it
+_RECORDS_AT_ONCE = 32  # what a thread works on stays in its core's cache
+
+
+def load_records(dataset: str, features: str | None) -> Dataset:
+    """The dataset of that name, its records mapped to features if there is a map.
+
+    Args:
+        dataset: see `load_dataset`.
+        features: a key of FEATURES, `module:callable`, or None. Several threads call the callable
+            at once; it must give a record the same features at every call.
+
+    Raises:
+        ConfigError: see `load_dataset`; or the map fails, or there is no room to keep its features.
+    """
+    loaded = load_dataset(dataset)
+    return loaded if features is None else _mapped(loaded, features)
+
+
+@functools.lru_cache(maxsize=1)
+def _mapped(dataset: Dataset, name: str) -> Dataset:
+    """The dataset with its records mapped.
+
+    The features of the maps here are kept in a file that all processes share. Those of the
+    reader's are not, because nothing tells whether what its code rests on has changed.
+    """
+    shape = _shape_of_one(dataset, name)
+    if name not in FEATURES:
+        tensors = _compute(dataset, name, shape)
+    else:
+        key = f"{name}-{_VERSIONS[name]}-{dataset_digest(dataset)[:16]}"
+        path = cache_folder() / "features" / f"{key}.pt"
+        tensors = _read(path) or _keep(path, dataset, name, shape)
+    return replace(dataset, **tensors, scale=1.0, mean=(0.0,), std=(1.0,))
+
+
+def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
+    """The features of normalised records, float32 of shape (r, ...).
+
+    Raises:
+        ConfigError: the map fails, or gives something else.
+    """
+    make = find("data.features", name, FEATURES)
+    try:
+        with torch.no_grad():
+            features = make(records)
+    except Exception as error:
+        raise ConfigError(
+            f"data.features {name} could not map records of shape {tuple(records.shape[1:])}: "
+            f"{one_line(error)}"
+        ) from error
+    kind = getattr(features, "dtype", type(features).__name__)
+    if kind != torch.float32 or features.dim() < 2 or len(features) != len(records):
+        got = f"{kind} of shape {tuple(getattr(features, 'shape', ()))}"
+        raise ConfigError(
+            f"data.features {name} must give float32 features of shape ({len(records)}, ...) for "
+            f"{len(records)} records, got {got}"
+        )
+    if not features.isfinite().all():
+        raise ConfigError(f"data.features {name} must give finite features, got others")
+    return features
+
+
+def _shape_of_one(dataset: Dataset, name: str) -> torch.Size:
+    """The shape of a record's features, from a trial.
+
+    Raises:
+        ConfigError: the map fails, or a record's features depend on the record beside it.
+    """
+    few = dataset.inputs(dataset.train_features[:2])
+    together = map_records(name, few)
+    alone = torch.cat([map_records(name, record) for record in few.split(1)])
+    if alone.shape != together.shape or not torch.allclose(alone, together, rtol=1e-3, atol=1e-5):
+        raise ConfigError(
+            f"data.features {name} must map each record by itself: its features of a record depend "
+            "on the other records of the batch"
+        )
+    return alone.shape[1:]
+
+
+def _compute(dataset: Dataset, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
+    """Training and test features. Threads of one core each are faster than torch's own."""
+    tensors = {}
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, None, torch.set_num_threads, (1,)) as pool:
+        for part in ("train_features", "test_features"):
+            records = getattr(dataset, part)
+            tensors[part] = torch.empty(len(records), *shape)
+
+            def fill(records: torch.Tensor, features: torch.Tensor) -> None:
+                features.copy_(map_records(name, dataset.inputs(records)))
+
+            pairs = (each.split(_RECORDS_AT_ONCE) for each in (records, tensors[part]))
+            for _ in pool.map(fill, *pairs):
+                pass
+    return tensors
+
+
+def _read(path: Path) -> dict[str, torch.Tensor] | None:
+    """What `_keep` has written, mapped into memory; None if it is not there or damaged."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is not None:
+                return None
+        return torch.load(path, mmap=True, weights_only=True)
+    except Exception:  # of all the kinds that a damaged file can raise
+        return None
+
+
+def _keep(path: Path, dataset: Dataset, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
+    """Computes the features and writes them to a file, which is whole as soon as it is there.
+
+    Raises:
+        ConfigError: there is no room for them.
+    """
+    size = 4 * shape.numel() * (len(dataset.train_labels) + len(dataset.test_labels))
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(path.parent).free) < size:
+            raise OSError(f"{free / 1e9:.2g} GB are free")
+        tensors = _compute(dataset, name, shape)
+        try:
+            with temporary.open("wb") as file:
+                _save(tensors, file)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return torch.load(path, mmap=True, weights_only=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data.features {name} needs {size / 1e9:.2g} GB in {path.parent}, which "
+            f"XDG_CACHE_HOME can change: {one_line(error)}"
+        ) from error
+
+
+def _save(tensors: dict[str, torch.Tensor], file: BinaryIO) -> None:
+    """`torch.save`; where the file cannot be written, with the reason.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    try:
+        torch.save(tensors, file)
+    except RuntimeError as error:  # torch's own account of it, in place of the file's
+        raise OSError(one_line(error.__context__ or error)) from error

@@ -1,0 +1,179 @@
+"""What a grid came to: CSV, plot, and a page of Markdown with where every number comes from."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from simulator.config import dumps
+from simulator.grid.points import read_result
+from simulator.grid.settings import Grid, Point
+from simulator.tables import draw, epsilon_text
+
+Result = dict[str, Any]
+"""A point's `result.json`."""
+
+
+def write_page(
+    name: str, grid: Grid, points: list[Point], folder: Path, pages: Path, failed: dict[str, str]
+) -> Path:
+    """Writes NAME.csv, NAME.png, NAME.svg and NAME.md of the points that are finished.
+
+    Args:
+        name: of the grid.
+        grid, points: what was to be played.
+        folder: has the points' folders.
+        pages: where the files go, made if it is not there.
+        failed: why points failed.
+
+    Returns:
+        The page.
+    """
+    pages.mkdir(parents=True, exist_ok=True)
+    results = [
+        (point, result)
+        for point in points
+        if (result := read_result(folder / point.key)) is not None
+    ]
+    _write_csv([result for _, result in results], pages / f"{name}.csv")
+    _plot(grid, [result for _, result in results], [pages / f"{name}.png", pages / f"{name}.svg"])
+    page = pages / f"{name}.md"
+    page.write_text("\n".join(_lines(name, grid, results, len(points), failed)), encoding="utf-8")
+    return page
+
+
+def _write_csv(results: list[Result], path: Path) -> None:
+    names = sorted({name for result in results for name in result["epsilon"]})
+    with path.open("w", newline="", encoding="utf-8") as file:
+        plain = [key for key in (results[0] if results else {}) if key not in _NESTED]
+        writer = csv.writer(file)
+        writer.writerow([*plain, *(f"epsilon_{each}" for each in names), "versions"])
+        for result in results:
+            versions = " ".join(f"{key}={value}" for key, value in result["versions"].items())
+            epsilons = [result["epsilon"].get(each) for each in names]
+            writer.writerow([*(result[key] for key in plain), *epsilons, versions])
+
+
+_NESTED = ("epsilon", "versions")
+
+
+def _plot(grid: Grid, results: list[Result], paths: list[Path]) -> None:
+    """A line a series through the means, with the range over seeds around it."""
+    with draw(*paths) as axes:
+        for series in grid.series:
+            drawn = [
+                (value, 100 * _mean(each), 100 * min(each), 100 * max(each))
+                for value in grid.values
+                if (each := _accuracies(results, series.name, value))
+            ]
+            if not drawn:
+                continue
+            values, means, lowest, highest = zip(*drawn, strict=True)
+            (line,) = axes.plot(values, means, marker=".", label=series.name)
+            axes.fill_between(values, lowest, highest, color=line.get_color(), alpha=0.2)
+        spread = min(grid.values) > 0 and max(grid.values) / min(grid.values) > 4
+        axes.set(
+            xscale="log" if spread else "linear",
+            xlabel=grid.label,
+            ylabel="test accuracy (%)",
+            title=grid.title,
+        )
+        axes.set_xticks(grid.values, [f"{value:g}" for value in grid.values])
+        axes.minorticks_off()
+        axes.legend()
+
+
+def _lines(
+    name: str,
+    grid: Grid,
+    results: list[tuple[Point, Result]],
+    points: int,
+    failed: dict[str, str],
+) -> Iterator[str]:
+    """The page's lines."""
+    seeds = ", ".join(map(str, grid.seeds))
+    yield from (f"# {grid.title}", "")
+    if grid.about:
+        yield from (grid.about.strip(), "")
+    yield from (
+        f"Test accuracy in percent: the mean over the seeds {seeds}, and the range. {len(results)} "
+        f"of {points} runs are finished. All numbers: [{name}.csv]({name}.csv).",
+        "",
+        f"![{grid.title}]({name}.png)",
+        "",
+        f"| {grid.label} | {' | '.join(f'{value:g}' for value in grid.values)} |",
+        f"| --- | {' | '.join('---:' for _ in grid.values)} |",
+    )
+    plain = [result for _, result in results]
+    for series in grid.series:
+        cells = [_cell(_accuracies(plain, series.name, value)) for value in grid.values]
+        yield f"| {series.name} | {' | '.join(cells)} |"
+    yield from ("", "## What each run did", "", *_plans(grid, results))
+    if failed:
+        yield from ("", "## Runs that failed", "")
+        yield from (f"- {point}: {reason}" for point, reason in failed.items())
+    yield from ("", "## Where the numbers come from", "", *_origins(plain), "")
+    yield "The configuration of each series, at its first value and seed:"
+    for series in grid.series:
+        point = next((point for point, _ in results if point.series == series.name), None)
+        if point is not None:
+            yield from ("", f"<details><summary>{series.name}</summary>", "", "```toml")
+            yield from (dumps(point.config).strip(), "```", "", "</details>")
+    yield ""
+
+
+def _plans(grid: Grid, results: list[tuple[Point, Result]]) -> Iterator[str]:
+    """The privacy plan and ε of the first seed's runs."""
+    first = [result for point, result in results if point.seed == grid.seeds[0]]
+    names = list(dict.fromkeys(name for result in first for name in result["epsilon"]))
+    heads = ("γ", "z", "λ", "rounds", "δ", "neighbours", "halted by", *(f"ε {n}" for n in names))
+    yield f"| series | {grid.label} | {' | '.join(heads)} |"
+    yield f"| --- |{' ---: |' * 6} --- | --- |{' ---: |' * len(names)}"
+    for result in first:
+        cells = (
+            result["series"],
+            *(f"{result[key]:.4g}" for key in _NUMBERS),
+            result["adjacency"],
+            result["accountant"],
+            *(epsilon_text(result["epsilon"].get(name)) for name in names),
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+_NUMBERS = ("value", "check_in_rate", "noise_multiplier", "shuffler_blankets", "rounds", "delta")
+
+
+def _origins(results: list[Result]) -> Iterator[str]:
+    """Command, commit and versions, with the runs that they made."""
+    origins: dict[tuple[str, str, str], list[Result]] = {}
+    for result in results:
+        versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
+        origins.setdefault((result["command"], result["commit"], versions), []).append(result)
+    for (command, commit, versions), made in origins.items():
+        hours = sum(result["seconds"] for result in made) / 3600
+        of_commit = f" at commit `{commit}`" if commit else ""
+        yield f"- `{command}`{of_commit}, {versions}: {len(made)} runs, {hours:.2f} hours of rounds"
+
+
+def _accuracies(results: list[Result], series: str, value: float) -> list[float]:
+    return [
+        result["accuracy"]
+        for result in results
+        if (result["series"], result["value"]) == (series, value)
+    ]
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values)
+
+
+def _cell(accuracies: list[float]) -> str:
+    if not accuracies:
+        return "–"
+    text = f"{100 * _mean(accuracies):.2f}"
+    if len(accuracies) > 1:
+        text += f" ({100 * min(accuracies):.2f} to {100 * max(accuracies):.2f})"
+    return text

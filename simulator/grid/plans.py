@@ -1,0 +1,143 @@
+"""Which check-in rate, rounds, noise and blankets a target ε leaves to choose among."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import math
+import os
+import tomllib
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from accounting import (
+    CalibrationError,
+    CheckIn,
+    GaussianMechanism,
+    Shuffled,
+    epsilon_of,
+    least_error_blankets,
+    mean_update_error,
+)
+from shuffler import report_length, sealed_length
+
+RATES = (1.0, 0.3, 0.1)
+ROUNDS = (100, 300, 1000)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        users: n.
+        epsilon, delta, adjacency: the budget, for every pair of datasets.
+        dimension: d, the parameters of the model.
+    """
+
+    users: int
+    epsilon: float
+    delta: float
+    adjacency: str
+    dimension: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An answer: a check-in rate and rounds, with the noise and blankets of least error.
+
+    Attributes:
+        check_in_rate, rounds, noise_multiplier, shuffler_blankets: γ, T, z, λ.
+        epsilon: what `blanket` says of them.
+        round_error: `accounting.mean_update_error` of a round.
+        run_error: that of the mean of all rounds' estimates, if the model stood still.
+        reports_a_round: nγ + λ, expected.
+        device_bytes: what a device sends in the whole run, expected.
+        shuffler_bytes: what a shuffler holds in a round, expected.
+    """
+
+    check_in_rate: float
+    rounds: int
+    noise_multiplier: float
+    shuffler_blankets: float
+    epsilon: float
+    round_error: float
+    run_error: float
+    reports_a_round: float
+    device_bytes: float
+    shuffler_bytes: float
+
+
+def find_plans(question: Question) -> list[Plan]:
+    """A plan for each of `RATES` and `ROUNDS` that reaches the target, by `run_error`."""
+    pairs = [(rate, rounds) for rate in RATES for rounds in ROUNDS]
+    with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1)) as pool:
+        found = pool.map(functools.partial(_plan, question), pairs)
+        return sorted(filter(None, found), key=lambda plan: plan.run_error)
+
+
+def _plan(question: Question, pair: tuple[float, int]) -> Plan | None:
+    rate, rounds = pair
+
+    def epsilon_at(noise: float, blankets: float) -> float:
+        mechanism = GaussianMechanism(noise_multiplier=noise)
+        event = Shuffled(question.users, CheckIn(rate), mechanism, blankets)
+        return epsilon_of("blanket", question.adjacency, event, rounds, question.delta)
+
+    try:
+        noise, blankets = least_error_blankets(epsilon_at, question.epsilon, question.users, rate)
+    except CalibrationError:
+        return None
+    error = mean_update_error(question.users, rate, noise, blankets, question.dimension)
+    length = sealed_length(report_length(question.dimension))
+    reports = question.users * rate + blankets
+    return Plan(
+        check_in_rate=rate,
+        rounds=rounds,
+        noise_multiplier=noise,
+        shuffler_blankets=blankets,
+        epsilon=epsilon_at(noise, blankets),
+        round_error=error,
+        run_error=error / math.sqrt(rounds),
+        reports_a_round=reports,
+        device_bytes=rate * rounds * length,
+        shuffler_bytes=reports * length,
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A dataset with a model that is known to suit it, and what runs with them have reached.
+
+    Attributes:
+        config: that ships with shufl.
+        dimension: of its model.
+        reached: pairs of `run_error` and accuracy, with 60 000 users of one record each.
+    """
+
+    config: str
+    dimension: int
+    reached: tuple[tuple[float, float], ...]
+
+    def accuracy(self, run_error: float) -> float:
+        """What is to be expected: along a line in log error; beyond the ends theirs."""
+        errors, accuracies = zip(*sorted(self.reached), strict=True)
+        return float(np.interp(math.log(run_error), np.log(errors), accuracies))
+
+
+def settings() -> dict[str, Setting]:
+    """The datasets for which accuracies are predicted."""
+    path = importlib.resources.files("configs") / "experiments" / "reached.toml"
+    return {
+        name: Setting(each["config"], each["dimension"], tuple((e, a) for e, a in each["reached"]))
+        for name, each in tomllib.loads(path.read_text(encoding="utf-8")).items()
+    }
+
+
+def as_dict(plan: Plan, setting: Setting | None) -> dict[str, Any]:
+    """A plan's values, and the accuracy to be expected where a dataset is named."""
+    accuracy = None if setting is None else setting.accuracy(plan.run_error)
+    return asdict(plan) | {"accuracy": accuracy}

@@ -1,0 +1,112 @@
+"""One point of a grid: played or continued, and what it came to."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic_core import to_json
+from rich.console import Console
+
+from server import CheckpointError
+from simulator.grid.settings import Point
+from simulator.records import MetricsError, read_rows
+from simulator.run import resume_run, run
+
+_RESULT = "result.json"
+
+
+def play(point: Point, folder: Path, threads: int, command: str) -> None:
+    """Plays a point, or goes on with it where it was interrupted, and writes its `result.json`.
+
+    Args:
+        point: what to play.
+        folder: of the point, made if it is not there.
+        threads: of torch.
+        command: that all this is part of.
+
+    Raises:
+        Exception: whatever ends a run early.
+    """
+    torch.set_num_threads(threads)
+    if point.trainer == "central":
+        from simulator.grid.central import train
+
+        folder.mkdir(parents=True, exist_ok=True)
+        came_to = train(point.config)
+    else:
+        came_to = _outcome(_played(point, folder))
+    packages = ("shufl", "torch", "numpy", "dp-accounting")
+    result = {
+        "series": point.series,
+        "value": point.value,
+        "seed": point.seed,
+        **came_to,
+        "command": command,
+        "commit": _commit(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
+    unfinished = folder / f"{_RESULT}.tmp"
+    unfinished.write_bytes(to_json(result, indent=2, inf_nan_mode="null") + b"\n")
+    unfinished.replace(folder / _RESULT)
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What a point came to, or None if it has not been played to its end."""
+    try:
+        return json.loads((folder / _RESULT).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _played(point: Point, folder: Path) -> Path:
+    """The run folder of a point, played to its end."""
+    console = Console(quiet=True)
+    for begun in sorted(folder.glob("*/checkpoint.pt")):
+        try:
+            resume_run(begun.parent, console)
+            return begun.parent
+        except (CheckpointError, MetricsError):  # as after an update; it is played anew
+            pass
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    run(point.config, folder, console)
+    (played,) = folder.iterdir()
+    return played
+
+
+def _outcome(played: Path) -> dict[str, Any]:
+    """What tables show of a run folder."""
+    summary = json.loads((played / "summary.json").read_bytes())
+    plan = json.loads((played / "plan.json").read_bytes())
+    return {
+        "accuracy": summary["accuracy"],
+        "loss": summary["loss"],
+        "rounds": summary["rounds"],
+        "epsilon": {name: row["epsilon"] for name, row in summary["epsilon"].items()},
+        "delta": plan["delta"],
+        "adjacency": plan["adjacency"],
+        "accountant": plan["accountant"],
+        "check_in_rate": plan["check_in_rate"],
+        "noise_multiplier": plan["mechanism"]["noise_multiplier"],
+        "shuffler_blankets": plan["shuffler_blankets"],
+        "seconds": sum(row["seconds"] for row in read_rows(played / "metrics.jsonl")),
+    }
+
+
+@functools.cache
+def _commit() -> str:
+    """The commit of the code at work; `+` where files differ from it; empty outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.stdout.decode().strip()[:10] + ("+" if changed.stdout.strip() else "")

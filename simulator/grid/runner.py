@@ -1,0 +1,82 @@
+"""Plays the points of a grid on Ray, as many at once as there are processors."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from simulator.engines.base import start_ray
+from simulator.grid.points import play, read_result
+from simulator.grid.settings import Point
+from simulator.section import one_line
+
+
+def play_points(
+    points: list[Point], folder: Path, cpus: int, command: str, console: Console
+) -> dict[str, str]:
+    """Plays those that have no result yet.
+
+    Args:
+        points: of a grid.
+        folder: has a folder for each point.
+        cpus: of each point, and torch's threads.
+        command: that all this is part of.
+        console: where each finished point gets a line.
+
+    Returns:
+        Why points failed, by what they are called; the others are finished.
+
+    Raises:
+        EngineFailed: Ray does not start.
+    """
+    waiting = [point for point in points if read_result(folder / point.key) is None]
+    console.print(f"{len(points)} points, {len(points) - len(waiting)} of them already there")
+    if not waiting:
+        return {}
+    import ray
+
+    start_ray()
+    failed: dict[str, str] = {}
+    begun = time.monotonic()
+    try:
+        task = ray.remote(max_retries=0, num_cpus=cpus)(play)
+        at_work = {
+            task.options(num_gpus=_gpus(point)).remote(
+                point, folder / point.key, cpus, command
+            ): point
+            for point in waiting
+        }
+        while at_work:
+            (done,), _ = ray.wait(list(at_work))
+            point = at_work.pop(done)
+            try:
+                ray.get(done)
+                result = read_result(folder / point.key) or {}
+                said = f"accuracy {result['accuracy']:.2%} in {result['seconds']:.0f} s"
+            except Exception as error:  # whatever the run raised, or Ray of a worker that died
+                said = failed[str(point)] = _reason(error)
+                said = f"failed: {said}"
+            finished = len(waiting) - len(at_work)
+            left = (time.monotonic() - begun) / finished * len(at_work)
+            console.print(
+                f"{finished}/{len(waiting)}  {point}: {said}; "
+                f"{datetime.timedelta(seconds=round(left))} left",
+                soft_wrap=True,
+                highlight=False,
+            )
+    finally:
+        ray.shutdown()
+    return failed
+
+
+def _gpus(point: Point) -> float:
+    return 1.0 if point.config.simulation.device == "cuda" else 0.0
+
+
+def _reason(error: Any) -> str:
+    """What a task raised, in one line, without Ray's traceback."""
+    return one_line(getattr(error, "cause", None) or error)[:300]

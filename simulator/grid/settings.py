@@ -1,0 +1,169 @@
+"""What a grid of runs is made of: a base configuration, series, values along an axis, seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import Field, ValidationError, model_validator
+
+from accounting.validation import first_mistake
+from simulator.config import Config, dumps, load
+from simulator.section import ConfigError, Section
+
+Settings = dict[str, Any]
+"""Values by `section.key`, as `shufl run --set` takes them."""
+
+
+class Series(Section):
+    """A line of the plot.
+
+    Attributes:
+        name: in tables and plots.
+        settings: that it has beside the grid's.
+        each: further settings, one table for each of the grid's values, or none.
+        trainer: `shufl` plays the rounds of the configuration. `central` is the reference for a
+            server that everybody trusts: DP-SGD by Opacus with the same data, model and ε.
+    """
+
+    name: str
+    settings: Settings = Field(default_factory=dict)
+    each: tuple[Settings, ...] = Field((), strict=False)
+    trainer: Literal["shufl", "central"] = "shufl"
+
+
+class Grid(Section):
+    """A grid of runs; `load_grid` reads it.
+
+    Attributes:
+        title: of the page.
+        about: Markdown, what the page says first.
+        base: a configuration: a file, or the name of one that ships with shufl.
+        settings: that all points have.
+        across: the setting along the axis, `section.key`.
+        label: of the axis.
+        values: of that setting.
+        seeds: of every point.
+        series: the lines.
+    """
+
+    title: str
+    about: str = ""
+    base: str
+    settings: Settings = Field(default_factory=dict)
+    across: str
+    label: str
+    values: tuple[float, ...] = Field(min_length=1, strict=False)
+    seeds: tuple[int, ...] = Field(min_length=1, strict=False)
+    series: tuple[Series, ...] = Field(min_length=1, strict=False)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Grid:
+        for what, given in (
+            ("values", self.values),
+            ("seeds", self.seeds),
+            ("names of series", tuple(series.name for series in self.series)),
+        ):
+            if len(set(given)) < len(given):
+                raise ValueError(f"{what} must differ, got {', '.join(map(str, given))}")
+        for series in self.series:
+            if series.each and len(series.each) != len(self.values):
+                raise ValueError(
+                    f"each of series {series.name} must have a table for each of the "
+                    f"{len(self.values)} values, got {len(series.each)}"
+                )
+        return self
+
+    def points(self) -> list[Point]:
+        """All points, seed by seed, so that the first of each comes early.
+
+        Raises:
+            ConfigError: the configuration of one is wrong.
+        """
+        return [
+            self._point(series, index, seed)
+            for seed in self.seeds
+            for series in self.series
+            for index in range(len(self.values))
+        ]
+
+    def _point(self, series: Series, index: int, seed: int) -> Point:
+        value = self.values[index]
+        own = series.each[index] if series.each else {}
+        settings = self.settings | series.settings | own | {self.across: value, "seed": seed}
+        try:
+            config = load(self.base, [_override(key, given) for key, given in settings.items()])
+        except ConfigError as error:
+            raise ConfigError(f"series {series.name}, {self.across} = {value:g}: {error}") from None
+        simulation = config.simulation
+        if (simulation.engine, simulation.workers) != ("vectorised", 1):
+            raise ConfigError(
+                f"series {series.name}: a point must have simulation.engine vectorised with one "
+                f"worker, got {simulation.engine} with {simulation.workers}"
+            )
+        return Point(series.name, value, seed, series.trainer, config)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a grid.
+
+    Attributes:
+        series, value, seed: where it is in the grid.
+        trainer: as in `Series`.
+        config: its configuration.
+    """
+
+    series: str
+    value: float
+    seed: int
+    trainer: str
+    config: Config
+
+    @property
+    def key(self) -> str:
+        """The name of its folder, which another configuration would not have."""
+        words = re.sub(r"[^a-z0-9]+", "-", self.series.lower()).strip("-")
+        digest = hashlib.sha256(f"{self.trainer} {dumps(self.config)}".encode()).hexdigest()[:10]
+        return f"{words}_{self.value:g}_{self.seed}_{digest}"
+
+    def __str__(self) -> str:
+        return f"{self.series}, {self.value:g}, seed {self.seed}"
+
+
+def load_grid(source: str) -> tuple[str, Grid]:
+    """A grid and its name.
+
+    Args:
+        source: a TOML file, or the name of a grid that ships with shufl.
+
+    Raises:
+        ConfigError: one line naming the key, what it was given, and what is allowed.
+    """
+    shipped = importlib.resources.files("configs") / "experiments"
+    path = Path(source)
+    if not path.exists() and (shipped / f"{source}.toml").is_file():
+        path = Path(str(shipped / f"{source}.toml"))
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return path.stem, Grid.model_validate(content)
+    except OSError as error:
+        names = sorted(Path(file.name).stem for file in shipped.iterdir())
+        raise ConfigError(
+            f"{source} cannot be read: {error.strerror}; an experiment is a TOML file or one of "
+            f"{', '.join(names)}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from error
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {first_mistake(error, Grid)}") from None
+
+
+def _override(key: str, value: Any) -> str:
+    return tomli_w.dumps({"value": value}).replace("value", key, 1).strip()

@@ -1,0 +1,115 @@
+"""Grids of runs on a real Ray: killed and gone on with, a point that fails, the page."""
+
+import csv
+import json
+import re
+import subprocess
+
+import pytest
+from run_world import children, running, same_model, shufl, shufl_command, tiny_config, wait_until
+
+from simulator.grid.settings import load_grid
+from simulator.section import ConfigError
+
+GRID = """
+title = "A tiny grid"
+about = "Two lines."
+base = "BASE"
+across = "privacy.noise_multiplier"
+label = "z"
+values = [1.0, 2.0]
+seeds = [3, 4]
+[settings]
+"simulation.engine" = "vectorised"
+"privacy.rounds" = ROUNDS
+"privacy.target_epsilon" = 1e6
+[[series]]
+name = "Fast!"
+[[series]]
+name = "impossible"
+each = [{}, {"privacy.target_epsilon" = 1e-6}]
+"""
+
+
+def write_grid(folder, rounds, **replacements):
+    text = GRID.replace("BASE", str(tiny_config(folder, 3))).replace("ROUNDS", str(rounds))
+    for old, new in replacements.items():
+        text = text.replace(old, new)
+    path = folder / "tiny-grid.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.slow
+def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
+    grid, results = write_grid(tmp_path, 60), tmp_path / "results"
+    folder = results / "tiny-grid"
+    command = ["experiment", grid, "--results", results]
+    process = subprocess.Popen(shufl_command(*command), stdout=subprocess.DEVNULL)
+    wait_until(lambda: list(folder.glob("*/result.json")), 120, "a point to end")
+    started = list(children(process.pid))
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(running, started)), 60, "Ray's processes to end")
+    done = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
+    assert 1 <= len(done) < 6
+
+    again = shufl(*command)
+    assert again.returncode == 1
+    assert again.stderr == f"error: 2 of 8 points failed, see {folder}/tiny-grid.md\n"
+    assert f"8 points, {len(done)} of them already there" in again.stdout
+    assert again.stdout.count("impossible, 2, seed 3: failed: privacy.target_epsilon must be") == 1
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    page = (folder / "tiny-grid.md").read_text()
+    assert "- impossible, 2, seed 4: privacy.target_epsilon must be at least" in page
+    with (folder / "tiny-grid.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["series"], row["value"], row["seed"]) for row in rows} == {
+        (series, z, seed)
+        for series in ("Fast!", "impossible")
+        for z in ("1.0", "2.0")
+        for seed in ("3", "4")
+    } - {("impossible", "2.0", "3"), ("impossible", "2.0", "4")}
+    mean = sum(float(row["accuracy"]) for row in rows if row["value"] == "2.0") / 2
+    assert f"{100 * mean:.2f} (" in next(
+        line for line in page.splitlines() if line.startswith("| Fast! | ")
+    )
+    assert re.search(r"at commit `[0-9a-f]{10}\+?`, shufl 0.1.0, torch 2", page)
+    assert (folder / "tiny-grid.svg").read_text().startswith("<?xml")
+
+    runs = tmp_path / "alone"
+    sets = ["simulation.engine=vectorised", "privacy.rounds=60", "privacy.target_epsilon=1e6"]
+    sets += ["privacy.noise_multiplier=2.0", "seed=4"]
+    alone = shufl("run", tmp_path / "tiny.toml", "--runs", runs, *(f"--set={s}" for s in sets))
+    assert alone.returncode == 0, alone.stderr
+    (same,) = folder.glob("fast_2_4_*/*/model.pt")
+    (other,) = runs.iterdir()
+    assert same_model(same.parent, other)
+    (row,) = (row for row in rows if (row["value"], row["seed"]) == ("2.0", "4"))
+    assert float(row["accuracy"]) == json.loads((other / "summary.json").read_text())["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"title": "titel"}, "unknown key titel; did you mean title?"),
+        ({"[3, 4]": "[3, 3]"}, "seeds must differ, got 3, 3"),
+        ({"[1.0, 2.0]": "[]"}, "values"),
+        ({"each = [{}, ": "each = ["}, "must have a table for each of the 2 values, got 1"),
+        ({'"vectorised"': '"flower"'}, "a point must have simulation.engine vectorised"),
+        ({"privacy.rounds": "privacy.round"}, "unknown key privacy.round; did you mean rounds?"),
+    ],
+)
+def test_a_mistake_in_a_grid_is_one_line_before_any_work(tmp_path, replaced, message):
+    grid, results = write_grid(tmp_path, 3, **replaced), tmp_path / "results"
+    with pytest.raises(ConfigError, match=f"^.*{re.escape(message)}.*$"):
+        load_grid(str(grid))[1].points()
+    assert not results.exists()
+
+
+def test_every_grid_that_ships_is_whole():
+    with pytest.raises(ConfigError, match=r"an experiment is a TOML file or one of .*digits") as no:
+        load_grid("nowhere")
+    names = str(no.value).partition("one of ")[2].split(", ")
+    for name in names:
+        assert load_grid(name)[1].points()

@@ -1,0 +1,119 @@
+"""Features: the scattering transform, maps of one's own, and the file that processes share."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from simulator.config import ConfigError, load
+from simulator.data import features
+from simulator.data.datasets import load_dataset
+from simulator.data.features import load_records, map_records
+from simulator.data.scattering import scattering
+from simulator.experiment import prepare
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """A cache folder of its own, and no features in this process's memory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    features._mapped.cache_clear()
+    yield tmp_path / "shufl" / "features"
+    features._mapped.cache_clear()
+
+
+def image():
+    y, x = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
+    return (torch.sin(0.9 * x + 0.3 * y) * torch.cos(0.05 * x * y))[None, None]
+
+
+def test_the_transform_is_kymatio_s():
+    """Numbers of kymatio 0.3.0, Scattering2D(J=2, shape=(28, 28), L=8)."""
+    found = scattering(image())
+    assert found.shape == (1, 81, 7, 7)
+    of_kymatio = {
+        0: -0.11944425, 3: 0.02973138, 11: 0.00996553, 20: 0.00278718, 50: 0.00114891,
+        80: 0.00487142,
+    }  # fmt: skip
+    for channel, value in of_kymatio.items():
+        assert found[0, channel, 3, 2].item() == pytest.approx(value, rel=3e-4)
+
+
+def test_a_small_shift_changes_the_transform_little():
+    one = image()
+    moved = torch.roll(one, 1, dims=3)
+    pixels = (moved - one)[..., 4:-4].norm() / one[..., 4:-4].norm()
+    before, after = (scattering(x)[..., 1:-1, 1:-1] for x in (one, moved))
+    assert (after - before).norm() / before.norm() < pixels / 4
+
+
+def test_a_record_s_features_do_not_depend_on_the_others():
+    records = load_dataset("digits").train_features[:40]
+    together = map_records("scattering", records)
+    assert together.shape == (40, 81, 2, 2)
+    reversed_order = map_records("scattering", records.flip(0)).flip(0)
+    alone = torch.cat([map_records("scattering", record) for record in records.split(1)])
+    assert torch.allclose(together, reversed_order, atol=1e-5)
+    assert torch.allclose(together, alone, atol=1e-5)
+    channels = together.reshape(40, 9, -1)
+    assert torch.allclose(channels.mean(2), torch.zeros(40, 9), atol=1e-5)
+
+
+def test_features_are_kept_and_a_damaged_file_is_not_used(fresh):
+    first = load_records("digits", "scattering")
+    (path,) = fresh.iterdir()
+    expected = first.train_features.clone()
+    for damage in (lambda data: data[: len(data) // 2], lambda data: flipped(data)):
+        features._mapped.cache_clear()
+        path.write_bytes(damage(path.read_bytes()))
+        assert torch.equal(load_records("digits", "scattering").train_features, expected)
+    features._mapped.cache_clear()
+    before = path.stat().st_mtime_ns
+    assert torch.equal(load_records("digits", "scattering").train_features, expected)
+    assert path.stat().st_mtime_ns == before  # read, not made again
+    assert [each.name for each in fresh.iterdir()] == [path.name]
+
+
+def flipped(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
+    (tmp_path / "own_maps.py").write_text(
+        "import torch\n"
+        "def halves(records): return records.flatten(1)[:, ::2].clone()\n"
+        "def mixes(records): return (records - records.mean(0)).flatten(1)\n"
+        "def wide(records): return records.double()\n"
+        "def broken(records): return records.flatten(1) / 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    mapped = load_records("digits", "own_maps:halves")
+    raw = load_dataset("digits")
+    assert torch.equal(mapped.test_features, raw.inputs(raw.test_features).flatten(1)[:, ::2])
+    assert not fresh.exists()
+    for name, message in {
+        "mixes": "must map each record by itself",
+        "wide": "must give float32 features",
+        "broken": "must give finite features",
+        "nothing": "could not be imported",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^data.features own_maps:{name} {message}"):
+            load_records("digits", f"own_maps:{name}")
+    del sys.modules["own_maps"]
+
+
+def test_an_unknown_map_is_one_line():
+    with pytest.raises(ConfigError, match=r"data\.features must be one of scattering, or module:"):
+        load("quickstart", ["data.features=wavelets"])
+
+
+def test_a_linear_model_gets_the_features_shape_in_both_engines(fresh):
+    for engine in ("flower", "vectorised"):
+        sets = ["data.features=scattering", f"simulation.engine={engine}"]
+        experiment = prepare(load("quickstart", sets))
+        assert experiment.parameters == 81 * 2 * 2 * 10 + 10
+        records, labels = experiment.load_users()(0)
+        assert records.shape == (1, 81, 2, 2) and len(labels) == 1
+        assert np.isfinite(experiment.load_test()[0].numpy()).all()
