@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check lint bench load proto mnist clean
+.PHONY: run test check lint experiments bench load proto mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
@@ -21,6 +21,11 @@ lint: .venv/ready
 
 mnist: .venv/ready  ## full MNIST experiment: hours on 2 cores
 	$(BIN)/shufl run configs/mnist.toml
+
+experiments: .venv/ready  ## docs/results: hours on 2 cores; what is there already is not made again
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/shufl experiment mnist --pages docs/results
+	$(BIN)/shufl experiment fashion-mnist --pages docs/results
 
 bench: .venv/ready  ## users a second of the vectorised engine and its peers: some ten minutes on 2 cores
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'

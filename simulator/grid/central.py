@@ -85,7 +85,7 @@ def train(config: Config) -> dict[str, Any]:
         "accuracy": result.accuracy,
         "loss": result.loss,
         "rounds": privacy.rounds,
-        "epsilon": {"opacus": engine.get_epsilon(privacy.delta)},
+        "epsilon": {"opacus": float(engine.get_epsilon(privacy.delta))},
         "delta": privacy.delta,
         "adjacency": "add or remove",
         "accountant": "opacus",
