@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shlex
 import sys
 from pathlib import Path
@@ -50,8 +51,15 @@ def experiment_command(
         fail(error)
     command = shlex.join(["shufl", *sys.argv[1:]])
     try:
-        failed = play_points(points, folder, cpus, command, Console())
-        page = write_page(name, settings, points, folder, pages or folder, failed)
+        with (folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(ConfigError(f"another shufl experiment is at work in {folder}"))
+            failed = play_points(points, folder, cpus, command, Console())
+            page = write_page(name, settings, points, folder, pages or folder, failed)
+    except KeyboardInterrupt:
+        fail(RuntimeError("interrupted; the same command goes on"), 130)
     except (EngineFailed, OSError) as error:
         fail(error, 1)
     typer.echo(f"written: {page}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from simulator.cli import options
+
+if TYPE_CHECKING:
+    from simulator.grid.plans import Setting
 
 
 def plan_command(
@@ -35,7 +38,7 @@ def plan_command(
     For each check-in rate and number of rounds the noise and the blankets of least error are found.
     ε holds for every pair of datasets, by the accountant blanket, whoever else takes part.
     """
-    from simulator.grid.plans import Question, as_dict, find_plans, settings
+    from simulator.grid.plans import SETTINGS, Question, as_dict, find_plans
 
     try:
         n = options.checked_users(users, None, digits=9)
@@ -43,14 +46,13 @@ def plan_command(
         options.check_adjacency(adjacency)
         if not 0 < epsilon < 1e3:
             raise ValueError(f"--epsilon must lie in (0, 1000), got {epsilon}")
-        known = settings()
-        if dataset is not None and dataset not in known:
-            raise ValueError(f"--dataset must be one of {', '.join(known)}, got {dataset}")
+        if dataset is not None and dataset not in SETTINGS:
+            raise ValueError(f"--dataset must be one of {', '.join(SETTINGS)}, got {dataset}")
         if (dataset is None) == (dimension is None):
             raise ValueError("give either --dataset or --dimension, the model's parameters")
         if write is not None and dataset is None:
             raise ValueError("--write needs --dataset")
-        setting = None if dataset is None else known[dataset]
+        setting = None if dataset is None else SETTINGS[dataset]
         size = options.checked_count("--dimension", setting.dimension if setting else dimension)
         plans = find_plans(Question(n, epsilon, at, adjacency, size))
         if not plans:
@@ -58,7 +60,7 @@ def plan_command(
         rows = [as_dict(plan, setting) for plan in plans]
         if write is not None and setting is not None:
             budget = (users, epsilon, at, adjacency)
-            write.write_text(_configuration(setting.config, budget, rows[0]), encoding="utf-8")
+            write.write_text(_configuration(setting, budget, rows[0]), encoding="utf-8")
     except (ValueError, OSError) as error:
         options.fail(error)
     if json:
@@ -69,7 +71,9 @@ def plan_command(
         typer.echo(f"written: {write}, the first of them; shufl run {write}")
 
 
-def _configuration(name: str, budget: tuple[int, float, float, str], row: dict[str, Any]) -> str:
+def _configuration(
+    setting: Setting, budget: tuple[int, float, float, str], row: dict[str, Any]
+) -> str:
     """The configuration of a plan, as TOML."""
     from simulator.config import dumps, load
 
@@ -86,7 +90,8 @@ def _configuration(name: str, budget: tuple[int, float, float, str], row: dict[s
         "privacy.shuffler_blankets": row["shuffler_blankets"],
         "privacy.minimum_batch": "",
     }
-    return dumps(load(name, [f"{key}={value}" for key, value in values.items()]))
+    chosen = [f"{key}={value}" for key, value in values.items()]
+    return dumps(load(setting.config, [*setting.overrides, *chosen]))
 
 
 def _table(rows: list[dict[str, Any]], title: str) -> Table:

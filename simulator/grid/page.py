@@ -10,7 +10,7 @@ from typing import Any
 
 from simulator.config import dumps
 from simulator.grid.points import read_result
-from simulator.grid.settings import Grid, Point
+from simulator.grid.settings import Grid, Point, shown
 from simulator.tables import draw, epsilon_text
 
 Result = dict[str, Any]
@@ -62,26 +62,27 @@ _NESTED = ("epsilon", "versions")
 
 def _plot(grid: Grid, results: list[Result], paths: list[Path]) -> None:
     """A line a series through the means, with the range over seeds around it."""
+    words = any(isinstance(value, str) for value in grid.values)
+    places = [place if words else value for place, value in enumerate(grid.values)]
     with draw(*paths) as axes:
         for series in grid.series:
             drawn = [
-                (value, 100 * _mean(each), 100 * min(each), 100 * max(each))
-                for value in grid.values
+                (place, 100 * _mean(each), 100 * min(each), 100 * max(each))
+                for place, value in zip(places, grid.values, strict=True)
                 if (each := _accuracies(results, series.name, value))
             ]
             if not drawn:
                 continue
-            values, means, lowest, highest = zip(*drawn, strict=True)
-            (line,) = axes.plot(values, means, marker=".", label=series.name)
-            axes.fill_between(values, lowest, highest, color=line.get_color(), alpha=0.2)
-        spread = min(grid.values) > 0 and max(grid.values) / min(grid.values) > 4
+            at, means, lowest, highest = zip(*drawn, strict=True)
+            (line,) = axes.plot(at, means, marker=".", label=series.name)
+            axes.fill_between(at, lowest, highest, color=line.get_color(), alpha=0.2)
         axes.set(
-            xscale="log" if spread else "linear",
+            xscale="log" if min(places) > 0 and max(places) / min(places) > 4 else "linear",
             xlabel=grid.label,
             ylabel="test accuracy (%)",
             title=grid.title,
         )
-        axes.set_xticks(grid.values, [f"{value:g}" for value in grid.values])
+        axes.set_xticks(places, list(map(shown, grid.values)))
         axes.minorticks_off()
         axes.legend()
 
@@ -104,7 +105,7 @@ def _lines(
         "",
         f"![{grid.title}]({name}.png)",
         "",
-        f"| {grid.label} | {' | '.join(f'{value:g}' for value in grid.values)} |",
+        f"| {grid.label} | {' | '.join(map(shown, grid.values))} |",
         f"| --- | {' | '.join('---:' for _ in grid.values)} |",
     )
     plain = [result for _, result in results]
@@ -135,6 +136,7 @@ def _plans(grid: Grid, results: list[tuple[Point, Result]]) -> Iterator[str]:
     for result in first:
         cells = (
             result["series"],
+            shown(result["value"]),
             *(f"{result[key]:.4g}" for key in _NUMBERS),
             result["adjacency"],
             result["accountant"],
@@ -143,7 +145,7 @@ def _plans(grid: Grid, results: list[tuple[Point, Result]]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-_NUMBERS = ("value", "check_in_rate", "noise_multiplier", "shuffler_blankets", "rounds", "delta")
+_NUMBERS = ("check_in_rate", "noise_multiplier", "shuffler_blankets", "rounds", "delta")
 
 
 def _origins(results: list[Result]) -> Iterator[str]:
@@ -158,7 +160,7 @@ def _origins(results: list[Result]) -> Iterator[str]:
         yield f"- `{command}`{of_commit}, {versions}: {len(made)} runs, {hours:.2f} hours of rounds"
 
 
-def _accuracies(results: list[Result], series: str, value: float) -> list[float]:
+def _accuracies(results: list[Result], series: str, value: float | str) -> list[float]:
     return [
         result["accuracy"]
         for result in results

@@ -8,7 +8,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
@@ -16,6 +16,8 @@ from pydantic import Field, ValidationError, model_validator
 from accounting.validation import first_mistake
 from simulator.config import Config, dumps, load
 from simulator.section import ConfigError, Section
+
+Value = Annotated[int | float | str, Field(description="numbers, or words")]
 
 Settings = dict[str, Any]
 """Values by `section.key`, as `shufl run --set` takes them."""
@@ -59,7 +61,7 @@ class Grid(Section):
     settings: Settings = Field(default_factory=dict)
     across: str
     label: str
-    values: tuple[float, ...] = Field(min_length=1, strict=False)
+    values: tuple[Value, ...] = Field(min_length=1, strict=False)
     seeds: tuple[int, ...] = Field(min_length=1, strict=False)
     series: tuple[Series, ...] = Field(min_length=1, strict=False)
 
@@ -100,7 +102,9 @@ class Grid(Section):
         try:
             config = load(self.base, [_override(key, given) for key, given in settings.items()])
         except ConfigError as error:
-            raise ConfigError(f"series {series.name}, {self.across} = {value:g}: {error}") from None
+            raise ConfigError(
+                f"series {series.name}, {self.across} = {shown(value)}: {error}"
+            ) from None
         simulation = config.simulation
         if (simulation.engine, simulation.workers) != ("vectorised", 1):
             raise ConfigError(
@@ -121,7 +125,7 @@ class Point:
     """
 
     series: str
-    value: float
+    value: int | float | str
     seed: int
     trainer: str
     config: Config
@@ -129,12 +133,20 @@ class Point:
     @property
     def key(self) -> str:
         """The name of its folder, which another configuration would not have."""
-        words = re.sub(r"[^a-z0-9]+", "-", self.series.lower()).strip("-")
+        words, value = (
+            re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+            for text in (self.series, shown(self.value))
+        )
         digest = hashlib.sha256(f"{self.trainer} {dumps(self.config)}".encode()).hexdigest()[:10]
-        return f"{words}_{self.value:g}_{self.seed}_{digest}"
+        return f"{words}_{value}_{self.seed}_{digest}"
 
     def __str__(self) -> str:
-        return f"{self.series}, {self.value:g}, seed {self.seed}"
+        return f"{self.series}, {shown(self.value)}, seed {self.seed}"
+
+
+def shown(value: float | str) -> str:
+    """A value of the axis, as tables have it."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def load_grid(source: str) -> tuple[str, Grid]:

@@ -1,6 +1,7 @@
 """Grids of runs on a real Ray: killed and gone on with, a point that fails, the page."""
 
 import csv
+import fcntl
 import json
 import re
 import subprocess
@@ -77,6 +78,12 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     assert re.search(r"at commit `[0-9a-f]{10}\+?`, shufl 0.1.0, torch 2", page)
     assert (folder / "tiny-grid.svg").read_text().startswith("<?xml")
 
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        at_once = shufl(*command)
+    assert at_once.returncode == 2
+    assert at_once.stderr == f"error: another shufl experiment is at work in {folder}\n"
+
     runs = tmp_path / "alone"
     sets = ["simulation.engine=vectorised", "privacy.rounds=60", "privacy.target_epsilon=1e6"]
     sets += ["privacy.noise_multiplier=2.0", "seed=4"]
@@ -93,6 +100,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     ("replaced", "message"),
     [
         ({"title": "titel"}, "unknown key titel; did you mean title?"),
+        ({"privacy.noise_multiplier": "data.partition", "[1.0, 2.0]": '["iid", "odd"]'}, "'odd'"),
         ({"[3, 4]": "[3, 3]"}, "seeds must differ, got 3, 3"),
         ({"[1.0, 2.0]": "[]"}, "values"),
         ({"each = [{}, ": "each = ["}, "must have a table for each of the 2 values, got 1"),

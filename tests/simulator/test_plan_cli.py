@@ -1,0 +1,64 @@
+"""`shufl plan`: plans that keep their ε, by an accountant that had no part in finding them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from accounting import CheckIn, GaussianMechanism, Shuffled, make_accountant
+from simulator.cli.__main__ import app
+from simulator.config import load
+
+ASKED = ["plan", "--users", "3000", "--epsilon", "1.5", "--delta", "1e-6"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.slow
+def test_every_plan_keeps_the_target_and_the_first_has_the_least_error():
+    result = invoke(*ASKED, "--dimension", 500, "--json")
+    assert result.exit_code == 0, result.output
+    plans = json.loads(result.stdout)["plans"]
+    assert {(plan["check_in_rate"], plan["rounds"]) for plan in plans} == {
+        (rate, rounds) for rate in (1.0, 0.3, 0.1) for rounds in (100, 300, 1000)
+    }
+    errors = [plan["run_error"] for plan in plans]
+    assert errors == sorted(errors)
+    for plan in plans:
+        mechanism = GaussianMechanism(noise_multiplier=plan["noise_multiplier"])
+        event = Shuffled(3000, CheckIn(plan["check_in_rate"]), mechanism, plan["shuffler_blankets"])
+        spent = make_accountant("blanket").compose(event, plan["rounds"]).get_epsilon(1e-6)
+        assert 1.5 * 0.98 < spent <= 1.5
+        assert plan["epsilon"] == pytest.approx(spent, rel=1e-9)
+        assert plan["accuracy"] is None
+
+
+@pytest.mark.slow
+def test_the_configuration_written_is_the_first_plan(tmp_path):
+    path = tmp_path / "plan.toml"
+    result = invoke(*ASKED, "--dataset", "fashion-mnist", "--write", path)
+    assert result.exit_code == 0, result.output
+    assert "about" in result.stdout and "%" in result.stdout
+    config = load(str(path))
+    assert config.data.dataset == "fashion-mnist" and config.data.users == 3000
+    assert (config.privacy.target_epsilon, config.privacy.delta) == (1.5, 1e-6)
+    assert (config.privacy.accountant, config.privacy.check_in_rate) == ("blanket", 1.0)
+    assert config.privacy.rounds == 1000 and config.privacy.shuffler_blankets > 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dataset", "imagenet"], "--dataset must be one of mnist, fashion-mnist, got imagenet"),
+        ([], "give either --dataset or --dimension, the model's parameters"),
+        (["--dimension", 0], "--dimension must lie in [1, 10^9], got 0"),
+        (["--dimension", 5, "--write", "x.toml"], "--write needs --dataset"),
+        (["--dimension", 5, "--delta", "2"], '--delta must be a number in (0, 1), or "1/n"'),
+    ],
+)
+def test_a_mistake_in_what_is_asked_is_one_line(arguments, message):
+    result = invoke(*ASKED, *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {message}") and len(result.stderr.splitlines()) == 1
