@@ -41,6 +41,12 @@ def write_grid(folder, rounds, **replacements):
     return path
 
 
+def descendants(pid):
+    """Process ids of a process's children, theirs, and so on."""
+    found = list(children(pid))
+    return found + [each for child in found for each in descendants(child)]
+
+
 @pytest.mark.slow
 def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     grid, results = write_grid(tmp_path, 60), tmp_path / "results"
@@ -48,7 +54,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     command = ["experiment", grid, "--results", results]
     process = subprocess.Popen(shufl_command(*command), stdout=subprocess.DEVNULL)
     wait_until(lambda: list(folder.glob("*/result.json")), 120, "a point to end")
-    started = list(children(process.pid))
+    started = descendants(process.pid)
     process.kill()
     process.wait()
     wait_until(lambda: not any(map(running, started)), 60, "Ray's processes to end")
