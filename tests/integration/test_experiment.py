@@ -42,9 +42,11 @@ def write_grid(folder, rounds, **replacements):
 
 
 def descendants(pid):
-    """Process ids of a process's children, theirs, and so on."""
-    found = list(children(pid))
-    return found + [each for child in found for each in descendants(child)]
+    """Process ids of a process's children, theirs, and so on, and their command lines."""
+    found = children(pid)
+    for child in list(found):
+        found |= descendants(child)
+    return found
 
 
 @pytest.mark.slow
@@ -54,7 +56,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     command = ["experiment", grid, "--results", results]
     process = subprocess.Popen(shufl_command(*command), stdout=subprocess.DEVNULL)
     wait_until(lambda: list(folder.glob("*/result.json")), 120, "a point to end")
-    started = descendants(process.pid)
+    started = [pid for pid, name in descendants(process.pid).items() if "Agent" not in name]
     process.kill()
     process.wait()
     wait_until(lambda: not any(map(running, started)), 60, "Ray's processes to end")
