@@ -67,6 +67,8 @@ def plan_command(
         options.print_json({"plans": rows})
         return
     Console().print(_table(rows, f"n = {n}, ε ≤ {epsilon:g} for every pair, δ = {at:.3g}"))
+    if setting is not None:
+        typer.echo("accuracy: about; –: with more error than was ever tried")
     if write is not None:
         typer.echo(f"written: {write}, the first of them; shufl run {write}")
 
@@ -91,13 +93,13 @@ def _configuration(
         "privacy.minimum_batch": "",
     }
     chosen = [f"{key}={value}" for key, value in values.items()]
-    return dumps(load(setting.config, [*setting.overrides, *chosen]))
+    return dumps(load(setting.config, chosen))
 
 
 def _table(rows: list[dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    heads = ("γ", "rounds", "z", "λ", "ε", "error a round", "error of the run", "accuracy")
-    for head in (*heads, "a device sends", "shuffler a round"):
+    heads = ("γ", "rounds", "z", "λ", "error", "accuracy", "a device sends", "shuffler a round")
+    for head in heads:
         table.add_column(head, justify="right")
     for row in rows:
         accuracy = row["accuracy"]
@@ -106,15 +108,9 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
             str(row["rounds"]),
             f"{row['noise_multiplier']:.4g}",
             f"{row['shuffler_blankets']:.0f}",
-            f"{row['epsilon']:.4g}",
-            f"{row['round_error']:.2g}",
-            f"{row['run_error']:.2g}",
-            "–" if accuracy is None else f"about {accuracy:.1%}",
-            _megabytes(row["device_bytes"]),
-            f"{row['reports_a_round']:.0f} reports, {_megabytes(row['shuffler_bytes'])}",
+            f"{row['run_error']:.2e}",
+            "–" if accuracy is None else f"{accuracy:.1%}",
+            f"{row['device_bytes'] / 1e6:,.1f} MB",
+            f"{row['shuffler_bytes'] / 1e6:,.0f} MB",
         )
     return table
-
-
-def _megabytes(length: float) -> str:
-    return f"{length / 1e6:,.1f} MB" if length < 1e9 else f"{length / 1e9:,.1f} GB"
