@@ -95,13 +95,14 @@ def _lines(
     failed: dict[str, str],
 ) -> Iterator[str]:
     """The page's lines."""
-    seeds = ", ".join(map(str, grid.seeds))
+    seeds = ", ".join(map(str, sorted({point.seed for point, _ in results})))
     yield from (f"# {grid.title}", "")
     if grid.about:
         yield from (grid.about.strip(), "")
     yield from (
-        f"Test accuracy in percent: the mean over the seeds {seeds}, and the range. {len(results)} "
-        f"of {points} runs are finished. All numbers: [{name}.csv]({name}.csv).",
+        f"Test accuracy in percent, with seeds {seeds}: the mean, and the range. "
+        f"{len(results)} of {points} runs are",
+        f"finished. All numbers: [{name}.csv]({name}.csv).",
         "",
         f"![{grid.title}]({name}.png)",
         "",
