@@ -239,6 +239,29 @@ def test_records_from_a_folder_are_checked_before_any_round(base):
     assert features.shape == (2, 1, 8, 8) and labels.tolist() == [1, 2]
 
 
+def test_a_node_maps_its_own_records_to_the_features_that_the_model_takes(base):
+    import numpy as np
+
+    mapped = RUN | {"data": RUN["data"] | {"features": "scattering"}}
+    (base / "run.toml").write_text(tomli_w.dumps(mapped))
+    provisioned(base)
+    request_everything(base, "ward-1", "ward-2")
+    provisioned(base)
+    folder = base / "sites/ward-1"
+    text = (folder / "node.toml").read_text()
+    own = text.replace('"simulated"', '"records"').replace("users = 30", "users = 1")
+    (folder / "records").mkdir()
+    raw = np.random.default_rng(1).normal(size=(2, 1, 8, 8)).astype(np.float32)
+    np.savez(folder / "records" / "0.npz", features=raw, labels=np.array([1, 2]))
+    for users, node in (1, own), (30, text):
+        (folder / "node.toml").write_text(node)
+        settings = node_settings(load_site(folder / "node.toml", NodeSite), folder)
+        assert settings.users == users
+        features, labels = settings.load_users()(0)
+        assert features.shape == (len(labels), 81, 2, 2)
+        assert settings.make_model()(features).shape == (len(labels), 10)
+
+
 def test_a_plan_without_cover_is_refused_on_both_sides(base):
     """The server's code on a node's machine would see who sends."""
     provisioned(base)
