@@ -43,7 +43,8 @@ def run_command(
     config: Annotated[
         str | None,
         typer.Argument(
-            help="A TOML file, or the name of one that ships (quickstart, mnist, mnist-private)."
+            help="A TOML file, or the name of one that ships (quickstart, mnist, mnist-private, "
+            "mnist-features)."
         ),
     ] = None,
     set_: Annotated[
@@ -88,8 +89,8 @@ def run_command(
 
     By default on Flower and Ray with a real shuffler.
 
-    CONFIG is a TOML file, or the name of one that ships with shufl: quickstart, mnist or
-    mnist-private.
+    CONFIG is a TOML file, or the name of one that ships with shufl: quickstart, mnist,
+    mnist-private or mnist-features.
     """
     if (config is None) == (resume is None):
         fail(ValueError("give either a CONFIG to run or --resume RUN_FOLDER"))
