@@ -9,7 +9,7 @@ import time
 import pytest
 from deployment_world import RUN, World
 
-ROUNDS = int(os.environ.get("SHUFL_SOAK_ROUNDS", "3"))
+ROUNDS = int(os.environ.get("SHUFL_SOAK_ROUNDS", "2"))
 NODES = int(os.environ.get("SHUFL_SOAK_NODES", "2"))
 SEED = int(os.environ.get("SHUFL_SOAK_SEED", "1"))
 STALL_SECONDS = 8.0
