@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 
 from accounting import ACCOUNTANTS, PrivacyPlan
 from server.broadcast import Exchange, greet
-from server.settings import RoundFailed, ServerSettings
+from server.settings import AgreedNode, RoundFailed, ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ _POLL_SECONDS = 0.05
 
 @dataclass
 class NodeState:
-    """What the server knows of one node, most of it by the node's word alone.
+    """What the server knows of one node.
 
     Attributes:
-        number: what it calls itself, from 0.
-        users: for how many users it speaks.
+        number: the node's, from 0, by its word.
+        users: for how many users it speaks, as it was agreed; in simulation by its word.
         shuffler: to which shuffler, from 0, they report.
         heard: when it answered last, by `time.time`.
         trouble: why it did not answer to the last message; empty: it did.
@@ -50,14 +50,30 @@ def read_node(said: dict[str, Any], shufflers: int) -> NodeState:
     """Checks what a node said of itself.
 
     Raises:
-        ValueError: it named no number of users, or none of the shufflers.
+        ValueError: it named no number of users, or not the shuffler of its number.
     """
     number, users, shuffler = (said.get(name) for name in ("number", "users", "shuffler"))
     if type(number) is not int or type(users) is not int or type(shuffler) is not int or users < 1:
         raise ValueError(f"a node must say for how many users it speaks, it said {said}")
-    if not 0 <= shuffler < shufflers:
-        raise ValueError(f"a node reports to shuffler {shuffler} of {shufflers}")
+    if shuffler != number % shufflers:
+        raise ValueError(
+            f"node {number} must report to shuffler {number % shufflers} of {shufflers}, "
+            f"it said {shuffler}"
+        )
     return NodeState(number, users, shuffler)
+
+
+def check_agreed(state: NodeState, agreed: dict[int, AgreedNode]) -> None:
+    """Refuses a node that says something else than was agreed.
+
+    Raises:
+        ValueError: one line for the operator.
+    """
+    if state.number not in agreed:
+        raise ValueError(f"a node says that it is number {state.number}, no such node was agreed")
+    name, users = agreed[state.number]
+    if state.users != users:
+        raise ValueError(f"{name} says that it speaks for {state.users} users, {users} were agreed")
 
 
 def enough_users(users: int, plan: PrivacyPlan) -> bool:
@@ -169,10 +185,11 @@ class Fleet:
             node, said = greeting.received.popitem()
             try:
                 state = read_node(said, len(self.settings.shufflers))
-                here = [self.known[each] for each in connected & self._in]
-                users, most = sum(each.users for each in [*here, state]), self.settings.plan.users
-                if users > most:
-                    raise ValueError(f"the nodes speak for {users} users, the plan has {most}")
+                if self.settings.agreed is not None:
+                    check_agreed(state, self.settings.agreed())
+                here = connected & self._in - {node}
+                if any(self.known[each].number == state.number for each in here):
+                    raise ValueError(f"two nodes say that they are number {state.number}")
             except ValueError as error:
                 greeting.errors[node] = str(error)
             else:

@@ -110,6 +110,7 @@ def _server(folder: Path) -> _Looks:
     )
     yield "plan", lambda: _plan(folder), "put run.toml back as `shufl provision` made it"
     site = load_site(folder / "server.toml", ServerSite)
+    yield "nodes", lambda: _agreed(site), "put back what `shufl provision` wrote to nodes"
     yield from _shufflers(site)
     connections = tomllib.loads((folder / "flower" / "config.toml").read_text())["superlink"]
     address = connections[connections["default"]]["address"]
@@ -278,6 +279,11 @@ def _port(path: Path) -> None:
         except OSError as error:
             if error.errno != 98:  # in use: by the shuffler itself, if it runs
                 raise
+
+
+def _agreed(site: ServerSite) -> None:
+    if len(site.agreed) < site.least_nodes:
+        raise _Trouble(f"least_nodes is {site.least_nodes}, {len(site.agreed)} nodes were agreed")
 
 
 def _answer_date(keys: Path, address: str) -> datetime.datetime:

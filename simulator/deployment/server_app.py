@@ -176,6 +176,7 @@ class DeployedEngine:
             round_timeout=site.round_timeout,
             sealing=self._sealing,
             patience=site.patience,
+            agreed=lambda: site.agreed,
         )
 
         def stopped() -> bool:

@@ -76,8 +76,7 @@ def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
         RoundFailed: the run ended early; its folder stays.
         EngineFailed: Flower did not take the run, or it was killed.
     """
-    site = load_site(site_path, ServerSite)
-    _ = site.credentials
+    site = _site(site_path)
     folder = make_folder(runs, prepare(deployed_config(config, site)))
     try:
         return _follow(connection, site_path, folder)
@@ -96,10 +95,17 @@ def resume_on(connection: str, site_path: Path, folder: Path) -> str:
 
     Returns, raises: as `run_on`.
     """
-    _ = load_site(site_path, ServerSite).credentials
+    _site(site_path)
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"a run folder has a config.toml, {folder} has none")
     return _follow(connection, site_path, folder.absolute())
+
+
+def _site(path: Path) -> ServerSite:
+    """The server's file, when all is there that it names."""
+    site = load_site(path, ServerSite)
+    _ = site.credentials, site.agreed
+    return site
 
 
 class _NotTaken(EngineFailed):

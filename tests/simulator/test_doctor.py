@@ -86,6 +86,15 @@ def test_certificates_that_do_not_fit_are_found(sites, node, role, users, days, 
     assert message in troubles(node)[what].trouble
 
 
+def test_a_server_that_was_told_of_too_few_nodes_is_found(sites):
+    assert "nodes" not in troubles(sites / "server")
+    agreed = sites / "server/nodes/agreed.toml"
+    agreed.write_text("nodes = []")
+    assert "least_nodes is 1, 0 nodes were agreed" in troubles(sites / "server")["nodes"].trouble
+    agreed.unlink()
+    assert "No such file" in troubles(sites / "server")["nodes"].trouble
+
+
 def test_a_key_that_others_may_read_is_found(node):
     (node / "keys/ward-1.key").chmod(0o644)
     (node / "keys/flower.key").chmod(0o640)
