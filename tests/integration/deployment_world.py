@@ -47,15 +47,16 @@ learning_rate = 0.5
 checkpoint_every = 1
 """
 ROOT = Path(__file__).parents[2]
+APP = ROOT / "simulator" / "deployment" / "flower_app"
 
 
-def deployment(nodes: int, shufflers: int, users: int = 600) -> Deployment:
+def deployment(nodes: int, shufflers: int, users: int, least_nodes: int) -> Deployment:
     """As an operator would write it."""
     return Deployment(
         name="digits",
         config="run.toml",
         server=ServerEntry(
-            host="server.example", least_nodes=max(1, nodes - 1), round_timeout=20.0, patience=60.0
+            host="server.example", least_nodes=least_nodes, round_timeout=20.0, patience=90.0
         ),
         shufflers=tuple(
             ShufflerEntry(name=f"shuffler-{k}", host=f"s{k}.example") for k in range(shufflers)
@@ -69,9 +70,18 @@ def deployment(nodes: int, shufflers: int, users: int = 600) -> Deployment:
 class World(Rehearsal):
     """A rehearsal, and `shufl run --on` on its server as a process."""
 
-    def __init__(self, base: Path, nodes: int, shufflers: int, run: str = RUN, users: int = 600):
+    def __init__(
+        self,
+        base: Path,
+        nodes: int,
+        shufflers: int,
+        run: str = RUN,
+        users: int = 600,
+        least_nodes: int | None = None,
+    ):
         (base / "run.toml").write_text(run)
-        super().__init__(deployment(nodes, shufflers, users), base, base / "sites")
+        least_nodes = least_nodes or max(1, nodes - 1)
+        super().__init__(deployment(nodes, shufflers, users, least_nodes), base, base / "sites")
         self.server = self.folder / "server"
         self.command: subprocess.Popen | None = None
 
@@ -110,6 +120,12 @@ class World(Rehearsal):
     def run_folder(self) -> Path:
         (folder,) = (self.server / "runs").iterdir()
         return folder
+
+    @property
+    def shown(self) -> str:
+        """What the run has said to its operator; empty: there is none yet."""
+        found = (self.server / "runs").glob("*/console.txt")
+        return "".join(file.read_text() for file in found)
 
     @property
     def rows(self) -> list[dict]:

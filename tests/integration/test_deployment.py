@@ -1,11 +1,13 @@
 """Whole deployments on loopback: real SuperLink, SuperNodes, shufflers, nodes; TLS everywhere."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
-from deployment_world import ROOT, RUN, World
-from run_world import wait_until
+from deployment_world import APP, RUN, World
+from run_world import children, wait_until
 
 from accounting import rounds_within_budget
 
@@ -64,13 +66,41 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_began_it(tmp_path):
+    """A node overstates its users; Flower's command is killed; then the node tells the truth."""
+    run = RUN.replace("rounds = 1000", "rounds = 3")
+    with World(tmp_path, nodes=2, shufflers=1, run=run, least_nodes=2) as world:
+        said = world.folder / "node-0" / "node.toml"
+        truth = said.read_text()
+        said.write_text(truth.replace("users = 300", "users = 400"))
+        world.kill_process("node-0", "node")
+        world.run("run.toml")
+        refusal = "node-0 says that it speaks for 400 users, 300 were agreed"
+        waiting = f"waiting for nodes: 1 of at least 2 are in; away: node-0; refused: {refusal}\n"
+        wait_until(lambda: waiting in world.shown, 120, "the line that says who is waited for")
+        found = {node["name"]: node["trouble"] for node in world.status()["nodes"]}
+        assert (found.pop("node-0"), found.pop("node-1")) == ("away", "")
+        assert list(found.values()) == [refusal]
+
+        (flwr,) = children(world.command.pid)
+        os.kill(flwr, signal.SIGKILL)
+        said.write_text(truth)
+        world.kill_process("node-0", "node")
+        code, out, err = world.finish()
+        assert (code, err) == (0, ""), world.tell()
+        assert waiting in out
+        assert [row["users_present"] for row in world.rows] == [600] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_flower_runs_the_app_of_the_repository(tmp_path):
-    """`flwr run . CONNECTION -c …`, as for every other Flower app."""
+    """`flwr run FOLDER CONNECTION -c …`, as for every other Flower app."""
     with World(
         tmp_path, nodes=2, shufflers=1, run=RUN.replace("rounds = 1000", "rounds = 2")
     ) as world:
         given = f'site="{world.server}/server.toml" config="{world.server}/run.toml"'
-        world.flwr("run", str(ROOT), "digits", "--stream", "-c", given)
+        world.flwr("run", str(APP), "digits", "--stream", "-c", given)
         outcome = json.loads((world.run_folder / "outcome.json").read_text())
         assert outcome["stopped_by"] == "rounds"
         assert [row["outcome"] for row in world.rows] == ["released", "released"]
