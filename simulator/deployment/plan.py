@@ -170,6 +170,9 @@ class Process:
 PROGRAMS = Path(sys.executable).parent
 """Where the programs of this environment are."""
 
+LONGEST_SOCKET = 100
+"""Characters in the path of a node's Unix socket, at most."""
+
 
 def flower_environment(home: Path) -> dict[str, str]:
     """Environment variables for Flower's programs, which start others by their names alone.

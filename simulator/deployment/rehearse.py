@@ -19,7 +19,13 @@ from typing import Any, Self
 
 from shuffler.keys import Request, make_flower_key
 from simulator.config import load
-from simulator.deployment.plan import Deployment, NodeEntry, Process, flower_environment
+from simulator.deployment.plan import (
+    LONGEST_SOCKET,
+    Deployment,
+    NodeEntry,
+    Process,
+    flower_environment,
+)
 from simulator.deployment.provision import experiment_of, provision, sites_of
 from simulator.deployment.submit import FLOWER_FOLDER, run_on
 from simulator.engines import EngineFailed
@@ -28,7 +34,6 @@ from simulator.section import ConfigError
 _START_SECONDS = 120.0
 _STOP_SECONDS = 10.0
 _AGAIN_SECONDS = 2.0
-_LONGEST_SOCKET = 100
 # Flower asks for work once a second by default, and nothing else sets the pace of a rehearsal.
 _FAST = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 
@@ -93,9 +98,9 @@ class Rehearsal:
         self._stopping = threading.Event()
         self._lock = threading.RLock()
         longest = max(len(node.name) for node in self._nodes) + len("/node.sock")
-        if len(str(self.folder)) + longest > _LONGEST_SOCKET:
+        if len(str(self.folder)) + longest > LONGEST_SOCKET:
             raise ConfigError(
-                f"the path of a Unix socket is at most {_LONGEST_SOCKET} characters long, that of "
+                f"the path of a Unix socket is at most {LONGEST_SOCKET} characters long, that of "
                 f"{self.folder} leaves no room: rehearse in another folder"
             )
         provision(self.deployment, base, self.folder, in_place=True)

@@ -28,6 +28,7 @@ from simulator.section import ConfigError, one_line
 _APP = Path(__file__).with_name("flower_app")
 _POLL_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 2.0  # from when a ServerApp lets its ledger go until it tells its outcome
+_LEAST_FREE = 2**16
 FLOWER_FOLDER = "flower"
 """Beside the server's file: Flower's home, with the connections."""
 
@@ -126,8 +127,10 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
     if not outcome and (why := refusal()):
         raise _NotTaken(f"Flower did not take the run: {why}")
     if not outcome:
+        full = shutil.disk_usage(folder).free < _LEAST_FREE  # so that no outcome could be written
+        why = "the run's disk is full" if full else "the run was killed, or its SuperLink"
         raise EngineFailed(
-            f"the run was killed, or its SuperLink; {folder}/flower.log says more. "
+            f"{why}; {folder}/flower.log says more. "
             f"shufl run --resume {folder} --on {connection} goes on with it"
         )
     if "error" in outcome:
