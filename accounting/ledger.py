@@ -204,6 +204,18 @@ class Ledger:
         return ledger
 
     @staticmethod
+    def is_held(path: str | os.PathLike[str]) -> bool:
+        """Whether a process holds the ledger; the lock that shows it is shared, and let go."""
+        try:
+            with Path(path).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            pass
+        return False
+
+    @staticmethod
     def read(path: str | os.PathLike[str]) -> LedgerContent:
         """Returns what a ledger says, a line cut short counted as spent; changes nothing.
 

@@ -10,6 +10,7 @@ from server.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from server.evaluate import Evaluation, evaluate
 from server.rounds import RoundLoop
 from server.settings import (
+    AgreedNode,
     Optimiser,
     RoundFailed,
     RoundRecord,
@@ -24,6 +25,7 @@ __all__ = [
     "AGGREGATORS",
     "Aggregate",
     "Aggregator",
+    "AgreedNode",
     "Checkpoint",
     "CheckpointError",
     "Evaluation",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,25 +16,27 @@ from flwr.serverapp import Grid
 
 from accounting import ACCOUNTANTS, PrivacyPlan
 from server.broadcast import Exchange, greet
-from server.settings import RoundFailed, ServerSettings
+from server.settings import AgreedNode, RoundFailed, ServerSettings
 
 log = logging.getLogger(__name__)
 
 NODES_FILE = "nodes.json"
-"""In the run folder: what the server knows of every node, after every round."""
+"""In the run folder: what the server knows of every node, after every round and while it waits."""
 
 _START_SECONDS = 120.0  # for nodes to connect and load their data, at least
 _ASK_AGAIN_SECONDS = 30.0  # a node that refused or failed
 _POLL_SECONDS = 0.05
+_TELL_SECONDS = 5.0  # after which, and how often at most, the operator is told who is waited for
+_MOST_CHARACTERS = 500
 
 
 @dataclass
 class NodeState:
-    """What the server knows of one node, most of it by the node's word alone.
+    """What the server knows of one node.
 
     Attributes:
-        number: what it calls itself, from 0.
-        users: for how many users it speaks.
+        number: the node's, from 0, by its word.
+        users: for how many users it speaks, as it was agreed; in simulation by its word.
         shuffler: to which shuffler, from 0, they report.
         heard: when it answered last, by `time.time`.
         trouble: why it did not answer to the last message; empty: it did.
@@ -50,14 +53,30 @@ def read_node(said: dict[str, Any], shufflers: int) -> NodeState:
     """Checks what a node said of itself.
 
     Raises:
-        ValueError: it named no number of users, or none of the shufflers.
+        ValueError: it named no number of users, or not the shuffler of its number.
     """
     number, users, shuffler = (said.get(name) for name in ("number", "users", "shuffler"))
     if type(number) is not int or type(users) is not int or type(shuffler) is not int or users < 1:
         raise ValueError(f"a node must say for how many users it speaks, it said {said}")
-    if not 0 <= shuffler < shufflers:
-        raise ValueError(f"a node reports to shuffler {shuffler} of {shufflers}")
+    if shuffler != number % shufflers:
+        raise ValueError(
+            f"node {number} must report to shuffler {number % shufflers} of {shufflers}, "
+            f"it said {shuffler}"
+        )
     return NodeState(number, users, shuffler)
+
+
+def check_agreed(state: NodeState, agreed: dict[int, AgreedNode]) -> None:
+    """Refuses a node that says something else than was agreed.
+
+    Raises:
+        ValueError: one line for the operator.
+    """
+    if state.number not in agreed:
+        raise ValueError(f"a node says that it is number {state.number}, no such node was agreed")
+    name, users = agreed[state.number]
+    if state.users != users:
+        raise ValueError(f"{name} says that it speaks for {state.users} users, {users} were agreed")
 
 
 def enough_users(users: int, plan: PrivacyPlan) -> bool:
@@ -91,6 +110,8 @@ class Fleet:
         self._over = over
         self._greeting: Exchange | None = None
         self._refused: dict[int, tuple[float, str]] = {}  # when, and why
+        self._agreed = settings.agreed() if settings.agreed else {}
+        self._told = ""  # for whom it waits
 
     def gather(self) -> list[int]:
         """Ids of the nodes that are connected and have agreed, once there are enough of them.
@@ -101,13 +122,17 @@ class Fleet:
         """
         settings = self.settings
         seconds = settings.patience or max(_START_SECONDS, settings.round_timeout)
-        deadline = time.monotonic() + seconds
+        deadline, tell_at = time.monotonic() + seconds, time.monotonic() + _TELL_SECONDS
         while True:
             connected = set(self._grid.get_node_ids())
             self._welcome(connected)
             present = sorted(connected & self._in)
             if (len(present) >= settings.nodes and self._enough(present)) or self._over():
+                self._told = ""
                 return present
+            if time.monotonic() > tell_at:
+                self._tell(present)
+                tell_at += _TELL_SECONDS
             late = time.monotonic() > deadline
             if late or (self._refused and self._greeting is None and not settings.patience):
                 reasons = [reason for _, reason in self._refused.values()]
@@ -117,6 +142,57 @@ class Fleet:
                     f"{reasons[0] if reasons else f'too few users within {seconds:g} s'}"
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _tell(self, present: list[int]) -> None:
+        """Says for whom it waits, where that has changed, also in the run folder."""
+        here = {self.known[node].number for node in present}
+        away = [name for number, (name, _) in self._agreed.items() if number not in here]
+        reasons = dict.fromkeys(reason for _, reason in self._refused.values())
+        line = f"waiting for nodes: {len(present)} of at least {self.settings.nodes} are in"
+        line += ", with too few users" if len(present) >= self.settings.nodes else ""
+        line += f"; away: {', '.join(away)}" if away else ""
+        line += f"; refused: {'; '.join(reasons)}" if reasons else ""
+        line = textwrap.shorten(line, _MOST_CHARACTERS, placeholder=" …")
+        if line != self._told:
+            self._told = line
+            self.settings.tell(line)
+            for node in self.known.keys() - set(present):
+                self.known[node].trouble = self._why(node)
+            self._write()
+
+    def _why(self, node: int) -> str:
+        """Why a node that agreed before is not in."""
+        _, reason = self._refused.get(node, (0.0, "not connected"))
+        return reason
+
+    def _write(self) -> None:
+        """Writes what is known of every node, also of those that were agreed and never came."""
+        numbers = {state.number for state in self.known.values()}
+        rows: list[dict[str, Any]] = [
+            {
+                "name": self._agreed.get(state.number, ("", 0))[0],
+                "number": state.number,
+                "users": state.users,
+                "heard": state.heard,
+                "trouble": state.trouble,
+            }
+            for state in self.known.values()
+        ]
+        rows += [
+            {"name": name, "number": number, "users": users, "heard": None, "trouble": "away"}
+            for number, (name, users) in self._agreed.items()
+            if number not in numbers
+        ]
+        rows.sort(key=lambda row: row["number"])
+        rows += [
+            {"name": f"{node} at Flower", "number": None, "users": None, "heard": None}
+            | {"trouble": reason}
+            for node, (_, reason) in self._refused.items()
+            if node not in self.known
+        ]
+        new = self.settings.folder / f"{NODES_FILE}.new"
+        new.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        new.replace(new.with_name(NODES_FILE))
 
     def _enough(self, present: list[int]) -> bool:
         """Whether a round with these nodes could be released anywhere."""
@@ -140,12 +216,8 @@ class Fleet:
             if node in answers.received:
                 state.heard, state.trouble = time.time(), ""
             elif node not in answers.waiting:
-                _, reason = self._refused.get(node, (0.0, "not connected"))
-                state.trouble = answers.errors.get(node, reason)
-        rows = [dataclasses.asdict(state) for state in self.known.values()]
-        new = self.settings.folder / f"{NODES_FILE}.new"
-        new.write_text(json.dumps(sorted(rows, key=lambda row: row["number"]), indent=1))
-        new.replace(new.with_name(NODES_FILE))
+                state.trouble = answers.errors.get(node, self._why(node))
+        self._write()
 
     def _welcome(self, connected: set[int]) -> None:
         """Greets nodes that are new, or refused a while ago, and hears who has answered."""
@@ -155,6 +227,7 @@ class Fleet:
             if not self._greeting.waiting:
                 self._greeting = None
             return
+        self._refused = {node: why for node, why in self._refused.items() if node in connected}
         again = time.monotonic() - _ASK_AGAIN_SECONDS
         lately = {node for node, (when, _) in self._refused.items() if when > again}
         if new := connected - self._in - lately:
@@ -169,10 +242,12 @@ class Fleet:
             node, said = greeting.received.popitem()
             try:
                 state = read_node(said, len(self.settings.shufflers))
-                here = [self.known[each] for each in connected & self._in]
-                users, most = sum(each.users for each in [*here, state]), self.settings.plan.users
-                if users > most:
-                    raise ValueError(f"the nodes speak for {users} users, the plan has {most}")
+                if self.settings.agreed is not None:
+                    self._agreed = self.settings.agreed()
+                    check_agreed(state, self._agreed)
+                here = connected & self._in - {node}
+                if any(self.known[each].number == state.number for each in here):
+                    raise ValueError(f"two nodes say that they are number {state.number}")
             except ValueError as error:
                 greeting.errors[node] = str(error)
             else:

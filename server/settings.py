@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -106,6 +106,13 @@ class TrainingSettings:
         return self.ledger.run_id
 
 
+class AgreedNode(NamedTuple):
+    """What was agreed with a node before the run: its name, and for how many users it speaks."""
+
+    name: str
+    users: int
+
+
 @dataclass(frozen=True)
 class ServerSettings(TrainingSettings):
     """The server's side of a run on Flower.
@@ -118,6 +125,9 @@ class ServerSettings(TrainingSettings):
         sealing: the suite that reports are sealed with.
         patience: how many seconds to wait, before a round, for nodes that are away, refuse or fail,
             and for shufflers that are away. 0: in simulation, where each of these ends the run.
+        agreed: gives what was agreed with each node, by its number; asked whenever a node comes,
+            because others may be added. None: in simulation, where nodes share the plan's users.
+        tell: takes a line for the operator.
     """
 
     nodes: int
@@ -125,6 +135,8 @@ class ServerSettings(TrainingSettings):
     round_timeout: float
     sealing: Sealing = "x25519"
     patience: float = 0.0
+    agreed: Callable[[], dict[int, AgreedNode]] | None = None
+    tell: Callable[[str], None] = lambda line: None
 
 
 @dataclass(frozen=True)

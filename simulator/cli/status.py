@@ -56,8 +56,13 @@ def status_command(
         return
     table = Table("node", "users", "silent for", "because")
     for node in status.nodes:
-        silent = f"{node['silent_seconds']:.0f} s" if node["trouble"] else ""
-        table.add_row(str(node["number"]), str(node["users"]), silent, escape(node["trouble"]))
+        seconds, users = node["silent_seconds"], node["users"]
+        table.add_row(
+            node["name"] or str(node["number"]),
+            "" if users is None else str(users),
+            f"{seconds:.0f} s" if seconds else "",
+            escape(node["trouble"]),
+        )
     console.print(table)
 
 

@@ -26,6 +26,7 @@ from shuffler.keys import read_certificate
 from shuffler.wire.channel import parse_address
 from simulator.config import load
 from simulator.deployment.node import agreed_plan, check_data
+from simulator.deployment.plan import LONGEST_SOCKET
 from simulator.deployment.sites import NodeSite, ServerSite, load_site
 from simulator.deployment.status import health_of
 from simulator.section import ConfigError, one_line
@@ -33,9 +34,8 @@ from simulator.section import ConfigError, one_line
 _LEAST_DAYS = 14
 _LEAST_FREE = 10**9
 _LEAST_DESCRIPTORS = 4096
-_MOST_SECONDS_APART = 60.0
+_MOST_AHEAD, _MOST_BEHIND = 3.0, 60.0  # seconds; Flower refuses 5 and 305
 _SECONDS = 5.0
-_LONGEST_SOCKET = 100
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ def _server(folder: Path) -> _Looks:
     )
     yield "plan", lambda: _plan(folder), "put run.toml back as `shufl provision` made it"
     site = load_site(folder / "server.toml", ServerSite)
+    yield "nodes", lambda: _agreed(site), "put back what `shufl provision` wrote to nodes"
     yield from _shufflers(site)
     connections = tomllib.loads((folder / "flower" / "config.toml").read_text())["superlink"]
     address = connections[connections["default"]]["address"]
@@ -256,9 +257,9 @@ def _limits(site: NodeSite) -> None:
 
 
 def _socket(site: NodeSite) -> None:
-    if len(site.socket) > _LONGEST_SOCKET:
+    if len(site.socket) > LONGEST_SOCKET:
         raise _Trouble(
-            f"{site.socket} has {len(site.socket)} characters, {_LONGEST_SOCKET} are allowed"
+            f"{site.socket} has {len(site.socket)} characters, {LONGEST_SOCKET} are allowed"
         )
 
 
@@ -280,6 +281,11 @@ def _port(path: Path) -> None:
                 raise
 
 
+def _agreed(site: ServerSite) -> None:
+    if len(site.agreed) < site.least_nodes:
+        raise _Trouble(f"least_nodes is {site.least_nodes}, {len(site.agreed)} nodes were agreed")
+
+
 def _answer_date(keys: Path, address: str) -> datetime.datetime:
     """When it is by the SuperLink's machine."""
     host, port, *_ = parse_address(address)
@@ -299,11 +305,14 @@ def _answer_date(keys: Path, address: str) -> datetime.datetime:
 
 
 def _clock(keys: Path, address: str) -> None:
+    before = datetime.datetime.now(datetime.UTC)
     try:
         theirs = _answer_date(keys, address)
     except (OSError, http.client.HTTPException):
         raise _Trouble("is not known while the SuperLink cannot be asked", "as above") from None
-    now = datetime.datetime.now(datetime.UTC)
-    apart = abs((theirs - now).total_seconds())
-    if apart > _MOST_SECONDS_APART:
-        raise _Trouble(f"{apart:.0f} s apart from the SuperLink's machine")
+    ahead = (before - theirs).total_seconds() - 1.0  # their answer has whole seconds
+    behind = (theirs - datetime.datetime.now(datetime.UTC)).total_seconds()
+    if ahead > _MOST_AHEAD:
+        raise _Trouble(f"{ahead:.0f} s ahead of the SuperLink's machine")
+    if behind > _MOST_BEHIND:
+        raise _Trouble(f"{behind:.0f} s behind the SuperLink's machine")

@@ -62,6 +62,7 @@ class NodeEntry(Section):
         data: as in `NodeSite`.
         reply_after: as in `NodeSite`.
         port: of its SuperNode, on loopback.
+        withdrawn: whether it no longer takes part.
     """
 
     name: Name
@@ -69,6 +70,7 @@ class NodeEntry(Section):
     data: str = "simulated"
     reply_after: Positive = 10.0
     port: Port = 9094
+    withdrawn: bool = False
 
 
 class Deployment(Section):
@@ -78,7 +80,7 @@ class Deployment(Section):
         name: of the deployment, and of its connection in Flower's configuration.
         config: the run's configuration: a file, relative to this one, or a name that ships.
         server, shufflers, nodes: its sites. The order of the nodes numbers them: append new ones,
-            and leave those in the file that are withdrawn.
+            and leave those in the file that are withdrawn, and say so.
     """
 
     name: Name
@@ -95,9 +97,9 @@ class Deployment(Section):
                 raise ValueError(f"every site has a name of its own, got {name} twice")
             if name.startswith("authority") or name == "superlink":
                 raise ValueError(f"a site's name must be another than {name}, which is taken")
-        if self.server.least_nodes > len(self.nodes):
+        if self.server.least_nodes > len(self.numbered):
             raise ValueError(
-                f"server.least_nodes must be at most {len(self.nodes)}, the number of nodes, "
+                f"server.least_nodes must be at most {len(self.numbered)}, the number of nodes, "
                 f"got {self.server.least_nodes}"
             )
         for node in self.nodes:
@@ -107,6 +109,11 @@ class Deployment(Section):
                     f"{self.server.round_timeout:g}, got {node.reply_after:g}"
                 )
         return self
+
+    @property
+    def numbered(self) -> dict[int, NodeEntry]:
+        """The nodes that are not withdrawn, by their numbers."""
+        return {number: node for number, node in enumerate(self.nodes) if not node.withdrawn}
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -162,6 +169,9 @@ class Process:
 
 PROGRAMS = Path(sys.executable).parent
 """Where the programs of this environment are."""
+
+LONGEST_SOCKET = 100
+"""Characters in the path of a node's Unix socket, at most."""
 
 
 def flower_environment(home: Path) -> dict[str, str]:

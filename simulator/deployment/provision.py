@@ -33,6 +33,7 @@ from simulator.experiment import Experiment, prepare
 from simulator.section import ConfigError
 
 _FOLDER = "@folder@"  # stands for a site's, until it is known
+_AGREED = "nodes/agreed.toml"
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
@@ -115,7 +116,7 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
             authority = flower if name == "superlink" else parties
             _sign(asked, certificate, role, deployment, authority)
             signed.append(name)
-    _collect_flower_keys(deployment, out)
+    _tell_server_of_nodes(deployment, out / "server" / Path(_AGREED).parent)
     return Provisioned(tuple(made), tuple(signed), tuple(waiting), tuple(kept))
 
 
@@ -124,7 +125,7 @@ def sites_of(deployment: Deployment, experiment: Experiment, out: Path | None) -
     sites = [
         _server(deployment, experiment),
         *(_shuffler(deployment, number) for number in range(len(deployment.shufflers))),
-        *(_node(deployment, number, experiment) for number in range(len(deployment.nodes))),
+        *(_node(deployment, number, experiment) for number in deployment.numbered),
     ]
     return [_filled(site, "/srv/shufl" if out is None else str(out / site.name)) for site in sites]
 
@@ -150,6 +151,7 @@ def _server_site(deployment: Deployment) -> ServerSite:
     return ServerSite(
         shufflers=deployment.addresses,
         certificate="keys/server.pem",
+        nodes=_AGREED,
         least_nodes=server.least_nodes,
         round_timeout=server.round_timeout,
         patience=server.patience,
@@ -320,10 +322,17 @@ def _put(path: Path, content: bytes) -> None:
         )
 
 
-def _collect_flower_keys(deployment: Deployment, out: Path) -> None:
-    """Puts the nodes' public keys for Flower where the server registers them."""
-    (out / "server" / "nodes").mkdir(exist_ok=True)
+def _tell_server_of_nodes(deployment: Deployment, folder: Path) -> None:
+    """Puts there which nodes there are by now, and their public keys for Flower."""
+    folder.mkdir(exist_ok=True)
+    agreed = [
+        {"name": node.name, "number": number, "users": node.users}
+        for number, node in deployment.numbered.items()
+    ]
+    (folder / Path(_AGREED).name).write_text(tomli_w.dumps({"nodes": agreed}), encoding="utf-8")
     for node in deployment.nodes:
-        key = out / node.name / "keys" / "flower.pub"
-        if key.exists():
-            (out / "server" / "nodes" / f"{node.name}.pub").write_bytes(key.read_bytes())
+        theirs, ours = folder.parents[1] / node.name / "keys/flower.pub", f"{node.name}.pub"
+        if node.withdrawn:
+            (folder / ours).unlink(missing_ok=True)
+        elif theirs.exists():
+            (folder / ours).write_bytes(theirs.read_bytes())

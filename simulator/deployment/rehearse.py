@@ -19,7 +19,13 @@ from typing import Any, Self
 
 from shuffler.keys import Request, make_flower_key
 from simulator.config import load
-from simulator.deployment.plan import Deployment, Process, flower_environment
+from simulator.deployment.plan import (
+    LONGEST_SOCKET,
+    Deployment,
+    NodeEntry,
+    Process,
+    flower_environment,
+)
 from simulator.deployment.provision import experiment_of, provision, sites_of
 from simulator.deployment.submit import FLOWER_FOLDER, run_on
 from simulator.engines import EngineFailed
@@ -28,7 +34,6 @@ from simulator.section import ConfigError
 _START_SECONDS = 120.0
 _STOP_SECONDS = 10.0
 _AGAIN_SECONDS = 2.0
-_LONGEST_SOCKET = 100
 # Flower asks for work once a second by default, and nothing else sets the pace of a rehearsal.
 _FAST = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 
@@ -92,10 +97,10 @@ class Rehearsal:
         self.running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
         self._stopping = threading.Event()
         self._lock = threading.RLock()
-        longest = max(len(node.name) for node in deployment.nodes) + len("/node.sock")
-        if len(str(self.folder)) + longest > _LONGEST_SOCKET:
+        longest = max(len(node.name) for node in self._nodes) + len("/node.sock")
+        if len(str(self.folder)) + longest > LONGEST_SOCKET:
             raise ConfigError(
-                f"the path of a Unix socket is at most {_LONGEST_SOCKET} characters long, that of "
+                f"the path of a Unix socket is at most {LONGEST_SOCKET} characters long, that of "
                 f"{self.folder} leaves no room: rehearse in another folder"
             )
         provision(self.deployment, base, self.folder, in_place=True)
@@ -107,7 +112,7 @@ class Rehearsal:
             keys = self.folder / site.name / "keys"
             for name, _ in site.requests:
                 Request.create(name).write(keys)
-        for node in deployment.nodes:
+        for node in self._nodes:
             make_flower_key(self.folder / node.name / "keys")
         provision(self.deployment, base, self.folder, in_place=True)
 
@@ -120,9 +125,9 @@ class Rehearsal:
             self.start("server", "superlink")
             for port in (self.deployment.server.local_port, *self._shuffler_ports):
                 self._wait_for_port(port)
-            for node in self.deployment.nodes:
+            for node in self._nodes:
                 self.flwr("supernode", "register", f"nodes/{node.name}.pub", self.deployment.name)
-            for node in self.deployment.nodes:
+            for node in self._nodes:
                 self.start_node(node.name)
         except BaseException:
             self.__exit__()
@@ -184,6 +189,10 @@ class Rehearsal:
         if done.returncode:
             raise EngineFailed(f"flwr {' '.join(arguments)}: {done.stdout} {done.stderr}".strip())
         return done.stdout
+
+    @property
+    def _nodes(self) -> list[NodeEntry]:
+        return list(self.deployment.numbered.values())
 
     @property
     def _shuffler_ports(self) -> list[int]:
@@ -251,7 +260,8 @@ def rehearse(deployment: Deployment, base: Path, folder: Path, runs: Path, kill_
 
 
 def _kill_and_bring_back(rehearsal: Rehearsal, runs: Path, stop: threading.Event) -> None:
-    name = rehearsal.deployment.nodes[-1].name
+    *_, last = rehearsal.deployment.numbered.values()
+    name = last.name
     before = set(runs.glob("*/metrics.jsonl"))
 
     def wait_for_rounds(rounds: int) -> None:

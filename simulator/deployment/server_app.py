@@ -12,7 +12,6 @@ outcome.json. A file named stop there ends the run in order after the round.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
@@ -26,7 +25,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
-from accounting import LedgerError
+from accounting import Ledger, LedgerError
 from server import (
     CheckpointError,
     RoundFailed,
@@ -95,7 +94,10 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
         console = Console(file=file, width=100)
 
         def make_engine(experiment: Experiment) -> DeployedEngine:
-            return DeployedEngine(experiment, site, grid)
+            def tell(line: str) -> None:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+            return DeployedEngine(experiment, site, grid, tell)
 
         resumes = (folder / "ledger.jsonl").exists()
         try:
@@ -127,13 +129,8 @@ def _end_with_parent(parent: int) -> None:
 def _wait_for_the_one_before(ledger: Path) -> None:
     """A ServerApp may outlive a SuperLink that was killed by a moment, and holds the ledger."""
     deadline = time.monotonic() + _ENDING_SECONDS
-    while ledger.exists() and time.monotonic() < deadline:
-        with ledger.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                time.sleep(0.5)
+    while Ledger.is_held(ledger) and time.monotonic() < deadline:
+        time.sleep(0.5)
 
 
 _ENDING_SECONDS = 60.0
@@ -150,7 +147,9 @@ class DeployedEngine:
     nodes = "real"
     repeats_releases = False
 
-    def __init__(self, experiment: Experiment, site: ServerSite, grid: Grid):
+    def __init__(
+        self, experiment: Experiment, site: ServerSite, grid: Grid, tell: Callable[[str], None]
+    ):
         """Checks that as many shufflers are named as the plan counts on."""
         if experiment.config.shuffler.number != len(site.shufflers):
             raise ConfigError(
@@ -158,7 +157,7 @@ class DeployedEngine:
                 f"file, got {experiment.config.shuffler.number}"
             )
         self.description = f"flower, real nodes; shufflers at {', '.join(site.shufflers)}"
-        self._site, self._grid = site, grid
+        self._site, self._grid, self._tell = site, grid, tell
         self._sealing = experiment.config.shuffler.sealing
 
     def run(
@@ -176,6 +175,8 @@ class DeployedEngine:
             round_timeout=site.round_timeout,
             sealing=self._sealing,
             patience=site.patience,
+            agreed=lambda: site.agreed,
+            tell=self._tell,
         )
 
         def stopped() -> bool:

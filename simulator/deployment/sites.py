@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
 from accounting.validation import Count, Positive, first_mistake
+from server import AgreedNode
 from shuffler import Credentials
 from simulator.section import ConfigError, Section
 
@@ -48,14 +49,41 @@ class ServerSite(_Site):
     """`server.toml`.
 
     Attributes:
+        nodes: path of the file that says which nodes there are; `shufl provision` writes it.
         least_nodes: as many must be connected before a round begins.
         round_timeout: seconds that a round waits for nodes.
         patience: seconds to wait for nodes or shufflers that are away before the run ends.
     """
 
+    nodes: str
     least_nodes: Count = 1
     round_timeout: Positive = 120.0
     patience: Positive = 3600.0
+
+    @property
+    def agreed(self) -> dict[int, AgreedNode]:
+        """What was agreed with each node, by its number, as the file says now.
+
+        Raises:
+            ConfigError: one line that says what is wrong with the file.
+        """
+        path = Path(self.nodes)
+        entries = _validated(path, _content(path), AgreedNodes).nodes
+        return {each.number: AgreedNode(each.name, each.users) for each in entries}
+
+
+class AgreedEntry(Section):
+    """A node in the server's file of nodes: its name, its number from 0, and its users."""
+
+    name: str
+    number: int = Field(ge=0, description="a whole number, at least 0")
+    users: Count
+
+
+class AgreedNodes(Section):
+    """`nodes/agreed.toml`, in the server's folder."""
+
+    nodes: tuple[AgreedEntry, ...] = Field(strict=False)
 
 
 class NodeSite(_Site):
@@ -106,8 +134,9 @@ def check_cover(cover: bool) -> None:
         )
 
 
-_PATHS = ("certificate", "config", "device", "socket")
+_PATHS = ("certificate", "config", "device", "nodes", "socket")
 _AnySite = TypeVar("_AnySite", bound=_Site)
+_AnySection = TypeVar("_AnySection", bound=Section)
 
 
 def load_site(path: Path, kind: type[_AnySite]) -> _AnySite:
@@ -116,16 +145,23 @@ def load_site(path: Path, kind: type[_AnySite]) -> _AnySite:
     Raises:
         ConfigError: one line naming the key, what it was given, and what is allowed.
     """
+    content, folder = _content(path), path.absolute().parent
+    for key in _PATHS:
+        if isinstance(content.get(key), str):
+            content[key] = str(folder / content[key])
+    return _validated(path, content, kind)
+
+
+def _content(path: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    folder = path.absolute().parent
-    for key in _PATHS:
-        if isinstance(content.get(key), str):
-            content[key] = str(folder / content[key])
+
+
+def _validated(path: Path, content: dict[str, Any], kind: type[_AnySection]) -> _AnySection:
     try:
         return kind.model_validate(content)
     except ValidationError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from dataclasses import dataclass
@@ -40,7 +39,8 @@ class Status:
         accountant: the halting one.
         accuracy: on the test data, the last that was measured; None: none was.
         seconds_left: by the last rounds; None: it does not run, or has no round yet.
-        nodes: of each node its number, users, for how many seconds it has been silent, and why.
+        nodes: of each node its name, number, users, for how many seconds it has been silent (None:
+            it never came), and why.
         shufflers: of each its address, and what is wrong; empty: it is well.
     """
 
@@ -78,7 +78,7 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
     if spent:
         accountant.compose(plan.event(), spent)
     allowed = rounds_within_budget(plan)
-    running, outcome = _is_held(folder / "ledger.jsonl"), _read(folder / OUTCOME_FILE, {})
+    running, outcome = Ledger.is_held(folder / "ledger.jsonl"), _read(folder / OUTCOME_FILE, {})
     why = "" if running else str(outcome.get("error") or outcome.get("stopped_by") or "")
     if not running and (folder / "summary.json").exists() and not why:
         why = str(_read(folder / "summary.json", {}).get("stopped_by", ""))
@@ -99,10 +99,8 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
         seconds_left=left,
         nodes=[
             {
-                "number": node["number"],
-                "users": node["users"],
-                "silent_seconds": now - node["heard"] if node["trouble"] else 0.0,
-                "trouble": node["trouble"],
+                **{key: node[key] for key in ("name", "number", "users", "trouble")},
+                "silent_seconds": _silent(node, now),
             }
             for node in _read(folder / NODES_FILE, [])
         ],
@@ -112,14 +110,10 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
     )
 
 
-def _is_held(ledger: Path) -> bool:
-    """Whether a run holds its ledger. The lock is shared and let go at once."""
-    with ledger.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
+def _silent(node: dict[str, Any], now: float) -> float | None:
+    if not node["trouble"]:
+        return 0.0
+    return None if node["heard"] is None else now - node["heard"]
 
 
 def _read(path: Path, otherwise: Any) -> Any:

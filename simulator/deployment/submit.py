@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import secrets
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
+from accounting import Ledger
 from server import RoundFailed
 from simulator.config import Config
 from simulator.deployment.plan import PROGRAMS, flower_environment
@@ -24,37 +24,11 @@ from simulator.experiment import prepare
 from simulator.run import make_folder
 from simulator.section import ConfigError, one_line
 
-# Both are installed on the machines that run them; Flower is given no more than their names.
-_APP = {
-    "shufl_app/__init__.py": '"""The Flower app of shufl, which is installed where it runs."""\n',
-    "shufl_app/client.py": "from clients.relay import app\n\n__all__ = ['app']\n",
-    "shufl_app/server.py": "from simulator.deployment.server_app import app\n\n__all__ = ['app']\n",
-    "pyproject.toml": """\
-[project]
-name = "shufl"
-version = "{version}"
-description = "Federated learning in the shuffle model of differential privacy"
-license = "Apache-2.0"
-requires-python = ">=3.11"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "shufl"
-fab-include = ["shufl_app/*.py"]
-
-[tool.flwr.app.components]
-serverapp = "shufl_app.server:app"
-clientapp = "shufl_app.client:app"
-
-[tool.flwr.app.config]
-site = ""
-folder = ""
-config = ""
-runs = ""
-attempt = ""
-""",
-}
+# The Flower app: no code, but the names of two modules that are installed where they run.
+_APP = Path(__file__).with_name("flower_app")
 _POLL_SECONDS = 0.2
+_LAST_WORDS_SECONDS = 2.0  # from when a ServerApp lets its ledger go until it tells its outcome
+_LEAST_FREE = 2**16
 FLOWER_FOLDER = "flower"
 """Beside the server's file: Flower's home, with the connections."""
 
@@ -76,8 +50,7 @@ def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
         RoundFailed: the run ended early; its folder stays.
         EngineFailed: Flower did not take the run, or it was killed.
     """
-    site = load_site(site_path, ServerSite)
-    _ = site.credentials
+    site = _site(site_path)
     folder = make_folder(runs, prepare(deployed_config(config, site)))
     try:
         return _follow(connection, site_path, folder)
@@ -96,10 +69,17 @@ def resume_on(connection: str, site_path: Path, folder: Path) -> str:
 
     Returns, raises: as `run_on`.
     """
-    _ = load_site(site_path, ServerSite).credentials
+    _site(site_path)
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"a run folder has a config.toml, {folder} has none")
     return _follow(connection, site_path, folder.absolute())
+
+
+def _site(path: Path) -> ServerSite:
+    """The server's file, when all is there that it names."""
+    site = load_site(path, ServerSite)
+    _ = site.credentials, site.agreed
+    return site
 
 
 class _NotTaken(EngineFailed):
@@ -112,48 +92,45 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
         file.unlink(missing_ok=True)
     (folder / CONSOLE_FILE).touch()
     attempt = secrets.token_hex(8)  # one before may still be ending
-    home = site_path.absolute().parent / FLOWER_FOLDER
-    if not home.is_dir():
-        home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"))
-    given = {"site": str(site_path.absolute()), "folder": str(folder), "attempt": attempt}
-    about = " ".join(f"{key}={json.dumps(value)}" for key, value in given.items())
-    stop = threading.Event()
+    stop, log_file = threading.Event(), folder / "flower.log"
     with (
-        tempfile.TemporaryDirectory(prefix="shufl-") as app,
-        (folder / "flower.log").open("ab") as log,
+        log_file.open("ab") as log,
         (folder / CONSOLE_FILE).open(encoding="utf-8") as shown,
         interrupts(stop),
     ):
-        write_app(Path(app))
         log_start = log.tell()
         shown.seek(0, os.SEEK_END)
-        process = subprocess.Popen(
-            [str(PROGRAMS / "flwr"), "run", app, connection, "--stream", "-c", about],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=flower_environment(home),
-            start_new_session=True,  # Ctrl-C ends the run in order, and not this process
-        )
+        process = _submit(connection, site_path.absolute(), folder, attempt, log)
+
+        def refusal() -> str:
+            return _refusal(log_file.read_bytes()[log_start:]) if (process.poll() or 0) > 0 else ""
+
+        def goes_on() -> bool:
+            """Also where Flower's command has died alone: then the ServerApp holds the ledger."""
+            if process.poll() is None:
+                return True
+            return not refusal() and Ledger.is_held(folder / "ledger.jsonl")
+
         try:
-            while process.poll() is None and not _outcome(outcome_file, attempt):
+            while goes_on() and not _outcome(outcome_file, attempt):
                 _show(shown.read())
                 if stop.is_set():
                     stop_file.touch()
                 time.sleep(_POLL_SECONDS)
-            _show(shown.read())
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
+        if not refusal() and not _outcome(outcome_file, attempt):
+            time.sleep(_LAST_WORDS_SECONDS)
         outcome = _outcome(outcome_file, attempt)
-        refusal = _refusal(
-            (folder / "flower.log").read_bytes()[log_start:].decode(errors="replace")
-        )
-    if not outcome and refusal and process.returncode > 0:
-        raise _NotTaken(f"Flower did not take the run: {refusal}")
+        _show(shown.read())
+    if not outcome and (why := refusal()):
+        raise _NotTaken(f"Flower did not take the run: {why}")
     if not outcome:
+        full = shutil.disk_usage(folder).free < _LEAST_FREE  # so that no outcome could be written
+        why = "the run's disk is full" if full else "the run was killed, or its SuperLink"
         raise EngineFailed(
-            f"the run was killed, or its SuperLink; {folder}/flower.log says more. "
+            f"{why}; {folder}/flower.log says more. "
             f"shufl run --resume {folder} --on {connection} goes on with it"
         )
     if "error" in outcome:
@@ -161,8 +138,28 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
     return outcome["stopped_by"]
 
 
-def _refusal(said: str) -> str:
+def _submit(
+    connection: str, site_path: Path, folder: Path, attempt: str, log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Starts Flower's command, which hands the run over and then waits for its end."""
+    home = site_path.parent / FLOWER_FOLDER
+    if not home.is_dir():
+        home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"))
+    given = {"site": str(site_path), "folder": str(folder), "attempt": attempt}
+    about = " ".join(f"{key}={json.dumps(value)}" for key, value in given.items())
+    return subprocess.Popen(
+        [str(PROGRAMS / "flwr"), "run", str(_APP), connection, "--stream", "-c", about],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=flower_environment(home),
+        start_new_session=True,  # Ctrl-C ends the run in order, and not this process
+    )
+
+
+def _refusal(output: bytes) -> str:
     """Flower's reason, in one line, from the box that it draws round it; empty: it took the run."""
+    said = output.decode(errors="replace")
     if "Successfully started run" in said:
         return ""
     lines = [line.strip("│ ") for line in said.splitlines() if line.startswith("│")]
@@ -176,14 +173,6 @@ def _outcome(file: Path, attempt: str) -> dict[str, str]:
     except OSError:
         return {}
     return outcome if outcome["attempt"] == attempt else {}
-
-
-def write_app(folder: Path) -> None:
-    """Writes the Flower app, which holds the names of two modules and no more."""
-    version = importlib.metadata.version("shufl")
-    for name, text in _APP.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text.replace("{version}", version), encoding="utf-8")
 
 
 def _show(text: str) -> None:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from deployed_world import NAME, deployment_of, run_flwr, wait_until, write_flower_app
+from deployment_world import NAME, deployment_of, run_flwr, write_flower_app
+from run_world import wait_until
 
 from simulator.deployment.provision import experiment_of
 from simulator.deployment.rehearse import Rehearsal
@@ -183,7 +184,7 @@ def said():
         site = folder / "ward-1"
         rehearsal.install("ward-1")
         with rehearsal:
-            wait_until((site / "node.sock").exists)
+            wait_until((site / "node.sock").exists, 90, "the node")
             files = [path for path in site.rglob("*") if path.is_file()]
             paths = [
                 str(path) for path in files if path.suffix != ".out"
@@ -200,7 +201,7 @@ def said():
             home = folder / "server" / "flower"
             done = run_flwr(home, "run", str(folder / "app"), NAME)
             assert done.returncode == 0, done.stdout
-            wait_until(out.exists)
+            wait_until(out.exists, 90, "an answer")
             yield json.loads(out.read_text()) | {"site": site, "tried": paths}
             assert rehearsal.running["ward-1", "node"].poll() is None
 

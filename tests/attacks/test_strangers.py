@@ -20,27 +20,18 @@ from pathlib import Path
 import httpx
 import pytest
 import tomli_w
-from deployed_world import (
-    NAME,
-    WAIT_SECONDS,
-    DeployedRun,
-    Nginx,
-    command,
-    deployment_of,
-    run_flwr,
-    wait_until,
-    write_flower_app,
-)
+from deployment_world import NAME, Nginx, World, command, run_flwr, write_flower_app
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, RegisterNodeFleetRequest
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+from run_world import wait_until
 
 from shuffler.keys import make_flower_key
 from simulator.deployment.plan import flower_environment
-from simulator.deployment.rehearse import Rehearsal, free_ports
+from simulator.deployment.rehearse import free_ports
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,15 +41,15 @@ pytestmark = [
 _PROTOBUF = {"content-type": "application/protobuf"}
 
 
-class World:
-    """A deployment behind nginx, in which a run goes on, and what a stranger has: addresses."""
+class Stranger:
+    """What a stranger has of a deployment behind nginx, in which a run goes on: addresses."""
 
-    def __init__(self, folder: Path, rehearsal: Rehearsal, run: DeployedRun):
-        self.folder, self.rehearsal, self.run = folder, rehearsal, run
-        server = rehearsal.deployment.server
+    def __init__(self, folder: Path, deployed: World):
+        self.folder, self.deployed = folder, deployed
+        server = deployed.deployment.server
         self.proxy = f"127.0.0.1:{server.port}"
         self.superlink = f"127.0.0.1:{server.local_port}"
-        self.authority = rehearsal.folder / "server" / "keys" / "flower-authority.pem"
+        self.authority = deployed.folder / "server" / "keys" / "flower-authority.pem"
 
     def post(self, address: str, path: str, content: bytes = b"", tls: bool = True) -> int:
         """Status of a request without any credential, whose path is sent as it is."""
@@ -82,29 +73,24 @@ class World:
 
     def runs(self) -> list[dict]:
         """The runs, as the server's operator sees them."""
-        return json.loads(self.rehearsal.flwr("list", NAME, "--format", "json"))["runs"]
+        return json.loads(self.deployed.flwr("list", NAME, "--format", "json"))["runs"]
 
     def nodes(self) -> list[dict]:
         """The nodes, as the server's operator sees them."""
-        listed = self.rehearsal.flwr("supernode", "list", NAME, "--format", "json")
+        listed = self.deployed.flwr("supernode", "list", NAME, "--format", "json")
         return json.loads(listed)["nodes"]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("w")
-    deployment = deployment_of(folder, nodes=3, rounds=1000, least_nodes=2)
-    rehearsal = Rehearsal(deployment, folder, folder / "s", proxied=True)
-    nginx = Nginx(rehearsal.folder / "server" / "nginx.conf", folder / "nginx")
+    deployed = World(folder, nodes=3, rounds=1000, hidden=8192, proxied=True)
+    nginx = Nginx(deployed.server / "nginx.conf", folder / "nginx")
     try:
-        with rehearsal:
-            run = DeployedRun(rehearsal)
-            try:
-                run.wait_for_rounds(1)
-                yield World(folder, rehearsal, run)
-            finally:
-                run.process.kill()
-                run.process.wait()
+        with deployed:
+            deployed.run()
+            deployed.wait_for_round(1)
+            yield Stranger(folder, deployed)
     finally:
         nginx.stop()
 
@@ -202,13 +188,15 @@ def test_long_and_slow_requests_end_at_the_proxy(world):
 
 
 def test_a_withdrawn_node_does_not_come_back(world):
-    keys = world.rehearsal.folder / "ward-3" / "keys"
-    process = world.rehearsal.running.pop(("ward-3", "supernode"))
+    keys = world.deployed.folder / "ward-3" / "keys"
+    process = world.deployed.running.pop(("ward-3", "supernode"))
     process.terminate()
     process.wait()
-    wait_until(lambda: any(node["status"] == "offline" for node in world.nodes()))
+    wait_until(
+        lambda: any(node["status"] == "offline" for node in world.nodes()), 90, "its absence"
+    )
     (gone,) = (node["node-id"] for node in world.nodes() if node["status"] == "offline")
-    world.rehearsal.flwr("supernode", "unregister", gone, NAME)
+    world.deployed.flwr("supernode", "unregister", gone, NAME)
     _refused_supernode(world, keys / "flower.key")
     statuses = {node["node-id"]: node["status"] for node in world.nodes()}
     assert statuses.pop(gone) == "unregistered"
@@ -216,7 +204,7 @@ def test_a_withdrawn_node_does_not_come_back(world):
 
 
 def test_the_run_has_gone_on(world):
-    world.run.wait_for_rounds(world.run.rounds() + 2)
+    world.deployed.wait_for_round(world.deployed.rows[-1]["round"] + 2)
 
 
 def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
@@ -226,17 +214,17 @@ def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
     home = world.home("local", world.superlink)
     (run,) = world.runs()
     assert run["run-id"] in run_flwr(home, "list", "there", "--format", "json").stdout
-    for port in (world.superlink, f"127.0.0.1:{world.rehearsal.deployment.nodes[0].port}"):
+    for port in (world.superlink, f"127.0.0.1:{world.deployed.deployment.nodes[0].port}"):
         tls = port == world.superlink
         assert world.post(port, "/v1/runtime/acquire-task", tls=tls) == 200
     done = run_flwr(home, "run", str(app), "there")
     assert done.returncode == 0, done.stdout
-    wait_until(marker.exists)
+    wait_until(marker.exists, 90, "the stranger's code")
     assert run_flwr(home, "stop", run["run-id"], "there").returncode == 0
-    wait_until(lambda: world.run.process.poll() is not None)
+    wait_until(lambda: world.deployed.command.poll() is not None, 90, "the end of the run")
 
 
-def _refused_supernode(world: World, key: Path) -> None:
+def _refused_supernode(world: Stranger, key: Path) -> None:
     """Starts Flower's SuperNode with a key, which must end without having got a place."""
     (port,) = free_ports(1)
     arguments = (
@@ -254,7 +242,7 @@ def _refused_supernode(world: World, key: Path) -> None:
             start_new_session=True,
         )
         try:
-            assert process.wait(WAIT_SECONDS) != 0
+            assert process.wait(90) != 0
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what it has started

@@ -1,27 +1,36 @@
 """Whole deployments on loopback: real SuperLink, SuperNodes, shufflers, nodes; TLS everywhere."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
-from deployment_world import ROOT, RUN, World
-from run_world import wait_until
+from deployment_world import NAME, ROOT, World
+from run_world import children, wait_until
 
 from accounting import rounds_within_budget
+
+PRIVACY = {  # allows twelve rounds
+    "target_epsilon": 1.48,
+    "check_in_rate": 0.5,
+    "noise_multiplier": 0.8,
+    "shuffler_blankets": 200.0,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_predicts(tmp_path):
     """A node, a shuffler, the ServerApp and the SuperLink are killed, one after the other."""
-    with World(tmp_path, nodes=5, shufflers=2) as world:
-        world.run("run.toml")
-        wait_until(lambda: len(world.rounds_offered("node-4")) >= 2, 120, "node-4 to take part")
-        world.kill("node-4")
-        last = world.rounds_offered("node-4")[-1]
+    with World(tmp_path, nodes=5, rounds=1000, shufflers=2, users=120, privacy=PRIVACY) as world:
+        world.run()
+        wait_until(lambda: len(world.rounds_offered("ward-5")) >= 2, 120, "ward-5 to take part")
+        world.kill("ward-5")
+        last = world.rounds_offered("ward-5")[-1]
 
         world.wait_for_round(last + 1)
-        world.kill_process("shuffler-1", "shuffler")
+        world.kill_process("shuffler-2", "shuffler")
         world.wait_for_round(last + 3)
         assert all(row["users_present"] <= 480 for row in world.rows if row["round"] > last)
         before = len(world.rounds_spent)
@@ -33,7 +42,7 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
         silent = {node["number"]: node["silent_seconds"] for node in status["nodes"]}
         assert silent[4] > 5
         assert set(status["shufflers"].values()) == {""}
-        world.start_node("node-4")
+        world.start_node("ward-5")
 
         world.wait_for_round(last + 4)
         world.kill_server_app()
@@ -56,7 +65,7 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
         released = [row["round"] for row in world.rows if row["outcome"] == "released"]
         assert len(released) == len(set(released)) >= rounds - 4  # what was under way was lost
         assert world.rows[-1]["epsilon"] <= plan.target_epsilon
-        assert world.rounds_offered("node-4")[-1] > last + 4  # it is in again
+        assert world.rounds_offered("ward-5")[-1] > last + 4  # it is in again
         assert "privacy budget: one more round would exceed it" in out
         status = world.status()
         assert (status["state"], status["why"], status["rounds"]) == ("ended", "budget", rounds)
@@ -64,13 +73,38 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_began_it(tmp_path):
+    """A node overstates its users; Flower's command is killed; then the node tells the truth."""
+    with World(tmp_path, nodes=2, rounds=3, least_nodes=2) as world:
+        said = world.folder / "ward-1" / "node.toml"
+        truth = said.read_text()
+        said.write_text(truth.replace("users = 3", "users = 4"))
+        world.kill_process("ward-1", "node")
+        world.run()
+        refusal = "ward-1 says that it speaks for 4 users, 3 were agreed"
+        waiting = f"waiting for nodes: 1 of at least 2 are in; away: ward-1; refused: {refusal}\n"
+        wait_until(lambda: waiting in world.shown, 120, "the line that says who is waited for")
+        found = {node["name"]: node["trouble"] for node in world.status()["nodes"]}
+        assert (found.pop("ward-1"), found.pop("ward-2")) == ("away", "")
+        assert list(found.values()) == [refusal]
+
+        (flwr,) = children(world.command.pid)
+        os.kill(flwr, signal.SIGKILL)
+        said.write_text(truth)
+        world.kill_process("ward-1", "node")
+        code, out, err = world.finish()
+        assert (code, err) == (0, ""), world.tell()
+        assert waiting in out
+        assert [row["users_present"] for row in world.rows] == [6] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_flower_runs_the_app_of_the_repository(tmp_path):
     """`flwr run . CONNECTION -c …`, as for every other Flower app."""
-    with World(
-        tmp_path, nodes=2, shufflers=1, run=RUN.replace("rounds = 1000", "rounds = 2")
-    ) as world:
+    with World(tmp_path, nodes=2, rounds=2) as world:
         given = f'site="{world.server}/server.toml" config="{world.server}/run.toml"'
-        world.flwr("run", str(ROOT), "digits", "--stream", "-c", given)
+        world.flwr("run", str(ROOT), NAME, "--stream", "-c", given)
         outcome = json.loads((world.run_folder / "outcome.json").read_text())
         assert outcome["stopped_by"] == "rounds"
         assert [row["outcome"] for row in world.rows] == ["released", "released"]

@@ -7,19 +7,14 @@ import signal
 import time
 
 import pytest
-from deployment_world import RUN, World
+from deployment_world import World
 
 ROUNDS = int(os.environ.get("SHUFL_SOAK_ROUNDS", "2"))
 NODES = int(os.environ.get("SHUFL_SOAK_NODES", "2"))
 SEED = int(os.environ.get("SHUFL_SOAK_SEED", "1"))
 STALL_SECONDS = 8.0
 MOST_HURTS = 2 * ROUNDS
-
-PLAN = (
-    RUN.replace("rounds = 1000", f"rounds = {ROUNDS}")
-    .replace("target_epsilon = 1.48", "target_epsilon = 1e6")
-    .replace("users = 600", f"users = {NODES * 40}")
-)
+PRIVACY = {"target_epsilon": 1e6, "check_in_rate": 0.5, "shuffler_blankets": 200.0}
 
 
 def hurt(world, chance):
@@ -29,7 +24,7 @@ def hurt(world, chance):
     kills = {
         "SuperNodes": [(name, "supernode") for name in third],
         "node": [(third[0], "node")],
-        "shuffler": [("shuffler-0", "shuffler")],
+        "shuffler": [("shuffler-1", "shuffler")],
         "SuperLink": [("server", "superlink")],
     }
     what = chance.choice(["kill", "stall"]), chance.choice([*kills, "ServerApp"])
@@ -53,8 +48,8 @@ def hurt(world, chance):
 @pytest.mark.timeout(120 * ROUNDS + 300)
 def test_whatever_is_killed_the_ledger_counts_what_was_released(tmp_path):
     chance, done = random.Random(SEED), []
-    with World(tmp_path, NODES, shufflers=2, run=PLAN, users=NODES * 40) as world:
-        world.run("run.toml")
+    with World(tmp_path, NODES, ROUNDS, shufflers=2, users=40, privacy=PRIVACY) as world:
+        world.run()
         world.wait_for_round(1)
         while True:
             deadline = time.monotonic() + chance.uniform(2, 20)

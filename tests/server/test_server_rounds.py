@@ -3,7 +3,8 @@
 import pytest
 from rounds import make_plan
 
-from server.fleet import read_node
+from server import AgreedNode
+from server.fleet import NodeState, check_agreed, read_node
 from server.rounds import enough_users
 
 PLAN = make_plan(
@@ -21,13 +22,26 @@ PLAN = make_plan(
         ({"number": 0, "users": -3, "shuffler": 0}, "for how many users"),
         ({"number": 0, "users": 5.0, "shuffler": 0}, "for how many users"),
         ({"number": 0, "users": True, "shuffler": 0}, "for how many users"),
-        ({"number": 0, "users": 5, "shuffler": 2}, "shuffler 2 of 2"),
-        ({"number": 0, "users": 5, "shuffler": -1}, "shuffler -1 of 2"),
+        ({"number": 0, "users": 5, "shuffler": 2}, "must report to shuffler 0 of 2, it said 2"),
+        ({"number": 3, "users": 5, "shuffler": 0}, "must report to shuffler 1 of 2, it said 0"),
     ],
 )
 def test_a_node_that_says_no_sensible_number_is_refused_in_one_line(said, message):
     with pytest.raises(ValueError, match=message):
         read_node(said, shufflers=2)
+
+
+def test_a_node_that_says_another_number_than_agreed_is_refused_in_one_line():
+    agreed = {0: AgreedNode("ward-1", 300), 2: AgreedNode("ward-3", 20)}
+    for number, users in ((0, 300), (2, 20)):
+        check_agreed(NodeState(number, users, 0), agreed)
+    for number, users, message in (
+        (2, 21, "^ward-3 says that it speaks for 21 users, 20 were agreed$"),
+        (0, 299, "^ward-1 says that it speaks for 299 users, 300 were agreed$"),
+        (1, 20, "^a node says that it is number 1, no such node was agreed$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_agreed(NodeState(number, users, 0), agreed)
 
 
 def test_enough_is_what_the_halting_accountant_counts_on():

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, spearmanr
 from shuffler_world import PUBLIC_KEY, plan
+from tiny_disk import fill
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shuffler.store.checks import CHECK_BYTES
@@ -437,14 +438,6 @@ def test_a_damaged_batch_is_reported_lost_and_the_other_runs_go_on(
     assert store.close_round("other", 1) is Outcome.RELEASABLE
     assert read(store.begin_release("other", 1)) == [mine.request.sealed]
     store.close()
-
-
-def fill(disk: Path) -> Path:
-    filler = disk / "filler"
-    with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    return filler
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from deployed_world import deployment_of
+from deployment_world import deployment_of
 from typer.testing import CliRunner
 
 from shuffler.callers import Role
@@ -84,6 +84,15 @@ def test_certificates_that_do_not_fit_are_found(sites, node, role, users, days, 
     certificate = authority.sign(request, role, users=users, days=days)
     (node / "keys/ward-1.pem").write_bytes(certificate)
     assert message in troubles(node)[what].trouble
+
+
+def test_a_server_that_was_told_of_too_few_nodes_is_found(sites, tmp_path):
+    server = shutil.copytree(sites / "server", tmp_path / "n")
+    agreed = server / "nodes/agreed.toml"
+    agreed.write_text("nodes = []")
+    assert "least_nodes is 1, 0 nodes were agreed" in troubles(server)["nodes"].trouble
+    agreed.unlink()
+    assert "No such file" in troubles(server)["nodes"].trouble
 
 
 def test_a_key_that_others_may_read_is_found(node):

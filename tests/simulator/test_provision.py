@@ -85,10 +85,8 @@ def test_requests_that_have_come_are_signed_for_what_the_deployment_says(base):
     assert caller_of(Credentials.read(keys["server"], "server").certificate).role is Role.SERVER
     with pytest.raises(ValueError, match="not issued by"):  # Flower's is another authority
         Credentials.read(keys["server"], "superlink")
-    assert {path.name for path in (base / "sites/server/nodes").iterdir()} == {
-        "ward-1.pub",
-        "ward-2.pub",
-    }
+    registered = (base / "sites/server/nodes").glob("*.pub")
+    assert {path.name for path in registered} == {"ward-1.pub", "ward-2.pub"}
 
 
 def test_every_site_has_files_that_its_process_reads(base):
@@ -120,17 +118,39 @@ def test_a_nodes_owner_accepts_this_plan_and_one_run_of_it(base):
         ledger.limits.check(other)
 
 
+def test_the_server_is_told_for_how_many_users_each_node_speaks(base):
+    provisioned(base)
+    request_everything(base, "ward-1", "ward-2")
+    provisioned(base)
+    server = base / "sites/server"
+    site = load_site(server / "server.toml", ServerSite)
+    assert site.agreed == {0: ("ward-1", 30), 1: ("ward-2", 20)}
+    gone, left, new = (
+        {"name": "ward-1", "users": 30, "withdrawn": True},
+        {"name": "ward-2", "users": 20},
+        {"name": "ward-3", "users": 50},
+    )
+    provisioned(base, nodes=[gone, left, new])
+    assert site.agreed == {1: ("ward-2", 20), 2: ("ward-3", 50)}
+    assert [path.name for path in server.glob("nodes/*.pub")] == ["ward-2.pub"]
+    (server / "nodes/agreed.toml").write_text("nodes = [{ name = 'ward-1', number = 0 }]")
+    with pytest.raises(ConfigError, match=r"agreed\.toml: nodes\.0\.users is missing"):
+        _ = site.agreed
+
+
 def test_a_node_that_is_added_changes_nobody_elses_folder(base):
     provisioned(base)
     request_everything(base, "ward-1", "ward-2")
     provisioned(base)
+    (base / "sites/server/nodes/agreed.toml").unlink()  # the one file that says who takes part
     before = contents(base / "sites")
     added = provisioned(base, nodes=[*DEPLOYMENT["nodes"], {"name": "ward-3", "users": 50}])
     assert added.made == ("ward-3",)
     after = contents(base / "sites")
     assert {path: after[path] for path in before} == before
     assert {path.relative_to(base / "sites").parts[0] for path in set(after) - set(before)} == {
-        "ward-3"
+        "server",
+        "ward-3",
     }
     site = load_site(base / "sites/ward-3/node.toml", NodeSite)
     assert (site.number, site.first_user) == (2, 50)
@@ -159,6 +179,7 @@ def test_requests_and_authorities_that_do_not_belong_are_refused(base):
         ({"nodes": [{"name": "server"}]}, "every site has a name of its own, got server twice"),
         ({"nodes": [{"name": "superlink"}]}, "must be another than superlink, which is taken"),
         ({"server": {"host": "a", "least_nodes": 3}}, "least_nodes must be at most 2"),
+        ({"nodes": [{"name": "w", "withdrawn": True}]}, "least_nodes must be at most 0"),
         ({"nodes": [{"name": "w", "reply_after": 120.0}]}, "reply_after of w must be below"),
         ({"nodes": [{"name": "a b"}]}, "nodes.0.name must be at most 40 letters"),
         ({"nodes": [{"name": "w", "users": 101}]}, "the nodes speak for 101 users, data.users"),

@@ -1,0 +1,267 @@
+"""A deployment on loopback for tests: its file, a run on it that can be watched and hurt, nginx."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from run_world import children, json_lines, shufl_command
+
+from accounting import Ledger, PrivacyPlan
+from simulator.config import load
+from simulator.deployment.node import agreed_plan
+from simulator.deployment.plan import Deployment, flower_environment
+from simulator.deployment.rehearse import Rehearsal
+
+NAME = "wards"
+ROOT = Path(__file__).parents[1]
+_PRIVACY = {
+    "accountant": "blanket",
+    "target_epsilon": 1000.0,
+    "noise_multiplier": 1.0,
+    "delta": 1e-5,
+    "check_in_rate": 1.0,
+    "shuffler_blankets": 4.0,
+    "cover": True,
+    "minimum_batch": 1,
+}
+
+
+def deployment_of(
+    base: Path,
+    nodes: int,
+    rounds: int,
+    *,
+    shufflers: int = 1,
+    users: int = 3,
+    hidden: int = 64,
+    privacy: dict[str, Any] | None = None,
+    **server: Any,
+) -> Deployment:
+    """A deployment whose nodes have a few users each; its configuration goes into `base`.
+
+    Args:
+        base: a folder.
+        nodes, shufflers: as many are numbered from 1.
+        rounds: the plan's last.
+        users: of each node.
+        hidden: the model's width; at 8192 it has 2.4 MB.
+        privacy: keys of `[privacy]` that are others than usual.
+        server: keys of `[server]` that are.
+    """
+    config = {
+        "name": NAME,
+        "privacy": _PRIVACY | {"rounds": rounds} | (privacy or {}),
+        "data": {"dataset": "digits", "users": users * nodes},
+        "model": {"name": "mlp", "options": {"hidden": hidden}},
+        "training": {"learning_rate": 0.1},
+    }
+    (base / "run.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+    return Deployment.model_validate(
+        {
+            "name": NAME,
+            "config": "run.toml",
+            "server": {"host": "server.example", "round_timeout": 60.0} | server,
+            "shufflers": [
+                {"name": f"shuffler-{number}", "host": f"s{number}.example"}
+                for number in range(1, shufflers + 1)
+            ],
+            "nodes": [
+                {"name": f"ward-{number}", "users": users, "reply_after": 0.5}
+                for number in range(1, nodes + 1)
+            ],
+        }
+    )
+
+
+class World(Rehearsal):
+    """A rehearsal, and `shufl run --on` on its server as a process."""
+
+    def __init__(self, base: Path, nodes: int, rounds: int, *, proxied: bool = False, **about: Any):
+        """Provisions it in `base`; a run needs all nodes but one, unless `about` says otherwise.
+
+        Args:
+            base: a folder.
+            nodes, rounds, about: as for `deployment_of`.
+            proxied: as for `Rehearsal`.
+        """
+        usual = {"least_nodes": max(1, nodes - 1), "round_timeout": 20.0, "patience": 90.0}
+        deployment = deployment_of(base, nodes, rounds, **(usual | about))
+        super().__init__(deployment, base, base / "s", proxied)
+        self.server = self.folder / "server"
+        self.command: subprocess.Popen[str] | None = None
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the run, then the rest."""
+        if self.command is not None and self.command.poll() is None:
+            self.command.kill()
+            self.command.communicate()
+        super().__exit__()
+
+    def run(self, *arguments: object) -> None:
+        """Begins `shufl run ARGUMENTS --on` in the server's folder."""
+        self.command = subprocess.Popen(
+            shufl_command("run", *(arguments or ["run.toml"]), "--on", NAME),
+            cwd=self.server,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def resume(self) -> None:
+        """Goes on with the one run there is."""
+        self.run("--resume", self.run_folder)
+
+    def finish(self, seconds: float = 240) -> tuple[int, str, str]:
+        """Waits for the command to end."""
+        assert self.command is not None
+        out, err = self.command.communicate(timeout=seconds)
+        return self.command.returncode, out, err
+
+    @property
+    def run_folder(self) -> Path:
+        (folder,) = (self.server / "runs").iterdir()
+        return folder
+
+    @property
+    def shown(self) -> str:
+        """What the run has said to its operator; empty: there is none yet."""
+        found = (self.server / "runs").glob("*/console.txt")
+        return "".join(file.read_text() for file in found)
+
+    @property
+    def rows(self) -> list[dict]:
+        """Of the rounds so far."""
+        with contextlib.suppress(ValueError, OSError):
+            return json_lines(self.run_folder / "metrics.jsonl")
+        return []
+
+    @property
+    def rounds_spent(self) -> list[int]:
+        """By the ledger."""
+        return [entry.round for entry in Ledger.read(self.run_folder / "ledger.jsonl").entries]
+
+    def rounds_offered(self, node: str) -> list[int]:
+        """By the ledger of its device."""
+        path = self.folder / node / "device.db"
+        if not path.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(path)) as ledger:
+            return [round for (round,) in ledger.execute("SELECT round FROM rounds ORDER BY 1")]
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """That all sites have."""
+        return agreed_plan(load(str(self.server / "run.toml")))
+
+    def status(self) -> dict:
+        """What `shufl status --json` prints on the server."""
+        done = subprocess.run(
+            shufl_command("status", "--json"),
+            cwd=self.server,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def wait_for_round(self, round: int, seconds: float = 120) -> None:
+        """Waits until a round has ended."""
+        deadline = time.monotonic() + seconds
+        while not any(row["round"] >= round for row in self.rows):
+            assert self.command is not None
+            assert self.command.poll() is None, self.command.communicate()
+            assert time.monotonic() < deadline, f"round {round} has not ended: {self.rows}"
+            time.sleep(0.1)
+
+    def kill_server_app(self) -> None:
+        """kill -9 of the process that runs the ServerApp."""
+        (pid,) = [
+            pid
+            for executor in children(self.running["server", "superlink"].pid)
+            for pid, line in children(executor).items()
+            if "flwr-serverapp" in line
+        ]
+        os.kill(pid, signal.SIGKILL)
+
+    def kill_process(self, site: str, name: str) -> None:
+        """kill -9 of one process alone, which is then started again."""
+        os.kill(self.running[site, name].pid, signal.SIGKILL)
+
+    def wait_for_superlink(self) -> None:
+        """Waits until it listens."""
+        self._wait_for_port(self.deployment.server.local_port)
+
+    def tell(self) -> str:
+        """What the run's logs say last."""
+        logs = [self.run_folder / name for name in ("server.log", "flower.log", "console.txt")]
+        return "\n".join(f"{path}:\n{path.read_text()[-1500:]}" for path in logs if path.exists())
+
+
+class Nginx:
+    """nginx in the foreground, with the `nginx.conf` of the server."""
+
+    def __init__(self, conf: Path, folder: Path):
+        """Starts it; its own files are in `folder`."""
+        folder.mkdir()
+        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        temporary = "".join(f"{kind}_temp_path {folder / kind};\n" for kind in kinds)
+        main = folder / "main.conf"
+        main.write_text(
+            f"daemon off; pid {folder / 'pid'}; error_log {folder / 'error.log'};\n"
+            f"events {{}}\nhttp {{\naccess_log {folder / 'access.log'};\n{temporary}"
+            f"include {conf};\n}}\n"
+        )
+        program = shutil.which("nginx")
+        assert program is not None
+        self.process = subprocess.Popen([program, "-p", str(folder), "-c", str(main)])
+
+    def stop(self) -> None:
+        """Ends it, by process id."""
+        self.process.terminate()
+        self.process.wait(10)
+
+
+def command(name: str) -> str:
+    """A program of this environment."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def run_flwr(home: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Runs Flower's command with the connections of a folder."""
+    return subprocess.run(
+        [command("flwr"), *arguments],
+        env=flower_environment(home),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        **options,
+    )
+
+
+def write_flower_app(folder: Path, server: str, client: str) -> None:
+    """Writes a Flower app of these two modules, each of which has an `app`."""
+    (folder / "strange").mkdir(parents=True)
+    for name, text in {"__init__": "", "server": server, "client": client}.items():
+        (folder / "strange" / f"{name}.py").write_text(text, encoding="utf-8")
+    components = {"serverapp": "strange.server:app", "clientapp": "strange.client:app"}
+    about = {
+        "project": {"name": "strange", "version": "1.0.0", "license": "Apache-2.0"},
+        "tool": {"flwr": {"app": {"publisher": "stranger", "components": components}}},
+    }
+    (folder / "pyproject.toml").write_text(tomli_w.dumps(about), encoding="utf-8")
