@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check lint experiments bench load proto mnist clean
+.PHONY: run test check lint experiments bench load soak proto mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml

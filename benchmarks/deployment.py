@@ -1,28 +1,32 @@
 """What a round costs on real nodes, beside Flower's own PyTorch example on the same ones.
 
-    python benchmarks/deployment.py [--nodes 3] [--rounds 10]
+    python benchmarks/deployment.py [--nodes 3] [--rounds 10] [--peer-rounds 10]
 
 Both run one after the other on one SuperLink and the same SuperNodes: first Flower's FedAvg, whose
 ClientApp trains the same model on the same digits, in a process for every message, as Flower's
 PyTorch example does; then shufl, whose nodes check in, add noise, seal, and report to a shuffler.
+The memory is that of shufl's run: proportional set size, which counts once what processes share.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import re
-import sys
+import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 
+from simulator.config import load
 from simulator.deployment.plan import Deployment, NodeEntry, ServerEntry, ShufflerEntry
 from simulator.deployment.rehearse import Rehearsal
+from simulator.deployment.submit import run_on
 
-ROOT = Path(__file__).resolve().parents[1]
 RUN = """
 name = "digits"
 [privacy]
@@ -146,10 +150,31 @@ def deployment(nodes: int) -> Deployment:
     )
 
 
-def memory_of(pid: int) -> int:
-    """Resident MB of a process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) // 1024
+def memory_of(pids: set[int]) -> int:
+    """Megabytes of these processes and all that they have started."""
+    kilobytes = 0
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, TypeError):  # it has ended meanwhile
+            family, pid = set(), int(entry.name)
+            while pid > 1:
+                family.add(pid)
+                stat = Path(f"/proc/{pid}/stat").read_text()
+                pid = int(stat.rpartition(")")[2].split()[1])
+            if family & pids:
+                text = (entry / "smaps_rollup").read_text()
+                kilobytes += int(re.search(r"^Pss:\s+(\d+)", text, re.MULTILINE)[1])
+    return kilobytes // 1024
+
+
+def memory_by_machine(rehearsal: Rehearsal, node: str) -> dict[str, int]:
+    """Megabytes on the server's, the shuffler's, and a node's machine."""
+    pids = {key: process.pid for key, process in rehearsal.running.items()}
+    return {
+        machine: memory_of({pid for (site, _), pid in pids.items() if site == machine})
+        for machine in ("server", "shuffler", node)
+    }
 
 
 def peer_seconds(rehearsal: Rehearsal, folder: Path, rounds: int, nodes: int) -> list[float]:
@@ -163,24 +188,22 @@ def peer_seconds(rehearsal: Rehearsal, folder: Path, rounds: int, nodes: int) ->
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-def shufl_seconds(rehearsal: Rehearsal, runs: Path) -> tuple[list[float], list[int]]:
-    import threading
-
-    from simulator.config import load
-    from simulator.deployment.submit import run_on
-
+def shufl_seconds(rehearsal: Rehearsal, runs: Path) -> tuple[list[float], list[dict[str, int]]]:
     server, memory, stop = rehearsal.folder / "server", [], threading.Event()
 
     def watch() -> None:
-        while not stop.wait(1.0):
-            memory.append(memory_of(rehearsal.running["shuffler", "shuffler"].pid))
+        while not stop.wait(2.0):
+            if any(runs.glob("*/metrics.jsonl")):  # all have begun
+                memory.append(memory_by_machine(rehearsal, "node-0"))
 
     thread = threading.Thread(target=watch)
     thread.start()
     started = time.monotonic()
-    run_on("bench", server / "server.toml", load(str(server / "run.toml")), runs)
-    stop.set()
-    thread.join()
+    try:
+        run_on("bench", server / "server.toml", load(str(server / "run.toml")), runs)
+    finally:
+        stop.set()
+        thread.join()
     print(f"the whole run took {time.monotonic() - started:.0f} s")
     (folder,) = runs.iterdir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -191,13 +214,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--peer-rounds", type=int, default=10)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shufl-") as temporary:
         base = Path(temporary)
         text = RUN.format(rounds=given.rounds, users=200 * given.nodes)
         (base / "run.toml").write_text(text)
         with Rehearsal(deployment(given.nodes), base, base / "s") as rehearsal:
-            peer = sorted(peer_seconds(rehearsal, base / "peer", given.rounds, given.nodes))
+            peer = sorted(peer_seconds(rehearsal, base / "peer", given.peer_rounds, given.nodes))
             ours, memory = shufl_seconds(rehearsal, base / "runs")
     ours.sort()
     middle = ours[len(ours) // 2], peer[len(peer) // 2]
@@ -206,11 +230,13 @@ def main() -> None:
     print(f"Flower's example    {middle[1]:6.1f}  {peer[0]:7.1f}  {peer[-1]:7.1f}")
     print(f"shufl               {middle[0]:6.1f}  {ours[0]:7.1f}  {ours[-1]:7.1f}")
     print(f"ratio               {middle[0] / middle[1]:6.2f}")
-    print(
-        f"shuffler's memory: {memory[0]} MB at first, {max(memory)} MB at most, {memory[-1]} last"
-    )
+    tenth = max(1, len(memory) // 10)
+    print("MB, median of         the first tenth  the last  most")
+    for machine in memory[0]:
+        values = [each[machine] for each in memory]
+        first, last = statistics.median(values[:tenth]), statistics.median(values[-tenth:])
+        print(f"{machine:20}  {first:15.0f}  {last:8.0f}  {max(values):4.0f}")
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

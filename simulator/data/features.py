@@ -22,25 +22,38 @@ import torch
 from torch.nn import functional
 
 from simulator.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
-from simulator.data.scattering import scattering
+from simulator.data.scattering import COEFFICIENTS, scattering
+from simulator.data.whitening import dead_leaves, whitened, whitening
 from simulator.section import ConfigError, find, one_line
 
 FeatureMap = Callable[[torch.Tensor], torch.Tensor]
 """Maps normalised records to features, float32 (r, ...) to float32 (r, ...), each by itself."""
 
 
-def normalised_scattering(images: torch.Tensor) -> torch.Tensor:
-    """The scattering transform, normalised in groups of nine channels of each record.
+def whitened_scattering(images: torch.Tensor) -> torch.Tensor:
+    """The scattering transform, normalised within each record and then whitened.
 
-    Each group then has mean 0 and variance 1, so that the faint second order counts like the first.
+    Within a record every three of the 81 coefficients of an image's channel get mean 0 and variance
+    1, so that the faint second order counts like the first. Then the coefficients are made as
+    uncorrelated as those of dead leaves are; see `simulator.data.whitening`.
     """
-    features = scattering(images)
-    return functional.group_norm(features, features.shape[1] // 9)
+    planes = _normalised(scattering(images))
+    return whitened(planes, *_of_dead_leaves()).reshape(len(images), -1, *planes.shape[2:])
 
 
-FEATURES: dict[str, FeatureMap] = {"scattering": normalised_scattering}
+def _normalised(coefficients: torch.Tensor) -> torch.Tensor:
+    planes = coefficients.reshape(-1, COEFFICIENTS, *coefficients.shape[2:])
+    return functional.group_norm(planes, COEFFICIENTS // 3)
 
-_VERSIONS = {"scattering": 1}  # to be raised when a map gives other numbers: files are kept by it
+
+@functools.cache
+def _of_dead_leaves() -> tuple[torch.Tensor, torch.Tensor]:
+    return whitening(_normalised(scattering(dead_leaves())))
+
+
+FEATURES: dict[str, FeatureMap] = {"scattering": whitened_scattering}
+
+_VERSIONS = {"scattering": 2}  # to be raised when a map gives other numbers: files are kept by it
 _RECORDS_AT_ONCE = 32  # what a thread works on stays in its core's cache
 
 
@@ -66,13 +79,12 @@ def _mapped(dataset: Dataset, name: str) -> Dataset:
     The features of the maps here are kept in a file that all processes share. Those of the
     reader's are not, because nothing tells whether what its code rests on has changed.
     """
-    shape = _shape_of_one(dataset, name)
     if name not in FEATURES:
-        tensors = _compute(dataset, name, shape)
+        tensors = _compute(dataset, name, _shape_of_one(dataset, name))
     else:
         key = f"{name}-{_VERSIONS[name]}-{dataset_digest(dataset)[:16]}"
         path = cache_folder() / "features" / f"{key}.pt"
-        tensors = _read(path) or _keep(path, dataset, name, shape)
+        tensors = _read(path) or _keep(path, dataset, name)
     return replace(dataset, **tensors, scale=1.0, mean=(0.0,), std=(1.0,))
 
 
@@ -149,12 +161,13 @@ def _read(path: Path) -> dict[str, torch.Tensor] | None:
         return None
 
 
-def _keep(path: Path, dataset: Dataset, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
+def _keep(path: Path, dataset: Dataset, name: str) -> dict[str, torch.Tensor]:
     """Computes the features and writes them to a file, which is whole as soon as it is there.
 
     Raises:
-        ConfigError: there is no room for them.
+        ConfigError: the map fails, or there is no room for its features.
     """
+    shape = _shape_of_one(dataset, name)
     size = 4 * shape.numel() * (len(dataset.train_labels) + len(dataset.test_labels))
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:

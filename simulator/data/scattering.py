@@ -17,6 +17,9 @@ from torch.nn import functional
 
 from simulator.section import ConfigError
 
+COEFFICIENTS = 81
+"""Of each channel of an image, at each position."""
+
 _ANGLES = 8  # L
 _STEP = 4  # 2^J: pixels from one position to the next
 _LEAST_PIXELS = 5  # with fewer the margins are longer than what they mirror

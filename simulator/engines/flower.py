@@ -169,6 +169,9 @@ def run_on_flower(
 ) -> None:
     """Runs a ServerApp and `nodes` ClientApps until the ServerApp ends.
 
+    Flower deprecates `run_simulation` in favour of `flwr run`, which starts a SuperLink that
+    outlives the command.
+
     The first interrupt (Ctrl-C, SIGTERM) sets `stop`, which the ServerApp polls; it then ends the
     run in order. Nodes still at work when it has ended are killed after some seconds.
 

@@ -5,12 +5,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from simulator.config import ConfigError, load
 from simulator.data import features
 from simulator.data.datasets import load_dataset
 from simulator.data.features import load_records, map_records
 from simulator.data.scattering import scattering
+from simulator.data.whitening import dead_leaves, whitened, whitening
 from simulator.experiment import prepare
 
 
@@ -56,8 +58,26 @@ def test_a_record_s_features_do_not_depend_on_the_others():
     alone = torch.cat([map_records("scattering", record) for record in records.split(1)])
     assert torch.allclose(together, reversed_order, atol=1e-5)
     assert torch.allclose(together, alone, atol=1e-5)
-    channels = together.reshape(40, 9, -1)
-    assert torch.allclose(channels.mean(2), torch.zeros(40, 9), atol=1e-5)
+
+
+def spread(planes):
+    """The variances along the principal directions of the channels, the largest first."""
+    return torch.linalg.eigvalsh(planes.movedim(1, -1).flatten(0, -2).T.cov()).flip(0)
+
+
+def test_whitening_makes_channels_alike_also_those_of_images_that_it_was_not_made_from():
+    leaves = functional.group_norm(scattering(dead_leaves()), 27)
+    mean, matrix = whitening(leaves)
+    variances = spread(leaves)
+    expected = variances / (variances + 0.3 * variances.mean())
+    assert torch.allclose(spread(whitened(leaves, mean, matrix)), expected, atol=1e-3)
+    digits = load_dataset("digits")
+    images = functional.interpolate(digits.inputs(digits.train_features[:300]), scale_factor=4)
+    before = functional.group_norm(scattering(images), 27)
+    after = whitened(before, mean, matrix)
+    assert torch.equal(map_records("scattering", images), after)
+    ratios = [(found[0] / found[40]).item() for found in map(spread, (before, after))]
+    assert ratios[1] < ratios[0] / 10
 
 
 def test_features_are_kept_and_a_damaged_file_is_not_used(fresh):

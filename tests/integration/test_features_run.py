@@ -1,0 +1,56 @@
+"""Runs on fixed features of records, on both engines, and resumed."""
+
+import pytest
+from rich.console import Console
+from run_world import json_lines, model_of, only_folder, shufl, tiny_config
+from torch.testing import assert_close
+
+from simulator.data import features
+from simulator.run import resume_run
+
+MODULE = "def halved(records):\n    return records.flatten(1) / FACTOR\n"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The folder of a map of the reader's, and of what is kept, as the working directory."""
+    (tmp_path / "maps.py").write_text(MODULE.replace("FACTOR", "2"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tmp_path
+    features._mapped.cache_clear()
+
+
+def finished(place, name, *overrides):
+    """The folder of a run."""
+    settings = "model.name=logistic-regression", "model.options={}", *overrides
+    sets = [part for each in settings for part in ("--set", each)]
+    result = shufl("run", tiny_config(place, 6), "--runs", place / name, *sets)
+    assert result.returncode == 0, result.stderr
+    return only_folder(place / name)
+
+
+@pytest.mark.slow
+def test_both_engines_train_on_the_same_features(place):
+    features, engine = "data.features=scattering", "simulation.engine=vectorised"
+    flower = finished(place, "flower", features)
+    vectorised = finished(place, "vectorised", features, engine)
+    rows = (json_lines(folder / "metrics.jsonl") for folder in (flower, vectorised))
+    for row, other in zip(*rows, strict=True):
+        assert row["reports"] == other["reports"] > 0
+    theirs = model_of(vectorised)
+    for name, value in model_of(flower).items():
+        assert value.shape in {(10, 81 * 2 * 2), (10,)}
+        assert_close(theirs[name], value, rtol=1e-3, atol=0.02)
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_with_the_same_features_only(place, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(place), prepend=":")
+    folder = finished(place, "runs", "data.features=maps:halved", "simulation.engine=vectorised")
+    assert resume_run(folder, Console(quiet=True)).rounds == 6
+    (place / "maps.py").write_text(MODULE.replace("FACTOR", "3"))
+    result = shufl("run", "--resume", folder)
+    assert result.returncode != 0
+    assert "made with data.dataset digits maps:halved" in " ".join(result.stderr.split())
