@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,21 +62,25 @@ _NESTED = ("epsilon", "versions")
 
 
 def _plot(grid: Grid, results: list[Result], paths: list[Path]) -> None:
-    """A line a series through the means, with the range over seeds around it."""
+    """A line a series through the means, with the range over seeds around it, and its ε dashed."""
     words = any(isinstance(value, str) for value in grid.values)
     places = [place if words else value for place, value in enumerate(grid.values)]
     with draw(*paths) as axes:
+        beside = None if grid.across == "privacy.target_epsilon" else axes.twinx()
         for series in grid.series:
             drawn = [
-                (place, 100 * _mean(each), 100 * min(each), 100 * max(each))
+                (place, *_summary(made))
                 for place, value in zip(places, grid.values, strict=True)
-                if (each := _accuracies(results, series.name, value))
+                if (made := _made(results, series.name, value))
             ]
             if not drawn:
                 continue
-            at, means, lowest, highest = zip(*drawn, strict=True)
+            at, means, lowest, highest, epsilons = zip(*drawn, strict=True)
             (line,) = axes.plot(at, means, marker=".", label=series.name)
             axes.fill_between(at, lowest, highest, color=line.get_color(), alpha=0.2)
+            if beside is not None:
+                beside.plot(at, epsilons, "--", color=line.get_color())
+                beside.set(yscale="log", ylabel="ε by the halting accountant (dashed)")
         axes.set(
             xscale="log" if min(places) > 0 and max(places) / min(places) > 4 else "linear",
             xlabel=grid.label,
@@ -161,12 +166,20 @@ def _origins(results: list[Result]) -> Iterator[str]:
         yield f"- `{command}`{of_commit}, {versions}: {len(made)} runs, {hours:.2f} hours of rounds"
 
 
+def _made(results: list[Result], series: str, value: float | str) -> list[Result]:
+    return [each for each in results if (each["series"], each["value"]) == (series, value)]
+
+
 def _accuracies(results: list[Result], series: str, value: float | str) -> list[float]:
-    return [
-        result["accuracy"]
-        for result in results
-        if (result["series"], result["value"]) == (series, value)
-    ]
+    return [result["accuracy"] for result in _made(results, series, value)]
+
+
+def _summary(results: list[Result]) -> tuple[float, float, float, float]:
+    """Mean, lowest and highest accuracy in percent; the first seed's ε, not a number if none."""
+    accuracies = [100 * result["accuracy"] for result in results]
+    epsilon = results[0]["epsilon"].get(results[0]["accountant"])
+    lowest, highest = min(accuracies), max(accuracies)
+    return _mean(accuracies), lowest, highest, math.nan if epsilon is None else epsilon
 
 
 def _mean(values: list[float]) -> float:
