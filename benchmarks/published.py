@@ -20,14 +20,14 @@ from accounting.numerics import renyi
 from simulator.tables import draw, epsilon_text
 
 USERS, SIGMA, LARGEST_ORDER = 60_000, 9.48, 30
-RATE, NOISE, ROUNDS = 0.1, 5.0, 5540
+RATE, FIGURE_SIGMA, ROUNDS = 0.1, 5.0, 5540
 PRINTED = {1: "0.2282", 7: "0.22822"}  # the column "Ours" of Table 1
 HALTED = "9.6"  # the end of Figure 1
 
 TEXT = """# The published numbers, recomputed
 
 `python benchmarks/published.py docs/results` made this page, with numpy {numpy}, scipy {scipy}
-and Python {python}. Every ε is of the homogeneous pair of datasets (replace), which is what the
+and Python {python}. Every ε is of the homogeneous pair of datasets (zero-out), which is what the
 paper analyses; see [which accountant covers what](../accounting.md).
 
 ## Table 1: everybody reports, n = 60 000, σ = 9.48, δ = 1 / n
@@ -47,8 +47,8 @@ The paper halts at ε = {halted} after 5 540 rounds.
 """
 
 
-def event(rate: float, noise: float) -> Shuffled:
-    return Shuffled(USERS, CheckIn(rate), GaussianMechanism(noise_multiplier=noise))
+def event(rate: float, sigma: float) -> Shuffled:
+    return Shuffled(USERS, CheckIn(rate), GaussianMechanism(noise_multiplier=sigma))
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -56,11 +56,11 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def epsilons(rate: float, noise: float, rounds: list[int]) -> dict[str, list[float | None]]:
+def epsilons(rate: float, sigma: float, rounds: list[int]) -> dict[str, list[float | None]]:
     """ε by each accountant that is about the homogeneous pair."""
     found: dict[str, list[float | None]] = {}
     for count in rounds:
-        for row in price(event(rate, noise), count, "replace", 1 / USERS):
+        for row in price(event(rate, sigma), count, "zero-out", 1 / USERS):
             if row.name in ("theorem3", "rdp", "pld"):
                 found.setdefault(row.name, []).append(row.epsilon)
     return found
@@ -86,7 +86,7 @@ def main() -> None:
     ]
     heads = ["compositions", "published", f"RDP, orders to {LARGEST_ORDER}", *ours]
     rounds = sorted({*(round(ROUNDS ** (step / 8)) for step in range(9))})
-    curves = epsilons(RATE, NOISE, rounds)
+    curves = epsilons(RATE, FIGURE_SIGMA, rounds)
     with draw(folder / "published.png", folder / "published.svg") as axes:
         for name, values in curves.items():
             axes.plot(rounds, values, marker=".", label=name)
