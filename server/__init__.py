@@ -10,6 +10,7 @@ from server.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from server.evaluate import Evaluation, evaluate
 from server.rounds import RoundLoop
 from server.settings import (
+    MOST_INCOMPLETE,
     AgreedNode,
     Optimiser,
     RoundFailed,
@@ -18,11 +19,13 @@ from server.settings import (
     Schedule,
     ServerSettings,
     TrainingSettings,
+    enough_users,
 )
 from server.training import PlayedRound, Training
 
 __all__ = [
     "AGGREGATORS",
+    "MOST_INCOMPLETE",
     "Aggregate",
     "Aggregator",
     "AgreedNode",
@@ -42,6 +45,7 @@ __all__ = [
     "Training",
     "TrainingSettings",
     "aggregate_reports",
+    "enough_users",
     "evaluate",
     "load_checkpoint",
     "make_server_app",

@@ -14,9 +14,8 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from accounting import ACCOUNTANTS, PrivacyPlan
 from server.broadcast import Exchange, greet
-from server.settings import AgreedNode, RoundFailed, ServerSettings
+from server.settings import AgreedNode, RoundFailed, ServerSettings, enough_users
 
 log = logging.getLogger(__name__)
 
@@ -77,12 +76,6 @@ def check_agreed(state: NodeState, agreed: dict[int, AgreedNode]) -> None:
     name, users = agreed[state.number]
     if state.users != users:
         raise ValueError(f"{name} says that it speaks for {state.users} users, {users} were agreed")
-
-
-def enough_users(users: int, plan: PrivacyPlan) -> bool:
-    """Whether a batch may be released where so many users are present."""
-    counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
-    return users >= (plan.least_present if counts_on_others else 1)
 
 
 class Fleet:

@@ -13,8 +13,16 @@ from torch import nn
 
 from server.aggregate import aggregate_reports
 from server.broadcast import Exchange, broadcast
-from server.fleet import Fleet, enough_users
-from server.settings import RoundFailed, RoundOutcome, RoundRecord, RunResult, ServerSettings
+from server.fleet import Fleet
+from server.settings import (
+    MOST_INCOMPLETE,
+    RoundFailed,
+    RoundOutcome,
+    RoundRecord,
+    RunResult,
+    ServerSettings,
+    enough_users,
+)
 from server.training import PlayedRound, Training
 from shuffler import (
     ControlClient,
@@ -33,7 +41,6 @@ from shuffler import (
 
 log = logging.getLogger(__name__)
 
-_MOST_INCOMPLETE = 3  # each is spent for nothing
 
 _TRY_AGAIN_SECONDS = 1.0
 _LOST = {Refusal.BATCH_LOST, Refusal.STORAGE_FULL, Refusal.STORAGE_FAILED}
@@ -131,7 +138,7 @@ class RoundLoop:
                 isinstance(error, ShufflerRefused) and error.reason in _LOST
             )
             self._lost += 1
-            if not passes or not self.settings.patience or self._lost == _MOST_INCOMPLETE:
+            if not passes or not self.settings.patience or self._lost == MOST_INCOMPLETE:
                 raise
             log.error("round %d is lost: %s", round, error)
             self._broken = round
@@ -194,10 +201,10 @@ class RoundLoop:
     def _fail_if_nobody_comes(self, round: int, answers: Exchange, enough: bool) -> None:
         """Ends the run when too few users were present at every shuffler, round after round."""
         self._incomplete = 0 if enough else self._incomplete + 1
-        if self._incomplete == _MOST_INCOMPLETE and not self._stop():
+        if self._incomplete == MOST_INCOMPLETE and not self._stop():
             reasons = list(answers.errors.values())
             raise RoundFailed(
-                f"{_MOST_INCOMPLETE} rounds in a row lacked nodes and could not be released, in "
+                f"{MOST_INCOMPLETE} rounds in a row lacked nodes and could not be released, in "
                 f"round {round} {len(reasons)} of {len(self._asked)}: "
                 f"{reasons[0] if reasons else 'not connected'}"
             )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from accounting import Ledger, PrivacyPlan
+from accounting import ACCOUNTANTS, Ledger, PrivacyPlan
 from server.aggregators import Aggregator
 from server.checkpoint import Checkpoint
 from shuffler import Credentials, Sealing
@@ -21,6 +21,9 @@ from shuffler import Credentials, Sealing
 class RoundFailed(RuntimeError):
     """Nodes are missing, so that no round could be released; carries the first node's reason."""
 
+
+MOST_INCOMPLETE = 3
+"""Rounds in a row that are spent for nothing, after which a run ends."""
 
 RoundOutcome = Literal["released", "below-minimum", "discarded", "lost"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -104,6 +107,12 @@ class TrainingSettings:
     def run_id(self) -> str:
         """The run's name in its ledger, checkpoints and messages."""
         return self.ledger.run_id
+
+
+def enough_users(users: int, plan: PrivacyPlan) -> bool:
+    """Whether a batch may be released where so many users are present."""
+    counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
+    return users >= (plan.least_present if counts_on_others else 1)
 
 
 class AgreedNode(NamedTuple):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import nn
 
 from accounting import PrivacyPlan
@@ -26,13 +27,16 @@ from accounting.mechanisms import make_randomness, seed_of_shuffler
 from accounting.validation import Count
 from clients import LocalTraining, record_orders
 from server import (
+    MOST_INCOMPLETE,
     Aggregate,
     Aggregator,
     PlayedRound,
+    RoundFailed,
     RoundRecord,
     RunResult,
     Training,
     TrainingSettings,
+    enough_users,
 )
 from simulator.data.partition import PartitionedRecords
 from simulator.engines.base import interrupts
@@ -48,6 +52,7 @@ from simulator.section import ConfigError, Section, one_line
 if TYPE_CHECKING:
     from simulator.experiment import Experiment
 
+_SILENCE = 0x5113  # sets the random numbers of who is away apart from others of the same seed
 _NUMBERS_AT_ONCE = 2**18  # of noise: they stay in a core's cache
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names for what `keep_freed_memory` sets
 
@@ -66,6 +71,7 @@ class VectorisedKeys(Section):
     precision: Precision = "float32"
     users_per_chunk: Count = 256
     workers: Count = 1
+    silent: float = Field(0.0, ge=0, lt=1, description="a number in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class VectorisedEngine:
 
     keys = VectorisedKeys
     nodes = "simulated"
-    not_ignored = ("noise", "device", "precision")
+    not_ignored = ("noise", "device", "precision", "silent")
 
     def __init__(self, experiment: Experiment):
         """Checks that the device, the CPUs or the Ray cluster are there; tries the model."""
@@ -217,23 +223,33 @@ class VectorisedRounds:
         self._settings = settings
         self._randomness = make_randomness(settings.seed)
         self._sum_reports = sum_reports
+        self._discarded = 0  # rounds in a row
 
     def __call__(self, round: int, model: nn.Module) -> PlayedRound:
         """One round: coins, blankets, and the mean update of the batches that are large enough."""
         settings, plan = self._settings, self._settings.plan
         users = self._randomness.checked_in(round, plan.users, plan.check_in_rate)
+        users, crowds = self._present(round, users)
         shufflers = settings.shuffler_of(users)
-        reports = np.bincount(shufflers, minlength=len(settings.crowds))
+        reports = np.bincount(shufflers, minlength=len(crowds))
         blankets = [
             make_randomness(seed_of_shuffler(settings.seed, number)).number_of_blankets(
                 round, plan.shuffler_blankets
             )
-            for number in range(len(settings.crowds))
+            for number in range(len(crowds))
         ]
-        counted = settings.crowds if plan.cover else reports + blankets
-        released = np.flatnonzero(np.asarray(counted) >= plan.minimum_batch).tolist()
+        counted = crowds if plan.cover else reports + blankets
+        enough = np.array([enough_users(crowd, plan) for crowd in crowds])
+        released = np.flatnonzero(enough & (counted >= plan.minimum_batch)).tolist()
+        self._discarded = 0 if enough.any() else self._discarded + 1
+        if self._discarded == MOST_INCOMPLETE:
+            raise RoundFailed(
+                f"{MOST_INCOMPLETE} rounds in a row were discarded: fewer users were there than "
+                f"privacy.least_present, which is {plan.least_present}"
+            )
         if not released:
-            return PlayedRound("below-minimum", None, plan.users, 0)
+            outcome = "below-minimum" if enough.any() else "discarded"
+            return PlayedRound(outcome, None, int(crowds.sum()), 0)
         users = users[np.isin(shufflers, released)]
         added = [(number, 0, blankets[number]) for number in released]
         count = len(users) + sum(last for *_, last in added)
@@ -243,9 +259,28 @@ class VectorisedRounds:
             total += scale * self._randomness.summed_noise(round, count, settings.dimension)
         aggregator = settings.aggregator(plan, settings.dimension)
         aggregator.add(total)
-        crowds = [settings.crowds[number] for number in released]
-        aggregate = Aggregate(aggregator.result(sum(crowds)), count, 0, {})
-        return PlayedRound("released", aggregate, plan.users, smallest_crowd=min(crowds))
+        mixed = crowds[released]
+        aggregate = Aggregate(aggregator.result(int(mixed.sum())), count, 0, {})
+        return PlayedRound("released", aggregate, int(crowds.sum()), int(mixed.min()))
+
+    def _present(self, round: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Leaves out users who are away, each with the chance `silent` whatever its coin and data.
+
+        Returns:
+            Those of `users`, who checked in, that are there; how many users of each shuffler are.
+        """
+        settings, silent = self._settings, self._settings.keys.silent
+        crowds = np.asarray(settings.crowds)
+        if not silent:
+            return users, crowds
+        random = np.random.default_rng(
+            None if settings.seed is None else (settings.seed, round, _SILENCE)
+        )
+        shufflers = settings.shuffler_of(users)
+        there = random.random(len(users)) >= silent
+        others = crowds - np.bincount(shufflers, minlength=len(crowds))
+        here = np.bincount(shufflers[there], minlength=len(crowds))
+        return users[there], here + random.binomial(others, 1 - silent)
 
 
 class ReportSum:
@@ -330,14 +365,8 @@ class ReportSum:
         if len(users):
             features, labels = self._records(users)
             orders = self._orders(round, users, labels.shape[1])
-            given = (
-                features,
-                labels,
-                self._training,
-                orders,
-                self._plan.mechanism.clip_norm,
-                self._precision,
-            )
+            clip_norm = self._plan.mechanism.clip_norm
+            given = features, labels, self._training, orders, clip_norm, self._precision
             with self._turn:
                 total = clipped_sum_of_updates(self._method, self._model, *given).cpu()
         if self._noise_in_reports:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from accounting import Ledger, LocalAccountant
 from accounting.mechanisms import SeededRandomness, clip, make_randomness
 from clients import local_update
-from server import AGGREGATORS, Aggregator
+from server import AGGREGATORS, Aggregator, RoundFailed
 from simulator.cli.__main__ import app
 from simulator.config import ConfigError, load
 from simulator.data.partition import PartitionedRecords
@@ -360,3 +360,35 @@ def test_what_a_block_frees_the_next_takes_without_page_faults():
     if without < 1000:
         pytest.skip("pages are large here, or faults are not counted")
     assert faults("keep") < without / 10
+
+
+def test_silent_users_are_left_out_whatever_their_coins():
+    plan = ["privacy.accountant=blanket", "privacy.shuffler_blankets=4"]
+    full, silent = (engine(*plan, f"simulation.silent={share}") for share in (0, 0.3))
+    model = full.settings.make_model()
+    numbers = range(1, 41)
+    all_there, some = ([rounds_of(e)(n, model) for n in numbers] for e in (full, silent))
+    present = np.array([each.users_present for each in some])
+    assert all(each.smallest_crowd == each.users_present for each in some)
+    assert abs(present.mean() - 0.7 * USERS) < 5 * np.sqrt(0.21 * USERS / 40)
+    assert len(set(present.tolist())) > 10
+    away = [
+        one.aggregate.reports - two.aggregate.reports
+        for one, two in zip(all_there, some, strict=True)
+    ]
+    checked_in_and_away = 0.3 * RATE * USERS
+    assert min(away) >= 0
+    assert abs(np.mean(away) - checked_in_and_away) < 5 * np.sqrt(checked_in_and_away / 40)
+    again = played(silent, 3)
+    assert again.users_present == some[2].users_present
+    assert np.array_equal(again.aggregate.estimate, some[2].aggregate.estimate)
+
+
+def test_too_few_users_for_the_accountant_end_a_run():
+    many = rounds_of(few := engine("simulation.silent=0.3"))
+    model = few.settings.make_model()
+    assert [many(number, model).outcome for number in (1, 2)] == ["discarded"] * 2
+    with pytest.raises(RoundFailed, match="3 rounds in a row were discarded: fewer users were"):
+        many(3, model)
+    least = engine("simulation.silent=0.3", "privacy.least_present=10")
+    assert played(least, 1).outcome == "released"
