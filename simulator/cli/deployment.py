@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -64,6 +65,8 @@ def rehearse_command(
 
     base = deployment.absolute().parent
     sys.path += [str(Path(__file__).resolve().parents[2]), str(base)]
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is stopped
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         plan = load_deployment(deployment)
         if folder is not None and folder.exists() and any(folder.iterdir()):

@@ -6,6 +6,7 @@ own, TLS and node authentication, Flower's SuperLink and SuperNodes, shufflers, 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ from simulator.section import ConfigError
 _START_SECONDS = 120.0
 _STOP_SECONDS = 10.0
 _AGAIN_SECONDS = 2.0
+_AWAY_SECONDS = 30.0
 # Flower asks for work once a second by default, and nothing else sets the pace of a rehearsal.
 _FAST = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 
@@ -235,7 +237,7 @@ def rehearse(deployment: Deployment, base: Path, folder: Path, runs: Path, kill_
         folder: where the sites go.
         runs: where the run folder goes.
         kill_node: whether the last node is killed after two rounds, and brought back after two
-            more.
+            more, or after a while if the run does not go on without it.
 
     Returns:
         What stopped the run.
@@ -264,16 +266,19 @@ def _kill_and_bring_back(rehearsal: Rehearsal, runs: Path, stop: threading.Event
     name = last.name
     before = set(runs.glob("*/metrics.jsonl"))
 
-    def wait_for_rounds(rounds: int) -> None:
-        while not stop.wait(0.2):
+    def wait_for_rounds(rounds: int, seconds: float = math.inf) -> None:
+        deadline = time.monotonic() + seconds
+        while not stop.wait(0.2) and time.monotonic() < deadline:
             new = set(runs.glob("*/metrics.jsonl")) - before
             if any(file.read_text().count("\n") >= rounds for file in new):
                 return
 
     wait_for_rounds(2)
+    if stop.is_set():
+        return
     rehearsal.kill(name)
     print(f"killed {name}", flush=True)
-    wait_for_rounds(4)
+    wait_for_rounds(4, _AWAY_SECONDS)
     if not stop.is_set():
         rehearsal.start_node(name)
         print(f"brought {name} back", flush=True)

@@ -4,10 +4,14 @@ import json
 import os
 import re
 import signal
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
-from deployment_world import NAME, ROOT, World
-from run_world import children, wait_until
+import tomli_w
+from deployment_world import NAME, ROOT, World, deployment_of
+from run_world import children, shufl_command, wait_until
 
 from accounting import rounds_within_budget
 
@@ -109,3 +113,35 @@ def test_flower_runs_the_app_of_the_repository(tmp_path):
         assert outcome["stopped_by"] == "rounds"
         assert [row["outcome"] for row in world.rows] == ["released", "released"]
         assert (world.run_folder / "accuracy_epsilon.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
+    """Two nodes are needed and one is killed; then the command is ended twice, as by `timeout`."""
+    deployment = deployment_of(tmp_path, nodes=2, rounds=1000, least_nodes=2, round_timeout=10.0)
+    file = tmp_path / "deployment.toml"
+    file.write_text(tomli_w.dumps(deployment.model_dump(mode="json", exclude_none=True)))
+    out = tmp_path / "out.txt"
+    with out.open("wb") as log:
+        command = subprocess.Popen(
+            shufl_command("rehearse", file, "--kill-node", "--runs", tmp_path / "runs"),
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: "brought ward-2 back" in out.read_text(), 150, "the node's return")
+        (rows,) = (tmp_path / "runs").glob("*/metrics.jsonl")
+        since = rows.read_text().count("\n")
+        wait_until(lambda: rows.read_text().count("\n") > since + 1, 90, "two more rounds")
+        started = children(command.pid)
+        assert len(started) >= 6  # a shuffler, the SuperLink, two nodes of two processes
+        command.terminate()
+        time.sleep(0.5)
+        command.terminate()
+        assert command.wait(60) == 143, out.read_text()
+        assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    finally:
+        command.kill()
+        command.wait()
