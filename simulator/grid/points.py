@@ -35,11 +35,11 @@ def play(point: Point, folder: Path, threads: int, command: str) -> None:
         Exception: whatever ends a run early.
     """
     torch.set_num_threads(threads)
-    if point.trainer == "central":
+    if point.trainer != "shufl":
         from simulator.grid.central import train
 
         folder.mkdir(parents=True, exist_ok=True)
-        came_to = train(point.config)
+        came_to = train(point.config, private=point.trainer == "central")
     else:
         came_to = _outcome(_played(point, folder))
     packages = ("shufl", "torch", "numpy", "dp-accounting")

@@ -31,13 +31,14 @@ class Series(Section):
         settings: that it has beside the grid's.
         each: further settings, one table for each of the grid's values, or none.
         trainer: `shufl` plays the rounds of the configuration. `central` is the reference for a
-            server that everybody trusts: DP-SGD by Opacus with the same data, model and ε.
+            server that everybody trusts: DP-SGD by Opacus with the same data, model and ε. `plain`
+            is SGD without privacy.
     """
 
     name: str
     settings: Settings = Field(default_factory=dict)
     each: tuple[Settings, ...] = Field((), strict=False)
-    trainer: Literal["shufl", "central"] = "shufl"
+    trainer: Literal["shufl", "central", "plain"] = "shufl"
 
 
 class Grid(Section):

@@ -1,0 +1,37 @@
+"""The references of an experiment's plot: DP-SGD by Opacus, and no privacy."""
+
+import pytest
+
+from simulator.config import load
+from simulator.grid.central import train
+from simulator.section import ConfigError
+
+DIGITS = ["privacy.rounds = 40", "privacy.check_in_rate = 0.25", "privacy.delta = 1e-5"]
+
+
+def test_plain_training_has_neither_noise_nor_a_promise():
+    result = train(load("quickstart", DIGITS), private=False)
+    assert result["accuracy"] > 0.93
+    assert (result["rounds"], result["noise_multiplier"], result["epsilon"]) == (40, 0.0, {})
+
+
+def test_central_training_spends_its_budget_and_learns_less():
+    pytest.importorskip("opacus")
+    plain = train(load("quickstart", DIGITS), private=False)
+    config = load("quickstart", [*DIGITS, "privacy.target_epsilon = 1.0"])
+    result = train(config, private=True)
+    assert 0.95 < result["epsilon"]["opacus"] <= 1.0
+    assert 0.5 < result["accuracy"] < plain["accuracy"]
+    # The noise is what dp-accounting's own composition needs too, within its error.
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    event = PoissonSampledDpEvent(0.25, GaussianDpEvent(result["noise_multiplier"]))
+    epsilon = PLDAccountant().compose(event, 40).get_epsilon(1e-5)
+    assert epsilon == pytest.approx(result["epsilon"]["opacus"], rel=0.02)
+
+
+def test_central_training_needs_a_delta_that_is_a_number():
+    pytest.importorskip("opacus")
+    with pytest.raises(ConfigError, match="privacy.delta must be a number"):
+        train(load("quickstart", ['privacy.delta = "1/n"']), private=True)
