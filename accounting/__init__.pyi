@@ -30,7 +30,7 @@ from .calibration import (
 )
 from .events import CheckIn, FixedSize, Shuffled
 from .ledger import Ledger, LedgerContent, LedgerEntry, LedgerError
-from .mechanisms import GaussianMechanism
+from .mechanisms import GaussianMechanism, LdpSgd
 from .plan import PrivacyPlan
 from .registry import (
     ACCOUNTANTS,
@@ -52,6 +52,7 @@ __all__ = [
     "EpsilonRow",
     "FixedSize",
     "GaussianMechanism",
+    "LdpSgd",
     "Ledger",
     "LedgerContent",
     "LedgerEntry",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from accounting.events import Shuffled
+from accounting.mechanisms import GaussianMechanism, LdpSgd
 from accounting.registry import make_accountant
 
 _PRECISION = 1e-3  # relative, of continuous answers
@@ -21,9 +22,6 @@ _MOST_STEPS = 30
 _NEAR = 0.2  # of log ε: from there on the secant says where the target is
 _LARGEST_NOISE = 1e6
 _FIRST_STEP = 1.25  # of noise, squared from step to step, to 4
-# Less is never recommended, whatever ε says: where few rounds at a small γ leave a user's chance
-# to take part at all below δ, ε is 0 for reports without noise.
-_LEAST_NOISE = 0.2
 _MOST_ROUNDS = 10**6
 _LEAST_BLANKETS, _MOST_BLANKETS = 0.1, 1e7
 _MOST_NOISE_OF_BLANKETS = 64.0
@@ -59,35 +57,35 @@ def participation_note(check_in_rate: float, rounds: int, delta: float) -> str |
 
 
 def least_noise(
-    epsilon_at: Callable[[float], float], target_epsilon: float, guess: float = 1.0
+    epsilon_at: Callable[[float], float],
+    target_epsilon: float,
+    least: float = GaussianMechanism.least_noise,
 ) -> float:
     """Returns the least noise multiplier z (to 0.1 %) with ε(z) <= target.
 
     Args:
         epsilon_at: ε as a function of z.
         target_epsilon: The budget.
-        guess: z to start from.
+        least: The least z that is recommended.
 
     Returns:
-        z, at least 0.2.
+        z, at least `least`.
 
     Raises:
         CalibrationError: Not even z = 10^6 is enough.
     """
     epsilon_at = functools.cache(epsilon_at)
-    if guess <= _LEAST_NOISE:
-        guess = 2.0 * _LEAST_NOISE
-    high, step = guess, _FIRST_STEP
+    high, step = max(1.0, 1.1 * least), _FIRST_STEP
     while not epsilon_at(high) <= target_epsilon:
         high, step = high * step, min(step * step, 4.0)
         if high > _LARGEST_NOISE:
             raise CalibrationError(
                 f"no noise multiplier up to {_LARGEST_NOISE:g} reaches epsilon {target_epsilon:g}"
             )
-    low = max(high / step, _LEAST_NOISE)
-    while low > _LEAST_NOISE and epsilon_at(low) <= target_epsilon:
+    low = max(high / step, least)
+    while low > least and epsilon_at(low) <= target_epsilon:
         step = min(step * step, 4.0)
-        high, low = low, max(low / step, _LEAST_NOISE)
+        high, low = low, max(low / step, least)
     if epsilon_at(low) <= target_epsilon:
         return low
     return _close_in(epsilon_at, target_epsilon, high, low)
@@ -162,27 +160,29 @@ def least_error_blankets(
     target_epsilon: float,
     users: int,
     check_in_rate: float,
+    mechanism: type[GaussianMechanism] | type[LdpSgd] = GaussianMechanism,
 ) -> tuple[float, float]:
     """Returns the noise z and blankets λ of least `mean_update_error` with ε(z, λ) <= target.
 
     Every z has its λ. For many blankets ε depends on λ over the variance of a blanket's density
-    ratio, about `e^{1/z²} - 1`: that says which z to try next. In the end a z that is 5 % off on
-    either side is no better; the error is flat there.
+    ratio, `Mechanism.ratio_variance`: that says which z to try next. In the end a z that is 5 % off
+    on either side is no better; the error is flat there.
 
     Args:
         epsilon_at: ε as a function of z and λ, falling in both.
         target_epsilon: The budget.
         users: n.
         check_in_rate: γ in (0, 1].
+        mechanism: Which one's noise it is.
 
     Returns:
-        z in [0.2, 64] and λ.
+        z, at most 64, and λ.
 
     Raises:
         CalibrationError: Not even z = 64 reaches the target with 10^7 blankets.
     """
-    pairs = _Pairs(epsilon_at, target_epsilon, users * check_in_rate)
-    noise = 1.0
+    pairs = _Pairs(epsilon_at, target_epsilon, users * check_in_rate, mechanism)
+    noise = max(1.0, 1.1 * mechanism.least_noise)
     while True:
         try:
             blankets = pairs.about(noise, 1e3)
@@ -203,12 +203,14 @@ class _Pairs:
         epsilon_at: ε as a function of z and λ.
         target_epsilon: The budget.
         reports: How many users report in expectation.
+        mechanism: Which one's noise it is.
         slope: Of log ε in log λ; nearly the same at every z. None until two places are known.
     """
 
     epsilon_at: Callable[[float, float], float]
     target_epsilon: float
     reports: float
+    mechanism: type[GaussianMechanism] | type[LdpSgd]
     slope: float | None = None
 
     def about(self, noise: float, guess: float) -> float:
@@ -241,9 +243,10 @@ class _Pairs:
 
     def nearby(self, noise: float, blankets: float) -> tuple[float, float]:
         """A pair near the best one, by what λ should be at other z."""
-        tried = np.geomspace(_LEAST_NOISE, _MOST_NOISE_OF_BLANKETS, 2000)
+        tried = np.geomspace(self.mechanism.least_noise, _MOST_NOISE_OF_BLANKETS, 2000)
+        spread = self.mechanism.ratio_variance
         for _ in range(4):
-            supposed = blankets / math.expm1(noise**-2) * np.expm1(tried**-2)
+            supposed = blankets / spread(np.array(noise)) * spread(tried)
             best = int(np.argmin(self.error(tried, supposed)))
             if abs(math.log(tried[best] / noise)) < _FINE or supposed[best] > _MOST_BLANKETS:
                 break
@@ -266,7 +269,7 @@ class _Pairs:
                 # With so many it would be hardly better: where that is not private, fewer are not.
                 allowed = _BETTER * self.error(noise, blankets) / other**2
                 most = min((allowed - 1.0) * self.reports, _MOST_BLANKETS)
-                if other < _LEAST_NOISE or most < _LEAST_BLANKETS:
+                if other < self.mechanism.least_noise or most < _LEAST_BLANKETS:
                     continue
                 if self.epsilon_at(other, most) <= self.target_epsilon:
                     noise, blankets, better = other, self.about(other, most), True

@@ -40,7 +40,7 @@ def check_accountant(name: str, event: Shuffled) -> str:
     """
     validation.choice("accountant", name, tuple(ACCOUNTANTS))
     blankets = "with" if event.blankets else "without"
-    rounds = f"accountant of rounds {blankets} shuffler blankets"
+    rounds = f"accountant of {event.mechanism.name} rounds {blankets} shuffler blankets"
     return validation.choice(rounds, name, accountants_for(event))
 
 

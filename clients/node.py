@@ -310,8 +310,9 @@ class Node:
         alone = np.array([user])
         (seed,) = self._randomness.training_seeds(round, alone).tolist()
         update = local_update(self._model, features, labels, self.settings.training, seed)
-        (noise,) = self._randomness.standard_normal(round, alone, update.size)
-        return self.settings.plan.mechanism.report(update, noise)
+        mechanism = self.settings.plan.mechanism
+        (noise,) = self._randomness.standard_normal(round, alone, mechanism.draws(update.size))
+        return mechanism.report(update, noise)
 
 
 def _shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:

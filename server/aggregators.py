@@ -78,7 +78,7 @@ class Mean(Aggregator):
 
     def result(self, users: int) -> np.ndarray:
         """The sum, divided."""
-        scale = self.plan.mechanism.unit / (users * self.plan.check_in_rate)
+        scale = self.plan.mechanism.unit(self.dimension) / (users * self.plan.check_in_rate)
         return (self._total * scale).astype(np.float32)
 
 
@@ -110,7 +110,9 @@ class SpectralFilter(Aggregator):
         self._held = 0
         mechanism = plan.mechanism
         longest = mechanism.clip_norm * (1 + _DEVIATIONS * mechanism.noise_multiplier)
-        self._limit = longest / mechanism.unit + math.sqrt(dimension) / 2  # rounding's own length
+        self._limit = (
+            longest / mechanism.unit(dimension) + math.sqrt(dimension) / 2
+        )  # rounding's own length
 
     def add(self, report: np.ndarray) -> None:
         """Keeps the report until two blocks are full, then filters the first of them."""

@@ -137,7 +137,7 @@ def canary_rounds(
     model = ArrayRecord(_make_model().state_dict())
     shown = model_digest(_make_model().state_dict())
     users = np.arange(1 if others == "absent" else plan.users)
-    unit = plan.mechanism.unit
+    unit = plan.mechanism.unit(DIMENSION)
     with ControlClient(shuffler.address, shuffler.control) as control:
         length = sealed_length(report_length(DIMENSION))
         digest = control.create_run(settings.run_id, plan.to_json().encode(), length)

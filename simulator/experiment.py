@@ -133,7 +133,8 @@ def prepare(config: Config) -> Experiment:
     experiment = Experiment(config, plan, halting_round=0, parameters=0)
     model = experiment.make_model()
     _try_training(model, experiment)
-    if not plan.mechanism.unit * 2**15 < _LARGEST_FLOAT32:
+    parameters = sum(p.numel() for p in model.parameters())
+    if not plan.mechanism.unit(parameters) * 2**15 < _LARGEST_FLOAT32:
         raise ConfigError(
             "privacy.clip_norm times the noise must fit float32 numbers, got "
             f"C = {plan.mechanism.clip_norm:g}, z = {plan.mechanism.noise_multiplier:g}"
@@ -145,7 +146,6 @@ def prepare(config: Config) -> Experiment:
             f"privacy.target_epsilon must be at least {one * 1.001:.4g}, the {plan.accountant} "
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
-    parameters = sum(p.numel() for p in model.parameters())
     return replace(experiment, halting_round=halting_round, parameters=parameters)
 
 
@@ -159,14 +159,14 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
         ValueError: a value out of range, or nothing reaches the target.
     """
     values = config.privacy.model_dump()
-    make_mechanism, clip_norm = MECHANISMS[values.pop("mechanism")], values.pop("clip_norm")
+    mechanism, clip_norm = MECHANISMS[values.pop("mechanism")], values.pop("clip_norm")
     target, minimum = values["target_epsilon"], values.pop("minimum_batch")
     noise, blankets = values.pop("noise_multiplier"), values.pop("shuffler_blankets")
 
     def plan_with(noise: float, blankets: float, minimum: int = 1) -> PrivacyPlan:
         return PrivacyPlan(
             users=config.data.users,
-            mechanism=make_mechanism(clip_norm=clip_norm, noise_multiplier=noise),
+            mechanism=mechanism(clip_norm=clip_norm, noise_multiplier=noise),
             shuffler_blankets=blankets,
             minimum_batch=minimum,
             **values,
@@ -177,17 +177,19 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
         return epsilon_of(plan.accountant, plan.adjacency, plan.event(), plan.rounds, plan.delta)
 
     present, rate = values["least_present"], values["check_in_rate"]
-    if blankets == "least-error" and epsilon_at(1.0, 1.0) == epsilon_at(1.0, 1e6):
+    some = 2 * mechanism.least_noise
+    if blankets == "least-error" and epsilon_at(some, 1.0) == epsilon_at(some, 1e6):
         raise ValueError(
             f"privacy.shuffler_blankets must be a number with accountant {values['accountant']}, "
             'which does not count them, got "least-error"'
         )
     if blankets == "least-error" and noise is None:
-        noise, blankets = least_error_blankets(epsilon_at, target, present, rate)
+        noise, blankets = least_error_blankets(epsilon_at, target, present, rate, mechanism)
     elif blankets == "least-error":
         blankets = least_blankets(functools.partial(epsilon_at, noise), target)
     elif noise is None:
-        noise = least_noise(lambda noise: epsilon_at(noise, blankets), target)
+        epsilon = functools.partial(epsilon_at, blankets=blankets)
+        noise = least_noise(epsilon, target, mechanism.least_noise)
     if minimum is None:
         minimum = min(config.data.users, max(1, int((present * rate + blankets) / 2)))
     plan = plan_with(noise, blankets, minimum)

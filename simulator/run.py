@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic_core import to_json
 from rich.console import Console
 
-from accounting import Ledger, LedgerError
+from accounting import LdpSgd, Ledger, LedgerError, PrivacyPlan
 from server import (
     Checkpoint,
     CheckpointError,
@@ -259,6 +259,13 @@ def make_folder(runs: Path, experiment: Experiment) -> Path:
     return folder
 
 
+def _strength(plan: PrivacyPlan) -> str:
+    """What one report's noise is worth by itself."""
+    if isinstance(plan.mechanism, LdpSgd):
+        return f"LDP-SGD of ε₀ = {plan.mechanism.local_epsilon:.4g}"
+    return f"σ = {plan.sigma:g}"
+
+
 def _describe(console: Console, experiment: Experiment, engine: Engine, folder: Path) -> None:
     """What is about to run, in five lines."""
     plan, config = experiment.plan, experiment.config
@@ -269,7 +276,7 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
         f"{config.model.name}, {experiment.parameters} parameters",
         "engine": engine.description,
         "privacy": f"γ = {plan.check_in_rate:g}, C = {plan.mechanism.clip_norm:g}, "
-        f"z = {plan.mechanism.noise_multiplier:g}, {plan.adjacency} (σ = {plan.sigma:g}), "
+        f"z = {plan.mechanism.noise_multiplier:g} ({_strength(plan)}), {plan.adjacency}, "
         f"δ = {plan.delta:.3g}, minimum batch {plan.minimum_batch}, "
         f"{plan.shuffler_blankets:g} blankets a round expected; "
         f"coins and noise from {randomness}",

@@ -138,7 +138,7 @@ class Round:
         if self.control.close_round(self.header.run_id, 1) is Outcome.BELOW_MINIMUM:
             return []
         return [
-            self.plan.mechanism.unit
+            self.plan.mechanism.unit(1)
             * decode_report(open_report(sealed, self.private_key, self.header), self.dimension)
             for sealed in self.control.release(self.header.run_id, 1)
         ]

@@ -77,13 +77,16 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         return f"{self.name} prices Shuffled rounds of {', '.join(names)} only"
 
     def _sigma(self, event: Shuffled) -> float:
-        noise = event.mechanism.noise_multiplier
+        """σ of a Gaussian report; 0 of another, which no Gaussian bounds."""
+        mechanism = event.mechanism
+        noise = mechanism.noise_multiplier if isinstance(mechanism, GaussianMechanism) else 0.0
         return adjacency.effective_sigma(noise, self.neighboring_relation)
 
     def _unshuffled(self, counts: dict[Shuffled, int]) -> float:
-        """μ = 1/σ of the one Gaussian that rounds amount to without a shuffler; inf without noise.
+        """μ = 1/σ of the one Gaussian that rounds amount to without a shuffler.
 
-        It bounds every pair of neighbouring datasets.
+        It bounds every pair of neighbouring datasets. Infinite without noise, or if not all reports
+        are Gaussian.
         """
         sigmas = [(self._sigma(event), count) for event, count in counts.items()]
         return math.sqrt(sum(sorted(c / s / s if s else math.inf for s, c in sigmas)))

@@ -17,10 +17,12 @@ from dp_accounting import DpEvent
 from accounting.accountants.base import UNPROTECTED
 from accounting.accountants.profile import ProfileShuffleAccountant
 from accounting.events import CheckIn, Shuffled
+from accounting.mechanisms import GaussianMechanism, LdpSgd
 from accounting.numerics import FloatArray
 from accounting.numerics.jump_counts import PoissonCount
 from accounting.numerics.jump_sum import positive_part
 from accounting.numerics.lower_profile import LowerProfile
+from accounting.numerics.sign_pairs import among_blankets, sign_profile
 from accounting.numerics.worst_pairs import LEAST_NOISE, Pair, lower_profile, note_on, upper_profile
 
 # Fewer expected blankets are priced as none, more as so many.
@@ -43,6 +45,7 @@ class BlanketAccountant(ProfileShuffleAccountant):
         "that the server gets nothing of the round but the shuffled reports"
     )
     participations = (CheckIn,)
+    mechanisms = (GaussianMechanism, LdpSgd)
 
     def _refusal(self, event: DpEvent) -> str | None:
         if isinstance(event, Shuffled) and event != UNPROTECTED and event.blankets == 0.0:
@@ -51,18 +54,20 @@ class BlanketAccountant(ProfileShuffleAccountant):
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
-        private = filter(self._is_private, self._counts)
-        notes = filter(None, (note_on(event.mechanism.noise_multiplier) for event in private))
-        return next(notes, None) or super().note(delta)
+        return note_on(self._noises()) or super().note(delta)
 
     def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
+        rate, relation = event.chance, self.neighboring_relation
+        if isinstance(event.mechanism, LdpSgd):
+            blankets = min(event.blankets, _MOST)
+            hiding = among_blankets(rate, blankets) if blankets >= _LEAST else None
+            return sign_profile(event.mechanism.bias, rate, relation, hiding)
         divergence = functools.partial(divergence_of, event)
-        noise = event.mechanism.noise_multiplier
-        return upper_profile(divergence, event.chance, noise, self.neighboring_relation)
+        return upper_profile(divergence, rate, event.mechanism.noise_multiplier, relation)
 
     def _lower_profile(self, event: Shuffled) -> LowerProfile | None:
         noise = event.mechanism.noise_multiplier
-        if noise < LEAST_NOISE:
+        if not isinstance(event.mechanism, GaussianMechanism) or noise < LEAST_NOISE:
             return None
         divergence = functools.partial(divergence_of, event)
         return lower_profile(divergence, noise, self.neighboring_relation)

@@ -2,16 +2,22 @@
 
 import math
 
-from accounting.accountants.base import ShuffleAccountant
+import numpy as np
+
+from accounting.accountants.profile import ProfileShuffleAccountant
 from accounting.events import Shuffled
-from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
+from accounting.mechanisms import GaussianMechanism, LdpSgd
+from accounting.numerics import FloatArray
+from accounting.numerics.gaussian import gaussian_epsilon, gaussian_losses, log_gaussian_delta
+from accounting.numerics.sign_pairs import sign_profile
 
 
-class LocalAccountant(ShuffleAccountant):
+class LocalAccountant(ProfileShuffleAccountant):
     """No shuffling at all: a user whose reports are all seen by name.
 
     T Gaussian reports of one user are one Gaussian with `1/σ² = Σ_t 1/σ_t²`, also when chosen
-    adaptively, so the conversion is exact (Balle and Wang 2018).
+    adaptively, so the conversion is exact (Balle and Wang 2018). Others are composed by their
+    profiles, which are exact for two opposite updates.
     """
 
     name = "local"
@@ -21,8 +27,21 @@ class LocalAccountant(ShuffleAccountant):
         "every pair of neighbouring datasets, a user who takes part in every round, and a server "
         "that colludes with the shuffler; assumes only that the user's own device adds the noise"
     )
+    mechanisms = (GaussianMechanism, LdpSgd)
+
+    def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
+        if isinstance(event.mechanism, LdpSgd):
+            return sign_profile(event.mechanism.bias, 1.0, self.neighboring_relation, None)
+        shift = 1.0 / self._sigma(event)
+        losses = gaussian_losses(shift)
+        return losses, np.exp(log_gaussian_delta(shift, losses))
+
+    def _is_gaussian(self, counts: dict[Shuffled, int]) -> bool:
+        return all(isinstance(event.mechanism, GaussianMechanism) for event in counts)
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
+        if not self._is_gaussian(counts):
+            return super()._epsilon(counts, delta)
         shift = self._unshuffled(counts)
         if shift == 0.0:
             return 0.0
@@ -31,6 +50,8 @@ class LocalAccountant(ShuffleAccountant):
         return gaussian_epsilon(shift, delta)
 
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
+        if not self._is_gaussian(counts):
+            return super()._delta(counts, epsilon)
         shift = self._unshuffled(counts)
         if shift == math.inf:
             return 1.0

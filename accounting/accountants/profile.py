@@ -67,7 +67,13 @@ class ProfileShuffleAccountant(ShuffleAccountant):
 
     @staticmethod
     def _is_private(event: Shuffled) -> bool:
-        return event.mechanism.noise_multiplier > 0.0
+        return event.mechanism.is_private
+
+    def _noises(self) -> list[float]:
+        """The noise multipliers of what was composed, but for those that are 0."""
+        return [
+            event.mechanism.noise_multiplier for event in filter(self._is_private, self._counts)
+        ]
 
     def _least(
         self,

@@ -4,7 +4,12 @@ It needs numpy, scipy and `cryptography` only: the shuffler process, which makes
 this and nothing else of `accounting`.
 """
 
+from typing import Annotated
+
+from pydantic import Field
+
 from accounting.mechanisms.gaussian import GaussianMechanism, clip
+from accounting.mechanisms.ldp_sgd import LdpSgd
 from accounting.mechanisms.randomness import (
     Randomness,
     SeededRandomness,
@@ -15,14 +20,21 @@ from accounting.mechanisms.randomness import (
     split_mix,
 )
 
-Mechanism = GaussianMechanism
-"""Any mechanism. Of several it is their union, which plans tell apart by `name`."""
+Mechanism = Annotated[
+    GaussianMechanism | LdpSgd,
+    Field(discriminator="name", description="one with the name gaussian or ldp-sgd"),
+]
+"""Any mechanism; plans tell them apart by `name`."""
 
-MECHANISMS: dict[str, type[Mechanism]] = {"gaussian": GaussianMechanism}
+MECHANISMS: dict[str, type[GaussianMechanism] | type[LdpSgd]] = {
+    "gaussian": GaussianMechanism,
+    "ldp-sgd": LdpSgd,
+}
 
 __all__ = [
     "MECHANISMS",
     "GaussianMechanism",
+    "LdpSgd",
     "Mechanism",
     "Randomness",
     "SeededRandomness",

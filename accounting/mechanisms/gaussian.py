@@ -7,7 +7,7 @@ zero update: by the same arithmetic, so that nothing in a report tells which of 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from scipy import linalg
@@ -31,12 +31,34 @@ class GaussianMechanism(Checked):
         ValueError: A value outside its range.
     """
 
+    least_noise: ClassVar[float] = 0.2
+    """Less is never recommended, whatever ε says: where few rounds at a small γ leave a user's
+    chance to take part at all below δ, ε is 0 for reports without noise."""
+
     name: Literal["gaussian"] = "gaussian"
     clip_norm: Positive = 1.0
     noise_multiplier: NotNegative
 
     @property
-    def unit(self) -> float:
+    def is_private(self) -> bool:
+        """Whether there is any noise."""
+        return self.noise_multiplier > 0.0
+
+    @staticmethod
+    def ratio_variance(noise_multiplier: np.ndarray) -> np.ndarray:
+        """The variance of a report's density over a blanket's, at most: e^{1/z²} - 1."""
+        return np.asarray(np.expm1(noise_multiplier**-2.0))
+
+    @staticmethod
+    def draws(dimension: int) -> int:
+        """How many N(0, 1) draws a report of d entries takes."""
+        return dimension
+
+    def noise_deviation(self, dimension: int) -> float:
+        """The standard deviation of the noise in one entry of a report: zC."""
+        return self.noise_multiplier * self.clip_norm
+
+    def unit(self, dimension: int) -> float:
         """What one step of a report's integers stands for: (C + 12 zC) / 32 767."""
         return self.clip_norm * (1 + _NOISE_RANGE * self.noise_multiplier) / _LARGEST
 
@@ -55,7 +77,7 @@ class GaussianMechanism(Checked):
         """
         noisy = self.noise_multiplier * self.clip_norm * standard_normal.astype(np.float64)
         noisy += clip(update, self.clip_norm)
-        noisy /= self.unit
+        noisy /= self.unit(noisy.size)
         np.rint(noisy, out=noisy)
         return np.clip(noisy, -_LARGEST, _LARGEST, out=noisy).astype(np.int16)
 
@@ -71,7 +93,7 @@ class GaussianMechanism(Checked):
         """
         noise_norm = math.sqrt(dimension) + math.sqrt(2 * _LOG_FALSE_REJECT)
         norm = self.clip_norm * (1 + self.noise_multiplier * noise_norm)
-        return norm / self.unit + math.sqrt(dimension) / 2
+        return norm / self.unit(dimension) + math.sqrt(dimension) / 2
 
 
 def clip(update: np.ndarray, clip_norm: float) -> np.ndarray:

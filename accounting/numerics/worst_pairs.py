@@ -7,7 +7,7 @@ zero. Against a blanket a report at `τ = wt`, `w = 1/z`, then has the density r
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from dp_accounting import NeighboringRelation
@@ -82,9 +82,9 @@ def apart(relation: NeighboringRelation, noise_multiplier: float) -> float:
     return records / noise_multiplier
 
 
-def note_on(noise_multiplier: float) -> str | None:
+def note_on(noise_multipliers: Iterable[float]) -> str | None:
     """Returns one line where `upper_profile` counts on no others; otherwise None."""
-    if noise_multiplier >= LEAST_NOISE:
+    if all(noise >= LEAST_NOISE for noise in noise_multipliers):
         return None
     return f"with noise multipliers below {LEAST_NOISE:g} no other report is counted on"
 

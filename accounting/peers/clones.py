@@ -15,16 +15,12 @@ from scipy import special
 
 from accounting import validation
 from accounting.numerics import FloatArray
+from accounting.numerics.sign_sum import ROUND_UP, sign_mean_calls
 
 _Index = npt.NDArray[np.int64]
-# Special functions at up to 10⁹ trials err by less (relative; checked in 60 digits).
-_ROUND_UP = 1e-9
 _NEGLIGIBLE = 1e-32
 _MOST_DEVIATIONS = 13.0
 _POINTS_PER_DEVIATION = 40
-# Up to so many signs, and so many counts above half, tails are summed count by count.
-_MOST_SIGNS_SUMMED = 1e5
-_MOST_STEPS_SUMMED = 2200.0
 # Beyond this ε, 1 - c has few digits left; the profile may stay constant instead.
 _MOST_EPSILON = 20.0
 _FAR = np.array([6.5, 7.0, 7.5, 8.0, 9.0, 10.0, 12.0, 15.0, 19.0, 25.0, 38.0])
@@ -74,7 +70,7 @@ def _mean_calls(reports: int, p: float) -> tuple[FloatArray, FloatArray]:
     below = _binomial_below(signs[1:].astype(np.float64) - 2.0, others, p)
     # Joining blocks is safe, so those that hardly anything falls into need no row of the table.
     likely = np.append(below, 1.0)[1:] > _NEGLIGIBLE
-    likely &= np.append(0.0, below[:-1]) < 1.0 - _ROUND_UP
+    likely &= np.append(0.0, below[:-1]) < 1.0 - ROUND_UP
     signs, below = signs[np.append(True, likely)], below[likely]
     levels = _levels(_MOST_DEVIATIONS / math.sqrt(max(mean - 6.0 * deviation, 1.0)))
     table = sign_mean_calls(signs, levels)
@@ -84,82 +80,6 @@ def _mean_calls(reports: int, p: float) -> tuple[FloatArray, FloatArray]:
     return levels, calls
 
 
-def _log_fair_pmf(a: FloatArray, m: FloatArray) -> FloatArray:
-    """log P[Bin(m, 1/2) = a] for 0 <= a <= m: Loader's saddle point form, no large cancellation."""
-    b = m - a
-    with np.errstate(divide="ignore", invalid="ignore"):
-        v = (a - b) / np.maximum(m, 1.0)
-        entropy = 0.5 * m * (np.log1p(-v * v) + 2.0 * v * np.arctanh(v))
-        inside = 0.5 * np.log(m / (2.0 * np.pi * a * b)) - entropy
-        inside += _stirling(m) - _stirling(a) - _stirling(b)
-    return np.where((a <= 0.0) | (b <= 0.0), -m * math.log(2.0), inside)
-
-
-def _stirling(n: FloatArray) -> FloatArray:
-    """`log n! - log(sqrt(2πn) (n/e)^n)`."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        series = (1 / 12 - (1 / 360 - (1 / 1260 - 1 / 1680 / n**2) / n**2) / n**2) / n
-        exact = special.gammaln(n + 1.0) - (n + 0.5) * np.log(n) + n - 0.5 * math.log(2 * math.pi)
-    return np.where(n > 15.0, series, exact)
-
-
-def sign_mean_calls(m: npt.ArrayLike, c: npt.ArrayLike) -> FloatArray:
-    """Returns upper bounds of E[(W_m - c)_+], W_m the mean of m independent fair signs.
-
-    `½ P[Bin(m-1, ½) = a0 - 1] - c P[Bin(m, ½) >= a0]`, a0 the least count above m(1+c)/2.
-
-    Args:
-        m: Numbers of signs >= 1, shape (M,).
-        c: Levels >= 0, shape (J,) for all m, or (M, J).
-
-    Returns:
-        Shape (M, J).
-    """
-    signs = np.asarray(m, dtype=np.float64)[:, None]
-    level: FloatArray = np.atleast_2d(np.asarray(c, dtype=np.float64))
-    first = np.minimum(np.floor(signs * (1.0 + level) / 2.0) + 1.0, signs)
-    atom, tail = np.empty_like(first), np.empty_like(first)
-    steps = first - _next_to_half(signs)
-    few = signs[:, 0] <= _MOST_SIGNS_SUMMED
-    summed = few[:, None] & (steps <= _MOST_STEPS_SUMMED)
-    if np.any(few):
-        width = int(np.max(steps, where=summed, initial=0.0))
-        pmf, sums = _fair_tails(signs[few, 0], width)
-        places: npt.NDArray[np.intp] = np.minimum(steps[few], width).astype(np.intp)
-        # ½ P[Bin(m-1, ½) = a - 1] = (a/m) P[Bin(m, ½) = a]
-        atom[few] = first[few] / signs[few] * np.take_along_axis(pmf, places, axis=1)
-        tail[few] = np.take_along_axis(sums, places, axis=1)
-    rest, trials = first[~summed], np.broadcast_to(signs, first.shape)[~summed]
-    atom[~summed] = 0.5 * np.exp(_log_fair_pmf(rest - 1.0, trials - 1.0))
-    tail[~summed] = special.betainc(rest, trials - rest + 1.0, 0.5)
-    calls = atom * (1.0 + 1e-11) - level * tail * (1.0 - 1e-10)
-    result: FloatArray = np.where(level < 1.0, np.maximum(calls, 0.0), 0.0) * (1.0 + _ROUND_UP)
-    return result
-
-
-def _next_to_half(signs: FloatArray) -> FloatArray:
-    """The least count of heads above half."""
-    return np.asarray(np.floor(signs / 2.0) + 1.0)
-
-
-def _fair_tails(signs: FloatArray, width: int) -> tuple[FloatArray, FloatArray]:
-    """P[Bin(m, ½) = a] and P[Bin(m, ½) >= a] for the first width + 1 counts a above half.
-
-    Products and sums of positive terms: they err by less than 1e-12 (relative).
-    """
-    start = _next_to_half(signs)
-    counts: FloatArray = np.add.outer(start, np.arange(width + 1.0))
-    ratios: FloatArray = np.empty(counts.shape)
-    ratios[:, 0] = np.exp(_log_fair_pmf(start, signs))
-    ratios[:, 1:] = np.maximum(signs[:, None] - counts[:, :-1], 0.0) / counts[:, 1:]
-    pmf: FloatArray = np.cumprod(ratios, axis=1, dtype=np.float64)
-    beyond: FloatArray = counts[:, -1] + 1.0
-    inside = beyond <= signs
-    sums = pmf.copy()
-    sums[inside, -1] += special.betainc(beyond[inside], signs[inside] - beyond[inside] + 1.0, 0.5)
-    return pmf, np.cumsum(sums[:, ::-1], axis=1)[:, ::-1]
-
-
 def _binomial_below(k: FloatArray, n: FloatArray, p: float) -> FloatArray:
     """P[Bin(n, p) <= k], raised by 1e-9 (relative); 1 far above the mean, 0 for k < 0."""
     k, n = np.broadcast_arrays(k, n)
@@ -167,7 +87,7 @@ def _binomial_below(k: FloatArray, n: FloatArray, p: float) -> FloatArray:
     far = n * p + 5.5 * np.sqrt(n * p * (1.0 - p)) + 5.0
     inside = (k >= 0.0) & (k < np.minimum(n, far))
     tails = special.betainc(n[inside] - k[inside], k[inside] + 1.0, 1.0 - p)
-    result[inside] = np.minimum(tails * (1.0 + _ROUND_UP), 1.0)
+    result[inside] = np.minimum(tails * (1.0 + ROUND_UP), 1.0)
     return result
 
 

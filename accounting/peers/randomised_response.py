@@ -9,7 +9,8 @@ from scipy import stats
 
 from accounting import validation
 from accounting.numerics import FloatArray
-from accounting.peers.clones import check_reports, sign_mean_calls
+from accounting.numerics.sign_sum import sign_mean_calls
+from accounting.peers.clones import check_reports
 
 Adversary = Literal["strong", "weak"]
 

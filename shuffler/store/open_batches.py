@@ -200,8 +200,9 @@ def _make_blankets(
     count = max(1, min(_BLANKETS, _BLANKET_BYTES // report_length(dimension)))
     empty = empty_report(dimension)
     zero, header, sealed = np.zeros(dimension), run.header(round), []
+    draws = mechanism.draws(dimension)
     for number in range(left.made, min(left.made + count, left.work)):
-        (noise,) = randomness.blanket_noise(round.number, np.array([number]), dimension)
+        (noise,) = randomness.blanket_noise(round.number, np.array([number]), draws)
         report = encode_report(mechanism.report(zero, noise))
         if run.plan.cover and number >= left.drawn:
             report = empty

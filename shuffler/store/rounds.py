@@ -66,7 +66,9 @@ class Plan(BaseModel):
     shuffler_blankets: Annotated[float, Field(ge=0, le=1e7)] = 0.0
     cover: bool = False
     rounds: int | None = None
-    mechanism: Mechanism | None = None
+    mechanism: Mechanism | None = Field(
+        None, description="one with the name gaussian or ldp-sgd, or left out"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -77,7 +79,7 @@ class Plan(BaseModel):
         if self.mechanism is None:
             raise ValueError("blankets need a mechanism")
         scales = self.mechanism.clip_norm, self.mechanism.noise_multiplier
-        if not (min(scales) > 0 and max(scales) <= _LARGEST_SCALE and self.mechanism.unit > 0):
+        if not (min(scales) > 0 and max(scales) <= _LARGEST_SCALE and self.mechanism.unit(1) > 0):
             raise ValueError(
                 f"clip_norm and noise_multiplier of blankets must lie in (0, {_LARGEST_SCALE:g}], "
                 f"got {scales[0]:g} and {scales[1]:g}"

@@ -24,6 +24,7 @@ def account_command(
     delta: options.Delta = "1/n",
     adjacency: options.Adjacency = "replace",
     blankets: options.Blankets = 0.0,
+    mechanism: options.Mechanism = "gaussian",
     json: options.Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
@@ -36,7 +37,7 @@ def account_command(
             adjacency, at = ledger.plan.adjacency, ledger.plan.delta
         else:
             users = options.checked_users(n, noise)
-            event = make_event(users, gamma, noise, blankets)
+            event = make_event(users, gamma, noise, blankets, mechanism)
             count = options.checked_count("--rounds", rounds)
             at = options.checked_delta(delta, users)
         options.check_adjacency(adjacency)
@@ -62,6 +63,7 @@ def compare_command(
     delta: options.Delta = "1/n",
     adjacency: options.Adjacency = "replace",
     blankets: options.Blankets = 0.0,
+    mechanism: options.Mechanism = "gaussian",
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also draw ε against rounds to this file.")
     ] = None,
@@ -79,7 +81,7 @@ def compare_command(
         users = options.checked_users(n, noise)
         at = options.checked_delta(delta, users)
         options.check_adjacency(adjacency)
-        event = make_event(users, gamma, noise, blankets)
+        event = make_event(users, gamma, noise, blankets, mechanism)
         last = options.checked_count("--rounds", rounds)
         points = sorted({max(1, round(last ** (step / 8))) for step in range(9)})
         curves: dict[str, list[float | None]] = {}
@@ -124,14 +126,23 @@ def _print_peers(points: list[int], others: Any) -> None:
         typer.echo(f"{peer.name}: {peer.covers}")
 
 
-def make_event(n: int, gamma: float | None, noise: float | None, blankets: float) -> Any:
+def make_event(
+    n: int,
+    gamma: float | None,
+    noise: float | None,
+    blankets: float,
+    mechanism: str = "gaussian",
+) -> Any:
     """One check-in round, from the options."""
-    from accounting import CheckIn, GaussianMechanism, Shuffled
+    from accounting import CheckIn, Shuffled
+    from accounting.mechanisms import MECHANISMS
+    from accounting.validation import choice
 
     if blankets and not 1e-3 <= blankets <= 1e9:
         raise ValueError(f"--blankets must be 0 or lie in [0.001, 10^9], got {blankets:g}")
-    mechanism = GaussianMechanism(noise_multiplier=needed("--noise", noise))
-    return Shuffled(n, CheckIn(needed("--gamma", gamma)), mechanism, blankets)
+    make_mechanism = MECHANISMS[choice("--mechanism", mechanism, tuple(MECHANISMS))]
+    made = make_mechanism(noise_multiplier=needed("--noise", noise))
+    return Shuffled(n, CheckIn(needed("--gamma", gamma)), made, blankets)
 
 
 def _draw(points: list[int], curves: dict[str, list[float | None]], title: str, path: Path) -> None:

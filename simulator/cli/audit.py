@@ -112,6 +112,10 @@ def _end_to_end(
         if other_options:
             raise ValueError("--end-to-end takes the plan from CONFIG, got options of a plan too")
         plan = prepare(load(config)).plan
+        if plan.mechanism.name != "gaussian":
+            raise ValueError(
+                f"--end-to-end attacks mechanism gaussian only, got {plan.mechanism.name}"
+            )
         drawn = secrets.randbits(32) if seed is None else seed
         rounds = 1000 if samples is None else samples
         found = check_end_to_end(plan, epsilon, rounds, confidence, drawn)

@@ -27,6 +27,7 @@ class _Plan:
     adjacency: str
     accountant: str
     target_epsilon: float
+    mechanism: str
 
     def missing(self) -> list[str]:
         """The names of the values that were left out, which are to be found.
@@ -52,7 +53,7 @@ class _Plan:
         from accounting import check_accountant, epsilon_of
 
         plan = replace(self, **values)
-        event = make_event(plan.n, plan.gamma, plan.noise, plan.blankets)
+        event = make_event(plan.n, plan.gamma, plan.noise, plan.blankets, plan.mechanism)
         judge = check_accountant(plan.accountant, event)
         rounds = options.checked_count("--rounds", plan.rounds)
         return epsilon_of(judge, plan.adjacency, event, rounds, plan.delta)
@@ -66,11 +67,14 @@ class _Plan:
             least_noise,
             most_rounds,
         )
+        from accounting.mechanisms import MECHANISMS
 
-        target = self.target_epsilon
+        target, mechanism = self.target_epsilon, MECHANISMS[self.mechanism]
         match self.missing():
             case ["noise"]:
-                return replace(self, noise=least_noise(lambda z: self.epsilon(noise=z), target))
+                least = mechanism.least_noise
+                noise = least_noise(lambda z: self.epsilon(noise=z), target, least)
+                return replace(self, noise=noise)
             case ["rounds"]:
                 return replace(self, rounds=most_rounds(lambda t: self.epsilon(rounds=t), target))
             case ["gamma"]:
@@ -84,6 +88,7 @@ class _Plan:
             target,
             self.n,
             options.needed("--gamma", self.gamma),
+            mechanism,
         )
         return replace(self, noise=noise, blankets=blankets)
 
@@ -107,6 +112,7 @@ def calibrate_command(
         ),
     ] = None,
     accountant: Annotated[str, typer.Option("--accountant", help="Whose ε.")] = "theorem3",
+    mechanism: options.Mechanism = "gaussian",
     dimension: Annotated[
         int | None,
         typer.Option(
@@ -121,6 +127,9 @@ def calibrate_command(
     With --accountant blanket and neither --noise nor --blankets: the two of the least error of the
     mean update.
     """
+    from accounting.mechanisms import MECHANISMS
+    from accounting.validation import choice
+
     try:
         users = options.checked_users(n, noise)
         at = options.checked_delta(delta, users)
@@ -132,8 +141,9 @@ def calibrate_command(
         if accountant == "blanket" and blankets == 0.0:
             raise ValueError("--blankets must be above 0 with --accountant blanket, got 0")
         added = 0.0 if blankets is None and accountant != "blanket" else blankets
+        choice("--mechanism", mechanism, tuple(MECHANISMS))
         of_plan = users, gamma, noise, added, rounds, at, adjacency, accountant, target_epsilon
-        missing, result = _calibrated(_Plan(*of_plan), dimension)
+        missing, result = _calibrated(_Plan(*of_plan, mechanism), dimension)
     except ValueError as error:
         options.fail(error)
     if json:

@@ -11,6 +11,9 @@ from pydantic_core import to_json
 Users = Annotated[int | None, typer.Option("--n", help="Eligible users n.")]
 Rate = Annotated[float | None, typer.Option("--gamma", help="Check-in rate γ in (0, 1].")]
 Noise = Annotated[float | None, typer.Option("--noise", help="Noise multiplier z.")]
+Mechanism = Annotated[
+    str, typer.Option("--mechanism", help="What makes a report: gaussian or ldp-sgd.")
+]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds T.")]
 Delta = Annotated[str, typer.Option("--delta", help='δ in (0, 1), or "1/n".')]
 Adjacency = Annotated[str, typer.Option("--adjacency", help="replace or zero-out.")]

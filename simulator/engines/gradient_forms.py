@@ -149,9 +149,48 @@ def lengths(gradients: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
     return norms, functools.reduce(torch.add, bounds).sqrt()
 
 
-def scales_of(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
-    """The factors that clip users' updates; for a zero update C / 0 is infinite, so it is 1."""
-    return (clip_norm / norms).clamp(max=1.0)
+@dataclass(frozen=True)
+class Clipping:
+    """What a user's update counts in the sum: min(1, C/norm).
+
+    Attributes:
+        clip_norm: C.
+    """
+
+    clip_norm: float
+
+    def scales(self, norms: torch.Tensor) -> torch.Tensor:
+        """The factors of updates with these norms; for a zero update C / 0 is infinite, so 1."""
+        return (self.clip_norm / norms).clamp(max=1.0)
+
+    def only(self, users: torch.Tensor) -> Clipping:
+        """The same of these users only."""
+        return self
+
+
+@dataclass(frozen=True)
+class RandomSides(Clipping):
+    """What an update counts along its own direction in a report of `LdpSgd`.
+
+    Attributes:
+        bias: t of the mechanism.
+        lengths: B |<v, u>| for the report B v and the update's direction u, float64 of shape (k,).
+        coins: uniform draws, which say whether v is on the update's side, shape (k,).
+    """
+
+    bias: float
+    lengths: torch.Tensor
+    coins: torch.Tensor
+
+    def scales(self, norms: torch.Tensor) -> torch.Tensor:
+        """See `Clipping`; a zero update has no direction."""
+        right = self.coins < 0.5 * (1.0 + self.bias * (norms / self.clip_norm).clamp(max=1.0))
+        along = torch.where(right, self.lengths, -self.lengths)
+        return torch.where(norms > 0.0, along / norms, 0.0)
+
+    def only(self, users: torch.Tensor) -> RandomSides:
+        """See `Clipping`."""
+        return replace(self, lengths=self.lengths[users], coins=self.coins[users])
 
 
 def scaled_sum(gradients: Gradients, scales: torch.Tensor, order: Iterable[str]) -> torch.Tensor:

@@ -22,13 +22,13 @@ from torch.nn import functional
 from clients import LocalTraining
 from simulator.engines.book_keeping import Precision, autocast, gradients_of_users, names_of
 from simulator.engines.gradient_forms import (
+    Clipping,
     Dense,
     Gradients,
     Tensors,
     lengths,
     only,
     scaled_sum,
-    scales_of,
     weighted_sum,
 )
 
@@ -47,7 +47,7 @@ def clipped_sum_of_updates(
     labels: torch.Tensor,
     training: LocalTraining,
     orders: torch.Tensor | None,
-    clip_norm: float,
+    clipping: Clipping,
     precision: Precision = "float32",
 ) -> torch.Tensor:
     """The sum over k users of `clients.clip` of `clients.local_update`.
@@ -61,7 +61,7 @@ def clipped_sum_of_updates(
         labels: int64 of shape (k, r), on the model's device.
         training: one gradient, or local epochs.
         orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
-        clip_norm: C.
+        clipping: what each update counts.
         precision: that of forward and backward.
 
     Returns:
@@ -70,19 +70,19 @@ def clipped_sum_of_updates(
     if method == "vmap":
         own = copy.deepcopy(model)  # functional_call exchanges a model's parameters meanwhile
         updates = user_updates(own, features, labels, training, orders, precision)
-        return clipped_sum(updates, clip_norm)
+        return clipped_sum(updates, clipping)
     names = names_of(model)
     gradients = gradients_of_users(model, names, features, labels, precision)
     norms, bounds = lengths(gradients)
-    scales = scales_of(norms, clip_norm)
+    scales = clipping.scales(norms)
     # Of the others float32 may not hold an entry, or only few digits of the scale.
-    sure = bounds <= min(_FLOAT32.max, clip_norm / _FLOAT32.tiny)
+    sure = bounds <= min(_FLOAT32.max, clipping.clip_norm / _FLOAT32.tiny)
     if bounds is not norms:
-        sure &= scales * bounds <= _CANCELLATION * clip_norm
+        sure &= scales.abs() * bounds <= _CANCELLATION * clipping.clip_norm
     if sure.all():
         return weighted_sum(gradients, scales.float(), names.values())
     total = weighted_sum(only(gradients, sure), scales[sure].float(), names.values())
-    few = features[~sure], labels[~sure], training, None, clip_norm, precision
+    few = features[~sure], labels[~sure], training, None, clipping.only(~sure), precision
     return total + clipped_sum_of_updates("vmap", model, *few)
 
 
@@ -122,7 +122,7 @@ def fastest_method(
     def attempt(method: Method) -> None:
         there = (tensor.to(device) for tensor in (features, labels))
         own = ready_for(method, model, device)
-        clipped_sum_of_updates(method, own, *there, training, orders, 1.0, precision)
+        clipped_sum_of_updates(method, own, *there, training, orders, Clipping(1.0), precision)
 
     attempt("vmap")
     if training.algorithm != "fedsgd":
@@ -212,12 +212,12 @@ def user_updates(
     return {name: start[name] - value for name, value in local.items()}
 
 
-def clipped_sum(updates: Tensors, clip_norm: float) -> torch.Tensor:
+def clipped_sum(updates: Tensors, clipping: Clipping) -> torch.Tensor:
     """The sum over users of `clients.clip`, which makes an update with a NaN or infinity zero.
 
     Args:
         updates: float32 of shape (k, ...) for every parameter.
-        clip_norm: C.
+        clipping: what each update counts.
 
     Returns:
         float32 of shape (d,).
@@ -229,4 +229,5 @@ def clipped_sum(updates: Tensors, clip_norm: float) -> torch.Tensor:
     finite = norms.isfinite()
     if not finite.all():
         gradients, norms = only(gradients, finite), norms[finite]
-    return scaled_sum(gradients, scales_of(norms, clip_norm), updates)
+        clipping = clipping.only(finite)
+    return scaled_sum(gradients, clipping.scales(norms), updates)

@@ -20,10 +20,16 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 from pydantic import Field
+from scipy import special
 from torch import nn
 
 from accounting import PrivacyPlan
-from accounting.mechanisms import make_randomness, seed_of_shuffler
+from accounting.mechanisms import (
+    GaussianMechanism,
+    LdpSgd,
+    make_randomness,
+    seed_of_shuffler,
+)
 from accounting.validation import Count
 from clients import LocalTraining, record_orders
 from server import (
@@ -40,6 +46,7 @@ from server import (
 )
 from simulator.data.partition import PartitionedRecords
 from simulator.engines.base import interrupts
+from simulator.engines.gradient_forms import Clipping, RandomSides
 from simulator.engines.user_gradients import (
     Method,
     Precision,
@@ -133,6 +140,12 @@ class VectorisedEngine:
             raise ConfigError(
                 "training.aggregator must be one that needs only the sum of the reports with "
                 f"engine vectorised, which has no single ones, got {aggregator.__name__}"
+            )
+        mechanism = experiment.plan.mechanism
+        if keys.noise == "report" and not isinstance(mechanism, GaussianMechanism):
+            raise ConfigError(
+                'simulation.noise must be "aggregate" with engine vectorised and mechanism '
+                f'{mechanism.name}, got "{keys.noise}"'
             )
         self.gradients = _method(experiment, keys)
         drawn = "for each report" if keys.noise == "report" else "once a round, for their sum"
@@ -255,7 +268,8 @@ class VectorisedRounds:
         count = len(users) + sum(last for *_, last in added)
         total = self._sum_reports(round, model, users, added).astype(np.float64)
         if settings.keys.noise == "aggregate":
-            scale = plan.mechanism.noise_multiplier * plan.mechanism.clip_norm / plan.mechanism.unit
+            mechanism, dimension = plan.mechanism, settings.dimension
+            scale = mechanism.noise_deviation(dimension) / mechanism.unit(dimension)
             total += scale * self._randomness.summed_noise(round, count, settings.dimension)
         aggregator = settings.aggregator(plan, settings.dimension)
         aggregator.add(total)
@@ -365,19 +379,29 @@ class ReportSum:
         if len(users):
             features, labels = self._records(users)
             orders = self._orders(round, users, labels.shape[1])
-            clip_norm = self._plan.mechanism.clip_norm
-            given = features, labels, self._training, orders, clip_norm, self._precision
+            clipping = self._clipping(round, users, features.device)
+            given = features, labels, self._training, orders, clipping, self._precision
             with self._turn:
                 total = clipped_sum_of_updates(self._method, self._model, *given).cpu()
         if self._noise_in_reports:
             noise = np.zeros(self._dimension)
-            scale = self._plan.mechanism.noise_multiplier * self._plan.mechanism.clip_norm
+            scale = self._plan.mechanism.noise_deviation(self._dimension)
             size = max(1, _NUMBERS_AT_ONCE // self._dimension)
             for part in np.split(users, range(size, len(users), size)):
                 noise += self._randomness.standard_normal(round, part, self._dimension).sum(0)
             total = total + torch.from_numpy(scale * noise)
-        units = np.divide(total.numpy(), self._plan.mechanism.unit, dtype=float)
+        units = np.divide(total.numpy(), self._plan.mechanism.unit(self._dimension), dtype=float)
         return np.rint(units, out=units).astype(np.int64)
+
+    def _clipping(self, round: int, users: np.ndarray, device: torch.device) -> Clipping:
+        """What the update of each of `users` counts; `noise = "aggregate"` adds all the rest."""
+        mechanism = self._plan.mechanism
+        if not isinstance(mechanism, LdpSgd):
+            return Clipping(mechanism.clip_norm)
+        draws = self._randomness.standard_normal(round, users, 2).astype(float)
+        given = mechanism.lengths_along(draws[:, 0], self._dimension), special.ndtr(draws[:, 1])
+        there = (torch.from_numpy(each).to(device) for each in given)
+        return RandomSides(mechanism.clip_norm, mechanism.bias, *there)
 
     def _orders(self, round: int, users: np.ndarray, records: int) -> torch.Tensor | None:
         """The order of each user's records in its local epochs, as `local_update` has it."""

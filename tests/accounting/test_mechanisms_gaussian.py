@@ -47,9 +47,9 @@ def test_a_report_is_the_clipped_update_and_the_noise_in_steps_of_the_unit(updat
     mechanism = GaussianMechanism(clip_norm=0.5, noise_multiplier=3.0)
     report = mechanism.report(update, noise)
     assert report.dtype == np.int16
-    assert mechanism.unit == pytest.approx(0.5 * 37 / 32767)
-    error = report * mechanism.unit - (clip(update, 0.5) + 1.5 * noise)
-    assert np.abs(error).max() <= mechanism.unit / 2 * (1 + 1e-9)
+    assert mechanism.unit(1) == pytest.approx(0.5 * 37 / 32767)
+    error = report * mechanism.unit(1) - (clip(update, 0.5) + 1.5 * noise)
+    assert np.abs(error).max() <= mechanism.unit(1) / 2 * (1 + 1e-9)
 
 
 def test_noise_has_standard_deviation_z_times_c():
@@ -57,7 +57,7 @@ def test_noise_has_standard_deviation_z_times_c():
     update[0] = 1e9
     (noise,) = SystemRandomness().standard_normal(1, np.array([0]), update.size)
     mechanism = GaussianMechanism(clip_norm=0.5, noise_multiplier=3.0)
-    report = mechanism.report(update, noise) * mechanism.unit
+    report = mechanism.report(update, noise) * mechanism.unit(1)
     report[0] -= 0.5
     assert stats.kstest(report / 1.5, "norm").pvalue > 1e-7
 
@@ -67,7 +67,7 @@ def test_a_report_saturates_beyond_twelve_deviations_and_never_wraps(noise_multi
     noise = np.array([11.9, 13.0, 40.0, -11.9, -13.0, -1e30])
     mechanism = GaussianMechanism(clip_norm=2.0, noise_multiplier=noise_multiplier)
     report = mechanism.report(np.zeros(6), noise)
-    scale = 2.0 * noise_multiplier / mechanism.unit
+    scale = 2.0 * noise_multiplier / mechanism.unit(1)
     assert report[[0, 3]].tolist() == [round(11.9 * scale), round(-11.9 * scale)]
     assert mechanism.report(np.zeros(2), np.array([1e9, -1e9])).tolist() == [32767, -32767]
     assert (np.sign(report) == np.sign(noise)).all()

@@ -62,7 +62,7 @@ def test_each_user_who_checked_in_sent_its_own_clipped_noisy_gradient(make_round
         (noise,) = SeededRandomness(3).standard_normal(1, np.array([user]), DIMENSION)
         expected.append(gradient.numpy() + 2.0 * noise)
     key = functools.partial(sorted, key=lambda report: float(report[0]))
-    half_a_unit = round.plan.mechanism.unit / 2
+    half_a_unit = round.plan.mechanism.unit(1) / 2
     np.testing.assert_allclose(key(round.released()), key(expected), atol=half_a_unit + 1e-5)
 
 

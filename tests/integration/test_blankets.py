@@ -238,7 +238,7 @@ def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
         assert [row["reports"] for row in each] == expected
         assert {row["smallest_crowd"] for row in each} == {600 // number}
         assert {row["users_present"] for row in each} == {600}
-    unit = prepare(load(str(config))).plan.mechanism.unit
+    unit = prepare(load(str(config))).plan.mechanism.unit(1)
     for name, value in found["vectorised"][1].items():
         # Rounding of some 330 reports a round, each within half a unit, in three rounds.
         assert torch.allclose(value, model[name], atol=10 * unit * np.sqrt(330) / 300, rtol=0)

@@ -80,7 +80,7 @@ def largest_rounding(plan, roundings):
     parameters by lr (1 - momentum^(k + 1)) / (1 - momentum) times its estimate: of all six rounds
     that is 4.0 times the standard deviation of one. What remains is five standard deviations.
     """
-    return 5 * 4.0 * 0.29 * plan.mechanism.unit * math.sqrt(roundings) / (USERS * RATE)
+    return 5 * 4.0 * 0.29 * plan.mechanism.unit(1) * math.sqrt(roundings) / (USERS * RATE)
 
 
 def check_the_model_by_hand(folder, rounds, roundings):

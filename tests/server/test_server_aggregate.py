@@ -41,7 +41,7 @@ def reports():
 def test_the_estimate_is_the_sum_over_n_gamma(reports):
     result = aggregate(sealed(reports))
     assert (result.reports, result.rejected) == (12, 0)
-    mean = PLAN.mechanism.unit * reports.astype(float).sum(0) / 10
+    mean = PLAN.mechanism.unit(1) * reports.astype(float).sum(0) / 10
     np.testing.assert_allclose(result.estimate, mean, rtol=1e-6)
 
 
@@ -71,7 +71,7 @@ class TrimmedMean(Aggregator):
 
     def result(self, users):
         kept = np.sort(self._reports, axis=0)[1:-1]
-        return (self.plan.mechanism.unit * kept.mean(0)).astype(np.float32)
+        return (self.plan.mechanism.unit(1) * kept.mean(0)).astype(np.float32)
 
 
 def test_an_aggregator_of_the_readers_is_given_each_report(reports):
@@ -79,7 +79,7 @@ def test_an_aggregator_of_the_readers_is_given_each_report(reports):
     assert (result.reports, result.rejected) == (12, 1)
     units = reports.astype(float)
     rest = (units.sum(0) - units.min(0) - units.max(0)) / 10
-    np.testing.assert_allclose(result.estimate, PLAN.mechanism.unit * rest, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.estimate, PLAN.mechanism.unit(1) * rest, rtol=1e-5, atol=1e-6)
 
 
 def test_an_empty_batch_is_zero():

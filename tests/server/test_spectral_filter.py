@@ -51,7 +51,7 @@ def test_without_attackers_it_leaves_out_hardly_any_report_and_is_unbiased():
     random = np.random.default_rng(0)
     repetitions, errors, lost = 60, [], 0
     for _ in range(repetitions):
-        blankets = honest(random, 40) - np.rint(SIGNAL / PLAN.mechanism.unit).astype(np.int16)
+        blankets = honest(random, 40) - np.rint(SIGNAL / PLAN.mechanism.unit(1)).astype(np.int16)
         reports = released(random, honest(random, REPORTS), blankets)
         found, left_out = estimate(SpectralFilter, reports)
         errors.append(found - SIGNAL)
@@ -94,7 +94,7 @@ def test_a_shared_part_that_noise_could_explain_stays_in():
     """What the filter does not claim: honest noise about a point just within its limit."""
     random = np.random.default_rng(6)
     hidden = honest(random, 40)
-    hidden[:, 1] += int(2 * NOISE * CLIP / PLAN.mechanism.unit)
+    hidden[:, 1] += int(2 * NOISE * CLIP / PLAN.mechanism.unit(1))
     _, left_out = estimate(SpectralFilter, released(random, honest(random, 360), hidden))
     assert left_out < 20
 

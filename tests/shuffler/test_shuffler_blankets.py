@@ -108,7 +108,7 @@ def test_blankets_from_the_system_have_the_mechanisms_law_and_never_come_again(
     world = start()
     batches = [released(world, opened(world, round)) for round in (1, 2, 3)]
     rows = np.concatenate(batches)
-    noise = rows * MECHANISM.unit / (MECHANISM.clip_norm * MECHANISM.noise_multiplier)
+    noise = rows * MECHANISM.unit(1) / (MECHANISM.clip_norm * MECHANISM.noise_multiplier)
     assert stats.kstest(noise.ravel(), "norm").pvalue > 1e-6
     assert len(set(map(bytes, rows))) == len(rows)
     counts = [len(batch) for batch in batches]
@@ -329,7 +329,8 @@ def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(shared: World, ke
         ({"shuffler_blankets": "50"}, "the plan: shuffler_blankets must be"),
         ({"shuffler_blankets": None}, "the plan: shuffler_blankets must be"),
         ({"mechanism": None}, "blankets need a mechanism"),
-        ({"mechanism": {"clip_norm": 1.0}}, "noise_multiplier is missing"),
+        ({"mechanism": {"name": "gaussian"}}, "noise_multiplier is missing"),
+        ({"mechanism": {"name": "laplace"}}, "must be one with the name gaussian or ldp-sgd"),
         (mechanism(clip_norm=0.0), "clip_norm must be a number above 0"),
         (mechanism(noise_multiplier=None), "noise_multiplier must be a number"),
         (mechanism(noise_multiplier=True), "noise_multiplier must be a number"),

@@ -251,7 +251,7 @@ def test_calibration_by_an_accountant_that_does_not_price_the_rounds_is_one_line
     )
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert "accountant of rounds without shuffler blankets must be" in line
+    assert "accountant of gaussian rounds without shuffler blankets must be" in line
     assert line.endswith("got 'fixed-size-only'")
 
 

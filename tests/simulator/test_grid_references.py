@@ -33,5 +33,5 @@ def test_central_training_spends_its_budget_and_learns_less():
 
 def test_central_training_needs_a_delta_that_is_a_number():
     pytest.importorskip("opacus")
-    with pytest.raises(ConfigError, match="privacy.delta must be a number"):
+    with pytest.raises(ConfigError, match=r"privacy\.delta must be a number"):
         train(load("quickstart", ['privacy.delta = "1/n"']), private=True)

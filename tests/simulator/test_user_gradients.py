@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from accounting.mechanisms import clip
 from clients import LocalTraining, local_update, record_orders
+from simulator.engines.gradient_forms import Clipping
 from simulator.engines.user_gradients import (
     clipped_sum,
     clipped_sum_of_updates,
@@ -43,7 +44,14 @@ def one_by_one(model, features, labels, clip_norm):
 
 def together(model, features, labels, clip_norm, device, precision="float32", method=METHODS[0]):
     own = copy.deepcopy(model).to(device)
-    arguments = features.to(device), labels.to(device), GRADIENT, None, clip_norm, precision
+    arguments = (
+        features.to(device),
+        labels.to(device),
+        GRADIENT,
+        None,
+        Clipping(clip_norm),
+        precision,
+    )
     total = clipped_sum_of_updates(method, own, *arguments).cpu().numpy()
     state = model.state_dict()
     assert all(torch.equal(state[name], now.cpu()) for name, now in own.state_dict().items())
@@ -84,7 +92,7 @@ def test_clipped_sum_is_the_sum_of_clip_for_every_input(device):
     updates[6] = 1e-42
     expected = sum(clip(update.numpy(), 0.5) for update in updates)
     updates = updates.to(device)
-    total = clipped_sum({"a": updates[:, :4].reshape(8, 2, 2), "b": updates[:, 4:]}, 0.5)
+    total = clipped_sum({"a": updates[:, :4].reshape(8, 2, 2), "b": updates[:, 4:]}, Clipping(0.5))
     np.testing.assert_allclose(total.cpu().numpy(), expected, rtol=1e-5, atol=1e-7)
 
 
@@ -220,7 +228,7 @@ def test_a_parameter_may_be_a_single_number(training):
     assert fastest_method(model, (1, 4, 4), 3, training) == "vmap"
     features, labels = torch.randn(5, 2, 1, 4, 4), torch.randint(0, 3, (5, 2))
     orders = record_orders(np.arange(5, dtype=np.uint64), 1, 2)
-    total = clipped_sum_of_updates("vmap", model, features, labels, training, orders, 0.5)
+    total = clipped_sum_of_updates("vmap", model, features, labels, training, orders, Clipping(0.5))
     updates = [
         local_update(model, features[user], labels[user], training, seed=user) for user in range(5)
     ]
@@ -421,7 +429,7 @@ def test_everything_is_computed_where_the_model_is(make, method, answer):
     with OnAnotherDevice(answer), torch.device("meta"):
         model = make().train()
         labels = torch.zeros(4, 3, dtype=torch.int64)
-        arguments = torch.zeros(4, 3, 1, 14, 14), labels, GRADIENT, None, 1.0
+        arguments = torch.zeros(4, 3, 1, 14, 14), labels, GRADIENT, None, Clipping(1.0)
         with torch.device("cpu"):  # what is made anywhere comes from there
             total = clipped_sum_of_updates(method, model, *arguments)
             orders = torch.zeros(1, 4, 3, dtype=torch.int64)

@@ -67,7 +67,7 @@ def run_folder(tmp_path, *overrides):
 
 def largest_rounding(engine, roundings):
     """Of any entry of an estimate whose sum has so many rounded terms: 7 standard deviations."""
-    return 2 * engine.settings.plan.mechanism.unit * math.sqrt(roundings) / (USERS * RATE)
+    return 2 * engine.settings.plan.mechanism.unit(1) * math.sqrt(roundings) / (USERS * RATE)
 
 
 def sum_by_hand(engine, users, round):
@@ -119,7 +119,7 @@ def test_a_sum_in_bfloat16_is_near_the_one_computed_by_hand(device):
         )  # fmt: skip
         expected = sum_by_hand(of, checked_in(2), 2)
         total = reports_of(of).sum(2, of.settings.make_model(), checked_in(2), [])
-        error = total * of.settings.plan.mechanism.unit - expected
+        error = total * of.settings.plan.mechanism.unit(1) - expected
         return np.linalg.norm(error) / np.linalg.norm(expected)
 
     assert error("float32") < 1e-4 < error("bfloat16") < 0.05

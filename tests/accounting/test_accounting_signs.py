@@ -1,0 +1,155 @@
+"""LDP-SGD's accountants against rounds of binary reports that are enumerated."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import UnsupportedEventError
+from scipy import stats
+
+from accounting import (
+    BlanketAccountant,
+    CheckIn,
+    CrowdAccountant,
+    FixedSize,
+    LdpSgd,
+    LocalAccountant,
+    PldAccountant,
+    Shuffled,
+    adjacency,
+)
+from accounting.peers.clones import clones_delta
+from accounting.peers.randomised_response import randomised_response_delta
+
+RELATIONS = list(adjacency.ADJACENCIES.values())
+
+
+def noise_of(local_epsilon):
+    return math.sqrt(math.pi / 2) / math.tanh(local_epsilon / 2)
+
+
+def law_of_user(right, rate, ends):
+    """P[no report, minus, plus] of a user whose report is plus with this chance."""
+    law = np.zeros((ends, ends))
+    law[0, 0], law[1, 0], law[0, 1] = 1 - rate, rate * (1 - right), rate * right
+    return law
+
+
+def convolved(one, other):
+    ends = one.shape[0]
+    total = np.zeros_like(one)
+    for minus, plus in itertools.product(range(ends), repeat=2):
+        if one[minus, plus]:
+            total[minus:, plus:] += one[minus, plus] * other[: ends - minus, : ends - plus]
+    return total
+
+
+def divergence(first, second, epsilon):
+    return float(np.maximum(first - math.exp(epsilon) * second, 0).sum())
+
+
+def both_ways(first, second, epsilon):
+    return max(divergence(first, second, epsilon), divergence(second, first, epsilon))
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize(
+    ("rate", "blankets", "local"), [(1.0, 6.0, 1.0), (0.3, 12.0, 2.5), (0.05, 3.0, 4.0)]
+)
+def test_a_round_of_blankets_costs_what_enumeration_finds(relation, rate, blankets, local):
+    """In one dimension a report is a sign, and the counts of both are all that there is to see."""
+    ends = 60
+    counts = stats.poisson(blankets / 2).pmf(np.arange(ends))
+    hidden = np.outer(counts, counts)
+    right = math.exp(local) / (1 + math.exp(local))
+    replaced = 0.5 if relation is adjacency.relation_of("zero-out") else 1 - right
+    first, second = (
+        convolved(hidden, law_of_user(chance, rate, ends)) for chance in (right, replaced)
+    )
+    mechanism = LdpSgd(noise_multiplier=noise_of(local))
+    accountant = BlanketAccountant(relation)
+    accountant.compose(Shuffled(1, CheckIn(rate), mechanism, blankets))
+    for epsilon in (0.0, 0.05, 0.3, 0.8, 1.5):
+        truth = both_ways(first, second, epsilon)
+        # Chords of the profile, and the mesh of the composition.
+        assert truth * (1 - 1e-6) <= accountant.get_delta(epsilon) <= truth * 1.05 + 1e-6
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("participation", [CheckIn(1.0), CheckIn(0.6), FixedSize(4)])
+def test_the_crowd_bounds_every_dataset_of_few_users(relation, participation):
+    users, local = 6, 1.2
+    mechanism = LdpSgd(noise_multiplier=noise_of(local))
+    accountant = CrowdAccountant(relation)
+    accountant.compose(Shuffled(users, participation, mechanism))
+    right = math.exp(local) / (1 + math.exp(local))
+    ends = users + 1
+    zero_out = relation is adjacency.relation_of("zero-out")
+    chances = [right, 1 - right, 0.5]
+    largest = dict.fromkeys((0.0, 0.1, 0.4, 0.9), 0.0)
+    for others in itertools.combinations_with_replacement(chances, users - 1):
+        laws = [law_of_dataset([own, *others], participation, ends) for own in chances]
+        pairs = [(0, 2), (1, 2)] if zero_out else itertools.combinations(range(3), 2)
+        for one, other in pairs:
+            for epsilon in largest:
+                found = both_ways(laws[one], laws[other], epsilon)
+                largest[epsilon] = max(largest[epsilon], found)
+    for epsilon, truth in largest.items():
+        assert truth * (1 - 1e-6) <= accountant.get_delta(epsilon) <= max(4 * truth, 0.02)
+
+
+def law_of_dataset(chances, participation, ends):
+    if isinstance(participation, FixedSize):
+        groups = list(itertools.combinations(chances, participation.reports))
+        laws = [law_of_dataset(group, CheckIn(1.0), ends) for group in groups]
+        return sum(laws) / len(groups)
+    law = np.zeros((ends, ends))
+    law[0, 0] = 1.0
+    for chance in chances:
+        law = convolved(law, law_of_user(chance, participation.rate, ends))
+    return law
+
+
+@pytest.mark.parametrize("rounds", [1, 7, 400])
+def test_local_is_the_composition_of_randomised_responses(rounds):
+    local = 0.9
+    right = math.exp(local) / (1 + math.exp(local))
+    accountant = LocalAccountant()
+    mechanism = LdpSgd(noise_multiplier=noise_of(local))
+    accountant.compose(Shuffled(1, CheckIn(1.0), mechanism), rounds)
+    heads = np.arange(rounds + 1)
+    for epsilon in (0.0, 0.5, 2.0, 0.05 * rounds):
+        log_p, log_q = (stats.binom(rounds, p).logpmf(heads) for p in (right, 1 - right))
+        above = log_p > log_q + epsilon
+        truth = float(np.sum(np.exp(log_p[above]) - np.exp(epsilon + log_q[above])))
+        assert truth * (1 - 1e-9) <= accountant.get_delta(epsilon) <= truth * 1.01 + 1e-9
+
+
+def test_crowd_without_coins_is_the_weak_adversary_of_the_literature():
+    """Balle et al. 2019 for two categories, where every other user's report is handed over too."""
+    users, local = 500, 1.5
+    accountant = CrowdAccountant()
+    accountant.compose(Shuffled(users, CheckIn(1.0), LdpSgd(noise_multiplier=noise_of(local))))
+    epsilons = np.array([0.0, 0.1, 0.2, 0.4])
+    ours = np.array([accountant.get_delta(epsilon) for epsilon in epsilons])
+    theirs = randomised_response_delta(users, 2, local, epsilons, "weak")
+    np.testing.assert_allclose(ours, theirs, rtol=0.01, atol=2e-7)
+    assert (ours < clones_delta(users, local, epsilons)).all()
+
+
+def test_more_blankets_and_more_noise_cost_less():
+    def epsilon(noise, blankets, rate=0.1):
+        event = Shuffled(10**4, CheckIn(rate), LdpSgd(noise_multiplier=noise), blankets)
+        return BlanketAccountant().epsilon_after(event, 1e-6, 100)
+
+    assert epsilon(2.0, 100) > epsilon(2.0, 1000) > epsilon(2.0, 1e6) > epsilon(2.0, 1e11) > 0
+    assert epsilon(1.2534, 1000) > epsilon(1.5, 1000) > epsilon(10.0, 1000) > 0
+    assert epsilon(2.0, 1000, 0.2) > epsilon(2.0, 1000, 0.1) > epsilon(2.0, 1000, 1e-4)
+    assert epsilon(2.0, 1e-7) == pytest.approx(epsilon(2.0, 1e-9))
+
+
+def test_the_accountants_of_gaussian_noise_refuse_it():
+    event = Shuffled(100, CheckIn(0.5), LdpSgd(noise_multiplier=2.0))
+    with pytest.raises(UnsupportedEventError, match="pld prices Shuffled rounds of"):
+        PldAccountant().epsilon_after(event, 1e-5)

@@ -1,0 +1,102 @@
+"""LDP-SGD in a run: the vectorised engine's sums, both engines end to end, and the command line."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from run_world import shufl
+from typer.testing import CliRunner
+
+from accounting.mechanisms import SeededRandomness, clip
+from clients import local_update
+from simulator.cli.__main__ import app
+from simulator.config import ConfigError, load
+from simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
+from simulator.experiment import prepare
+
+USERS, RATE, CLIP = 80, 0.5, 0.3
+SETTINGS = [
+    "simulation.engine=vectorised", "simulation.noise=aggregate", "privacy.mechanism=ldp-sgd",
+    f"data.users={USERS}", f"privacy.check_in_rate={RATE}", "privacy.noise_multiplier=1.4",
+    f"privacy.clip_norm={CLIP}", "privacy.rounds=200", "privacy.minimum_batch=1",
+    "privacy.accountant=blanket", "privacy.target_epsilon=1e9", "privacy.shuffler_blankets=6",
+    "seed=5",
+]  # fmt: skip
+
+
+def test_the_sum_of_reports_has_the_law_of_one_made_of_single_reports(device):
+    """Against reports that the mechanism itself makes of the same users' updates."""
+    experiment = prepare(load("quickstart", [*SETTINGS, f"simulation.device={device}"]))
+    engine = VectorisedEngine(experiment)
+    play = VectorisedRounds(engine.settings, ReportSum(engine.settings, engine.load_users()).sum)
+    model, records = engine.settings.make_model().train(), engine.load_users()
+    mechanism, dimension = experiment.plan.mechanism, experiment.parameters
+    updates = np.stack([
+        clip(local_update(model, *records(user), engine.settings.training, 0), CLIP)
+        for user in range(USERS)
+    ])  # fmt: skip
+    coins, random = SeededRandomness(5), np.random.default_rng(1)
+    ours, theirs = [], []
+    for round in range(1, 121):
+        users = coins.checked_in(round, USERS, RATE)
+        found = play(round, engine.settings.make_model()).aggregate
+        held = [updates[user] for user in users] + [np.zeros(dimension)] * (
+            found.reports - len(users)
+        )
+        draws = random.normal(size=(len(held), mechanism.draws(dimension)))
+        made = sum(mechanism.report(*each).astype(float) for each in zip(held, draws, strict=True))
+        expected = updates[users].sum(0)
+        ours.append(found.estimate * (USERS * RATE) - expected)
+        theirs.append(made * mechanism.unit(dimension) - expected)
+    deviation = mechanism.noise_deviation(dimension) * math.sqrt(USERS * RATE + 6)
+    along = updates.mean(0) / np.linalg.norm(updates.mean(0))
+    for residuals in (np.array(ours) / deviation, np.array(theirs) / deviation):
+        assert abs((residuals @ along).mean()) * math.sqrt(120) < 4.5  # unbiased
+        assert np.mean(residuals**2) == pytest.approx(1.0, rel=0.05)
+        assert np.var(residuals @ along) == pytest.approx(1.0, rel=0.5)
+
+
+def test_reports_of_their_own_are_refused_where_only_sums_are_made():
+    settings = [*SETTINGS, "simulation.noise=report"]
+    with pytest.raises(ConfigError, match=r'simulation.noise must be "aggregate".*ldp-sgd, got'):
+        VectorisedEngine(prepare(load("quickstart", settings)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "noise"), [("vectorised", "aggregate"), ("flower", "report")])
+def test_a_run_learns_and_keeps_its_budget(tmp_path, engine, noise):
+    finished = shufl(
+        "run", "quickstart", "--runs", tmp_path, "--set", f"simulation.engine={engine}",
+        "--set", "simulation.nodes=3", "--set", f"simulation.noise={noise}",
+        "--set", "privacy.noise_multiplier=",
+        "--set", "privacy.mechanism=ldp-sgd", "--set", "privacy.accountant=blanket",
+        "--set", "privacy.shuffler_blankets=least-error", "--set", "privacy.rounds=12",
+        "--set", "privacy.target_epsilon=8", "--set", "training.evaluate_every=6",
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    assert "LDP-SGD of ε₀ = " in finished.stdout
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_bytes())
+    assert summary["rounds"] == 12
+    assert 7.8 < summary["epsilon"]["blanket"]["epsilon"] <= 8.0
+    assert summary["epsilon"]["pld"]["epsilon"] is None
+    assert summary["accuracy"] > 0.3
+
+
+def test_the_command_line_prices_it_and_names_what_it_does_not_know():
+    plan = ["--n", "1000", "--gamma", "0.5", "--rounds", "10", "--mechanism"]
+    account = CliRunner().invoke(
+        app, ["account", *plan, "ldp-sgd", "--noise", "2", "--blankets", "50", "--json"]
+    )
+    assert {name for name, row in json.loads(account.stdout).items() if row["epsilon"]} == {
+        "blanket", "crowd", "local"
+    }  # fmt: skip
+    target = ["--accountant", "blanket", "--target-epsilon", "1", "--json"]
+    found = json.loads(CliRunner().invoke(app, ["calibrate", *plan, "ldp-sgd", *target]).stdout)
+    assert 0.99 < found["epsilon"] <= 1.0
+    gaussian = json.loads(CliRunner().invoke(app, ["calibrate", *plan, "gaussian", *target]).stdout)
+    assert gaussian["mean_update_error"] < found["mean_update_error"]
+    wrong = CliRunner().invoke(app, ["account", *plan, "laplace", "--noise", "2"])
+    assert wrong.exit_code != 0
+    assert "--mechanism must be 'gaussian' or 'ldp-sgd', got 'laplace'" in wrong.stderr
