@@ -17,7 +17,8 @@ from dp_accounting.rdp import compute_epsilon
 
 from accounting import CheckIn, GaussianMechanism, Shuffled, price
 from accounting.numerics import renyi
-from simulator.tables import draw, epsilon_text
+from simulator.plots import draw
+from simulator.tables import epsilon_text
 
 USERS, SIGMA, LARGEST_ORDER = 60_000, 9.48, 30
 RATE, FIGURE_SIGMA, ROUNDS = 0.1, 5.0, 5540

@@ -1,24 +1,19 @@
-"""The end of a run: the table, the plot and the summary."""
+"""The end of a run: the table and the summary."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from accounting import PrivacyPlan, accountants_for, epsilon_table
+from accounting import epsilon_table
 from server import RunResult
 from simulator.engines import Engine
 from simulator.experiment import Experiment
-from simulator.tables import draw, epsilon_rows, print_epsilons
-
-_STOPPED = {
-    "budget": "privacy budget: one more round would exceed it",
-    "rounds": "all planned rounds done",
-    "interrupt": "interrupted",
-}
+from simulator.tables import STOPPED, epsilon_rows, print_epsilons
 
 
 def summarise(
@@ -50,6 +45,9 @@ def summarise(
         "accountant": plan.accountant,
         "target_epsilon": plan.target_epsilon,
         "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few_present)),
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy", "flwr")
+        },
     }
 
 
@@ -58,7 +56,7 @@ def print_summary(console: Console, summary: dict[str, Any], engine: Engine, fol
     run = Table(title="Run", show_header=False, title_justify="left")
     run.add_row("engine", engine.description)
     run.add_row("rounds", str(summary["rounds"]))
-    run.add_row("stopped by", _STOPPED[summary["stopped_by"]])
+    run.add_row("stopped by", STOPPED[summary["stopped_by"]])
     run.add_row("test accuracy", f"{summary['accuracy']:.2%}")
     run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
     run.add_row("blankets", f"{summary['shuffler_blankets']:g} expected of each shuffler a round")
@@ -68,28 +66,3 @@ def print_summary(console: Console, summary: dict[str, Any], engine: Engine, fol
     print_epsilons(
         console, "ε of the run, by accountant", summary["epsilon"], summary["accountant"]
     )
-
-
-def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: Path) -> None:
-    """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
-    evaluated = [row for row in rows if row["accuracy"] is not None]
-    with draw(path) as axes:
-        for name in accountants_for(plan.event()):
-            priced = [row for row in evaluated if row["epsilons"][name] is not None]
-            axes.plot(
-                [row["epsilons"][name] for row in priced],
-                [100 * row["accuracy"] for row in priced],
-                marker=".",
-                label=name,
-            )
-        axes.axvline(
-            plan.target_epsilon, color="grey", linestyle="--", label=f"budget ({plan.accountant})"
-        )
-        axes.set(
-            xscale="log",
-            xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
-            ylabel="test accuracy (%)",
-            title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, "
-            f"z = {plan.mechanism.noise_multiplier:g}, λ = {plan.shuffler_blankets:g}",
-        )
-        axes.legend()

@@ -27,9 +27,10 @@ from simulator.config import Config, dumps, load
 from simulator.data.datasets import DATASETS, dataset_digest
 from simulator.engines import ENGINES, Engine, interrupts
 from simulator.experiment import Experiment, prepare
+from simulator.plots import plot_accuracy_epsilon
 from simulator.progress import RoundProgress
 from simulator.records import RunRecorder
-from simulator.report import plot_accuracy_epsilon, print_summary, summarise
+from simulator.report import print_summary, summarise
 from simulator.section import ConfigError
 
 MakeEngine = Callable[[Experiment], Engine]

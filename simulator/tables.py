@@ -1,10 +1,8 @@
-"""Accountants' answers, as JSON, tables and plots show them."""
+"""Accountants' answers, as JSON and tables show them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -12,6 +10,14 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from accounting import EpsilonRow
+
+
+STOPPED = {
+    "budget": "privacy budget: one more round would exceed it",
+    "rounds": "all planned rounds done",
+    "interrupt": "interrupted",
+}
+"""Why a run ended, by `stopped_by`."""
 
 
 def epsilon_rows(rows: Iterable[EpsilonRow]) -> dict[str, dict[str, Any]]:
@@ -31,34 +37,23 @@ def print_epsilons(
     table.add_column("ε", justify="right")
     table.add_column("holds for")
     for name, row in rows.items():
-        holds_for, warning = row["covers"], row["warning"]
-        if row["epsilon"] is None:  # all there is to say is why
-            holds_for = warning or ""
-        elif warning:
-            holds_for += f" ({warning})"
-        if row.get("lower_bound"):
-            holds_for += f"; at least {row['lower_bound']:.4g} for this pair"
         mark = " (halts)" if name == halting else ""
-        table.add_row(name + mark, epsilon_text(row["epsilon"]), holds_for)
+        table.add_row(name + mark, epsilon_text(row["epsilon"]), holds_for(row))
     console.print(table)
+
+
+def holds_for(row: dict[str, Any]) -> str:
+    """What an ε of `epsilon_rows` holds for, or why there is none."""
+    if row["epsilon"] is None:  # all there is to say is why
+        return row["warning"] or ""
+    text: str = row["covers"]
+    if row["warning"]:
+        text += f" ({row['warning']})"
+    if row.get("lower_bound"):
+        text += f"; at least {row['lower_bound']:.4g} for this pair"
+    return text
 
 
 def epsilon_text(epsilon: float | None) -> str:
     """An ε, or a dash for an accountant that does not price the mechanism."""
     return "–" if epsilon is None else f"{epsilon:.4g}"
-
-
-@contextmanager
-def draw(*paths: Path) -> Iterator[Any]:
-    """Gives the axes of a plot, which is then written to each path, in the format of its name."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    axes.grid(alpha=0.3)
-    yield axes
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -21,6 +21,7 @@ from simulator.cli.node import node_command
 from simulator.cli.options import fail
 from simulator.cli.plan import plan_command
 from simulator.cli.record import record_app
+from simulator.cli.report import report_command
 from simulator.cli.status import status_command
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
@@ -153,6 +154,7 @@ def _run(
 
 
 app.command("experiment")(experiment_command)
+app.command("report")(report_command)
 app.command("plan")(plan_command)
 app.command("account")(account_command)
 app.command("calibrate")(calibrate_command)

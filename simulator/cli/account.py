@@ -12,7 +12,8 @@ from rich.table import Table
 
 from simulator.cli import options
 from simulator.cli.options import needed
-from simulator.tables import draw, epsilon_rows, epsilon_text, print_epsilons
+from simulator.plots import draw
+from simulator.tables import epsilon_rows, epsilon_text, print_epsilons
 
 
 def account_command(

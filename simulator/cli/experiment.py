@@ -35,7 +35,7 @@ def experiment_command(
     from rich.console import Console
 
     from simulator.engines import EngineFailed
-    from simulator.grid.page import write_page
+    from simulator.grid.page import keep_grid, write_page
     from simulator.grid.runner import play_points
     from simulator.grid.settings import load_grid
     from simulator.section import ConfigError
@@ -56,7 +56,9 @@ def experiment_command(
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fail(ConfigError(f"another shufl experiment is at work in {folder}"))
+            keep_grid(settings, folder, {})
             failed = play_points(points, folder, cpus, command, Console())
+            keep_grid(settings, folder, failed)
             page = write_page(name, settings, points, folder, pages or folder, failed)
     except KeyboardInterrupt:
         fail(RuntimeError("interrupted; the same command goes on"), 130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import statistics
 from collections.abc import Iterator
@@ -12,10 +13,14 @@ from typing import Any
 from simulator.config import dumps
 from simulator.grid.points import read_result
 from simulator.grid.settings import Grid, Point, shown
-from simulator.tables import draw, epsilon_text
+from simulator.plots import draw
+from simulator.tables import epsilon_text
 
 Result = dict[str, Any]
 """A point's `result.json`."""
+
+Table = list[list[str]]
+"""Rows of cells, the heads first."""
 
 
 def write_page(
@@ -34,16 +39,26 @@ def write_page(
         The page.
     """
     pages.mkdir(parents=True, exist_ok=True)
-    results = [
-        (point, result)
-        for point in points
-        if (result := read_result(folder / point.key)) is not None
-    ]
+    results = finished(points, folder)
     _write_csv([result for _, result in results], pages / f"{name}.csv")
-    _plot(grid, [result for _, result in results], [pages / f"{name}.png", pages / f"{name}.svg"])
+    plot_results(
+        grid, [result for _, result in results], pages / f"{name}.png", pages / f"{name}.svg"
+    )
     page = pages / f"{name}.md"
     page.write_text("\n".join(_lines(name, grid, results, len(points), failed)), encoding="utf-8")
     return page
+
+
+def keep_grid(grid: Grid, folder: Path, failed: dict[str, str]) -> None:
+    """Writes `grid.json` beside the points, for `shufl report`: the grid and why points failed."""
+    text = json.dumps({"grid": grid.model_dump(mode="json"), "failed": failed})
+    (folder / "grid.json").write_text(text, encoding="utf-8")
+
+
+def finished(points: list[Point], folder: Path) -> list[tuple[Point, Result]]:
+    """Those of the points that have a result, and it."""
+    read = ((point, read_result(folder / point.key)) for point in points)
+    return [(point, result) for point, result in read if result is not None]
 
 
 def _write_csv(results: list[Result], path: Path) -> None:
@@ -61,7 +76,7 @@ def _write_csv(results: list[Result], path: Path) -> None:
 _NESTED = ("epsilon", "versions")
 
 
-def _plot(grid: Grid, results: list[Result], paths: list[Path]) -> None:
+def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
     """A line a series through the means, with the range over seeds around it, and its ε dashed."""
     words = any(isinstance(value, str) for value in grid.values)
     places = [place if words else value for place, value in enumerate(grid.values)]
@@ -111,18 +126,19 @@ def _lines(
         "",
         f"![{grid.title}]({name}.png)",
         "",
-        f"| {grid.label} | {' | '.join(map(shown, grid.values))} |",
-        f"| --- | {' | '.join('---:' for _ in grid.values)} |",
     )
     plain = [result for _, result in results]
-    for series in grid.series:
-        cells = [_cell(_accuracies(plain, series.name, value)) for value in grid.values]
-        yield f"| {series.name} | {' | '.join(cells)} |"
-    yield from ("", "## What each run did", "", *_plans(grid, results))
+    yield from _markdown(accuracy_table(grid, plain), words=(0,))
+    yield from ("", "## What each run did", "")
+    yield from _markdown(plan_table(grid, results), words=(0, 7, 8))
     if failed:
         yield from ("", "## Runs that failed", "")
         yield from (f"- {point}: {reason}" for point, reason in failed.items())
-    yield from ("", "## Where the numbers come from", "", *_origins(plain), "")
+    yield from ("", "## Where the numbers come from", "")
+    for command, commit, versions, runs, hours in origins(plain):
+        of_commit = f" at commit `{commit}`" if commit else ""
+        yield f"- `{command}`{of_commit}, {versions}: {runs} runs, {hours:.2f} hours of rounds"
+    yield ""
     yield "The configuration of each series, at its first value and seed:"
     for series in grid.series:
         point = next((point for point, _ in results if point.series == series.name), None)
@@ -132,38 +148,51 @@ def _lines(
     yield ""
 
 
-def _plans(grid: Grid, results: list[tuple[Point, Result]]) -> Iterator[str]:
+def _markdown(table: Table, words: tuple[int, ...]) -> Iterator[str]:
+    """A table's lines; columns that are not of words stand on the right."""
+    head, *_ = table
+    for row in (head, [("---" if at in words else "---:") for at in range(len(head))], *table[1:]):
+        yield f"| {' | '.join(row)} |"
+
+
+def accuracy_table(grid: Grid, results: list[Result]) -> Table:
+    """Mean and range of each series at each value."""
+    rows = [[grid.label, *map(shown, grid.values)]]
+    for series in grid.series:
+        cells = [_cell(_accuracies(results, series.name, value)) for value in grid.values]
+        rows.append([series.name, *cells])
+    return rows
+
+
+def plan_table(grid: Grid, results: list[tuple[Point, Result]]) -> Table:
     """The privacy plan and ε of the first seed's runs."""
     first = [result for point, result in results if point.seed == grid.seeds[0]]
     names = list(dict.fromkeys(name for result in first for name in result["epsilon"]))
     heads = ("γ", "z", "λ", "rounds", "δ", "neighbours", "halted by", *(f"ε {n}" for n in names))
-    yield f"| series | {grid.label} | {' | '.join(heads)} |"
-    yield f"| --- |{' ---: |' * 6} --- | --- |{' ---: |' * len(names)}"
+    rows = [["series", grid.label, *heads]]
     for result in first:
-        cells = (
+        rows.append([
             result["series"],
             shown(result["value"]),
             *(f"{result[key]:.4g}" for key in _NUMBERS),
             result["adjacency"],
             result["accountant"],
             *(epsilon_text(result["epsilon"].get(name)) for name in names),
-        )
-        yield f"| {' | '.join(cells)} |"
+        ])  # fmt: skip
+    return rows
 
 
 _NUMBERS = ("check_in_rate", "noise_multiplier", "shuffler_blankets", "rounds", "delta")
 
 
-def _origins(results: list[Result]) -> Iterator[str]:
-    """Command, commit and versions, with the runs that they made."""
-    origins: dict[tuple[str, str, str], list[Result]] = {}
+def origins(results: list[Result]) -> Iterator[tuple[str, str, str, int, float]]:
+    """Command, commit and versions, with how many runs they made and the hours of these."""
+    by_origin: dict[tuple[str, str, str], list[Result]] = {}
     for result in results:
         versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
-        origins.setdefault((result["command"], result["commit"], versions), []).append(result)
-    for (command, commit, versions), made in origins.items():
-        hours = sum(result["seconds"] for result in made) / 3600
-        of_commit = f" at commit `{commit}`" if commit else ""
-        yield f"- `{command}`{of_commit}, {versions}: {len(made)} runs, {hours:.2f} hours of rounds"
+        by_origin.setdefault((result["command"], result["commit"], versions), []).append(result)
+    for (command, commit, versions), made in by_origin.items():
+        yield command, commit, versions, len(made), sum(each["seconds"] for each in made) / 3600
 
 
 def _made(results: list[Result], series: str, value: float | str) -> list[Result]:

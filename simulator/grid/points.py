@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from server import CheckpointError
+from simulator.config import dumps
 from simulator.grid.settings import Point
 from simulator.records import MetricsError, read_rows
 from simulator.run import resume_run, run
@@ -63,6 +64,11 @@ def read_result(folder: Path) -> dict[str, Any] | None:
         return json.loads((folder / _RESULT).read_bytes())
     except (FileNotFoundError, ValueError):
         return None
+
+
+def configuration_of(point: Point) -> str:
+    """A point's whole configuration, TOML."""
+    return dumps(point.config).strip()
 
 
 def _played(point: Point, folder: Path) -> Path:

@@ -1,0 +1,37 @@
+"""`shufl report`: one HTML page of a run, or of an experiment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from simulator.cli.options import fail
+
+
+def report_command(
+    path: Annotated[
+        Path, typer.Argument(help="A run folder, or an experiment's folder in its RESULTS.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="The file. Default: report.html in that folder.")
+    ] = None,
+) -> None:
+    """Write one HTML page with plots, ε and what it holds for, ledger, plan and configuration.
+
+    It needs no network: mail it, or open it on a phone.
+    """
+    # For models and datasets of an experiment that are named module:callable.
+    sys.path += [str(Path(__file__).resolve().parents[2]), str(Path.cwd())]
+    from accounting import LedgerError
+    from simulator.html_page import page_of
+
+    target = output or path / "report.html"
+    try:
+        text = page_of(path)
+        target.write_text(text, encoding="utf-8")
+    except (ValueError, LedgerError, OSError) as error:
+        fail(error)
+    typer.echo(f"written: {target}")

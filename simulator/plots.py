@@ -1,0 +1,71 @@
+"""Plots of runs, by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accounting import PrivacyPlan, accountants_for
+
+
+@contextmanager
+def draw(*paths: Path) -> Iterator[Any]:
+    """Gives the axes of a plot, which is then written to each path, in the format of its name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    axes.grid(alpha=0.3)
+    yield axes
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: Path) -> None:
+    """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
+    evaluated = [row for row in rows if row["accuracy"] is not None]
+    with draw(path) as axes:
+        for name in accountants_for(plan.event()):
+            priced = [row for row in evaluated if row["epsilons"][name] is not None]
+            axes.plot(
+                [row["epsilons"][name] for row in priced],
+                [100 * row["accuracy"] for row in priced],
+                marker=".",
+                label=name,
+            )
+        axes.axvline(
+            plan.target_epsilon, color="grey", linestyle="--", label=f"budget ({plan.accountant})"
+        )
+        axes.set(
+            xscale="log",
+            xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
+            ylabel="test accuracy (%)",
+            title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, "
+            f"z = {plan.mechanism.noise_multiplier:g}, λ = {plan.shuffler_blankets:g}",
+        )
+        axes.legend()
+
+
+def plot_rounds(rows: list[dict[str, Any]], path: Path) -> None:
+    """Reports and test accuracy, round by round."""
+    with draw(path) as axes:
+        numbers = [row["round"] for row in rows]
+        axes.bar(
+            numbers, [row["reports"] for row in rows], width=1.0, color="#8cf", label="reports"
+        )
+        axes.set(xlabel="round", ylabel="reports")
+        evaluated = [row for row in rows if row["accuracy"] is not None]
+        if evaluated:
+            beside = axes.twinx()
+            beside.plot(
+                [row["round"] for row in evaluated],
+                [100 * row["accuracy"] for row in evaluated],
+                color="#d40",
+                marker="." if len(evaluated) < 100 else "",
+            )
+            beside.set(ylabel="test accuracy (%), the line")

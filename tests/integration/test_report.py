@@ -1,0 +1,206 @@
+"""`shufl report`: pages of real runs and of a grid, opened in a browser where there is one."""
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from run_world import shufl
+from typer.testing import CliRunner
+
+from simulator.cli.__main__ import app
+from simulator.grid.page import keep_grid
+from simulator.grid.points import play
+from simulator.grid.settings import Grid
+from simulator.html_page import page_of
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+HOSTILE = "<img src=x onerror=document.title=1>"
+SETTINGS = {
+    "simulation.engine": "vectorised",
+    "privacy.rounds": 4,
+    "data.users": 200,
+    "privacy.minimum_batch": 1,
+    "privacy.target_epsilon": 1e6,
+}
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("runs")
+    sets = [f"--set={key}={value}" for key, value in SETTINGS.items()]
+    done = shufl("run", "quickstart", "--runs", runs, *sets)
+    assert done.returncode == 0, done.stderr
+    (folder,) = runs.iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of four points two that were played, one that failed, and one that is missing."""
+    folder = tmp_path_factory.mktemp("results") / "tiny"
+    grid = Grid(
+        title=HOSTILE,
+        about="One paragraph\nof two lines.\n\n- a <b>point</b>",
+        base="quickstart",
+        settings=SETTINGS,
+        across="privacy.noise_multiplier",
+        label="z",
+        values=[1.0, 3.0],
+        seeds=[3],
+        series=[{"name": "<script>alert(1)</script>"}, {"name": "other"}],
+    )
+    points = grid.points()
+    for point in points[:2]:
+        play(point, folder / point.key, 1, "shufl experiment <tiny>")
+    keep_grid(grid, folder, {str(points[2]): "no <i>luck</i>"})
+    return folder
+
+
+class Seen(html.parser.HTMLParser):
+    """The text of a page, and its elements with what they load."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.text, self.tags, self.loaded = "", set(), []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href", "srcset")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def check_alone(page):
+    """That a page loads nothing and runs nothing."""
+    seen = Seen(page)
+    assert not seen.tags & {"script", "link", "iframe", "object", "b", "i"}
+    assert all(value.startswith("data:image/svg+xml;base64,") for value in seen.loaded)
+    assert "url(" not in page and "@import" not in page
+    return seen.text
+
+
+def test_the_page_of_a_run_says_what_the_run_says(run_folder, tmp_path):
+    target = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", str(run_folder), "--output", str(target)])
+    assert (done.exit_code, done.stdout) == (0, f"written: {target}\n")
+    text = check_alone(target.read_text())
+    summary = json.loads((run_folder / "summary.json").read_bytes())
+    assert f"{summary['accuracy']:.2%}" in text
+    for name, row in summary["epsilon"].items():
+        assert name in text and row["covers"] in text and f"{row['epsilon']:.4g}" in text
+    assert (run_folder / "config.toml").read_text().strip() in text
+    assert f"torch {summary['versions']['torch']}" in text
+    assert re.search(r"rounds spent\s*4\s*released\s*4", text)
+    assert target.read_text().count("data:image/svg+xml") == 2
+
+
+def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
+    """Three rounds are spent; of the third there is no row, and nothing was evaluated yet."""
+    folder = tmp_path / HOSTILE
+    shutil.copytree(run_folder, folder)
+    (folder / "summary.json").unlink()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"accuracy": None, "loss": None} for row in rows[:2]]
+    cut = json.dumps(rows[0])[:50]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows) + cut)
+    ledger = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (folder / "ledger.jsonl").write_text("".join(ledger[:4]))
+    text = check_alone(page_of(folder))
+    assert HOSTILE in text
+    assert "not finished when this was made" in text and "not evaluated yet" in text
+    assert re.search(r"rounds spent\s*3\s*released\s*2\s*spent, without a row\s*1", text)
+    told = json.loads(CliRunner().invoke(app, ["account", str(folder), "--json"]).stdout)
+    assert f"{told['blanket']['epsilon']:.4g}" in text
+    for name in ("metrics.jsonl", "ledger.jsonl"):  # before the first round
+        (folder / name).unlink()
+    assert re.search(r"rounds spent\s*0", check_alone(page_of(folder)))
+
+
+def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
+    done = CliRunner().invoke(app, ["report", str(results)])
+    assert done.exit_code == 0, done.stderr
+    text = check_alone((results / "report.html").read_text())
+    assert HOSTILE in text and "One paragraph of two lines." in text and "<b>point</b>" in text
+    played = [json.loads(path.read_bytes()) for path in sorted(results.glob("*/result.json"))]
+    assert len(played) == 2
+    for result in played:
+        assert f"{100 * result['accuracy']:.2f}" in text
+        assert f"{result['epsilon']['blanket']:.4g}" in text
+    assert "2 of 4" in text and "shufl experiment <tiny>" in text
+    assert "other, 1, seed 3: no <i>luck</i>" in text
+    assert re.search(r"missing\s*other, 3, seed 3", text)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (None, "", "must be a run folder, which has a plan.json, or the folder of an experiment"),
+        ("plan.json", "{}", "privacy plan: users is missing"),
+        ("grid.json", "{", "has a damaged file: Expecting property name"),
+        ("grid.json", '{"grid": {}, "failed": {}}', "title is missing"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(tmp_path, file, content, message):
+    if file:
+        (tmp_path / file).write_text(content)
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code != 0
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_page_of_a_run_needs_no_torch(run_folder):
+    """A report is wanted at once, and torch takes seconds to import."""
+    code = (
+        "import pathlib, sys; from simulator.html_page import page_of; "
+        "page_of(pathlib.Path(sys.argv[1])); print({'torch', 'flwr', 'ray'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code, run_folder]
+    assert subprocess.check_output(command, text=True) == "set()\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("what", ["run_folder", "results"])
+def test_a_browser_shows_it_whole_on_a_phone_and_a_screen(what, width, request, tmp_path):
+    """Inside a frame of that width nothing sticks out, and every image has a size."""
+    page = page_of(request.getfixturevalue(what)).replace("</body>", MEASURE + "</body>")
+    (tmp_path / "page.html").write_text(page)
+    frame = f'<iframe src="page.html" width="{width}" height="3000"></iframe>'
+    (tmp_path / "frame.html").write_text(FRAME + frame)
+    shown = browse(tmp_path, "--dump-dom", "--virtual-time-budget=5000", "frame.html").stdout
+    measured = json.loads(re.search(r"<title>(.*?)</title>", shown).group(1).replace("&quot;", '"'))
+    assert width - 20 <= measured["width"] <= width  # a scroll bar may take some
+    assert measured["images"] and min(measured["images"]) > 0.8 * min(width, 700)
+    browse(tmp_path, "--screenshot=shot.png", f"--window-size={max(width, 500)},1500", "page.html")
+    assert (tmp_path / "shot.png").stat().st_size > 20_000
+
+
+FRAME = "<!doctype html><title></title><script>onmessage = e => document.title = e.data</script>"
+MEASURE = """<script>addEventListener("load", () => parent.postMessage(JSON.stringify({
+    width: document.documentElement.scrollWidth,
+    images: [...document.images].map(image => image.getBoundingClientRect().width),
+}), "*"))</script>"""
+
+
+def browse(folder, *arguments):
+    """Chromium without a window, at a page of this folder, with a profile of its own."""
+    *options, page = arguments
+    quiet = "no-first-run disable-background-networking disable-component-update disable-sync"
+    flags = ["headless", "no-sandbox", "disable-gpu", "disable-quic", *quiet.split()]
+    command = [CHROMIUM, *(f"--{flag}" for flag in flags), f"--user-data-dir={folder / 'profile'}"]
+    return subprocess.run(
+        [*command, *options, f"file://{folder / page}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+        cwd=folder,
+    )
