@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from simulator.cli import options
@@ -66,7 +67,8 @@ def plan_command(
     if json:
         options.print_json({"plans": rows})
         return
-    Console().print(_table(rows, f"n = {n}, ε ≤ {epsilon:g} for every pair, δ = {at:.3g}"))
+    title = f"n = {n}, ε ≤ {epsilon:g} for every pair, δ = {at:.3g}"
+    Console().print(_table(rows, title, predicts=setting is not None))
     if setting is not None:
         typer.echo("accuracy: about; –: with more error than was ever tried")
     if write is not None:
@@ -96,21 +98,22 @@ def _configuration(
     return dumps(load(setting.config, chosen))
 
 
-def _table(rows: list[dict[str, Any]], title: str) -> Table:
+def _table(rows: list[dict[str, Any]], title: str, predicts: bool) -> Table:
     table = Table(title=title, title_justify="left")
-    heads = ("γ", "rounds", "z", "λ", "error", "accuracy", "a device sends", "shuffler a round")
-    for head in heads:
+    heads = ("γ", "rounds", "z", "λ", "error", "a device sends", "shuffler a round")
+    for head in (*heads, *(["accuracy"] if predicts else [])):
         table.add_column(head, justify="right")
     for row in rows:
         accuracy = row["accuracy"]
+        predicted = "–" if accuracy is None else f"{accuracy:.1%}"
         table.add_row(
             f"{row['check_in_rate']:g}",
             str(row["rounds"]),
             f"{row['noise_multiplier']:.4g}",
             f"{row['shuffler_blankets']:.0f}",
             f"{row['run_error']:.2e}",
-            "–" if accuracy is None else f"{accuracy:.1%}",
-            f"{row['device_bytes'] / 1e6:,.1f} MB",
-            f"{row['shuffler_bytes'] / 1e6:,.0f} MB",
+            decimal(int(row["device_bytes"])),
+            decimal(int(row["shuffler_bytes"])),
+            *([predicted] if predicts else []),
         )
     return table

@@ -19,7 +19,7 @@ from clients import DeviceLimits
 from clients.device import RunOffered
 from shuffler.callers import Role
 from shuffler.keys import Authority, Request, write_new
-from simulator.config import dumps, load
+from simulator.config import Config, dumps, load
 from simulator.deployment.plan import (
     Deployment,
     Process,
@@ -91,7 +91,7 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
         )
     parties, flower = (_authority(out / name) for name in ("authority", "authority-flower"))
     made, signed, waiting, kept = [], [], [], []
-    for site in sites_of(deployment, experiment, out if in_place else None):
+    for site in sites_of(deployment, experiment, base, out if in_place else None):
         folder = out / site.name
         keys = folder / "keys"
         if not folder.exists():
@@ -120,12 +120,14 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
     return Provisioned(tuple(made), tuple(signed), tuple(waiting), tuple(kept))
 
 
-def sites_of(deployment: Deployment, experiment: Experiment, out: Path | None) -> list[Site]:
+def sites_of(
+    deployment: Deployment, experiment: Experiment, base: Path, out: Path | None
+) -> list[Site]:
     """Every site, with the files that it gets; `out` is where all of them run, if it is here."""
     sites = [
-        _server(deployment, experiment),
+        _server(deployment, experiment, base),
         *(_shuffler(deployment, number) for number in range(len(deployment.shufflers))),
-        *(_node(deployment, number, experiment) for number in deployment.numbered),
+        *(_node(deployment, number, experiment, base) for number in deployment.numbered),
     ]
     return [_filled(site, "/srv/shufl" if out is None else str(out / site.name)) for site in sites]
 
@@ -146,6 +148,17 @@ def experiment_of(deployment: Deployment, base: Path) -> Experiment:
     return prepare(deployed_config(config, _server_site(deployment)))
 
 
+def _modules(base: Path, config: Config, *others: str) -> dict[str, str]:
+    """The modules beside the deployment's file that `module:callable` names, by file name."""
+    named = config.data.dataset, config.data.features or "", config.model.name, *others
+    files = {name.partition(":")[0].replace(".", "/") + ".py" for name in named if ":" in name}
+    return {
+        file: (base / file).read_text(encoding="utf-8")
+        for file in sorted(files)
+        if (base / file).is_file()
+    }
+
+
 def _server_site(deployment: Deployment) -> ServerSite:
     server = deployment.server
     return ServerSite(
@@ -158,7 +171,7 @@ def _server_site(deployment: Deployment) -> ServerSite:
     )
 
 
-def _server(deployment: Deployment, experiment: Experiment) -> Site:
+def _server(deployment: Deployment, experiment: Experiment, base: Path) -> Site:
     server, name = deployment.server, deployment.name
     connection = {
         "superlink": {
@@ -170,7 +183,7 @@ def _server(deployment: Deployment, experiment: Experiment) -> Site:
         }
     }
     processes = (server_process(server),)
-    files = {
+    files = _modules(base, experiment.config) | {
         "run.toml": dumps(experiment.config),
         "server.toml": tomli_w.dumps(_server_site(deployment).model_dump()),
         "flower/config.toml": tomli_w.dumps(connection),
@@ -207,7 +220,7 @@ def _shuffler(deployment: Deployment, number: int) -> Site:
     return _complete(site, deployment, "shuffler.md", address=deployment.addresses[number])
 
 
-def _node(deployment: Deployment, number: int, experiment: Experiment) -> Site:
+def _node(deployment: Deployment, number: int, experiment: Experiment, base: Path) -> Site:
     entry, plan = deployment.nodes[number], experiment.plan
     about = {
         "number": number,
@@ -224,7 +237,7 @@ def _node(deployment: Deployment, number: int, experiment: Experiment) -> Site:
         "superlink": deployment.server_address,
         "reply_after": entry.reply_after,
     }
-    files = {
+    files = _modules(base, experiment.config, entry.data) | {
         "run.toml": dumps(experiment.config),
         "node.toml": tomli_w.dumps(about),
         "device.toml": _device(plan, experiment.halting_round),

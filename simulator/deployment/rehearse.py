@@ -107,9 +107,8 @@ class Rehearsal:
             )
         provision(self.deployment, base, self.folder, in_place=True)
         experiment = experiment_of(self.deployment, base)
-        self.sites = {
-            site.name: site for site in sites_of(self.deployment, experiment, self.folder)
-        }
+        sites = sites_of(self.deployment, experiment, base, self.folder)
+        self.sites = {site.name: site for site in sites}
         for site in self.sites.values():
             keys = self.folder / site.name / "keys"
             for name, _ in site.requests:

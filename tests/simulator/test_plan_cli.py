@@ -1,6 +1,7 @@
 """`shufl plan`: plans that keep their ε, by an accountant that had no part in finding them."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -41,11 +42,22 @@ def test_the_configuration_written_is_the_first_plan(tmp_path):
     result = invoke(*ASKED, "--dataset", "mnist", "--write", path)
     assert result.exit_code == 0, result.output
     assert "–: with more error than was ever tried" in result.stdout
+    assert re.search(r"┃ +accuracy ┃$", result.stdout, re.M)
     config = load(str(path))
     assert config.data.dataset == "mnist" and config.data.users == 3000
     assert (config.privacy.target_epsilon, config.privacy.delta) == (1.5, 1e-6)
     assert (config.privacy.accountant, config.privacy.check_in_rate) == ("blanket", 1.0)
     assert config.privacy.rounds == 1000 and config.privacy.shuffler_blankets > 100
+
+
+@pytest.mark.slow
+def test_a_small_model_of_ones_own_has_its_traffic_in_kilobytes_and_no_accuracy():
+    result = invoke(*ASKED, "--dimension", 62)
+    assert result.exit_code == 0, result.output
+    assert "accuracy" not in result.stdout
+    least = 62 * 2 * 10  # bytes: 16-bit integers, and ten reports expected at γ = 0.1 in 100 rounds
+    sizes = map(float, re.findall(r"│ +([\d.]+) kB │ +[\d.]+ [kM]B │$", result.stdout, re.M))
+    assert [1e3 * size > least for size in sizes] == [True] * 9
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,29 @@ def test_every_site_has_files_that_its_process_reads(base):
     assert features.shape[1:] == (1, 8, 8) and len(labels) == len(features)
 
 
+def test_modules_of_the_reader_come_to_whoever_runs_them(base):
+    model = "from simulator.models import mlp\n\nwide = mlp\n"
+    records = "def of_ward(user):\n    return features[user], labels[user]\n"
+    (base / "own").mkdir()
+    (base / "own/models.py").write_text(model)
+    (base / "own_records.py").write_text(records)
+    (base / "run.toml").write_text(tomli_w.dumps(RUN | {"model": {"name": "own.models:wide"}}))
+    first = {"name": "ward-1", "users": 30, "data": "own_records:of_ward"}
+    sys.path.append(str(base))
+    try:
+        provisioned(base, nodes=[first, {"name": "ward-2", "users": 20}])
+    finally:
+        sys.path.remove(str(base))
+    sites = base / "sites"
+    modules = {str(path.relative_to(sites)): path.read_text() for path in sites.rglob("*.py")}
+    assert modules == {
+        "server/own/models.py": model,
+        "ward-1/own/models.py": model,
+        "ward-1/own_records.py": records,
+        "ward-2/own/models.py": model,
+    }
+
+
 def test_a_nodes_owner_accepts_this_plan_and_one_run_of_it(base):
     provisioned(base)
     plan = agreed_plan(load(str(base / "sites/ward-1/run.toml")))
