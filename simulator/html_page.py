@@ -17,10 +17,10 @@ from typing import Any
 import jinja2
 from pydantic import ValidationError
 
-from accounting import Ledger, PrivacyPlan, price
+from accounting import ACCOUNTANTS, Ledger, PrivacyPlan, epsilon_table
 from accounting.validation import first_mistake
 from simulator.plots import plot_accuracy_epsilon, plot_rounds
-from simulator.tables import STOPPED, epsilon_rows, epsilon_text, holds_for
+from simulator.tables import STOPPED, epsilon_rows, epsilon_text, holds_for, too_few_present
 
 Table = list[list[str]]
 
@@ -80,8 +80,8 @@ def _of_run(folder: Path) -> str:
     ledger = folder / "ledger.jsonl"
     entries = Ledger.read(ledger).entries if ledger.exists() else ()
     if summary is None:
-        priced = price(plan.event(), len(entries), plan.adjacency, plan.delta)
-        epsilons = epsilon_rows(priced)
+        too_few = too_few_present(plan, rows, len(entries))
+        epsilons = epsilon_rows(epsilon_table(plan, len(entries), too_few))
     else:
         epsilons = summary["epsilon"]
     evaluated = [row for row in rows if row["accuracy"] is not None]
@@ -169,6 +169,10 @@ def _of_grid(folder: Path) -> str:
             Section("Test accuracy in percent", table=accuracy_table(grid, plain)),
             Section("What each run did", table=plan_table(grid, results)),
         ]
+        priced = {name for result in plain for name in result["epsilon"]}
+        covers = [[name, each.covers] for name, each in ACCOUNTANTS.items() if name in priced]
+        table = [["accountant", "its ε holds for"], *covers]
+        sections.append(Section("What ε holds for", table=table))
     failed = [f"{name}: {reason}" for name, reason in stored["failed"].items()]
     if failed:
         sections.append(Section("Runs that failed", lines=failed))

@@ -14,8 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from accounting import ACCOUNTANTS, PrivacyPlan, accountants_for
 from server import RoundRecord
+from simulator.tables import too_few_present
 
-_MAY_BE_KNOWN = {"released", "lost"}  # of a lost round the server may have had a part
 _COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"}
 
 
@@ -88,18 +88,8 @@ class RunRecorder:
         self._to_tensorboard(row)
 
     def too_few_present(self, rounds: int) -> bool:
-        """Whether, of the first `rounds` rounds, one may have been released with too few users.
-
-        Too few is less than the plan's `least_present`, which accountants that count on others
-        price. Where such an accountant halts, a batch of too few is destroyed; any other releases
-        it. Of a round that has no row, because it was lost in an interruption, nobody knows.
-        """
-        if ACCOUNTANTS[self._plan.accountant].counts_on_others:
-            return False
-        least = self._plan.least_present
-        return len(self.rows) < rounds or any(
-            row["outcome"] in _MAY_BE_KNOWN and row["smallest_crowd"] < least for row in self.rows
-        )
+        """See `tables.too_few_present`."""
+        return too_few_present(self._plan, self.rows, rounds)
 
     def close(self) -> None:
         """Closes both outputs."""

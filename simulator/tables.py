@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from accounting import EpsilonRow
+    from accounting import EpsilonRow, PrivacyPlan
 
 
 STOPPED = {
@@ -18,6 +18,29 @@ STOPPED = {
     "interrupt": "interrupted",
 }
 """Why a run ended, by `stopped_by`."""
+
+
+_MAY_BE_KNOWN = {"released", "lost"}  # of a lost round the server may have had a part
+
+
+def too_few_present(plan: PrivacyPlan, rows: list[dict[str, Any]], rounds: int) -> bool:
+    """Whether, of the first `rounds` rounds, one may have been released with too few users.
+
+    Too few is less than the plan's `least_present`, which accountants that count on others price.
+    Where such an accountant halts, a batch of too few is destroyed; any other releases it. Of a
+    round that has no row, because it was lost in an interruption, nobody knows.
+
+    Args:
+        plan: of the run.
+        rows: of its metrics.jsonl.
+        rounds: how many were spent.
+    """
+    if plan.make_accountant().counts_on_others:
+        return False
+    return len(rows) < rounds or any(
+        row["outcome"] in _MAY_BE_KNOWN and row["smallest_crowd"] < plan.least_present
+        for row in rows
+    )
 
 
 def epsilon_rows(rows: Iterable[EpsilonRow]) -> dict[str, dict[str, Any]]:

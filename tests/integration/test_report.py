@@ -116,7 +116,12 @@ def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
     assert "not finished when this was made" in text and "not evaluated yet" in text
     assert re.search(r"rounds spent\s*3\s*released\s*2\s*spent, without a row\s*1", text)
     told = json.loads(CliRunner().invoke(app, ["account", str(folder), "--json"]).stdout)
+    assert f"{told['blanket']['epsilon']:.4g}" in text and f"{told['pld']['epsilon']:.4g}" in text
+    plan = json.loads((folder / "plan.json").read_bytes())
+    (folder / "plan.json").write_text(json.dumps(plan | {"accountant": "blanket"}))
+    text = check_alone(page_of(folder))  # where too few may have been there, nothing counts on them
     assert f"{told['blanket']['epsilon']:.4g}" in text
+    assert f"{told['pld']['epsilon']:.4g}" not in text
     for name in ("metrics.jsonl", "ledger.jsonl"):  # before the first round
         (folder / name).unlink()
     assert re.search(r"rounds spent\s*0", check_alone(page_of(folder)))

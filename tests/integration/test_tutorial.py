@@ -1,0 +1,97 @@
+"""docs/tutorial.md, played block by block in an empty folder as its reader would."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from run_world import children, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(
+    r"^```(\w+) ?([^\n]*)\n(.*?)^```$", (ROOT / "docs/tutorial.md").read_text(), re.S | re.M
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with the files of the page."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    for _, label, text in BLOCKS:
+        if label.startswith("file="):
+            (folder / label.removeprefix("file=")).write_text(text)
+    return folder
+
+
+def commands(text):
+    """Each command of a block, and the lines that the page shows of what it prints."""
+    for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
+        command, *shown = part.splitlines()
+        yield command, [line for line in shown if line != "…"]
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "TERM": "dumb"}
+
+
+def check_printed(shown, printed, command):
+    """That every line shown was printed, in this order; `…` stands for anything."""
+    lines = iter(re.sub(r" +", " ", printed).splitlines())
+    for line in shown:
+        parts = re.sub(r" +", " ", line).split("…")
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in parts))
+        assert any(pattern.search(each) for each in lines), f"{command}: {line}\n{printed}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_command_prints_what_the_page_says(place):
+    assert sorted(path.name for path in place.iterdir()) == [
+        "deployment.toml", "experiment.toml", "over-epsilon.toml", "wards.py"
+    ]  # fmt: skip
+    played = 0
+    for language, label, text in BLOCKS:
+        if language != "console" or label:
+            continue
+        for command, shown in commands(text):
+            line = command.replace("…", "*")
+            done = subprocess.run(
+                line, shell=True, cwd=place, env=environment(), capture_output=True, text=True
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+            check_printed(shown, done.stdout, command)
+            played += 1
+    assert played == 8
+    (plot,) = place.glob("runs/*/accuracy_epsilon.png")
+    assert plot.stat().st_size > 10_000
+    results = (place / "results/over-epsilon/over-epsilon.md").read_text()
+    private, plain = re.findall(r"^\| (?:every pair|no privacy).*?\| (.*) \|$", results, re.M)[:2]
+    at_one, at_four = (float(cell.split()[0]) for cell in private.split(" | "))
+    best = float(plain.split()[0])
+    assert 70 < at_one <= at_four + 3 and 88 < at_four <= best + 3  # as the page leads to expect
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_rehearsal_begins_and_ends_as_the_page_says(place):
+    ((command, shown),) = (
+        pair for _, label, text in BLOCKS if label == "rehearsal" for pair in commands(text)
+    )
+    out = place / "rehearsal.txt"
+    with out.open("w") as log:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {command}"],
+            cwd=place, env=environment(), stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        wait_until(lambda: "round 2/100" in out.read_text(), 200, "two rounds")
+        started = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        check_printed(shown, out.read_text(), command)
+        wait_until(lambda: not any(map(os.path.exists, map("/proc/{}".format, started))), 20, "end")
+    finally:
+        process.terminate()  # which ends all that it started
+        process.wait(60)
