@@ -8,6 +8,7 @@ import importlib.resources
 import json
 import re
 import tempfile
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ def _of_run(folder: Path) -> str:
                 ("δ, neighbours", f"{plan.delta:.3g}, {plan.adjacency}"),
                 ("users", f"{plan.users:,}"),
                 ("ended by", stopped),
+                ("coins and noise", _randomness(tomllib.loads(config)["seed"])),
             ]
         ),
         Section(
@@ -140,6 +142,13 @@ def _of_run(folder: Path) -> str:
     if summary is not None:
         about.insert(0, f"engine {summary['engine']}")
     return _render(folder.resolve().name, ", ".join(about), sections)
+
+
+def _randomness(seed: int | str) -> str:
+    """Where coins and noise came from, and what that means."""
+    if seed == "system":
+        return "from the operating system"
+    return f"from seed {seed}: a simulation, which protects nobody"
 
 
 def _of_grid(folder: Path) -> str:

@@ -96,6 +96,7 @@ def test_the_page_of_a_run_says_what_the_run_says(run_folder, tmp_path):
         assert name in text and row["covers"] in text and f"{row['epsilon']:.4g}" in text
     assert (run_folder / "config.toml").read_text().strip() in text
     assert f"torch {summary['versions']['torch']}" in text
+    assert "from seed 7: a simulation, which protects nobody" in text
     assert re.search(r"rounds spent\s*4\s*released\s*4", text)
     assert target.read_text().count("data:image/svg+xml") == 2
 
@@ -176,16 +177,26 @@ def test_the_page_of_a_run_needs_no_torch(run_folder):
 @pytest.mark.parametrize("what", ["run_folder", "results"])
 def test_a_browser_shows_it_whole_on_a_phone_and_a_screen(what, width, request, tmp_path):
     """Inside a frame of that width nothing sticks out, and every image has a size."""
-    page = page_of(request.getfixturevalue(what)).replace("</body>", MEASURE + "</body>")
-    (tmp_path / "page.html").write_text(page)
-    frame = f'<iframe src="page.html" width="{width}" height="3000"></iframe>'
-    (tmp_path / "frame.html").write_text(FRAME + frame)
-    shown = browse(tmp_path, "--dump-dom", "--virtual-time-budget=5000", "frame.html").stdout
-    measured = json.loads(re.search(r"<title>(.*?)</title>", shown).group(1).replace("&quot;", '"'))
+    page = page_of(request.getfixturevalue(what))
+    measured = measure(tmp_path, page, width)
     assert width - 20 <= measured["width"] <= width  # a scroll bar may take some
     assert measured["images"] and min(measured["images"]) > 0.8 * min(width, 700)
+    wide = page.replace("</body>", "<p style='width: 2000px'>wide</p></body>")
+    assert measure(tmp_path, wide, width)["width"] > 1900
+    (tmp_path / "page.html").write_text(page)
     browse(tmp_path, "--screenshot=shot.png", f"--window-size={max(width, 500)},1500", "page.html")
     assert (tmp_path / "shot.png").stat().st_size > 20_000
+
+
+def measure(folder, page, width):
+    """What a browser says of the page in a frame; its own rule against scripts is taken out."""
+    alone, rules = re.subn(r"<meta http-equiv=.*?>", "", page, flags=re.S)
+    assert rules == 1
+    (folder / "page.html").write_text(alone.replace("</body>", MEASURE + "</body>"))
+    frame = f'<iframe src="page.html" width="{width}" height="3000"></iframe>'
+    (folder / "frame.html").write_text(FRAME + frame)
+    shown = browse(folder, "--dump-dom", "--virtual-time-budget=5000", "frame.html").stdout
+    return json.loads(re.search(r"<title>(.*?)</title>", shown).group(1).replace("&quot;", '"'))
 
 
 FRAME = "<!doctype html><title></title><script>onmessage = e => document.title = e.data</script>"

@@ -86,7 +86,7 @@ def test_the_rehearsal_begins_and_ends_as_the_page_says(place):
             cwd=place, env=environment(), stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
-        wait_until(lambda: "round 2/100" in out.read_text(), 200, "two rounds")
+        wait_until(lambda: "round 1/100" in out.read_text(), 200, "a round")
         started = children(process.pid)
         process.send_signal(signal.SIGINT)
         process.wait(60)
