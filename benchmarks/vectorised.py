@@ -44,12 +44,8 @@ from torch.nn import functional
 
 from accounting.mechanisms import SeededRandomness
 from simulator.config import Config, load
-from simulator.engines.vectorised import (
-    ReportSum,
-    VectorisedEngine,
-    VectorisedRounds,
-    keep_freed_memory,
-)
+from simulator.engines.memory import keep_freed_memory
+from simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
 from simulator.experiment import Experiment, prepare
 from simulator.records import read_rows
 from simulator.run import run

@@ -7,10 +7,8 @@ shuffler, no sealing and no node: what those are for cannot be studied here.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
-import platform
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +45,7 @@ from server import (
 from simulator.data.partition import PartitionedRecords
 from simulator.engines.base import interrupts
 from simulator.engines.gradient_forms import Clipping, RandomSides
+from simulator.engines.memory import keep_freed_memory
 from simulator.engines.user_gradients import (
     Method,
     Precision,
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
 
 _SILENCE = 0x5113  # sets the random numbers of who is away apart from others of the same seed
 _NUMBERS_AT_ONCE = 2**18  # of noise: they stay in a core's cache
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names for what `keep_freed_memory` sets
 
 Blankets = tuple[int, int, int]
 """Some blankets of a round: which shuffler's, and the numbers of the first and behind the last."""
@@ -409,16 +407,3 @@ class ReportSum:
             return None
         seeds = self._randomness.training_seeds(round, users)
         return record_orders(seeds, self._training.local_epochs, records)
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep up to 1 GiB of a thread's freed memory, for this process to take again.
-
-    Every block takes what the one before has freed. Given back to the kernel in between, it would
-    come as fresh pages, which took some tenth of a CNN's round. Tensors of 32 MiB and more are
-    still given back.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, 2**25)  # the most that all versions take
-        mallopt(_TRIM_THRESHOLD, 2**30)

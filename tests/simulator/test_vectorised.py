@@ -336,7 +336,7 @@ def test_what_it_cannot_do_is_one_line_before_any_work(tmp_path, monkeypatch, ov
 
 FAULTS = """
 import resource, sys, torch
-from simulator.engines.vectorised import keep_freed_memory
+from simulator.engines.memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
