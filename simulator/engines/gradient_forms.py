@@ -11,7 +11,11 @@ import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from scipy import special
+
+from accounting.mechanisms import LdpSgd
 
 Tensors = dict[str, torch.Tensor]
 """Parameters by name, or one such tensor for each of k users: shape (k, ...)."""
@@ -181,6 +185,16 @@ class RandomSides(Clipping):
     bias: float
     lengths: torch.Tensor
     coins: torch.Tensor
+
+    @classmethod
+    def drawn(
+        cls, mechanism: LdpSgd, draws: np.ndarray, dimension: int, device: torch.device
+    ) -> RandomSides:
+        """From two N(0, 1) draws for each of k users, shape (k, 2)."""
+        first, second = draws.astype(float).T
+        given = mechanism.lengths_along(first, dimension), special.ndtr(second)
+        there = (torch.from_numpy(each).to(device) for each in given)
+        return cls(mechanism.clip_norm, mechanism.bias, *there)
 
     def scales(self, norms: torch.Tensor) -> torch.Tensor:
         """See `Clipping`; a zero update has no direction."""

@@ -18,16 +18,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from scipy import special
 from torch import nn
 
 from accounting import PrivacyPlan
-from accounting.mechanisms import (
-    GaussianMechanism,
-    LdpSgd,
-    make_randomness,
-    seed_of_shuffler,
-)
+from accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler
 from accounting.validation import Count
 from clients import LocalTraining, record_orders
 from server import (
@@ -140,7 +134,7 @@ class VectorisedEngine:
                 f"engine vectorised, which has no single ones, got {aggregator.__name__}"
             )
         mechanism = experiment.plan.mechanism
-        if keys.noise == "report" and not isinstance(mechanism, GaussianMechanism):
+        if keys.noise == "report" and isinstance(mechanism, LdpSgd):
             raise ConfigError(
                 'simulation.noise must be "aggregate" with engine vectorised and mechanism '
                 f'{mechanism.name}, got "{keys.noise}"'
@@ -377,7 +371,11 @@ class ReportSum:
         if len(users):
             features, labels = self._records(users)
             orders = self._orders(round, users, labels.shape[1])
-            clipping = self._clipping(round, users, features.device)
+            mechanism, draw = self._plan.mechanism, self._randomness.standard_normal
+            clipping = Clipping(mechanism.clip_norm)
+            if isinstance(mechanism, LdpSgd):  # `noise = "aggregate"` adds all the rest
+                draws = draw(round, users, 2), self._dimension, features.device
+                clipping = RandomSides.drawn(mechanism, *draws)
             given = features, labels, self._training, orders, clipping, self._precision
             with self._turn:
                 total = clipped_sum_of_updates(self._method, self._model, *given).cpu()
@@ -390,16 +388,6 @@ class ReportSum:
             total = total + torch.from_numpy(scale * noise)
         units = np.divide(total.numpy(), self._plan.mechanism.unit(self._dimension), dtype=float)
         return np.rint(units, out=units).astype(np.int64)
-
-    def _clipping(self, round: int, users: np.ndarray, device: torch.device) -> Clipping:
-        """What the update of each of `users` counts; `noise = "aggregate"` adds all the rest."""
-        mechanism = self._plan.mechanism
-        if not isinstance(mechanism, LdpSgd):
-            return Clipping(mechanism.clip_norm)
-        draws = self._randomness.standard_normal(round, users, 2).astype(float)
-        given = mechanism.lengths_along(draws[:, 0], self._dimension), special.ndtr(draws[:, 1])
-        there = (torch.from_numpy(each).to(device) for each in given)
-        return RandomSides(mechanism.clip_norm, mechanism.bias, *there)
 
     def _orders(self, round: int, users: np.ndarray, records: int) -> torch.Tensor | None:
         """The order of each user's records in its local epochs, as `local_update` has it."""
