@@ -1,13 +1,15 @@
-"""Hiding among the clones (Feldman, McMillan, Talwar 2021), numerically.
+"""Hiding among the clones (Feldman, McMillan, Talwar 2021 and 2022), numerically.
 
 Every other user's ε₀-LDP report is, with probability p = e^{-ε₀}, a clone of the differing user's;
 what is left to see is how many of m = C + 1 coins fell heads, C ~ Bin(k-1, p), all fair but one of
-odds e^{ε₀} (Koskela et al. 2021). Its profile, with W_m the mean of m signs:
+odds e^{ε₀} (Koskela et al. 2021). In the analysis of 2022 ("Stronger privacy amplification by
+shuffling") p is larger, 2/(e^{ε₀}+1). Its profile, with W_m the mean of m signs:
 
     δ(α) = (1 + α) t E[(W_m - c)_+],   t = tanh(ε₀/2),   c = (α - 1) / ((α + 1) t).
 """
 
 import math
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,19 +38,29 @@ def check_reports(reports: int, local_epsilon: float) -> None:
     validation.real("local epsilon", local_epsilon, "(0, inf)")
 
 
-def clones_delta(reports: int, local_epsilon: float, epsilons: npt.ArrayLike) -> FloatArray:
+def clones_delta(
+    reports: int,
+    local_epsilon: float,
+    epsilons: npt.ArrayLike,
+    year: Literal[2021, 2022] = 2021,
+) -> FloatArray:
     """Returns δ(ε) of k shuffled reports of any ε₀-LDP randomiser, both directions, rounded up.
 
     Args:
         reports: k >= 1.
         local_epsilon: ε₀ > 0 of one report.
         epsilons: ε >= 0, shape (K,); δ is constant from ε = 20 on, and 0 from ε₀ on.
+        year: Which analysis. That of 2022 is for every randomiser too; its special pair for k-ary
+            randomised response, which is no bound for k >= 4, is not computed here.
 
     Raises:
         ValueError: A value outside its range.
     """
     check_reports(reports, local_epsilon)
-    levels, calls = _mean_calls(reports, math.exp(-local_epsilon))
+    share = math.exp(-local_epsilon)
+    if year == 2022:
+        share = 2.0 * share / (1.0 + share)
+    levels, calls = _mean_calls(reports, share)
     asked = np.asarray(epsilons, dtype=np.float64)
     t = math.tanh(min(local_epsilon, 700.0) / 2.0)
     v = np.expm1(np.minimum(asked, _MOST_EPSILON))

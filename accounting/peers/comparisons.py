@@ -54,6 +54,24 @@ def composed_epsilon(
     return composed.epsilon((rounds,), delta)
 
 
+def strong_composition(epsilon: float, delta: float, rounds: int, slack: float) -> float:
+    """Returns ε after T rounds that are each (ε, δ)-DP, at `1 - (1-δ)^T (1-δ̃)`.
+
+    The closed form of Kairouz, Oh and Viswanath 2015, Theorem 3.4.
+
+    Args:
+        epsilon: Of a round, > 0.
+        delta: Of a round; only what it is called, no ε depends on it.
+        rounds: T >= 1.
+        slack: δ̃ in (0, 1).
+    """
+    mean = rounds * epsilon * math.tanh(epsilon / 2.0)
+    root = math.sqrt(rounds) * epsilon
+    spread = epsilon * math.sqrt(2.0 * rounds * math.log(math.e + root / slack))
+    wider = epsilon * math.sqrt(2.0 * rounds * -math.log(slack))
+    return min(rounds * epsilon, mean + spread, mean + wider)
+
+
 def central_subsampled_gaussian(
     rate: float, noise_multiplier: float, rounds: int, delta: float
 ) -> float:

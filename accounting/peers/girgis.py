@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
+from scipy import special, stats
 
 from accounting import validation
 from accounting.numerics import FloatArray
@@ -101,4 +101,82 @@ def girgis_subsampled_rdp(
         rare = special.logsumexp(_log_binomial(order, powers) + powers * log_u) - damping
         excess = special.logsumexp(np.concatenate([pair, higher, np.atleast_1d(rare)]))
         result[at] = np.logaddexp(0.0, excess) / (order - 1.0)
+    return result
+
+
+def girgis_simple_rdp(reports: int, local_epsilon: float, orders: npt.ArrayLike) -> FloatArray:
+    """Returns ε(λ) of n shuffled ε₀-LDP reports (Girgis et al. 2021, the second upper bound).
+
+    `1/(λ-1) log(e^{λ² (e^{ε₀}-1)²/n̄} + e^{ε₀λ - (n-1)/(8e^{ε₀})})`, n̄ as in `girgis_rdp`: larger.
+
+    Args:
+        reports: n >= 1.
+        local_epsilon: ε₀ > 0 of one report.
+        orders: Integers λ >= 2, shape (K,).
+
+    Raises:
+        ValueError: A value outside its range.
+    """
+    checked = _checked(reports, local_epsilon, orders)
+    often = np.exp(2.0 * _log_expm1(local_epsilon) - math.log(_effective(reports, local_epsilon)))
+    rare = local_epsilon * checked - (reports - 1) / 8.0 * math.exp(-local_epsilon)
+    result: FloatArray = np.logaddexp(checked**2 * often, rare) / (checked - 1.0)
+    return result
+
+
+def girgis_lower_rdp(reports: int, local_epsilon: float, orders: npt.ArrayLike) -> FloatArray:
+    """Returns a ε(λ) that n shuffled ε₀-LDP reports can cost (Girgis et al. 2021, lower bound).
+
+    It is the divergence for binary randomised response where one of n users differs from all
+    others, `E[(1 + (e^{2ε₀}-1)/(n e^{ε₀}) (K - n/(e^{ε₀}+1)))^λ]` with K ~ Bin(n, 1/(e^{ε₀}+1)).
+
+    Args:
+        reports: n >= 1.
+        local_epsilon: ε₀ > 0 of one report.
+        orders: Integers λ >= 2, shape (K,).
+
+    Raises:
+        ValueError: A value outside its range.
+    """
+    checked = _checked(reports, local_epsilon, orders)
+    heads = stats.binom(reports, 1.0 / (math.exp(local_epsilon) + 1.0))
+    mean, deviation = heads.mean(), heads.std()
+    low, high = max(mean - 40.0 * deviation, 0.0), min(mean + 40.0 * deviation, float(reports))
+    counts = np.arange(math.floor(low), math.ceil(high) + 1.0)
+    step = 2.0 * math.sinh(local_epsilon) / reports
+    logs = np.log1p(step * (counts - mean))
+    chances = heads.pmf(counts)
+    result = np.empty_like(checked)
+    for at, order in enumerate(checked):
+        # The mean of K is known, so that of the first power need not be summed.
+        above = np.expm1(np.minimum(order * logs, 600.0)) - order * step * (counts - mean)
+        large = special.logsumexp(heads.logpmf(counts) + order * logs)
+        result[at] = large if large > 1.0 else math.log1p(max(float(np.sum(chances * above)), 0.0))
+    return result / (checked - 1.0)
+
+
+def poisson_sampled_rdp(rate: float, divergences: npt.ArrayLike) -> FloatArray:
+    """Returns ε(λ) where users are sampled at rate γ, by the general bound of Zhu and Wang 2019.
+
+    `1/(λ-1) log((1-γ)^{λ-1} (λγ-γ+1) + C(λ,2) γ² (1-γ)^{λ-2} e^{ε(2)}
+    + 3 Σ_{j>=3} C(λ,j) (1-γ)^{λ-j} γ^j e^{(j-1)ε(j)})`.
+
+    Args:
+        rate: γ in (0, 1).
+        divergences: ε(λ) without sampling at λ = 2, 3, ..., shape (K,).
+
+    Returns:
+        At the same orders, shape (K,).
+    """
+    base: FloatArray = np.asarray(divergences, dtype=np.float64)
+    log_rate = math.log(validation.real("sampling rate", rate, "(0, 1)"))
+    log_rest = math.log1p(-rate)
+    result = np.empty_like(base)
+    for at in range(base.size):
+        order = at + 2.0
+        j = np.arange(2.0, order + 1.0)
+        terms = _log_binomial(order, j) + (order - j) * log_rest + j * log_rate
+        terms += (j - 1.0) * base[: at + 1] + np.where(j > 2.0, math.log(3.0), 0.0)
+        none = (order - 1.0) * log_rest + math.log1p((order - 1.0) * rate)
+        result[at] = max(float(special.logsumexp(np.append(terms, none))), 0.0) / (order - 1.0)
     return result

@@ -8,10 +8,18 @@ import mpmath as mp
 import numpy as np
 import pytest
 from accounting_oracles import gaussian_delta
-from scipy import special
+from scipy import optimize, special
 
+from accounting import CheckIn, CrowdAccountant, LdpSgd, Shuffled
 from accounting.peers import comparisons
 from accounting.peers.clones import clones_delta
+from accounting.peers.comparisons import strong_composition
+from accounting.peers.girgis import (
+    girgis_lower_rdp,
+    girgis_rdp,
+    girgis_simple_rdp,
+    poisson_sampled_rdp,
+)
 from accounting.peers.randomised_response import blanket_share, randomised_response_delta
 
 
@@ -125,3 +133,68 @@ def test_peers_keep_their_order_and_say_what_they_are():
     assert np.all(np.array(found["clones-2021"].epsilons) < found["girgis"].epsilons)
     with pytest.raises(ValueError, match="check-in rate"):
         comparisons.peers(10, 0.0, 1.0, [1], 1e-5)
+
+
+def epsilon_of_one_round(profile, delta, local):
+    return optimize.brentq(lambda e: profile(np.array([e]))[0] - delta, 0.0, local * 0.999)
+
+
+@pytest.mark.parametrize(
+    ("n", "local", "delta", "year", "exact"),
+    [
+        (1000, 0.5, 1e-5, 2021, 0.0582674787),
+        (10**5, 4.0, 1e-6, 2021, 0.1697697473),
+        (1000, 0.5, 1e-5, 2022, 0.0516317224),
+        (10**5, 4.0, 1e-6, 2022, 0.1181530665),
+        (10**6, 5.0, 1e-8, 2022, 0.0775152409),
+    ],
+)
+def test_the_clones_of_both_years_are_the_exact_values_from_above(n, local, delta, year, exact):
+    found = epsilon_of_one_round(lambda e: clones_delta(n, local, e, year), delta, local)
+    assert exact <= found <= 1.003 * exact
+
+
+def test_the_clones_of_2022_are_ldp_sgds_crowd_in_one_dimension():
+    """Both are a report among Bin(n - 1, 2/(e^{ε₀}+1)) uniform signs and its own."""
+    accountant, local = CrowdAccountant(), 1.5
+    noise = math.sqrt(math.pi / 2) / math.tanh(local / 2)
+    accountant.compose(Shuffled(800, CheckIn(1.0), LdpSgd(noise_multiplier=noise)))
+    for epsilon in (0.0, 0.1, 0.25):
+        clones = float(clones_delta(800, local, [epsilon], 2022)[0])
+        assert accountant.get_delta(epsilon) == pytest.approx(clones, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("bound", "n", "local", "order", "published"),
+    [
+        (girgis_rdp, 1000, 0.1, 3, 3.360560330e-5),
+        (girgis_rdp, 10**5, 2.0, 30, 6.810818603e-2),
+        (girgis_simple_rdp, 1000, 0.1, 3, 1.101197988e-4),
+        (girgis_simple_rdp, 10**5, 2.0, 30, 0.187206851),
+        (girgis_lower_rdp, 1000, 0.1, 3, 1.5012328879e-5),
+        (girgis_lower_rdp, 10**6, 0.5, 10, 1.2762577518e-6),
+        (girgis_lower_rdp, 10**5, 2.0, 30, 8.277827809e-4),
+    ],
+)
+def test_the_renyi_bounds_of_girgis_et_al(bound, n, local, order, published):
+    assert bound(n, local, [order])[0] == pytest.approx(published, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n", "local", "rate", "order", "published"),
+    [(10**4, 1.0, 0.001, 8, 1.833329041894523e-8), (1000, 3.0, 0.01, 20, 0.01837197242554134)],
+)
+def test_poisson_sampling_of_a_renyi_bound(n, local, rate, order, published):
+    orders = np.arange(2.0, order + 1.0)
+    sampled = poisson_sampled_rdp(rate, girgis_rdp(n, local, orders))
+    assert sampled[-1] == pytest.approx(published, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("delta", "published"), [(1e-6, 6.29211827612643), (1e-8, 8.247206866651851)]
+)
+def test_strong_composition_of_the_clones(delta, published):
+    rounds, local = 10**5, 0.5
+    one = epsilon_of_one_round(lambda e: clones_delta(10**6, local, e), delta / (2 * rounds), local)
+    found = strong_composition(one, delta / (2 * rounds), rounds, delta / 2)
+    assert published <= found <= 1.001 * published
