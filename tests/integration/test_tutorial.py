@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ def commands(text):
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "TERM": "dumb"}
+    found = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated environment
+    return {**os.environ, "PATH": found, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "TERM": "dumb"}
 
 
 def check_printed(shown, printed, command):
