@@ -65,14 +65,14 @@ def test_every_command_prints_what_the_page_says(place):
             assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
             check_printed(shown, done.stdout, command)
             played += 1
-    assert played == 8
+    assert played == 9
     (plot,) = place.glob("runs/*/accuracy_epsilon.png")
     assert plot.stat().st_size > 10_000
     results = (place / "results/over-epsilon/over-epsilon.md").read_text()
     private, plain = re.findall(r"^\| (?:every pair|no privacy).*?\| (.*) \|$", results, re.M)[:2]
     at_one, at_four = (float(cell.split()[0]) for cell in private.split(" | "))
     best = float(plain.split()[0])
-    assert 70 < at_one <= at_four + 3 and 88 < at_four <= best + 3  # as the page leads to expect
+    assert min(at_one, at_four, best) > 85  # the commoner class alone is 77 % of the test records
 
 
 @pytest.mark.slow
