@@ -24,7 +24,7 @@ PRIVACY = {  # allows twelve rounds
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_predicts(tmp_path):
     """A node, a shuffler, the ServerApp and the SuperLink are killed, one after the other."""
     with World(tmp_path, nodes=5, rounds=1000, shufflers=2, users=120, privacy=PRIVACY) as world:
