@@ -30,7 +30,7 @@ from .calibration import (
 )
 from .events import CheckIn, FixedSize, Shuffled
 from .ledger import Ledger, LedgerContent, LedgerEntry, LedgerError
-from .mechanisms import GaussianMechanism, LdpSgd
+from .mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from .plan import PrivacyPlan
 from .registry import (
     ACCOUNTANTS,
@@ -38,6 +38,7 @@ from .registry import (
     check_accountant,
     make_accountant,
 )
+from .responses import fitted_response
 
 __all__ = [
     "ACCOUNTANTS",
@@ -61,6 +62,7 @@ __all__ = [
     "PldAccountant",
     "PrivacyBudget",
     "PrivacyPlan",
+    "RandomisedResponse",
     "ShuffleAccountant",
     "Shuffled",
     "Theorem3Accountant",
@@ -69,6 +71,7 @@ __all__ = [
     "effective_sigma",
     "epsilon_of",
     "epsilon_table",
+    "fitted_response",
     "largest_rate",
     "least_blankets",
     "least_error_blankets",

@@ -36,7 +36,13 @@ class Privacy(Section):
         allow_inf_nan=False,
         description="a number above 0, or left out to be found from target_epsilon and rounds",
     )
-    mechanism: Literal[tuple(MECHANISMS)] = "gaussian"  # type: ignore[valid-type]
+    mechanism: Literal[(*MECHANISMS, "randomised-response")] = "gaussian"  # type: ignore[valid-type]
+    categories: int | None = Field(
+        None, description="a whole number of categories, with mechanism randomised-response only"
+    )
+    local_epsilon: float | None = Field(
+        None, description="a number in (0, 20], with mechanism randomised-response only"
+    )
     adjacency: Literal["replace", "zero-out"] = "replace"
     accountant: Literal[tuple(ACCOUNTANTS)] = "theorem3"  # type: ignore[valid-type]
     target_epsilon: Positive
@@ -52,6 +58,22 @@ class Privacy(Section):
     least_present: int | None = Field(
         None, ge=1, description="a whole number from 1 to the number of users"
     )
+
+    @model_validator(mode="after")
+    def _mechanism_fits(self) -> Privacy:
+        """Refuses what the mechanism does not have."""
+        response = self.mechanism == "randomised-response"
+        if response and self.categories is None:
+            raise ValueError("privacy.categories must be given with mechanism randomised-response")
+        others = {"clip_norm": 1.0, "noise_multiplier": None}
+        own = {"categories": None, "local_epsilon": None}
+        for key, default in (others if response else own).items():
+            if getattr(self, key) != default:
+                raise ValueError(
+                    f"privacy.{key} must be left out with mechanism {self.mechanism}, "
+                    f"got {getattr(self, key):g}"
+                )
+        return self
 
 
 class Data(Section):
@@ -168,6 +190,25 @@ class Config(Section):
     training: Training
     simulation: Simulation = Field(default_factory=Simulation)
     shuffler: Shuffler = Field(default_factory=Shuffler)
+
+    @model_validator(mode="after")
+    def _one_step(self) -> Config:
+        """With randomised response the estimate is one gradient step of the model `histogram`."""
+        if self.privacy.mechanism != "randomised-response":
+            return self
+        needed = {
+            **{"privacy.rounds": 1, "model.name": "histogram", "training.algorithm": "fedsgd"},
+            **{"training.learning_rate": 1.0, "training.optimiser": "sgd"},
+            **{"training.schedule": "constant", "training.averaging": 0.0},
+            **{"training.aggregator": "mean", "simulation.engine": "flower"},
+        }
+        for key, value in needed.items():
+            section, name = key.split(".")
+            if (given := getattr(getattr(self, section), name)) != value:
+                raise ValueError(
+                    f"{key} must be {value} with mechanism randomised-response, got {given}"
+                )
+        return self
 
 
 def load(source: str, overrides: list[str] | None = None) -> Config:

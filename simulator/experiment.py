@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,16 +11,18 @@ import torch
 
 from accounting import (
     PrivacyPlan,
+    RandomisedResponse,
     epsilon_of,
+    fitted_response,
     least_blankets,
     least_error_blankets,
     least_noise,
     rounds_within_budget,
 )
-from accounting.mechanisms import MECHANISMS
+from accounting.mechanisms import MECHANISMS, Mechanism
 from clients import LocalTraining, local_update
 from server import AGGREGATORS, Aggregator, Optimiser
-from simulator.config import Config
+from simulator.config import Config, Privacy
 from simulator.data.datasets import Dataset, load_dataset
 from simulator.data.features import load_records
 from simulator.data.partition import load_user_records, records_per_user
@@ -132,6 +135,11 @@ def prepare(config: Config) -> Experiment:
         raise ConfigError(str(error)) from error
     experiment = Experiment(config, plan, halting_round=0, parameters=0)
     model = experiment.make_model()
+    if config.privacy.categories not in (None, dataset.classes):
+        raise ConfigError(
+            f"privacy.categories must be {dataset.classes}, the classes of {config.data.dataset}, "
+            f"got {config.privacy.categories}"
+        )
     _try_training(model, experiment)
     parameters = sum(p.numel() for p in model.parameters())
     if not plan.mechanism.unit(parameters) * 2**15 < _LARGEST_FLOAT32:
@@ -158,48 +166,89 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
     Raises:
         ValueError: a value out of range, or nothing reaches the target.
     """
-    values = config.privacy.model_dump()
-    mechanism, clip_norm = MECHANISMS[values.pop("mechanism")], values.pop("clip_norm")
-    target, minimum = values["target_epsilon"], values.pop("minimum_batch")
-    noise, blankets = values.pop("noise_multiplier"), values.pop("shuffler_blankets")
+    decide = _response if config.privacy.mechanism == "randomised-response" else _noise
+    privacy = config.privacy.model_copy(update=decide(config.privacy, config.data.users))
+    if privacy.minimum_batch is None:
+        expected = privacy.least_present * privacy.check_in_rate + privacy.shuffler_blankets
+        minimum = min(config.data.users, max(1, int(expected / 2)))
+        privacy = privacy.model_copy(update={"minimum_batch": minimum})
+    return config.model_copy(update={"privacy": privacy}), _plan(privacy, config.data.users)
 
-    def plan_with(noise: float, blankets: float, minimum: int = 1) -> PrivacyPlan:
-        return PrivacyPlan(
-            users=config.data.users,
-            mechanism=mechanism(clip_norm=clip_norm, noise_multiplier=noise),
-            shuffler_blankets=blankets,
-            minimum_batch=minimum,
-            **values,
+
+_OF_MECHANISM = {"mechanism", "clip_norm", "noise_multiplier", "categories", "local_epsilon"}
+
+
+def _plan(privacy: Privacy, users: int) -> PrivacyPlan:
+    """The plan, where everything is decided."""
+    mechanism: Mechanism
+    if privacy.mechanism == "randomised-response":
+        mechanism = RandomisedResponse(
+            categories=privacy.categories, local_epsilon=privacy.local_epsilon
         )
+    else:
+        mechanism = MECHANISMS[privacy.mechanism](
+            clip_norm=privacy.clip_norm, noise_multiplier=privacy.noise_multiplier
+        )
+    values = privacy.model_dump(exclude=_OF_MECHANISM)
+    return PrivacyPlan(users=users, mechanism=mechanism, **values)
+
+
+def _epsilon(privacy: Privacy, users: int, **values: float) -> float:
+    """ε of the plan with these values."""
+    plan = _plan(privacy.model_copy(update={"minimum_batch": 1, **values}), users)
+    return epsilon_of(plan.accountant, plan.adjacency, plan.event(), plan.rounds, plan.delta)
+
+
+def _noise(privacy: Privacy, users: int) -> dict[str, float]:
+    """The noise multiplier and the blankets, given or found."""
+    mechanism, target = MECHANISMS[privacy.mechanism], privacy.target_epsilon
+    noise, blankets = privacy.noise_multiplier, privacy.shuffler_blankets
 
     def epsilon_at(noise: float, blankets: float) -> float:
-        plan = plan_with(noise, blankets)
-        return epsilon_of(plan.accountant, plan.adjacency, plan.event(), plan.rounds, plan.delta)
+        return _epsilon(privacy, users, noise_multiplier=noise, shuffler_blankets=blankets)
 
-    present, rate = values["least_present"], values["check_in_rate"]
-    some = 2 * mechanism.least_noise
-    if blankets == "least-error" and epsilon_at(some, 1.0) == epsilon_at(some, 1e6):
-        raise ValueError(
-            f"privacy.shuffler_blankets must be a number with accountant {values['accountant']}, "
-            'which does not count them, got "least-error"'
-        )
+    _check_blankets_count(privacy, functools.partial(epsilon_at, 2 * mechanism.least_noise))
     if blankets == "least-error" and noise is None:
+        present, rate = privacy.least_present, privacy.check_in_rate
         noise, blankets = least_error_blankets(epsilon_at, target, present, rate, mechanism)
     elif blankets == "least-error":
         blankets = least_blankets(functools.partial(epsilon_at, noise), target)
     elif noise is None:
         epsilon = functools.partial(epsilon_at, blankets=blankets)
         noise = least_noise(epsilon, target, mechanism.least_noise)
-    if minimum is None:
-        minimum = min(config.data.users, max(1, int((present * rate + blankets) / 2)))
-    plan = plan_with(noise, blankets, minimum)
-    decided = {
-        "noise_multiplier": noise,
-        "shuffler_blankets": blankets,
-        "minimum_batch": minimum,
-    }
-    privacy = config.privacy.model_copy(update=decided)
-    return config.model_copy(update={"privacy": privacy}), plan
+    return {"noise_multiplier": noise, "shuffler_blankets": blankets}
+
+
+def _response(privacy: Privacy, users: int) -> dict[str, float]:
+    """ε₀ and the blankets of randomised response, given or found."""
+
+    def epsilon_at(local: float, blankets: float) -> float:
+        return _epsilon(privacy, users, local_epsilon=local, shuffler_blankets=blankets)
+
+    _check_blankets_count(privacy, functools.partial(epsilon_at, 1.0))
+    blankets = privacy.shuffler_blankets
+    local, blankets = fitted_response(
+        epsilon_at,
+        privacy.target_epsilon,
+        privacy.least_present * privacy.check_in_rate,
+        privacy.categories,
+        privacy.local_epsilon,
+        None if blankets == "least-error" else blankets,
+    )
+    return {"local_epsilon": local, "shuffler_blankets": blankets}
+
+
+def _check_blankets_count(privacy: Privacy, epsilon_at: Callable[[float], float]) -> None:
+    """Refuses to look for blankets that the accountant does not count.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if privacy.shuffler_blankets == "least-error" and epsilon_at(1.0) == epsilon_at(1e6):
+        raise ValueError(
+            f"privacy.shuffler_blankets must be a number with accountant {privacy.accountant}, "
+            'which does not count them, got "least-error"'
+        )
 
 
 def local_training(config: Config) -> LocalTraining:

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic_core import to_json
 from rich.console import Console
 
-from accounting import LdpSgd, Ledger, LedgerError, PrivacyPlan
+from accounting import GaussianMechanism, Ledger, LedgerError, PrivacyPlan
 from server import (
     Checkpoint,
     CheckpointError,
@@ -262,8 +262,8 @@ def make_folder(runs: Path, experiment: Experiment) -> Path:
 
 def _strength(plan: PrivacyPlan) -> str:
     """What one report's noise is worth by itself."""
-    if isinstance(plan.mechanism, LdpSgd):
-        return f"LDP-SGD of ε₀ = {plan.mechanism.local_epsilon:.4g}"
+    if not isinstance(plan.mechanism, GaussianMechanism):
+        return f"{plan.mechanism.name} of ε₀ = {plan.mechanism.local_epsilon:.4g}"
     return f"σ = {plan.sigma:g}"
 
 

@@ -17,12 +17,12 @@ from dp_accounting import DpEvent
 from accounting.accountants.base import UNPROTECTED
 from accounting.accountants.profile import ProfileShuffleAccountant
 from accounting.events import CheckIn, Shuffled
-from accounting.mechanisms import GaussianMechanism, LdpSgd
+from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from accounting.numerics import FloatArray
 from accounting.numerics.jump_counts import PoissonCount
 from accounting.numerics.jump_sum import positive_part
 from accounting.numerics.lower_profile import LowerProfile
-from accounting.numerics.sign_pairs import among_blankets, sign_profile
+from accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
 from accounting.numerics.worst_pairs import LEAST_NOISE, Pair, lower_profile, note_on, upper_profile
 
 # Fewer expected blankets are priced as none, more as so many.
@@ -45,7 +45,7 @@ class BlanketAccountant(ProfileShuffleAccountant):
         "that the server gets nothing of the round but the shuffled reports"
     )
     participations = (CheckIn,)
-    mechanisms = (GaussianMechanism, LdpSgd)
+    mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
     def _refusal(self, event: DpEvent) -> str | None:
         if isinstance(event, Shuffled) and event != UNPROTECTED and event.blankets == 0.0:
@@ -58,10 +58,10 @@ class BlanketAccountant(ProfileShuffleAccountant):
 
     def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
         rate, relation = event.chance, self.neighboring_relation
-        if isinstance(event.mechanism, LdpSgd):
-            blankets = min(event.blankets, _MOST)
-            hiding = among_blankets(rate, blankets) if blankets >= _LEAST else None
-            return sign_profile(event.mechanism.bias, rate, relation, hiding)
+        if isinstance(event.mechanism, LdpSgd | RandomisedResponse):
+            response, blankets = Response.of(event.mechanism), min(event.blankets, _MOST)
+            hiding = among_blankets(response, rate, blankets) if blankets >= _LEAST else None
+            return sign_profile(response, rate, relation, hiding)
         divergence = functools.partial(divergence_of, event)
         return upper_profile(divergence, rate, event.mechanism.noise_multiplier, relation)
 

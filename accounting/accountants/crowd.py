@@ -31,12 +31,12 @@ import numpy as np
 
 from accounting.accountants.profile import ProfileShuffleAccountant
 from accounting.events import FixedSize, Shuffled
-from accounting.mechanisms import GaussianMechanism, LdpSgd
+from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from accounting.numerics import FloatArray
 from accounting.numerics.gaussian import least_loss, log_gaussian_delta
 from accounting.numerics.jump_counts import TermsCount
 from accounting.numerics.jump_sum import positive_part
-from accounting.numerics.sign_pairs import among_reports, sign_profile
+from accounting.numerics.sign_pairs import Response, among_reports, sign_profile
 from accounting.numerics.swap_bound import SwapBound
 from accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
 
@@ -67,7 +67,7 @@ class CrowdAccountant(ProfileShuffleAccountant):
         "their coins and add their noise every round, and that the server gets nothing of the "
         "round but the shuffled reports"
     )
-    mechanisms = (GaussianMechanism, LdpSgd)
+    mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
@@ -75,10 +75,10 @@ class CrowdAccountant(ProfileShuffleAccountant):
 
     def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
         crowd = crowd_of(event)
-        if isinstance(event.mechanism, LdpSgd):
-            bias = event.mechanism.bias
-            hiding = among_reports(crowd.terms, crowd.coins, bias, crowd.users, crowd.absent)
-            return sign_profile(bias, crowd.rate, self.neighboring_relation, hiding)
+        if isinstance(event.mechanism, LdpSgd | RandomisedResponse):
+            response = Response.of(event.mechanism)
+            hiding = among_reports(response, crowd.terms, crowd.coins, crowd.users, crowd.absent)
+            return sign_profile(response, crowd.rate, self.neighboring_relation, hiding)
         shift = apart(self.neighboring_relation, crowd.noise)
         if crowd.rate < _LEAST_RATE:
             return np.zeros(1), crowd.rate * np.exp(log_gaussian_delta(shift, np.zeros(1)))

@@ -6,10 +6,10 @@ import numpy as np
 
 from accounting.accountants.profile import ProfileShuffleAccountant
 from accounting.events import Shuffled
-from accounting.mechanisms import GaussianMechanism, LdpSgd
+from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from accounting.numerics import FloatArray
 from accounting.numerics.gaussian import gaussian_epsilon, gaussian_losses, log_gaussian_delta
-from accounting.numerics.sign_pairs import sign_profile
+from accounting.numerics.sign_pairs import Response, sign_profile
 
 
 class LocalAccountant(ProfileShuffleAccountant):
@@ -27,11 +27,12 @@ class LocalAccountant(ProfileShuffleAccountant):
         "every pair of neighbouring datasets, a user who takes part in every round, and a server "
         "that colludes with the shuffler; assumes only that the user's own device adds the noise"
     )
-    mechanisms = (GaussianMechanism, LdpSgd)
+    mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
     def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
-        if isinstance(event.mechanism, LdpSgd):
-            return sign_profile(event.mechanism.bias, 1.0, self.neighboring_relation, None)
+        if isinstance(event.mechanism, LdpSgd | RandomisedResponse):
+            response = Response.of(event.mechanism)
+            return sign_profile(response, 1.0, self.neighboring_relation, None)
         shift = 1.0 / self._sigma(event)
         losses = gaussian_losses(shift)
         return losses, np.exp(log_gaussian_delta(shift, losses))

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from accounting.mechanisms.gaussian import GaussianMechanism, clip
 from accounting.mechanisms.ldp_sgd import LdpSgd
+from accounting.mechanisms.randomised_response import RandomisedResponse
 from accounting.mechanisms.randomness import (
     Randomness,
     SeededRandomness,
@@ -21,8 +22,11 @@ from accounting.mechanisms.randomness import (
 )
 
 Mechanism = Annotated[
-    GaussianMechanism | LdpSgd,
-    Field(discriminator="name", description="one with the name gaussian or ldp-sgd"),
+    GaussianMechanism | LdpSgd | RandomisedResponse,
+    Field(
+        discriminator="name",
+        description="one with the name gaussian, ldp-sgd or randomised-response",
+    ),
 ]
 """Any mechanism; plans tell them apart by `name`."""
 
@@ -30,12 +34,14 @@ MECHANISMS: dict[str, type[GaussianMechanism] | type[LdpSgd]] = {
     "gaussian": GaussianMechanism,
     "ldp-sgd": LdpSgd,
 }
+"""Those of any vector, by the noise multiplier z."""
 
 __all__ = [
     "MECHANISMS",
     "GaussianMechanism",
     "LdpSgd",
     "Mechanism",
+    "RandomisedResponse",
     "Randomness",
     "SeededRandomness",
     "SystemRandomness",

@@ -90,11 +90,15 @@ class Count(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class PoissonCount(Count):
-    """A Poisson number of jumps, and b <= 0."""
+    """A Poisson number of jumps, and b <= 0.
+
+    `elsewhere` is the mean of another Poisson number, of the steps down that sums of signs have.
+    """
 
     jumps: float
     shift: float = 0.0
     terms: float = math.inf
+    elsewhere: float = 0.0
 
     @property
     def fixed(self) -> float:  # type: ignore[override]

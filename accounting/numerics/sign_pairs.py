@@ -1,9 +1,13 @@
-"""The worst pairs of reports whose density ratio to a blanket lies in [1 - t, 1 + t].
+"""The worst pairs of reports that are a user's own place or, by a coin, a uniform one of k.
 
-X = E - αE' for the ratios E and E' of two records has mean 1 - α, and lies within (1 + α)t of it.
-Of all such laws the one with two values only, each with probability 1/2, is the largest in the
-convex order; two opposite updates of norm C have it. So they are the worst pair under `replace`
-whatever hides them, and likewise an update against zero, whose ratio is 1, under `zero-out`.
+Seen against a blanket, which is uniform, such a report has density ratio `β + sk` at its own place
+and β elsewhere, β = 1 - s. Of the blankets only those at the two records' places count: which of
+the two is a fair sign. Section 8 of docs/theory-blanket.md.
+
+For k = 2 the ratios are 1 + s and 1 - s. X = E - αE' for the ratios E and E' of two records has
+mean 1 - α. Of all laws within [1 - s, 1 + s] the one with two values only, each with probability
+1/2, is the largest in the convex order: so this is the worst pair of every report whose ratios lie
+there, and likewise with a record of ratio 1, a blanket, under `zero-out`.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import math
 import numpy as np
 from dp_accounting import NeighboringRelation
 
+from accounting.mechanisms import LdpSgd, RandomisedResponse
 from accounting.numerics import FloatArray
 from accounting.numerics.jump_counts import Count, PoissonCount, TermsCount
 from accounting.numerics.loss_pmf import MAX_LOSS
@@ -21,6 +26,46 @@ from accounting.numerics.sign_sum import positive_parts
 
 # α - 1 at which a divergence is computed, in units of the scale of the mean: chords between.
 _PLACES = np.concatenate([np.arange(0.125, 5.0, 0.125), 5.0 * np.geomspace(1.0, 1e12, 290)])
+_AT_ONCE = 16
+_NEGLIGIBLE = 1e-22
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """What a report is.
+
+    Attributes:
+        truth: s in (0, 1), the chance that it is the user's own place.
+        places: k, how many there are.
+    """
+
+    truth: float
+    places: int
+
+    @classmethod
+    def of(cls, mechanism: LdpSgd | RandomisedResponse) -> Response:
+        """That of a mechanism, or one that is as bad for any two records."""
+        if isinstance(mechanism, LdpSgd):
+            return cls(mechanism.bias, 2)
+        return cls(mechanism.truth, mechanism.categories)
+
+    @property
+    def share(self) -> float:
+        """β, the chance that it is uniform, a blanket, whatever it is of."""
+        return 1.0 - self.truth
+
+    @property
+    def near(self) -> float:
+        """The chance that a blanket is at one of the two records' places."""
+        return 2.0 / self.places
+
+    def hides_zero(self, relation: NeighboringRelation) -> bool:
+        """Whether the pair is a record and a blanket.
+
+        For k > 2 the bound is that of two records, which is no less: a blanket is the mean of them
+        all, and the divergence is convex.
+        """
+        return relation is NeighboringRelation.REPLACE_SPECIAL and self.places == 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +74,7 @@ class Hiding:
 
     Attributes:
         scale: The factor.
-        count: K, and D given K.
+        count: K, how many blankets are at the two records' places, and D given K.
         shift: b <= 0.
         step: u >= 0.
     """
@@ -37,32 +82,32 @@ class Hiding:
     scale: float
     count: Count
     shift: float
-    step: float = 0.0
+    step: float
 
 
-def among_blankets(rate: float, blankets: float) -> Hiding:
+def among_blankets(response: Response, rate: float, blankets: float) -> Hiding:
     """A user who checks in with chance γ, among Poisson(λ) blankets of the shuffler."""
+    elsewhere = blankets * (1.0 - response.near)
+    count = PoissonCount(blankets * response.near, elsewhere=elsewhere)
     shift = -blankets / rate * (1.0 - rate)
-    return Hiding(rate / blankets, PoissonCount(blankets), shift)
+    return Hiding(rate / blankets, count, shift, response.share)
 
 
-def among_reports(terms: int, rate: float, bias: float, users: int, absent: int) -> Hiding:
-    """A user among m of n users' reports, or n who check in with chance γ.
-
-    A report is uniform, a blanket, with probability 1 - t, whatever it is of.
-    """
-    share = 1.0 - bias
-    count = TermsCount(terms, rate * share, 1.0 - rate)
+def among_reports(response: Response, terms: int, rate: float, users: int, absent: int) -> Hiding:
+    """A user among m of n users' reports, or n who check in with chance γ."""
+    share, near = response.share, response.near
+    elsewhere = (1.0 - rate) + rate * share * (1.0 - near)
+    count = TermsCount(terms, rate * share * near, elsewhere)
     return Hiding(1.0 / (users * share), count, -share * absent, share)
 
 
 def sign_profile(
-    bias: float, chance: float, relation: NeighboringRelation, hiding: Hiding | None
+    response: Response, chance: float, relation: NeighboringRelation, hiding: Hiding | None
 ) -> tuple[FloatArray, FloatArray]:
     """Returns a profile, both directions: the user's report among others, or without any.
 
     Args:
-        bias: t in (0, 1).
+        response: What a report is.
         chance: That the report is sent at all.
         relation: Which records are neighbours.
         hiding: Among what; None: it is seen alone.
@@ -70,33 +115,43 @@ def sign_profile(
     Returns:
         epsilons from 0, the last so large that the loss never exceeds it, and deltas; same shape.
     """
-    zero_out = relation is NeighboringRelation.REPLACE_SPECIAL
-    largest = (1.0 if zero_out else 1.0 + bias) / (1.0 - bias)
-    last = min(math.log(largest), MAX_LOSS)
+    zero_out = response.hides_zero(relation)
+    swing = 0.5 * response.truth * response.places
+    most = 1.0 if zero_out else response.share + 2.0 * swing
+    last = min(math.log(most / response.share), MAX_LOSS)
+
+    def alone(alphas: FloatArray) -> FloatArray:
+        """The larger direction's divergence of one report seen by itself."""
+        seen = np.maximum(most - alphas * response.share, 0.0)
+        return np.asarray(chance / response.places * seen)
+
     if hiding is None:
         alphas = np.array([1.0, math.exp(last)])
-        return np.array([0.0, last]), chance * _alone(alphas, bias, zero_out)
+        return np.array([0.0, last]), alone(alphas)
 
     def bound(alphas: FloatArray) -> FloatArray:
-        swings = (bias, alphas * bias) if zero_out else (bias * (1.0 + alphas),)
+        swings = (swing, alphas * swing) if zero_out else (swing * (1.0 + alphas),)
         fall = alphas - 1.0
+        drift = -fall if zero_out else -fall * (response.share + swing)
         found = [
             positive_parts(
-                -fall, np.broadcast_to(swing, fall.shape), hiding.shift * fall,
+                drift, np.broadcast_to(swing, fall.shape), hiding.shift * fall,
                 hiding.step * fall, hiding.count,
             )
             for swing in swings
         ]  # fmt: skip
         hidden = hiding.scale * np.maximum.reduce(found)
-        return np.asarray(np.minimum(hidden, chance * _alone(alphas, bias, zero_out)))
+        return np.asarray(np.minimum(hidden, alone(alphas)))
 
     first = bound(np.ones(1))
     losses = np.log1p(2.5 * float(first[0]) * _PLACES)
-    losses = np.append(losses[losses < last], last)
-    return np.append(0.0, losses), np.append(first, bound(np.exp(losses)))
-
-
-def _alone(alphas: FloatArray, bias: float, zero_out: bool) -> FloatArray:
-    """The larger direction's divergence of one report seen by itself."""
-    most = 1.0 if zero_out else 1.0 + bias
-    return np.asarray(0.5 * np.maximum(most - alphas * (1.0 - bias), 0.0))
+    losses = losses[losses < last]
+    deltas = [first]
+    for start in range(0, losses.size, _AT_ONCE):
+        deltas.append(bound(np.exp(losses[start : start + _AT_ONCE])))
+        if deltas[-1][-1] < _NEGLIGIBLE:
+            break
+    computed = np.concatenate(deltas)
+    end = np.array([last])
+    epsilons = np.concatenate([[0.0], losses[: computed.size - 1], end])
+    return epsilons, np.append(computed, np.minimum(computed[-1], alone(np.exp(end))))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scipy import special, stats
 
 from accounting.numerics import FloatArray
-from accounting.numerics.jump_counts import Count, TermsCount
+from accounting.numerics.jump_counts import Count, PoissonCount, TermsCount
 
 # Special functions at up to 10⁹ trials err by less (relative; checked in 60 digits).
 ROUND_UP = 1e-9
@@ -161,12 +161,10 @@ def _blocks(count: Count) -> tuple[FloatArray, FloatArray, FloatArray]:
 
 def _steps_down(count: Count, reports: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:
     """The fewest steps down in each block of D, and its probability, given K at most `reports`."""
-    fixed = count.down == 0.0 if isinstance(count, TermsCount) else True
-    if fixed:
+    law = _law_of_steps(count, reports)
+    if law is None:
         yield np.zeros(reports.shape), np.ones(reports.shape)
         return
-    assert isinstance(count, TermsCount)
-    law = stats.binom(count.terms - reports, count.down / (1.0 - count.chance))
     mean, deviation = law.mean(), law.std()
     below = np.zeros(reports.shape)
     downs = np.zeros(reports.shape)
@@ -176,3 +174,12 @@ def _steps_down(count: Count, reports: FloatArray) -> Iterator[tuple[FloatArray,
         yield downs, np.maximum(through - below, 0.0)
         downs, below = end, np.maximum(through, below)
     yield downs, np.maximum(1.0 - below, 0.0) + ROUND_UP * law.sf(downs - 1.0)
+
+
+def _law_of_steps(count: Count, reports: FloatArray) -> Any:
+    """The law of D given that K is so many; None if D is 0."""
+    if isinstance(count, TermsCount) and count.down > 0.0:
+        return stats.binom(count.terms - reports, count.down / (1.0 - count.chance))
+    if isinstance(count, PoissonCount) and count.elsewhere > 0.0:
+        return stats.poisson(np.full(reports.shape, count.elsewhere))
+    return None

@@ -17,6 +17,7 @@ from simulator.cli.deployment import provision_command, rehearse_command
 from simulator.cli.device import device_app
 from simulator.cli.doctor import doctor_command
 from simulator.cli.experiment import experiment_command
+from simulator.cli.histogram import histogram_command
 from simulator.cli.node import node_command
 from simulator.cli.options import fail
 from simulator.cli.plan import plan_command
@@ -153,6 +154,7 @@ def _run(
         fail(error, 1)
 
 
+app.command("histogram")(histogram_command)
 app.command("experiment")(experiment_command)
 app.command("report")(report_command)
 app.command("plan")(plan_command)

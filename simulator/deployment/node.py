@@ -92,10 +92,11 @@ def agreed_plan(config: Config) -> PrivacyPlan:
     """
     privacy = config.privacy
     check_cover(privacy.cover)
+    noise = "local_epsilon" if privacy.mechanism == "randomised-response" else "noise_multiplier"
     undecided = {
         "data.users": config.data.users,
         "privacy.delta": None if privacy.delta == "1/n" else privacy.delta,
-        "privacy.noise_multiplier": privacy.noise_multiplier,
+        f"privacy.{noise}": getattr(privacy, noise),
         "privacy.shuffler_blankets": (
             None if privacy.shuffler_blankets == "least-error" else privacy.shuffler_blankets
         ),

@@ -1,4 +1,4 @@
-"""LDP-SGD's accountants against rounds of binary reports that are enumerated."""
+"""Accountants of LDP-SGD and randomised response against rounds that are enumerated."""
 
 import itertools
 import math
@@ -16,6 +16,7 @@ from accounting import (
     LdpSgd,
     LocalAccountant,
     PldAccountant,
+    RandomisedResponse,
     Shuffled,
     adjacency,
 )
@@ -153,3 +154,113 @@ def test_the_accountants_of_gaussian_noise_refuse_it():
     event = Shuffled(100, CheckIn(0.5), LdpSgd(noise_multiplier=2.0))
     with pytest.raises(UnsupportedEventError, match="pld prices Shuffled rounds of"):
         PldAccountant().epsilon_after(event, 1e-5)
+
+
+def chances_of(own, truth, categories):
+    """The law of a report of randomised response."""
+    return [truth * (own == it) + (1 - truth) / categories for it in range(categories)]
+
+
+@pytest.mark.parametrize(
+    ("categories", "rate", "blankets", "local"),
+    [(3, 1.0, 6.0, 1.0), (5, 0.3, 12.0, 2.5), (4, 0.05, 20.0, 4.0), (3, 1.0, 30.0, 18.0)],
+)
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_randomised_response_among_blankets_costs_what_enumeration_finds(
+    relation, categories, rate, blankets, local
+):
+    """The counts at two places and elsewhere are all that tells the two records apart."""
+    ends, elsewhere = 60, categories - 2
+    mechanism = RandomisedResponse(categories=categories, local_epsilon=local)
+    near = stats.poisson(blankets / categories).pmf(np.arange(ends))
+    far = stats.poisson(blankets * elsewhere / categories).pmf(np.arange(ends))
+    hidden = near[:, None, None] * near[:, None] * far
+
+    def law(own):
+        """Own place 0, 1, or None for a blanket."""
+        chances = chances_of(own, mechanism.truth * (own is not None), categories)
+        total = (1 - rate) * hidden
+        total[1:] += rate * chances[0] * hidden[:-1]
+        total[:, 1:] += rate * chances[1] * hidden[:, :-1]
+        total[:, :, 1:] += rate * sum(chances[2:]) * hidden[:, :, :-1]
+        return total
+
+    zero_out = relation is adjacency.relation_of("zero-out")
+    accountant = BlanketAccountant(relation)
+    accountant.compose(Shuffled(1, CheckIn(rate), mechanism, blankets))
+    for epsilon in (0.0, 0.05, 0.3, 0.8):
+        truth = both_ways(law(0), law(None if zero_out else 1), epsilon)
+        found = accountant.get_delta(epsilon)
+        assert found >= truth * (1 - 1e-6)
+        if not zero_out:
+            assert found <= truth * 1.05 + 1e-6
+
+
+@pytest.mark.parametrize("participation", [CheckIn(1.0), CheckIn(0.6), FixedSize(3)])
+def test_the_crowd_bounds_randomised_response_of_few_users(participation):
+    users, categories, local = 5, 3, 1.2
+    mechanism = RandomisedResponse(categories=categories, local_epsilon=local)
+    accountant = CrowdAccountant()
+    accountant.compose(Shuffled(users, participation, mechanism))
+
+    def law(dataset):
+        """Of the counts of every category."""
+        if isinstance(participation, FixedSize):
+            groups = list(itertools.combinations(dataset, participation.reports))
+            return sum(law_of(group, 1.0) for group in groups) / len(groups)
+        return law_of(dataset, participation.rate)
+
+    def law_of(dataset, rate):
+        total = np.zeros((users + 1,) * categories)
+        total[0, 0, 0] = 1.0
+        for own in dataset:
+            after = (1 - rate) * total
+            for place, chance in enumerate(chances_of(own, mechanism.truth, categories)):
+                after += rate * chance * np.roll(total, 1, axis=place)
+            total = after
+        return total
+
+    largest = dict.fromkeys((0.0, 0.1, 0.4, 0.9), 0.0)
+    for others in itertools.combinations_with_replacement(range(categories), users - 1):
+        first, second = law([0, *others]), law([1, *others])
+        for epsilon in largest:
+            largest[epsilon] = max(largest[epsilon], both_ways(first, second, epsilon))
+    for epsilon, truth in largest.items():
+        assert truth * (1 - 1e-6) <= accountant.get_delta(epsilon) <= max(4 * truth, 0.02)
+
+
+@pytest.mark.parametrize(("users", "categories", "local"), [(1000, 4, 2.565), (2000, 20, 3.0)])
+def test_crowd_is_the_weak_adversary_of_more_categories(users, categories, local):
+    """Also for n = 1000, γ = 0.25, k = 4, which Koskela et al. show."""
+    accountant = CrowdAccountant()
+    mechanism = RandomisedResponse(categories=categories, local_epsilon=local)
+    accountant.compose(Shuffled(users, CheckIn(1.0), mechanism))
+    epsilons = np.array([0.0, 0.05, 0.1, 0.2])
+    ours = np.array([accountant.get_delta(epsilon) for epsilon in epsilons])
+    theirs = randomised_response_delta(users, categories, local, epsilons, "weak")
+    np.testing.assert_allclose(ours, theirs, rtol=0.025)
+
+
+def test_two_categories_are_one_sign():
+    noise = noise_of(1.3)
+    for blankets, accountant in ((50.0, BlanketAccountant()), (0.0, CrowdAccountant())):
+        one, other = (
+            accountant.epsilon_after(Shuffled(300, CheckIn(0.4), mechanism, blankets), 1e-6, 20)
+            for mechanism in (
+                LdpSgd(noise_multiplier=noise),
+                RandomisedResponse(categories=2, local_epsilon=1.3),
+            )
+        )
+        assert one == pytest.approx(other, rel=1e-9)
+
+
+@pytest.mark.parametrize("categories", [2, 7, 1000, 2**15])
+@pytest.mark.parametrize("local", [1e-6, 0.5, 20.0])
+@pytest.mark.parametrize("blankets", [1e-7, 1.0, 1e6, 1e12])
+def test_randomised_response_at_the_edges_costs_no_more_than_alone(categories, local, blankets):
+    mechanism = RandomisedResponse(categories=categories, local_epsilon=local)
+    alone = Shuffled(1, CheckIn(1.0), mechanism)
+    most = LocalAccountant().epsilon_after(alone, 1e-6, 1)
+    accountant, event = BlanketAccountant(), Shuffled(1, CheckIn(1.0), mechanism, blankets)
+    found = accountant.epsilon_after(event, 1e-6, 1)
+    assert 0.0 <= found <= most * 1.05 + 1e-6 <= local * 1.2 + 1e-5

@@ -1,0 +1,109 @@
+"""k-ary randomised response: a report is the user's category, or by a coin a uniform one.
+
+Warner 1965 for two categories, "Randomized response"; Kairouz, Bonawitz and Ramage 2016, "Discrete
+distribution estimation under local privacy", for k.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+from scipy import special
+
+from accounting.validation import Checked
+
+
+class RandomisedResponse(Checked):
+    """Every report is one of k categories, as `(e_r - 1/k)/s`: the mean of many is unbiased.
+
+    It is the user's own category with probability `s = (e^ε₀ - 1)/(e^ε₀ + k - 1)`, otherwise a
+    uniform one, which may be the user's too: pure ε₀-LDP. A blanket is a uniform category.
+
+    An update is `1/k - p`, with p a user's own shares of the categories: what one gradient step of
+    the model `histogram` asks for. A user of several records reports of one drawn from p.
+
+    Attributes:
+        name: Its word in plans.
+        categories: k.
+        local_epsilon: ε₀ in (0, 20], what a report costs its user whoever cheats.
+
+    Raises:
+        ValueError: A value outside its range.
+    """
+
+    most_epsilon: ClassVar[float] = 20.0
+
+    name: Literal["randomised-response"] = "randomised-response"
+    categories: Annotated[
+        int, Field(ge=2, le=2**15, description="a whole number of categories from 2 to 32768")
+    ]
+    local_epsilon: Annotated[
+        float, Field(gt=0, le=20, allow_inf_nan=False, description="a number in (0, 20]")
+    ]
+
+    @property
+    def is_private(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def truth(self) -> float:
+        """s in (0, 1)."""
+        grown = math.expm1(self.local_epsilon)
+        return grown / (grown + self.categories)
+
+    @property
+    def clip_norm(self) -> float:
+        """1: the length of reports, before they are divided by s, is that of their categories."""
+        return 1.0
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The standard deviation of one entry of a blanket."""
+        return math.sqrt(self.categories - 1) / self.categories / self.truth
+
+    @staticmethod
+    def draws(dimension: int) -> int:
+        """How many N(0, 1) draws a report takes: which category, and whether it is a uniform one,
+        and which."""
+        return 3
+
+    def noise_deviation(self, dimension: int) -> float:
+        """The standard deviation of one entry of a blanket."""
+        return self.noise_multiplier
+
+    def unit(self, dimension: int) -> float:
+        """What one step of a report's integers stands for: the report of r is k at r less 1."""
+        return 1.0 / (self.categories * self.truth)
+
+    def report(self, update: np.ndarray, standard_normal: np.ndarray) -> np.ndarray:
+        """One report, in units.
+
+        Whatever the update, it is a draw from some p, so that the coin bounds what a report tells.
+
+        Args:
+            update: `1/k - p`, shape (k,), any float type; what is no such p is made one.
+            standard_normal: independent N(0, 1) draws, shape (3,).
+
+        Returns:
+            int16 of shape (k,): 1 - k at the category, 1 elsewhere, as an update has its sign.
+        """
+        k = self.categories
+        own, coin, other = special.ndtr(standard_normal.astype(np.float64)).tolist()
+        shares = 1.0 / k - np.asarray(update, dtype=np.float64)
+        shares = np.where(shares > 1e-6, shares, 0.0)  # rounding of float32 is no share
+        total = float(shares.sum())
+        if coin < self.truth and 0.0 < total < math.inf:
+            place = int(np.searchsorted(np.cumsum(shares), own * total, side="right"))
+        else:
+            place = int(other * k)
+        report = np.ones(k, dtype=np.int16)
+        report[min(place, k - 1)] = 1 - k
+        return report
+
+    def largest_honest_norm(self, dimension: int) -> float:
+        """A norm, in units, that no honest report exceeds."""
+        return math.sqrt(self.categories * (self.categories - 1.0)) + 1e-6

@@ -1,0 +1,210 @@
+"""`shufl histogram`: a private histogram, simulated from a column or read from a run."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from simulator.cli import options
+from simulator.cli.options import needed
+from simulator.plots import draw
+from simulator.tables import epsilon_rows, print_epsilons
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accounting import PrivacyPlan
+    from simulator.histogram import Histogram
+
+_OTHER = "other"
+_MOST_BARS = 60
+
+
+def histogram_command(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A CSV file with one row a user, or the folder of a run of "
+            "mechanism randomised-response."
+        ),
+    ],
+    column: Annotated[str | None, typer.Option(help="The column of the file.")] = None,
+    categories: Annotated[
+        str | None,
+        typer.Option(help="All categories: A,B,C, or a text file, one a line. They are public."),
+    ] = None,
+    other: Annotated[
+        bool, typer.Option("--other", help=f"One more category, {_OTHER}, for any other value.")
+    ] = False,
+    epsilon: Annotated[float | None, typer.Option(help="The budget ε.")] = None,
+    delta: options.Delta = "1/n",
+    gamma: Annotated[float, typer.Option(help="Check-in rate γ in (0, 1].")] = 1.0,
+    accountant: Annotated[
+        str, typer.Option(help="blanket, crowd (no blankets) or local (no shuffler).")
+    ] = "blanket",
+    local_epsilon: Annotated[
+        float | None,
+        typer.Option(help="ε₀ in (0, 20] of each report; left out: what is best."),
+    ] = None,
+    consistent: Annotated[
+        bool, typer.Option("--consistent", help="No share below 0, and 1 in all.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of a simulation.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A folder for histogram.csv and .png; left out: the run's, or none."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Estimate the share of each category, with error bars, and print ε by every accountant."""
+    from accounting import LedgerError, epsilon_table
+    from accounting.validation import choice
+    from simulator import histogram
+
+    true = None
+    try:
+        if source.is_dir():
+            plan, found = _of_run(source)
+            names = _categories(categories, False) or [str(i) for i in range(len(found.shares))]
+            if len(names) != len(found.shares):
+                raise ValueError(
+                    f"--categories must be {len(found.shares)}, as the run has, got {len(names)}"
+                )
+            out = out or source
+        else:
+            choice("--accountant", accountant, ("blanket", "crowd", "local"))
+            if seed < 0:
+                raise ValueError(f"--seed must be at least 0, got {seed}")
+            names = needed("--categories", _categories(categories, other))
+            counts = histogram.count_column(source, needed("--column", column), names, other)
+            users = int(counts.sum())
+            plan = histogram.plan_for(
+                users,
+                len(names),
+                needed("--epsilon", epsilon),
+                options.checked_delta(delta, users),
+                gamma,
+                accountant,
+                local_epsilon,
+            )
+            found, true = histogram.simulate(counts, plan, seed), counts / users
+        found = found.consistent() if consistent else found
+        rows = epsilon_rows(epsilon_table(plan, 1))
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            _write(out / "histogram.csv", names, found, true)
+            _plot(out / "histogram.png", names, found, _title(plan))
+    except (ValueError, OSError, LedgerError) as error:
+        options.fail(error)
+    if json:
+        shares = [
+            {"category": name, "share": share, "standard_error": deviation}
+            for name, share, deviation in zip(names, found.shares, found.errors, strict=True)
+        ]
+        options.print_json({"histogram": shares, "plan": plan.model_dump(), "epsilon": rows})
+        return
+    console = Console()
+    _print(console, names, found, true, plan)
+    print_epsilons(console, "ε by accountant", rows, plan.accountant)
+    if true is not None:
+        console.print("simulated: coins, answers and blankets follow from the seed")
+    if out is not None:
+        console.print(f"written: {out / 'histogram.csv'} and .png", soft_wrap=True)
+
+
+def _categories(text: str | None, other: bool) -> list[str] | None:
+    """The names of --categories, or None if it was not given."""
+    if text is None:
+        return None
+    path = Path(text)
+    given = path.read_text(encoding="utf-8-sig").splitlines() if path.is_file() else text.split(",")
+    names = [name.strip() for name in given if name.strip()] + [_OTHER] * other
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--categories must be all different, got {name} twice")
+    if len(names) < 2:
+        raise ValueError(f"--categories must be at least 2, got {len(names)}")
+    return names
+
+
+def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram]:
+    """The plan and the estimate of a run that has ended."""
+    import torch
+
+    from accounting import Ledger, RandomisedResponse
+    from simulator.config import load
+    from simulator.histogram import Histogram
+
+    ledger = Ledger.read(folder / "ledger.jsonl")
+    plan = ledger.plan
+    if not isinstance(plan.mechanism, RandomisedResponse):
+        raise ValueError(
+            f"{folder} is a run of mechanism {plan.mechanism.name}, not of a histogram"
+        )
+    if not ledger.entries or not (folder / "model.pt").exists():
+        raise ValueError(f"{folder} has released no histogram yet")
+    shufflers = load(str(folder / "config.toml")).shuffler.number
+    scores = torch.load(folder / "model.pt", weights_only=True)["scores"].double().numpy()
+    if not scores.any():
+        raise ValueError(f"{folder} has released no histogram: its only round failed")
+    return plan, Histogram.of(scores + 1.0 / len(scores), plan, shufflers)
+
+
+def _title(plan: PrivacyPlan) -> str:
+    return (
+        f"ε = {plan.target_epsilon:g} by {plan.accountant}, δ = {plan.delta:.3g}, n = {plan.users}"
+    )
+
+
+def _print(
+    console: Console, names: list[str], found: Histogram, true: np.ndarray | None, plan: PrivacyPlan
+) -> None:
+    console.print(
+        f"{plan.users} users; reports of ε₀ = {plan.mechanism.local_epsilon:.4g}, true with "
+        f"probability {plan.mechanism.truth:.4g}; {plan.shuffler_blankets:.4g} blankets expected",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_title(plan), highlight=False, soft_wrap=True)
+    table = Table()
+    table.add_column("category")
+    for heading in ("share", "± (95 %)", *(["true share"] if true is not None else [])):
+        table.add_column(heading, justify="right")
+    for place, name in enumerate(names):
+        numbers = [found.shares[place], found.margins[place]]
+        numbers += [true[place]] if true is not None else []
+        table.add_row(name, *(f"{number:.3%}" for number in numbers))
+    console.print(table)
+
+
+def _write(path: Path, names: list[str], found: Histogram, true: np.ndarray | None) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(
+            ["category", "share", "standard_error", *(["true"] if true is not None else [])]
+        )
+        for place, name in enumerate(names):
+            numbers = [found.shares[place], found.errors[place]]
+            numbers += [true[place]] if true is not None else []
+            rows.writerow([name, *(f"{number:.9g}" for number in numbers)])
+
+
+def _plot(path: Path, names: list[str], found: Histogram, title: str) -> None:
+    """Bars with 95 % intervals; the largest shares, where there are many."""
+    places = sorted(range(len(names)), key=lambda it: -found.shares[it])[:_MOST_BARS]
+    places = sorted(places) if len(names) <= _MOST_BARS else places
+    with draw(path) as axes:
+        axes.bar(
+            [names[it] for it in places],
+            [100.0 * found.shares[it] for it in places],
+            yerr=[100.0 * found.margins[it] for it in places],
+            capsize=3,
+            color="#8cf",
+        )
+        axes.tick_params(axis="x", rotation=0 if len(places) <= 10 else 90)
+        axes.set(ylabel="share (%), with 95 % interval", title=title)

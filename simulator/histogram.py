@@ -1,0 +1,178 @@
+"""A private histogram of a categorical column: its estimate, its error, and its simulation.
+
+Every user reports one category by `RandomisedResponse`, and the shuffler adds blankets. Between
+machines it is a run of `configs/histogram.toml`. Here the reports are counted, not made one by one:
+what a shuffler releases of them is how many there are of each category, and nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from accounting import (
+    ACCOUNTANTS,
+    CheckIn,
+    PrivacyPlan,
+    RandomisedResponse,
+    Shuffled,
+    epsilon_of,
+    fitted_response,
+    validation,
+)
+
+_CONFIDENT = 1.959964  # standard errors of 95 %
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """What a server knows of the users' categories.
+
+    Attributes:
+        shares: of all users, shape (k,); unbiased, so that some may be below 0.
+        errors: standard errors of the shares, of everything that is random: coins, answers and
+            blankets, shape (k,).
+    """
+
+    shares: np.ndarray
+    errors: np.ndarray
+
+    @classmethod
+    def of(cls, shares: np.ndarray, plan: PrivacyPlan, shufflers: int = 1) -> Histogram:
+        """With the standard errors that follow from the plan and the shares themselves.
+
+        Args:
+            shares: unbiased estimates, shape (k,).
+            plan: with randomised response.
+            shufflers: how many there are, each with its own blankets.
+        """
+        k, users, rate = len(shares), plan.users, plan.check_in_rate
+        truth = plan.mechanism.truth
+        held = np.clip(shares, 0.0, 1.0)
+        reported = truth * held + (1.0 - truth) / k
+        # E[(1{report = j} - 1/k)²], of a user's report and of a blanket; less the mean's square.
+        user = (reported * (1.0 - 2.0 / k) + 1.0 / k**2) / (rate * truth**2)
+        mean = held * (1.0 - 1.0 / k) ** 2 + (1.0 - held) / k**2
+        blankets = shufflers * plan.shuffler_blankets * (1.0 - 1.0 / k) / k / (rate * truth) ** 2
+        return cls(shares, np.sqrt((users * (user - mean) + blankets) / users**2))
+
+    @property
+    def margins(self) -> np.ndarray:
+        """Half the width of each share's 95 % interval."""
+        return _CONFIDENT * self.errors
+
+    def consistent(self) -> Histogram:
+        """The nearest shares that are none below 0 and 1 in all; the errors stay as they are.
+
+        The Euclidean projection on the simplex, which Wang et al. 2020, "Locally differentially
+        private frequency estimation with consistency", call Norm-Sub.
+        """
+        falling = np.sort(self.shares)[::-1]
+        excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(falling) + 1)
+        kept = np.flatnonzero(falling > excess)[-1]
+        return Histogram(np.maximum(self.shares - excess[kept], 0.0), self.errors)
+
+
+def plan_for(
+    users: int,
+    categories: int,
+    target_epsilon: float,
+    delta: float,
+    check_in_rate: float = 1.0,
+    accountant: str = "blanket",
+    local_epsilon: float | None = None,
+) -> PrivacyPlan:
+    """The plan of one round of reports with about the least error that the target allows.
+
+    Args:
+        users: n.
+        categories: k.
+        target_epsilon: the budget.
+        delta: at which ε is read.
+        check_in_rate: γ.
+        accountant: whose ε. With one that does not count blankets there are none.
+        local_epsilon: ε₀, or None for what is best.
+
+    Raises:
+        ValueError: a value out of range, or nothing reaches the target.
+    """
+
+    target_epsilon = validation.real("--epsilon", target_epsilon, "(0, inf)")
+
+    def mechanism(local: float) -> RandomisedResponse:
+        return RandomisedResponse(categories=categories, local_epsilon=local)
+
+    def epsilon_at(local: float, blankets: float) -> float:
+        event = Shuffled(users, CheckIn(check_in_rate), mechanism(local), blankets)
+        return epsilon_of(accountant, "replace", event, 1, delta)
+
+    blankets = None if ACCOUNTANTS[accountant].counts_on_blankets else 0.0
+    local, blankets = fitted_response(
+        epsilon_at, target_epsilon, users * check_in_rate, categories, local_epsilon, blankets
+    )
+    return PrivacyPlan(
+        users=users,
+        check_in_rate=check_in_rate,
+        mechanism=mechanism(local),
+        rounds=1,
+        delta=delta,
+        target_epsilon=target_epsilon,
+        minimum_batch=1,
+        shuffler_blankets=blankets,
+        accountant=accountant,
+    )
+
+
+def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:
+    """What a server would estimate of users whose categories are known.
+
+    Args:
+        counts: users of each category, shape (k,).
+        plan: with randomised response.
+        seed: of coins, answers and blankets.
+    """
+    draw, k = np.random.Generator(np.random.Philox(key=seed)), len(counts)
+    rate, truth = plan.check_in_rate, plan.mechanism.truth
+    present = draw.binomial(counts, rate)
+    true = draw.binomial(present, truth)
+    uniform = int((present - true).sum()) + int(draw.poisson(plan.shuffler_blankets))
+    reports = true + draw.multinomial(uniform, np.full(k, 1.0 / k))
+    shares = 1.0 / k + (reports - reports.sum() / k) / (plan.users * rate * truth)
+    return Histogram.of(shares, plan)
+
+
+def count_column(path: Path, column: str, categories: list[str], other: bool) -> np.ndarray:
+    """How many rows of a CSV file have each category, shape (k,).
+
+    Args:
+        path: of a file whose first line names its columns.
+        column: its name.
+        categories: all there may be, no two alike.
+        other: whether the last of them stands for any other value.
+
+    Raises:
+        ValueError: the column, or a value's category, is not there, or there are no rows.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file)
+        names = next(rows, [])
+        if column not in names:
+            raise ValueError(f"--column must be one of {', '.join(names)}, got {column}")
+        place = names.index(column)
+        found = Counter(row[place] if place < len(row) else "" for row in rows if row)
+    if not found:
+        raise ValueError(f"{path} has no rows")
+    unknown = found.keys() - set(categories)
+    if unknown and not other:
+        raise ValueError(
+            f"column {column} has {min(unknown)!r}, which is not among --categories; name it "
+            "there, or give --other"
+        )
+    counts = [found[category] for category in categories]
+    if other:
+        counts[-1] += sum(found[value] for value in unknown)
+    return np.array(counts)

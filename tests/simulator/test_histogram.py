@@ -1,0 +1,122 @@
+"""`shufl histogram` of a column: estimates, their errors, and every mistake in one line."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from run_world import shufl
+
+from simulator.histogram import Histogram, count_column, plan_for, simulate
+
+COUNTS = np.array([5_000, 3_000, 1_500, 480, 20])
+
+
+@pytest.mark.parametrize(
+    ("accountant", "rate", "local"),
+    [("blanket", 1.0, None), ("blanket", 0.4, 2.0), ("crowd", 0.7, None), ("local", 1.0, None)],
+)
+def test_errors_are_what_they_are_said_to_be(accountant, rate, local):
+    users = int(COUNTS.sum())
+    plan = plan_for(users, len(COUNTS), 1.0, 1e-6, rate, accountant, local)
+    found = [simulate(COUNTS, plan, seed) for seed in range(400)]
+    scores = np.array([(each.shares - COUNTS / users) / each.errors for each in found])
+    np.testing.assert_allclose(scores.mean(axis=0), 0.0, atol=0.25)
+    np.testing.assert_allclose(scores.std(axis=0), 1.0, atol=0.15)
+    assert 0.93 < (np.abs(scores) < 1.96).mean() < 0.97
+
+
+def test_blankets_err_less_than_answers_at_random():
+    users = int(COUNTS.sum())
+    errors = [
+        float(Histogram.of(COUNTS / users, plan_for(users, 5, 0.5, 1e-6, 1.0, name)).errors.mean())
+        for name in ("blanket", "crowd", "local")
+    ]
+    assert errors[0] < errors[1] < errors[2]
+
+
+def test_consistent_shares_are_the_nearest_on_the_simplex():
+    draw = np.random.default_rng(5)
+    for _ in range(50):
+        raw = draw.normal(0.2, 0.3, 6)
+        found = Histogram(raw, raw).consistent().shares
+        assert found.min() >= 0
+        assert found.sum() == pytest.approx(1)
+        for other in draw.dirichlet(np.ones(6), 200):
+            assert np.sum((raw - found) ** 2) <= np.sum((raw - other) ** 2) + 1e-12
+    shares = np.array([0.7, 0.2, 0.1])
+    np.testing.assert_allclose(Histogram(shares, shares).consistent().shares, shares)
+
+
+@pytest.fixture
+def column(tmp_path):
+    path = tmp_path / "people.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["name", "town"])
+        for place, count in enumerate((600, 300, 95, 5)):
+            rows.writerows([f"p{i}", "ABCD"[place]] for i in range(count))
+    return path
+
+
+def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
+    out = tmp_path / "out"
+    asked = ["--column", "town", "--categories", "A,B,C", "--other", "--epsilon", "1"]
+    done = shufl("histogram", str(column), *asked, "--out", str(out), "--consistent")
+    assert done.returncode == 0, done.stderr
+    assert "simulated: coins, answers and blankets follow from the seed" in done.stdout
+    with (out / "histogram.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["category"] for row in rows] == ["A", "B", "C", "other"]
+    assert [float(row["true"]) for row in rows] == [0.6, 0.3, 0.095, 0.005]
+    for row in rows:
+        error = abs(float(row["share"]) - float(row["true"]))
+        assert error < 5 * float(row["standard_error"])
+    assert (out / "histogram.png").stat().st_size > 5_000
+    told = json.loads(shufl("histogram", str(column), *asked, "--json").stdout)
+    assert told["plan"]["users"] == 1000
+    assert 0.99 < told["epsilon"]["blanket"]["epsilon"] <= 1.0
+    assert sum(each["share"] for each in told["histogram"]) == pytest.approx(1)
+
+
+WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--epsilon", "1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--categories is missing"),
+        (WHOLE[:2], "--column is missing"),
+        (WHOLE[:4], "--epsilon is missing"),
+        ([*WHOLE, "--column", "city"], "--column must be one of name, town"),
+        ([*WHOLE, "--categories", "A,B,C"], "has 'D', which is not among"),
+        ([*WHOLE, "--categories", "A,A"], "--categories must be all different"),
+        ([*WHOLE, "--categories", "A"], "--categories must be at least 2, got 1"),
+        ([*WHOLE, "--delta", "2"], "--delta must be a number in (0, 1)"),
+        ([*WHOLE, "--epsilon", "0"], "--epsilon must lie in (0, inf), got 0"),
+        ([*WHOLE, "--gamma", "0"], "check-in rate must"),
+        ([*WHOLE, "--local-epsilon", "21"], "local_epsilon must be a number in (0, 20]"),
+        ([*WHOLE, "--accountant", "pld"], "--accountant must be"),
+        ([*WHOLE, "--seed", "-1"], "--seed must be at least 0"),
+    ],
+)
+def test_every_mistake_is_one_line(column, arguments, message):
+    done = shufl("histogram", str(column), *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+def test_files_that_are_no_columns_are_refused(tmp_path):
+    (tmp_path / "empty.csv").write_text("town\n")
+    (tmp_path / "short.csv").write_text("name,town\nx\n\ny,A\n")
+    with pytest.raises(ValueError, match="has no rows"):
+        count_column(tmp_path / "empty.csv", "town", ["A", "B"], False)
+    with pytest.raises(ValueError, match="has '', which is not among"):
+        count_column(tmp_path / "short.csv", "town", ["A", "B"], False)
+    assert count_column(tmp_path / "short.csv", "town", ["A", "B", "other"], True).tolist() == [
+        1,
+        0,
+        1,
+    ]
