@@ -8,7 +8,6 @@ the user's own hides, fair signs s_i, a drift a <= 0 and a swing w >= 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -124,11 +123,13 @@ def positive_parts(
         Shape (J,).
     """
     first, last, chances = _blocks(count)
-    total = np.zeros(drift.shape)
-    for downs, weights in _steps_down(count, last):
-        fall = -(shift - np.multiply.outer(downs, step) + np.multiply.outer(first, drift))
-        calls = sign_mean_calls(last, fall / np.multiply.outer(last, swing))
-        total += np.einsum("i,ij->j", chances * weights * last, calls) * swing
+    downs, weights = _steps_down(count, last)
+    fall = np.multiply.outer(downs, step) - shift - np.multiply.outer(first, drift)
+    levels = fall / np.multiply.outer(last, swing)
+    # Rows are K, so that all levels of one K share its tails.
+    rows = np.moveaxis(levels, 0, 1).reshape(last.size, -1)
+    calls = sign_mean_calls(last, rows).reshape(last.size, *levels[:, 0].shape)
+    total = np.einsum("dk,k,kdj->j", weights, chances * last, calls) * swing
     # Beyond the blocks every sign may be +1.
     beyond = count.jumps * _law(count, 1.0).sf(float(last[-1]) - 1.0)
     return np.asarray(total * (1.0 + ROUND_UP) + swing * beyond)
@@ -159,21 +160,22 @@ def _blocks(count: Count) -> tuple[FloatArray, FloatArray, FloatArray]:
     return first, last, np.maximum(chances, 0.0) * (1.0 + ROUND_UP) + 1e-300
 
 
-def _steps_down(count: Count, reports: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:
-    """The fewest steps down in each block of D, and its probability, given K at most `reports`."""
+def _steps_down(count: Count, reports: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The fewest steps down in each block of D, and its probability, given K at most `reports`.
+
+    Both of shape (blocks, K).
+    """
     law = _law_of_steps(count, reports)
     if law is None:
-        yield np.zeros(reports.shape), np.ones(reports.shape)
-        return
-    mean, deviation = law.mean(), law.std()
-    below = np.zeros(reports.shape)
-    downs = np.zeros(reports.shape)
-    for place in np.arange(-_REACH, _REACH + 1.0 / _DOWN_BLOCKS, 1.0 / _DOWN_BLOCKS):
-        end = np.maximum(np.floor(mean + place * deviation), downs)
-        through = law.cdf(end - 1.0) * (1.0 + ROUND_UP)
-        yield downs, np.maximum(through - below, 0.0)
-        downs, below = end, np.maximum(through, below)
-    yield downs, np.maximum(1.0 - below, 0.0) + ROUND_UP * law.sf(downs - 1.0)
+        return np.zeros((1, reports.size)), np.ones((1, reports.size))
+    places = np.arange(-_REACH, _REACH + 1.0 / _DOWN_BLOCKS, 1.0 / _DOWN_BLOCKS)[:, None]
+    ends = np.maximum(np.floor(law.mean() + places * law.std()), 0.0)
+    through = law.cdf(ends - 1.0) * (1.0 + ROUND_UP)
+    starts = np.concatenate([np.zeros((1, reports.size)), ends])
+    below = np.concatenate([np.zeros((1, reports.size)), np.maximum.accumulate(through)])
+    weights = np.diff(below, axis=0)
+    rest = np.maximum(1.0 - below[-1], 0.0) + ROUND_UP * law.sf(starts[-1] - 1.0)
+    return starts, np.concatenate([weights, rest[None]])
 
 
 def _law_of_steps(count: Count, reports: FloatArray) -> Any:

@@ -46,7 +46,7 @@ def run_command(
         str | None,
         typer.Argument(
             help="A TOML file, or the name of one that ships (quickstart, mnist, mnist-private, "
-            "mnist-features)."
+            "mnist-features, histogram)."
         ),
     ] = None,
     set_: Annotated[
@@ -92,7 +92,7 @@ def run_command(
     By default on Flower and Ray with a real shuffler.
 
     CONFIG is a TOML file, or the name of one that ships with shufl: quickstart, mnist,
-    mnist-private or mnist-features.
+    mnist-private, mnist-features or histogram.
     """
     if (config is None) == (resume is None):
         fail(ValueError("give either a CONFIG to run or --resume RUN_FOLDER"))

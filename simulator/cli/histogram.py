@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -175,10 +176,11 @@ def _print(
     table.add_column("category")
     for heading in ("share", "± (95 %)", *(["true share"] if true is not None else [])):
         table.add_column(heading, justify="right")
+    digits = max(1, 1 - math.floor(math.log10(100.0 * float(found.margins.min()))))
     for place, name in enumerate(names):
         numbers = [found.shares[place], found.margins[place]]
         numbers += [true[place]] if true is not None else []
-        table.add_row(name, *(f"{number:.3%}" for number in numbers))
+        table.add_row(name, *(f"{number:.{digits}%}" for number in numbers))
     console.print(table)
 
 

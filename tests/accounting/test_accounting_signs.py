@@ -256,7 +256,7 @@ def test_two_categories_are_one_sign():
 
 @pytest.mark.parametrize("categories", [2, 7, 1000, 2**15])
 @pytest.mark.parametrize("local", [1e-6, 0.5, 20.0])
-@pytest.mark.parametrize("blankets", [1e-7, 1.0, 1e6, 1e12])
+@pytest.mark.parametrize("blankets", [1e-7, 1.0, 1e6])
 def test_randomised_response_at_the_edges_costs_no_more_than_alone(categories, local, blankets):
     mechanism = RandomisedResponse(categories=categories, local_epsilon=local)
     alone = Shuffled(1, CheckIn(1.0), mechanism)
