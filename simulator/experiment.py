@@ -169,7 +169,9 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
     decide = _response if config.privacy.mechanism == "randomised-response" else _noise
     privacy = config.privacy.model_copy(update=decide(config.privacy, config.data.users))
     if privacy.minimum_batch is None:
-        expected = privacy.least_present * privacy.check_in_rate + privacy.shuffler_blankets
+        users, blankets = privacy.least_present, privacy.shuffler_blankets
+        # With cover every user sends, and blankets do not count.
+        expected = users if privacy.cover else users * privacy.check_in_rate + blankets
         minimum = min(config.data.users, max(1, int(expected / 2)))
         privacy = privacy.model_copy(update={"minimum_batch": minimum})
     return config.model_copy(update={"privacy": privacy}), _plan(privacy, config.data.users)

@@ -42,15 +42,22 @@ class Histogram:
     errors: np.ndarray
 
     @classmethod
-    def of(cls, shares: np.ndarray, plan: PrivacyPlan, shufflers: int = 1) -> Histogram:
+    def of(
+        cls,
+        shares: np.ndarray,
+        plan: PrivacyPlan,
+        present: int | None = None,
+        shufflers: int = 1,
+    ) -> Histogram:
         """With the standard errors that follow from the plan and the shares themselves.
 
         Args:
             shares: unbiased estimates, shape (k,).
             plan: with randomised response.
+            present: how many users were there; None: all.
             shufflers: how many there are, each with its own blankets.
         """
-        k, users, rate = len(shares), plan.users, plan.check_in_rate
+        k, users, rate = len(shares), present or plan.users, plan.check_in_rate
         truth = plan.mechanism.truth
         held = np.clip(shares, 0.0, 1.0)
         reported = truth * held + (1.0 - truth) / k

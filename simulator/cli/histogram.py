@@ -135,6 +135,8 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
 
 def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram]:
     """The plan and the estimate of a run that has ended."""
+    import json
+
     import torch
 
     from accounting import Ledger, RandomisedResponse
@@ -149,11 +151,13 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram]:
         )
     if not ledger.entries or not (folder / "model.pt").exists():
         raise ValueError(f"{folder} has released no histogram yet")
+    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if row["outcome"] != "released":
+        raise ValueError(f"{folder} has released no histogram: its only round failed")
     shufflers = load(str(folder / "config.toml")).shuffler.number
     scores = torch.load(folder / "model.pt", weights_only=True)["scores"].double().numpy()
-    if not scores.any():
-        raise ValueError(f"{folder} has released no histogram: its only round failed")
-    return plan, Histogram.of(scores + 1.0 / len(scores), plan, shufflers)
+    shares = scores + 1.0 / len(scores)
+    return plan, Histogram.of(shares, plan, row["users_present"], shufflers)
 
 
 def _title(plan: PrivacyPlan) -> str:

@@ -1,0 +1,66 @@
+"""A histogram through Flower, real shuffler processes and sealing."""
+
+import json
+
+import numpy as np
+import pytest
+from run_world import only_folder, shufl
+
+from simulator.data.datasets import load_dataset
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
+    """Of 479 users with three records each, by two shufflers."""
+    runs = tmp_path / "runs"
+    settings = ("data.users=479", "simulation.nodes=4", "shuffler.number=2")
+    chosen = [part for each in settings for part in ("--set", each)]
+    done = shufl("run", "histogram", *chosen, "--runs", runs)
+    assert done.returncode == 0, done.stderr
+    folder = only_folder(runs)
+    shown = shufl("histogram", folder, "--json")
+    assert shown.returncode == 0, shown.stderr
+    told = json.loads(shown.stdout)
+    labels = load_dataset("digits").train_labels.numpy()
+    truth = np.bincount(labels, minlength=10) / len(labels)
+    shares = np.array([each["share"] for each in told["histogram"]])
+    errors = np.array([each["standard_error"] for each in told["histogram"]])
+    assert shares.sum() == pytest.approx(1, abs=1e-5)
+    # Each user draws one of its records besides.
+    assert (np.abs(shares - truth) < 4 * np.hypot(errors, np.sqrt(0.1 / 479))).all()
+    assert errors.max() < 0.05
+    assert told["epsilon"]["blanket"]["epsilon"] <= 1.0
+    assert (folder / "histogram.csv").exists()
+    assert (folder / "histogram.png").exists()
+    names = shufl("histogram", folder, "--categories", "a,b")
+    assert names.returncode == 2
+    assert "--categories must be 10, as the run has, got 2" in names.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("privacy.rounds=2", "privacy.rounds must be 1 with mechanism randomised-response, got 2"),
+        ("privacy.categories=9", "privacy.categories must be 10, the classes of digits, got 9"),
+        ("privacy.categories=", "privacy.categories must be given with mechanism randomised"),
+        ("privacy.noise_multiplier=1", "privacy.noise_multiplier must be left out with mechanism"),
+        ("privacy.mechanism=gaussian", "privacy.categories must be left out with mechanism gauss"),
+        ("privacy.local_epsilon=21", "local_epsilon must be a number in (0, 20], got 21"),
+        ("privacy.accountant=theorem3", "must be 'blanket' or 'crowd' or 'local'"),
+        ("training.learning_rate=0.5", "training.learning_rate must be 1.0 with mechanism"),
+        ("model.name=mlp", "model.name must be histogram with mechanism randomised-response"),
+        ("simulation.engine=vectorised", "simulation.engine must be flower with mechanism"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(tmp_path, setting, message):
+    done = shufl("run", "histogram", "--set", setting, "--runs", tmp_path / "runs")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_no_histogram_is_refused(tmp_path):
+    done = shufl("histogram", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
