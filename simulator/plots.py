@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accounting import PrivacyPlan, accountants_for
+if TYPE_CHECKING:
+    from accounting import PrivacyPlan
 
 
 @contextmanager
@@ -28,6 +29,8 @@ def draw(*paths: Path) -> Iterator[Any]:
 
 def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: Path) -> None:
     """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
+    from accounting import accountants_for
+
     evaluated = [row for row in rows if row["accuracy"] is not None]
     with draw(path) as axes:
         for name in accountants_for(plan.event()):

@@ -163,7 +163,7 @@ def test_a_store_that_refuses_at_the_start_is_one_line(command, monkeypatch: pyt
     def full(*_, **__):
         raise ShufflerRefused(Refusal.STORAGE_FULL, "the disk is full")
 
-    monkeypatch.setattr("shuffler.cli.RunStore", full)
+    monkeypatch.setattr("shuffler.serving.RunStore", full)
     done = command(PLAIN + SPOOL)
     assert done.returncode == 2
     assert done.stderr == "shuffler: STORAGE_FULL: the disk is full\n"

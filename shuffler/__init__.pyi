@@ -1,0 +1,61 @@
+from .keys import Credentials
+from .process import ShufflerProcess
+from .wire.control_client import ControlClient
+from .wire.errors import (
+    Outcome,
+    Refusal,
+    RejectReason,
+    ReportRejected,
+    ShufflerError,
+    ShufflerRefused,
+    ShufflerUnavailable,
+    Verdict,
+)
+from .wire.intake_client import IntakeClient
+from .wire.reports import (
+    decode_report,
+    empty_report,
+    encode_report,
+    model_digest,
+    report_length,
+)
+from .wire.sealing import (
+    PrivateKey,
+    ReportOpener,
+    RoundHeader,
+    Sealing,
+    generate_key_pair,
+    key_digest,
+    open_report,
+    seal,
+    sealed_length,
+)
+
+__all__ = [
+    "ControlClient",
+    "Credentials",
+    "IntakeClient",
+    "Outcome",
+    "PrivateKey",
+    "Refusal",
+    "RejectReason",
+    "ReportOpener",
+    "ReportRejected",
+    "RoundHeader",
+    "Sealing",
+    "ShufflerError",
+    "ShufflerProcess",
+    "ShufflerRefused",
+    "ShufflerUnavailable",
+    "Verdict",
+    "decode_report",
+    "empty_report",
+    "encode_report",
+    "generate_key_pair",
+    "key_digest",
+    "model_digest",
+    "open_report",
+    "report_length",
+    "seal",
+    "sealed_length",
+]

@@ -1,0 +1,191 @@
+"""The process of a shuffler, from its configuration file to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.metadata
+import logging
+import os
+import select
+import signal
+import sqlite3
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import typer
+
+from accounting.mechanisms import make_randomness
+from shuffler.callers import Revoked
+from shuffler.config import ShufflerConfig, load_config
+from shuffler.service.connections import raise_descriptor_limit
+from shuffler.service.log import Log
+from shuffler.service.operations import Metrics
+from shuffler.service.server import ShufflerServer
+from shuffler.store.runs import RunStore
+from shuffler.wire.channel import READY, TOKEN_VARIABLE
+from shuffler.wire.errors import ShufflerError
+
+_log = logging.getLogger("shuffler")
+
+_MIN_TOKEN_CHARACTERS = 32
+_PARENT_SECONDS = 0.5
+# The threads that write to disk come back for a moment after each write; by default they wait 5 ms
+# for the event loop to let go.
+_SWITCH_SECONDS = 0.0005
+
+
+def serve(config: Path, exit_with_parent: bool) -> None:
+    """Serves until it is told to stop; what is wrong is one line, and exit code 2.
+
+    Args:
+        config: its TOML file.
+        exit_with_parent: whether to stop when standard input ends or the parent is gone.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can be heard, and once it cannot
+    parent = os.getppid()
+    with ExitStack() as stack:
+        try:
+            settings = load_config(config)
+            if settings.spool is None and not exit_with_parent:
+                # A temporary one would be left behind, with reports in it, by kill -9.
+                raise ValueError(f"{config}: spool is missing: the directory for accepted reports")
+            if settings.simulation_seed is not None and not exit_with_parent:
+                raise ValueError(f"{config}: simulation_seed is for a simulation's own shuffler")
+            tls = settings.tls
+            security = tls.read() if tls else _read_token()
+            revoked = Revoked(tls.revoked if tls else None)
+            os.umask(0o077)
+            raise_descriptor_limit()
+            log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
+            spool = settings.spool
+            if spool is None:
+                spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
+            randomness = make_randomness(settings.simulation_seed)
+            store = RunStore(
+                spool,
+                most_users=settings.limits.users,
+                randomness=randomness,
+                generation=settings.generation,
+                floor=settings.floor,
+                quota=settings.limits.quota,
+            )
+            stack.callback(store.close)
+            metrics = Metrics()
+            if settings.metrics is not None:
+                stack.callback(metrics.serve(settings.metrics).shutdown)
+            make_server = functools.partial(
+                ShufflerServer, store, security, revoked, settings.limits, metrics
+            )
+            watched = parent if exit_with_parent else None
+            asyncio.run(_serve(make_server, settings, revoked, log, watched))
+        except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
+            typer.echo(f"shuffler: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+async def _serve(
+    make_server: Callable[[], ShufflerServer],
+    settings: ShufflerConfig,
+    revoked: Revoked,
+    log: Log,
+    parent: int | None,
+) -> None:
+    """Serves until SIGTERM, SIGINT, or the end of the parent.
+
+    A signal lets releases finish; a second one, or the end of the parent, ends them at once.
+    SIGHUP opens the log file and reads the withdrawn credentials again.
+    """
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    loop = asyncio.get_running_loop()
+    stopped, at_once = asyncio.Event(), asyncio.Event()
+
+    def stop(now: bool = False) -> None:
+        if now or stopped.is_set():
+            at_once.set()
+        stopped.set()
+
+    def hang_up(*_: object) -> None:
+        loop.call_soon_threadsafe(_read_again, log, revoked)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    # Not the loop's own handler: with the loop that would end, and SIGHUP would kill.
+    signal.signal(signal.SIGHUP, hang_up)
+    _read_again(log, revoked)  # a SIGHUP before this went unheard
+    minutes = asyncio.create_task(_every_minute(log))
+    server = make_server()
+    try:
+        address = await server.start(settings.listen)
+        if parent is not None:
+            _watch_parent(parent, functools.partial(loop.call_soon_threadsafe, stop, True))
+        _log.info("shuffler started", extra=_about(settings, address))
+        typer.echo(f"{READY}{address}")
+        sys.stdout.flush()
+        await stopped.wait()
+        _log.info("shuffler stopping")
+    finally:
+        await server.stop(at_once)
+        minutes.cancel()
+        log.next_minute()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _log.info("shuffler stopped")
+
+
+def _about(settings: ShufflerConfig, address: str) -> dict[str, object]:
+    """What the log says at the start: the whole configuration, but for the simulation's seed."""
+    configuration = settings.model_dump(mode="json", exclude={"simulation_seed"}, exclude_none=True)
+    version = importlib.metadata.version("shufl")
+    return {"address": address, "version": version, "configuration": configuration}
+
+
+async def _every_minute(log: Log) -> None:
+    while True:
+        await asyncio.sleep(60)
+        log.next_minute()
+
+
+def _read_again(log: Log, revoked: Revoked) -> None:
+    try:
+        log.reopen()
+    except OSError as error:
+        _log.error("log file not opened again, the one before stays: %s", error)
+    if revoked.path is None:
+        return
+    try:
+        revoked.read()
+        _log.info("withdrawn credentials read: %d", len(revoked))
+    except (OSError, ValueError) as error:
+        _log.error("withdrawn credentials not read, those before stay: %s", error)
+
+
+def _watch_parent(parent: int, stop: Callable[[], object]) -> None:
+    """Calls `stop` when standard input ends or the parent process changes.
+
+    Both, because either alone can fail: another child of the parent may hold the pipe open, and
+    the parent may have been gone before its id was read.
+    """
+
+    def watch() -> None:
+        with suppress(OSError):
+            while os.getppid() == parent:
+                readable, _, _ = select.select([0], [], [], _PARENT_SECONDS)
+                if readable and not os.read(0, 4096):
+                    break
+        with suppress(RuntimeError):  # the loop has ended by itself
+            stop()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _read_token() -> str:
+    token = os.environ.pop(TOKEN_VARIABLE, "")
+    if len(token) < _MIN_TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            f"{TOKEN_VARIABLE} must hold {_MIN_TOKEN_CHARACTERS} or more printable ASCII characters"
+        )
+    return token
