@@ -44,14 +44,13 @@ def clones_delta(
     epsilons: npt.ArrayLike,
     year: Literal[2021, 2022] = 2021,
 ) -> FloatArray:
-    """Returns δ(ε) of k shuffled reports of any ε₀-LDP randomiser, both directions, rounded up.
+    """Returns δ(ε) of k shuffled reports of an ε₀-LDP randomiser, both directions, rounded up.
 
     Args:
         reports: k >= 1.
         local_epsilon: ε₀ > 0 of one report.
         epsilons: ε >= 0, shape (K,); δ is constant from ε = 20 on, and 0 from ε₀ on.
-        year: Which analysis. That of 2022 is for every randomiser too; its special pair for k-ary
-            randomised response, which is no bound for k >= 4, is not computed here.
+        year: Which analysis. That of 2022 is, by its erratum, for some randomisers only.
 
     Raises:
         ValueError: A value outside its range.

@@ -1,7 +1,7 @@
 """Other systems' bounds, for comparison tables only: no accountant uses them.
 
 All but the trusted server price an ε₀-LDP randomiser. A Gaussian is only (ε₀, δ₀)-LDP, so for it
-they are no guarantee.
+they are no guarantee. For LDP-SGD, whose reports are ε₀-LDP, `girgis` and `clones-2021` are one.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dp_accounting import pld
 
 from accounting import validation
+from accounting.mechanisms import GaussianMechanism, LdpSgd
 from accounting.numerics import FloatArray, conversion
 from accounting.numerics.composition import Composition, Target, count_block
 from accounting.numerics.gaussian import gaussian_epsilon
@@ -107,19 +108,23 @@ class Peer:
 
 
 def peers(
-    users: int, check_in_rate: float, noise_multiplier: float, rounds: Sequence[int], delta: float
+    users: int,
+    check_in_rate: float,
+    mechanism: GaussianMechanism | LdpSgd,
+    rounds: Sequence[int],
+    delta: float,
 ) -> list[Peer]:
-    """Returns other systems at the Gaussian's own ε₀, for a table; replace adjacency.
+    """Returns other systems at the ε₀ of a mechanism's report, for a table; replace adjacency.
 
-    ε₀ is that at which one Gaussian report is (ε₀, δ₀)-LDP, `δ₀ = δ/(8 T k)` with T the most
-    rounds and k = ⌈nγ⌉ reports. The systems price an ε₀-LDP report of k users a round, a share
+    For Gaussian noise ε₀ is that at which one report is (ε₀, δ₀)-LDP, `δ₀ = δ/(8 T k)` with T the
+    most rounds and k = ⌈nγ⌉ reports. The systems price an ε₀-LDP report of k users a round, a share
     k/n of all, so the numbers say what an analysis that knows only ε₀ gets; for Gaussian reports
     its own δ₀ would have to be added to δ, and is not.
 
     Args:
         users: n >= 1.
         check_in_rate: γ in (0, 1].
-        noise_multiplier: z > 0, the noise over the clip norm.
+        mechanism: What makes a report, with noise.
         rounds: Numbers of rounds T >= 1.
         delta: δ in (0, 1).
 
@@ -128,15 +133,19 @@ def peers(
     """
     validation.integer("users", users, 1)
     validation.real("check-in rate", check_in_rate, "(0, 1]")
-    validation.real("noise multiplier", noise_multiplier, "(0, inf)")
+    noise = validation.real("noise multiplier", mechanism.noise_multiplier, "(0, inf)")
     k = min(users, math.ceil(users * check_in_rate))
     rate = k / users
-    delta0 = delta / (8.0 * max(rounds) * k)
-    local = gaussian_epsilon(2.0 / noise_multiplier, delta0)
+    if isinstance(mechanism, LdpSgd):
+        local, why = mechanism.local_epsilon, "LDP-SGD's"
+    else:
+        delta0 = delta / (8.0 * max(rounds) * k)
+        local = gaussian_epsilon(2.0 / noise, delta0)
+        why = f"the Gaussian's ε₀ at δ₀ = {delta0:.2g}"
     if local > MAX_LOSS:
         raise ValueError(
             f"one report's ε₀ must be at most {MAX_LOSS:g} for other systems, got {local:.4g} at "
-            f"noise multiplier {noise_multiplier:g}"
+            f"noise multiplier {noise:g}"
         )
     grid = _grid(k, local)
 
@@ -147,17 +156,18 @@ def peers(
     def response(adversary: Adversary) -> list[float]:
         return by_profile(lambda e: randomised_response_delta(k, 2, local, e, adversary))
 
-    sum_noise = noise_multiplier * math.sqrt(k)
+    sum_noise = noise * math.sqrt(k)
     found = {
         "girgis": _girgis(rate, k, local, rounds, delta),
         "clones-2021": by_profile(lambda e: clones_delta(k, local, e)),
+        "clones-2022": by_profile(lambda e: clones_delta(k, local, e, 2022)),
         "rr-strong": response("strong"),
         "rr-weak": response("weak"),
         "central": [
             central_subsampled_gaussian(check_in_rate, sum_noise, count, delta) for count in rounds
         ],
     }
-    base = f"an ε₀ = {local:.3g} LDP report (the Gaussian's ε₀ at δ₀ = {delta0:.2g}), {k} a round"
+    base = f"an ε₀ = {local:.3g} LDP report ({why}), {k} a round"
     return [
         Peer(name, tuple(map(float, epsilons)), _COVERS[name].format(base=base))
         for name, epsilons in found.items()
@@ -167,6 +177,8 @@ def peers(
 _COVERS = {
     "girgis": "Girgis et al. 2021, Rényi: {base}",
     "clones-2021": "Feldman et al. 2021 with the numerical accounting of Koskela et al.: {base}",
+    "clones-2022": "Feldman et al. 2022, likewise, also the variation-ratio pair of Wang et al. "
+    "2024; by the erratum for some randomisers only: {base}",
     "rr-strong": "shuffled binary randomised response, strong adversary: one bit, {base}",
     "rr-weak": "shuffled binary randomised response, weak adversary: one bit, {base}",
     "central": "a trusted server that adds the sum of the users' noise itself and shows only the "

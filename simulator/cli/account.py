@@ -70,7 +70,7 @@ def compare_command(
     ] = None,
     peers: Annotated[
         bool,
-        typer.Option("--peers", help="Also other systems at the Gaussian's own ε₀ (replace)."),
+        typer.Option("--peers", help="Also other systems, at the ε₀ of a report (replace)."),
     ] = False,
     json: options.Json = False,
 ) -> None:
@@ -90,9 +90,7 @@ def compare_command(
             for row in price(event, point, adjacency, at):
                 curves.setdefault(row.name, []).append(row.epsilon)
         others = (
-            comparisons.peers(users, event.chance, event.mechanism.noise_multiplier, points, at)
-            if peers
-            else []
+            comparisons.peers(users, event.chance, event.mechanism, points, at) if peers else []
         )
         if plot is not None:
             drawn = curves | {peer.name: list(peer.epsilons) for peer in others}
@@ -117,7 +115,7 @@ def compare_command(
 
 def _print_peers(points: list[int], others: Any) -> None:
     """Other systems' ε, and below it what each is the ε of."""
-    table = Table(title="other systems, replace; no guarantee for this one", title_justify="left")
+    table = Table(title="other systems, replace; see below what each covers", title_justify="left")
     for column in ("rounds", *(peer.name for peer in others)):
         table.add_column(column, justify="right")
     for index, point in enumerate(points):

@@ -10,8 +10,8 @@ import pytest
 from accounting_oracles import gaussian_delta
 from scipy import optimize, special
 
-from accounting import CheckIn, CrowdAccountant, LdpSgd, Shuffled
-from accounting.peers import comparisons
+from accounting import CheckIn, CrowdAccountant, GaussianMechanism, LdpSgd, Shuffled
+from accounting.peers import comparisons, variation_ratio
 from accounting.peers.clones import clones_delta
 from accounting.peers.comparisons import strong_composition
 from accounting.peers.girgis import (
@@ -125,14 +125,73 @@ def test_the_trusted_server_in_one_round_is_the_closed_form():
 
 def test_peers_keep_their_order_and_say_what_they_are():
     rounds = [1, 10, 100]
-    found = {p.name: p for p in comparisons.peers(60_000, 0.1, 5.0, rounds, 1 / 60_000)}
+    mechanism = GaussianMechanism(noise_multiplier=5.0)
+    found = {p.name: p for p in comparisons.peers(60_000, 0.1, mechanism, rounds, 1 / 60_000)}
     for peer in found.values():
         assert list(peer.epsilons) == sorted(peer.epsilons) and peer.covers
-    for less, more in itertools.pairwise(["central", "rr-weak", "rr-strong", "clones-2021"]):
+    for less, more in itertools.pairwise(["central", "rr-weak", "clones-2022", "clones-2021"]):
         assert np.all(np.array(found[less].epsilons) < found[more].epsilons)
     assert np.all(np.array(found["clones-2021"].epsilons) < found["girgis"].epsilons)
+    assert np.all(np.array(found["rr-strong"].epsilons) < found["clones-2021"].epsilons)
     with pytest.raises(ValueError, match="check-in rate"):
-        comparisons.peers(10, 0.0, 1.0, [1], 1e-5)
+        comparisons.peers(10, 0.0, mechanism, [1], 1e-5)
+
+
+def test_peers_of_ldp_sgd_are_at_its_own_epsilon_and_above_its_accountant():
+    """Its reports are randomised response at worst, so analyses that know only ε₀ say more."""
+    mechanism, rounds = LdpSgd(noise_multiplier=1.6), [1, 50]
+    found = {p.name: p for p in comparisons.peers(20_000, 1.0, mechanism, rounds, 1e-6)}
+    assert f"ε₀ = {mechanism.local_epsilon:.3g} LDP report (LDP-SGD's)" in found["girgis"].covers
+    event = Shuffled(20_000, CheckIn(1.0), mechanism)
+    ours = [CrowdAccountant().epsilon_after(event, 1e-6, count) for count in rounds]
+    assert np.all(ours < np.array(found["clones-2021"].epsilons))
+    np.testing.assert_allclose(ours, found["rr-weak"].epsilons, rtol=0.01)
+
+
+WANG = [  # mechanism, k, n, ε₀, δ and ε: the pair summed in exact arithmetic
+    ("response", 10, 10_000, 1.0, 1e-6, 0.02325167784317728),
+    ("response", 3, 10_000, 1.0, 1e-6, 0.037998056157811384),
+    ("response", 10, 100_000, 2.0, 1e-7, 0.02714475330820557),
+    ("response", 10, 10_000, 3.0, 1e-6, 0.18975073450186636),
+    ("laplace", None, 10_000, 1.0, 1e-6, 0.03961689259063766),
+    ("laplace", None, 100_000, 2.0, 1e-7, 0.035080796491378845),
+    ("laplace", None, 10_000, 3.0, 1e-6, 0.20798664483087076),
+    ("any", None, 10_000, 3.0, 1e-6, 0.22607898030876505),
+]
+
+
+@pytest.mark.parametrize(("mechanism", "k", "n", "local", "delta", "exact"), WANG)
+def test_the_variation_ratio_pair_is_summed_exactly(mechanism, k, n, local, delta, exact):
+    make = getattr(variation_ratio, f"of_{mechanism}")
+    known = make(local) if k is None else make(k, local)
+    found = epsilon_of_one_round(
+        lambda e: variation_ratio.variation_ratio_delta(n, *known, e), delta, local
+    )
+    assert exact < found < exact + 1e-9
+
+
+def test_the_variation_ratio_pair_of_any_randomiser_is_that_of_the_clones_of_2022():
+    epsilons = np.array([0.0, 0.1, 0.3, 1.0, 2.0, 3.0])
+    known = variation_ratio.of_any(2.0)
+    ours = variation_ratio.variation_ratio_delta(1000, *known, epsilons)
+    theirs = clones_delta(1000, 2.0, epsilons, 2022)
+    np.testing.assert_allclose(ours[:3], theirs[:3], rtol=0.05)
+    assert (ours <= theirs).all()
+    assert (ours[4:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ((0, 2.0, 0.1, 2.0), "number of reports"),
+        ((10, 1.0, 0.1, 2.0), "ratio"),
+        ((10, 2.0, 0.4, 2.0), "variation"),
+        ((10, 2.0, 0.1, 0.5), "ratio to others"),
+    ],
+)
+def test_the_variation_ratio_pair_refuses_what_is_none(values, name):
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        variation_ratio.variation_ratio_delta(*values, [0.1])
 
 
 def epsilon_of_one_round(profile, delta, local):

@@ -281,13 +281,13 @@ def test_compare_is_the_accountants_against_rounds(tmp_path):
 def test_compare_shows_other_systems_with_what_they_cover():
     command = f"compare {SMALL} --noise 3 --rounds 50 --peers"
     result = json.loads(shufl(f"{command} --json").stdout)
-    names = ["girgis", "clones-2021", "rr-strong", "rr-weak", "central"]
+    names = ["girgis", "clones-2021", "clones-2022", "rr-strong", "rr-weak", "central"]
     assert list(result["peers"]) == names
     for peer in result["peers"].values():
         assert len(peer["epsilon"]) == len(result["rounds"])
         assert "report" in peer["covers"] or "trusted server" in peer["covers"]
     shown = shufl(command).stdout
-    assert "no guarantee for this one" in shown and "rr-weak: shuffled binary" in shown
+    assert "see below what each covers" in shown and "rr-weak: shuffled binary" in shown
     assert "peers" not in json.loads(shufl(f"compare {SMALL} --noise 3 --rounds 2 --json").stdout)
 
 
