@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from scipy import linalg
 
-from accounting import PrivacyPlan
+if TYPE_CHECKING:
+    from accounting import PrivacyPlan
 
 _DEVIATIONS = 3.0  # of the noise, beyond which a report counts as poisoned
 _FOLDS = 4  # parts of a block, each measured along directions of the others

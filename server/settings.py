@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from accounting import ACCOUNTANTS, Ledger, PrivacyPlan
 from server.aggregators import Aggregator
 from server.checkpoint import Checkpoint
+from server.words import RoundOutcome, Schedule, StoppedBy
 from shuffler import Credentials, Sealing
 
 
@@ -24,10 +25,6 @@ class RoundFailed(RuntimeError):
 
 MOST_INCOMPLETE = 3
 """Rounds in a row that are spent for nothing, after which a run ends."""
-
-RoundOutcome = Literal["released", "below-minimum", "discarded", "lost"]
-Schedule = Literal["constant", "linear", "cosine"]
-StoppedBy = Literal["budget", "rounds", "interrupt"]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import nn
 from accounting import PrivacyBudget
 from server.aggregate import Aggregate
 from server.checkpoint import Checkpoint, save_atomically
-from server.evaluate import Evaluation, evaluate
+from server.evaluation import Evaluation, evaluate
 from server.settings import RoundOutcome, RoundRecord, RunResult, StoppedBy, TrainingSettings
 from shuffler import model_digest
 

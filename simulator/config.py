@@ -10,14 +10,13 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from accounting import ACCOUNTANTS, validation
+from accounting import validation
 from accounting.mechanisms import MECHANISMS
 from accounting.validation import Count, Positive, Probability, Rate
-from server import AGGREGATORS, Schedule
-from simulator.data.datasets import DATASETS
-from simulator.data.features import FEATURES
-from simulator.data.partition import SCHEMES
-from simulator.engines import ENGINES
+from server.aggregators import AGGREGATORS
+from server.words import Schedule
+from simulator.engines.table import ENGINES
+from simulator.names import ACCOUNTANTS, DATASETS, FEATURES, PARTITIONS
 from simulator.section import ConfigError, Section
 
 Blankets = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
@@ -44,7 +43,7 @@ class Privacy(Section):
         None, description="a number in (0, 20], with mechanism randomised-response only"
     )
     adjacency: Literal["replace", "zero-out"] = "replace"
-    accountant: Literal[tuple(ACCOUNTANTS)] = "theorem3"  # type: ignore[valid-type]
+    accountant: Literal[ACCOUNTANTS] = "theorem3"  # type: ignore[valid-type]
     target_epsilon: Positive
     delta: Literal["1/n"] | Probability = Field("1/n", description='"1/n" or a number in (0, 1)')
     rounds: int = Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")
@@ -89,7 +88,7 @@ class Data(Section):
         description=f"one of {', '.join(FEATURES)}, or module:callable",
     )
     users: int | None = Field(None, ge=1, description="a whole number, at least 1")
-    partition: Literal[SCHEMES] = "iid"  # type: ignore[valid-type]
+    partition: Literal[PARTITIONS] = "iid"  # type: ignore[valid-type]
     concentration: Positive = 0.5
 
 

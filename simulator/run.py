@@ -24,9 +24,10 @@ from server import (
     load_checkpoint,
 )
 from simulator.config import Config, dumps, load
-from simulator.data.datasets import DATASETS, dataset_digest
+from simulator.data.datasets import dataset_digest
 from simulator.engines import ENGINES, Engine, interrupts
 from simulator.experiment import Experiment, prepare
+from simulator.names import DATASETS
 from simulator.plots import plot_accuracy_epsilon
 from simulator.progress import RoundProgress
 from simulator.records import RunRecorder
@@ -170,7 +171,7 @@ def _origin(experiment: Experiment, engine: Engine) -> dict[str, str]:
 def _prepare(config: Config, make_engine: MakeEngine | None) -> tuple[Experiment, Engine]:
     """The experiment, and the engine that will run it."""
     experiment = prepare(config)
-    return experiment, (make_engine or ENGINES[config.simulation.engine])(experiment)
+    return experiment, (make_engine or ENGINES[config.simulation.engine].load())(experiment)
 
 
 def _repeats(experiment: Experiment, engine: Engine) -> bool:

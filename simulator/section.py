@@ -20,17 +20,20 @@ class Section(Record):
 def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     """What a configuration means by `name`: an entry of `known`, or `module:callable`, imported.
 
+    An entry is the thing itself, or again `module:callable`.
+
     Raises:
         ConfigError: it is neither.
     """
-    if name in known:
-        return known[name]
-    if ":" not in name:
+    meant = known.get(name, name)
+    if not isinstance(meant, str):
+        return meant
+    if ":" not in meant:
         raise ConfigError(
             f"{kind} must be one of {', '.join(known)}, or module:callable, got {name}"
         )
     try:
-        return pkgutil.resolve_name(name)
+        return pkgutil.resolve_name(meant)
     except Exception as error:  # whatever the reader's module raises
         raise ConfigError(f"{kind} {name} could not be imported: {one_line(error)}") from error
 

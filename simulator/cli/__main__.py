@@ -119,13 +119,18 @@ def _run(
     # For models and datasets named module:callable. Our own folder first: in an editable install
     # it is not on the path, and a folder of the user's named `server` would hide ours.
     sys.path += [str(Path(__file__).resolve().parents[2]), str(Path.cwd())]
+    from simulator.config import ConfigError, load
+
+    try:  # before torch, Flower and Ray are imported
+        loaded = None if config is None else load(config, overrides)
+    except ConfigError as error:
+        fail(error)
     from rich.console import Console
     from torch import OutOfMemoryError
 
     from accounting import LedgerError
     from server import CheckpointError, RoundFailed
     from shuffler import ShufflerError
-    from simulator.config import ConfigError, load
     from simulator.engines import EngineFailed
     from simulator.records import MetricsError
     from simulator.run import resume_run, run
@@ -142,11 +147,11 @@ def _run(
         if on is not None:
             from simulator.deployment.submit import resume_on, run_on
 
-            if config is not None:
-                return run_on(*on, load(config, overrides), runs)
+            if loaded is not None:
+                return run_on(*on, loaded, runs)
             return resume_on(*on, resume)
-        if config is not None:
-            return run(load(config, overrides), runs, Console()).stopped_by
+        if loaded is not None:
+            return run(loaded, runs, Console()).stopped_by
         return resume_run(resume, Console()).stopped_by
     except ConfigError as error:
         fail(error)

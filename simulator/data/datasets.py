@@ -10,7 +10,6 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from simulator.data.vision import torchvision_datasets
+from simulator.names import DATASETS
 from simulator.section import ConfigError, find, one_line
 
 
@@ -63,7 +63,7 @@ class Dataset:
         return (raw / self.scale).sub_(mean).div_(std)
 
 
-def _digits() -> Dataset:
+def digits() -> Dataset:
     """1 797 handwritten digits, 8x8, values 0 to 16; a fixed fifth of them is the test set."""
     from sklearn.datasets import load_digits
 
@@ -99,7 +99,7 @@ def _idx(class_name: str, mean: float, std: float) -> Dataset:
     )
 
 
-def _cifar10() -> Dataset:
+def cifar10() -> Dataset:
     """CIFAR-10: 32x32, three channels."""
     train, test = _torchvision("CIFAR10", Path(), "cifar-10-python.tar.gz")
     return Dataset(
@@ -152,12 +152,8 @@ def cache_folder() -> Path:
     return cache
 
 
-DATASETS: dict[str, Callable[[], Dataset]] = {
-    "digits": _digits,
-    "mnist": functools.partial(_idx, "MNIST", 0.1307, 0.3081),
-    "fashion-mnist": functools.partial(_idx, "FashionMNIST", 0.2860, 0.3530),
-    "cifar10": _cifar10,
-}
+mnist = functools.partial(_idx, "MNIST", 0.1307, 0.3081)
+fashion_mnist = functools.partial(_idx, "FashionMNIST", 0.2860, 0.3530)
 
 
 @functools.lru_cache(maxsize=1)

@@ -24,6 +24,7 @@ from torch.nn import functional
 from simulator.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
 from simulator.data.scattering import COEFFICIENTS, scattering
 from simulator.data.whitening import dead_leaves, whitened, whitening
+from simulator.names import FEATURES
 from simulator.section import ConfigError, find, one_line
 
 FeatureMap = Callable[[torch.Tensor], torch.Tensor]
@@ -50,8 +51,6 @@ def _normalised(coefficients: torch.Tensor) -> torch.Tensor:
 def _of_dead_leaves() -> tuple[torch.Tensor, torch.Tensor]:
     return whitening(_normalised(scattering(dead_leaves())))
 
-
-FEATURES: dict[str, FeatureMap] = {"scattering": whitened_scattering}
 
 _VERSIONS = {"scattering": 2}  # to be raised when a map gives other numbers: files are kept by it
 _RECORDS_AT_ONCE = 32  # what a thread works on stays in its core's cache

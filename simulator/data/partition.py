@@ -10,8 +10,6 @@ import torch
 from simulator.data.datasets import Dataset
 from simulator.data.features import load_records
 
-SCHEMES = ("iid", "by-label", "dirichlet", "repeated")
-
 
 def partition(
     labels: np.ndarray, users: int, scheme: str, seed: int, concentration: float = 0.5
@@ -27,7 +25,7 @@ def partition(
     Args:
         labels: int of shape (r,).
         users: number of users, at least 1; at most r, but for `repeated`.
-        scheme: one of SCHEMES.
+        scheme: one of `simulator.names.PARTITIONS`.
         seed: the deal.
         concentration: for `dirichlet`; small is skewed.
 

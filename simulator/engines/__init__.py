@@ -1,9 +1,6 @@
-"""The ways to play a run's rounds. A new engine is a file here and a line in this table."""
+"""The ways to play a run's rounds. A new engine is a file here and an entry of `ENGINES`."""
 
 from simulator.engines.base import Engine, EngineFailed, interrupts
-from simulator.engines.flower import FlowerEngine
-from simulator.engines.vectorised import VectorisedEngine
+from simulator.engines.table import ENGINES, EngineEntry
 
-ENGINES: dict[str, type[Engine]] = {"flower": FlowerEngine, "vectorised": VectorisedEngine}
-
-__all__ = ["ENGINES", "Engine", "EngineFailed", "interrupts"]
+__all__ = ["ENGINES", "Engine", "EngineEntry", "EngineFailed", "interrupts"]

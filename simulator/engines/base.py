@@ -10,12 +10,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
-
-from server import RoundRecord, RunResult, TrainingSettings
-from simulator.section import Section
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from server import RoundRecord, RunResult, TrainingSettings
     from simulator.experiment import Experiment
 
 
@@ -29,9 +27,6 @@ class Engine(Protocol):
     Making one from an experiment is the check before any work.
 
     Attributes:
-        keys: this engine's keys of the configuration's section `[simulation]`.
-        not_ignored: those of `keys` that change what is computed. Another engine, which ignores
-            the rest, refuses a value of these that is not the default.
         description: one line for the start of a run and for its summary.
         gradients: how users' gradients are computed.
         nodes: `simulated` or `real`; a run does not change from one to the other.
@@ -39,8 +34,6 @@ class Engine(Protocol):
             makes the same release to the bit.
     """
 
-    keys: ClassVar[type[Section]]
-    not_ignored: ClassVar[tuple[str, ...]]
     description: str
     gradients: str
     nodes: str

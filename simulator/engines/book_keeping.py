@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from simulator.engines.gradient_forms import Dense, Gradients, Products, users_at_a_time
+from simulator.engines.table import Precision
 
-Precision = Literal["float32", "bfloat16"]
 """The type in which a model's forward and backward are computed; norms and sums are not in it."""
 
 

@@ -16,33 +16,20 @@ from typing import TYPE_CHECKING
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from pydantic import Field
 
 from accounting import ACCOUNTANTS
 from accounting.mechanisms import seed_of_shuffler
-from accounting.validation import Count, Positive
 from clients import ClientSettings, DeviceLedger, make_client_app
 from server import RoundRecord, RunResult, ServerSettings, TrainingSettings, make_server_app
 from shuffler import ShufflerProcess
 from simulator.engines.base import EngineFailed, interrupts, logs_to, start_ray
 from simulator.engines.outside_shuffler import OutsideShuffler
-from simulator.section import ConfigError, Section, one_line
+from simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
     from simulator.experiment import Experiment
 
 _GRACE_SECONDS = 5.0  # for nodes still at work when the ServerApp has ended
-
-
-class FlowerKeys(Section):
-    """The Flower engine's keys of `[simulation]`."""
-
-    nodes: Count = 20
-    cpus_per_node: Positive = 1.0
-    round_timeout: Positive = 600.0
-    reply_after: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="seconds, a number of at least 0"
-    )
 
 
 class FlowerEngine:
@@ -53,8 +40,6 @@ class FlowerEngine:
     run has not started, which draws its own blankets and opens no round twice.
     """
 
-    keys = FlowerKeys
-    not_ignored = ()
     gradients = "user by user"
     nodes = "simulated"
 

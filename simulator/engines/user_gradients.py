@@ -20,7 +20,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from clients import LocalTraining
-from simulator.engines.book_keeping import Precision, autocast, gradients_of_users, names_of
+from simulator.engines.book_keeping import autocast, gradients_of_users, names_of
 from simulator.engines.gradient_forms import (
     Clipping,
     Dense,
@@ -31,6 +31,7 @@ from simulator.engines.gradient_forms import (
     scaled_sum,
     weighted_sum,
 )
+from simulator.engines.table import Precision
 
 Method = Literal["book-keeping", "vmap"]
 """How users' gradients are computed."""

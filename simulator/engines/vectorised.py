@@ -13,16 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import nn
 
 from accounting import PrivacyPlan
 from accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler
-from accounting.validation import Count
 from clients import LocalTraining, record_orders
 from server import (
     MOST_INCOMPLETE,
@@ -40,14 +38,14 @@ from simulator.data.partition import PartitionedRecords
 from simulator.engines.base import interrupts
 from simulator.engines.gradient_forms import Clipping, RandomSides
 from simulator.engines.memory import keep_freed_memory
+from simulator.engines.table import VectorisedKeys
 from simulator.engines.user_gradients import (
     Method,
-    Precision,
     clipped_sum_of_updates,
     fastest_method,
     ready_for,
 )
-from simulator.section import ConfigError, Section, one_line
+from simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
     from simulator.experiment import Experiment
@@ -60,17 +58,6 @@ Blankets = tuple[int, int, int]
 
 SumReports = Callable[[int, nn.Module, np.ndarray, list[Blankets]], np.ndarray]
 """A call with the arguments and the result of `ReportSum.sum`."""
-
-
-class VectorisedKeys(Section):
-    """The vectorised engine's keys of `[simulation]`."""
-
-    noise: Literal["report", "aggregate"] = "report"
-    device: Literal["cpu", "cuda"] = "cpu"
-    precision: Precision = "float32"
-    users_per_chunk: Count = 256
-    workers: Count = 1
-    silent: float = Field(0.0, ge=0, lt=1, description="a number in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -113,9 +100,7 @@ class VectorisedEngine:
     On a GPU the order of some of torch's sums is not fixed, so a round is not repeated to the bit.
     """
 
-    keys = VectorisedKeys
     nodes = "simulated"
-    not_ignored = ("noise", "device", "precision", "silent")
 
     def __init__(self, experiment: Experiment):
         """Checks that the device, the CPUs or the Ray cluster are there; tries the model."""
@@ -125,7 +110,8 @@ class VectorisedEngine:
                 "shuffler.address must be left out with engine vectorised, which has no shuffler, "
                 f"got {address}"
             )
-        keys = VectorisedKeys(**{key: getattr(simulation, key) for key in self.keys.model_fields})
+        names = VectorisedKeys.model_fields
+        keys = VectorisedKeys(**{name: getattr(simulation, name) for name in names})
         _check_machine(keys)
         aggregator = experiment.aggregator
         if not aggregator.takes_sums:

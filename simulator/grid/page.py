@@ -12,7 +12,7 @@ from typing import Any
 
 from simulator.config import dumps
 from simulator.grid.points import read_result
-from simulator.grid.settings import Grid, Point, shown
+from simulator.grid.settings import Grid, Point, Series, shown
 from simulator.plots import draw
 from simulator.tables import epsilon_text
 
@@ -86,7 +86,7 @@ def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
             drawn = [
                 (place, *_summary(made))
                 for place, value in zip(places, grid.values, strict=True)
-                if (made := _made(results, series.name, value))
+                if (made := _made(grid, results, series, value))
             ]
             if not drawn:
                 continue
@@ -159,7 +159,7 @@ def accuracy_table(grid: Grid, results: list[Result]) -> Table:
     """Mean and range of each series at each value."""
     rows = [[grid.label, *map(shown, grid.values)]]
     for series in grid.series:
-        cells = [_cell(_accuracies(results, series.name, value)) for value in grid.values]
+        cells = [_cell(_made(grid, results, series, value)) for value in grid.values]
         rows.append([series.name, *cells])
     return rows
 
@@ -195,12 +195,10 @@ def origins(results: list[Result]) -> Iterator[tuple[str, str, str, int, float]]
         yield command, commit, versions, len(made), sum(each["seconds"] for each in made) / 3600
 
 
-def _made(results: list[Result], series: str, value: float | str) -> list[Result]:
-    return [each for each in results if (each["series"], each["value"]) == (series, value)]
-
-
-def _accuracies(results: list[Result], series: str, value: float | str) -> list[float]:
-    return [result["accuracy"] for result in _made(results, series, value)]
+def _made(grid: Grid, results: list[Result], series: Series, value: float | str) -> list[Result]:
+    """Those of a series that stand for a value."""
+    own = [result for result in results if result["series"] == series.name]
+    return [each for each in own if each["value"] == value] if grid.varies(series) else own
 
 
 def _summary(results: list[Result]) -> tuple[float, float, float, float]:
@@ -215,9 +213,10 @@ def _mean(values: list[float]) -> float:
     return statistics.fmean(values)
 
 
-def _cell(accuracies: list[float]) -> str:
-    if not accuracies:
+def _cell(results: list[Result]) -> str:
+    if not results:
         return "–"
+    accuracies = [result["accuracy"] for result in results]
     text = f"{100 * _mean(accuracies):.2f}"
     if len(accuracies) > 1:
         text += f" ({100 * min(accuracies):.2f} to {100 * max(accuracies):.2f})"

@@ -32,7 +32,8 @@ class Series(Section):
         each: further settings, one table for each of the grid's values, or none.
         trainer: `shufl` plays the rounds of the configuration. `central` is the reference for a
             server that everybody trusts: DP-SGD by Opacus with the same data, model and ε. `plain`
-            is SGD without privacy.
+            is SGD without privacy: along an axis of the privacy plan one run of each seed stands
+            for all values.
     """
 
     name: str
@@ -83,6 +84,10 @@ class Grid(Section):
                 )
         return self
 
+    def varies(self, series: Series) -> bool:
+        """Whether the axis changes what the series' runs do."""
+        return series.trainer != "plain" or not self.across.startswith("privacy.")
+
     def points(self) -> list[Point]:
         """All points, seed by seed, so that the first of each comes early.
 
@@ -93,7 +98,7 @@ class Grid(Section):
             self._point(series, index, seed)
             for seed in self.seeds
             for series in self.series
-            for index in range(len(self.values))
+            for index in range(len(self.values) if self.varies(series) else 1)
         ]
 
     def _point(self, series: Series, index: int, seed: int) -> Point:

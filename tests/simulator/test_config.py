@@ -1,5 +1,8 @@
 """Every mistake is one line that names the key, the value and what is allowed."""
 
+import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import attrs
@@ -7,6 +10,7 @@ import pytest
 from rounds import with_noise
 
 from accounting import ACCOUNTANTS
+from simulator import names
 from simulator.config import ConfigError, dumps, load, shipped
 from simulator.experiment import prepare
 
@@ -188,3 +192,20 @@ def test_shipped_configurations_load_and_write_back_to_the_same(name, tmp_path):
 def test_overrides_take_toml_values_and_bare_words():
     config = load("quickstart", ["seed=system", "privacy.check_in_rate=0.25", "model.name=mlp"])
     assert (config.seed, config.privacy.check_in_rate, config.model.name) == ("system", 0.25, "mlp")
+
+
+def test_a_mistake_is_said_before_anything_heavy_is_imported():
+    code = (
+        "import sys; from simulator.config import ConfigError, load\n"
+        "try: load('quickstart', ['privacy.delta=2'])\n"
+        "except ConfigError: print(sorted({'torch', 'flwr', 'ray', 'grpc', 'dp_accounting'}\n"
+        "    & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_every_name_means_something():
+    assert list(ACCOUNTANTS) == list(names.ACCOUNTANTS)
+    for table in (names.DATASETS, names.FEATURES):
+        assert all(callable(pkgutil.resolve_name(meant)) for meant in table.values())

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
-from simulator.data.partition import SCHEMES, partition
+from simulator.data.partition import partition
 from simulator.models import build_model
+from simulator.names import PARTITIONS
 from simulator.section import ConfigError
 
 
@@ -158,7 +159,7 @@ def test_a_digest_tells_datasets_apart():
     assert dataset_digest(flowers()) == dataset_digest(same) != dataset_digest(other)
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "repeated"])
+@pytest.mark.parametrize("scheme", [scheme for scheme in PARTITIONS if scheme != "repeated"])
 def test_partitions_are_disjoint_equal_and_reproducible(scheme):
     labels = np.arange(1003) % 10
     parts = partition(labels, 50, scheme, seed=1)

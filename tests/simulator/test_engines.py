@@ -1,5 +1,6 @@
 """A new engine is a class and a line of the table: configuration, run and report use that."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from simulator.config import ConfigError, load
 from simulator.engines import ENGINES
+from simulator.engines.flower import FlowerEngine
 from simulator.run import run
 
 SILENT = """
@@ -16,7 +18,7 @@ import sys
 from pathlib import Path
 from rich.console import Console
 from server import PlayedRound, Training
-from simulator.engines import ENGINES
+from simulator.engines import ENGINES, EngineEntry
 from accounting.validation import Count
 from simulator.section import Section
 
@@ -24,7 +26,6 @@ class SilentKeys(Section):
     hush: Count = 1
 
 class SilentEngine:
-    keys, not_ignored = SilentKeys, ("hush",)
     gradients, nodes, repeats_releases = "none", "simulated", True
 
     def __init__(self, experiment):
@@ -37,7 +38,7 @@ class SilentEngine:
 
         return Training(training).run(play, observe, stop.is_set)
 
-ENGINES["silent"] = SilentEngine
+ENGINES["silent"] = EngineEntry(SilentEngine, SilentKeys, not_ignored=("hush",))
 
 from simulator.config import ConfigError, load
 from simulator.run import run
@@ -80,7 +81,7 @@ class Started(Exception):
     pass
 
 
-class StartedEngine(ENGINES["flower"]):
+class StartedEngine(FlowerEngine):
     """The Flower engine, up to where it would start a shuffler."""
 
     def run(self, training, observe, stop):
@@ -98,7 +99,8 @@ class StartedEngine(ENGINES["flower"]):
 def test_rounds_are_played_again_only_where_they_end_the_same(
     tmp_path, monkeypatch, setting, repeats
 ):
-    monkeypatch.setitem(ENGINES, "flower", StartedEngine)
+    started = dataclasses.replace(ENGINES["flower"], engine=StartedEngine)
+    monkeypatch.setitem(ENGINES, "flower", started)
     with pytest.raises(Started) as started:
         run(load("quickstart", [setting]), tmp_path, Console(quiet=True))
     assert started.value.args == (repeats,)

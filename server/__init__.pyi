@@ -1,0 +1,47 @@
+from .aggregate import Aggregate, aggregate_reports
+from .aggregators import AGGREGATORS, Aggregator, Mean, SpectralFilter
+from .app import make_server_app
+from .checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from .evaluation import Evaluation, evaluate
+from .rounds import RoundLoop
+from .settings import (
+    MOST_INCOMPLETE,
+    AgreedNode,
+    Optimiser,
+    RoundFailed,
+    RoundRecord,
+    RunResult,
+    ServerSettings,
+    TrainingSettings,
+    enough_users,
+)
+from .training import PlayedRound, Training
+from .words import Schedule
+
+__all__ = [
+    "AGGREGATORS",
+    "MOST_INCOMPLETE",
+    "Aggregate",
+    "Aggregator",
+    "AgreedNode",
+    "Checkpoint",
+    "CheckpointError",
+    "Evaluation",
+    "Mean",
+    "Optimiser",
+    "PlayedRound",
+    "RoundFailed",
+    "RoundLoop",
+    "RoundRecord",
+    "RunResult",
+    "Schedule",
+    "ServerSettings",
+    "SpectralFilter",
+    "Training",
+    "TrainingSettings",
+    "aggregate_reports",
+    "enough_users",
+    "evaluate",
+    "load_checkpoint",
+    "make_server_app",
+]

@@ -1,0 +1,69 @@
+"""The engines by name, with their keys of the configuration; nothing here needs torch or Flower."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from accounting.validation import Count, Positive
+from simulator.section import Section, find
+
+if TYPE_CHECKING:
+    from simulator.engines.base import Engine
+
+Precision = Literal["float32", "bfloat16"]
+
+
+class FlowerKeys(Section):
+    """The Flower engine's keys of `[simulation]`."""
+
+    nodes: Count = 20
+    cpus_per_node: Positive = 1.0
+    round_timeout: Positive = 600.0
+    reply_after: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="seconds, a number of at least 0"
+    )
+
+
+class VectorisedKeys(Section):
+    """The vectorised engine's keys of `[simulation]`."""
+
+    noise: Literal["report", "aggregate"] = "report"
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Precision = "float32"
+    users_per_chunk: Count = 256
+    workers: Count = 1
+    silent: float = Field(0.0, ge=0, lt=1, description="a number in [0, 1)")
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """An engine as configurations know it.
+
+    Attributes:
+        engine: `module:class` of an `Engine`, or the class.
+        keys: its keys of the configuration's section `[simulation]`.
+        not_ignored: those of `keys` that change what is computed. Another engine, which ignores
+            the rest, refuses a value of these that is not the default.
+    """
+
+    engine: str | type[Engine]
+    keys: type[Section]
+    not_ignored: tuple[str, ...] = ()
+
+    def load(self) -> type[Engine]:
+        """The engine's class, imported."""
+        loaded: type[Engine] = find("engine", "it", {"it": self.engine})
+        return loaded
+
+
+ENGINES = {
+    "flower": EngineEntry("simulator.engines.flower:FlowerEngine", FlowerKeys),
+    "vectorised": EngineEntry(
+        "simulator.engines.vectorised:VectorisedEngine",
+        VectorisedKeys,
+        not_ignored=("noise", "device", "precision", "silent"),
+    ),
+}
