@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from simulator.histogram import Histogram
 
 _OTHER = "other"
-_MOST_BARS = 60
+_MOST_SHOWN = 60
 
 
 def histogram_command(
@@ -181,11 +181,21 @@ def _print(
     for heading in ("share", "± (95 %)", *(["true share"] if true is not None else [])):
         table.add_column(heading, justify="right")
     digits = max(1, 1 - math.floor(math.log10(100.0 * float(found.margins.min()))))
-    for place, name in enumerate(names):
+    for place in _shown(found):
         numbers = [found.shares[place], found.margins[place]]
         numbers += [true[place]] if true is not None else []
-        table.add_row(name, *(f"{number:.{digits}%}" for number in numbers))
+        table.add_row(names[place], *(f"{number:.{digits}%}" for number in numbers))
     console.print(table)
+    if len(names) > _MOST_SHOWN:
+        console.print(f"the largest {_MOST_SHOWN} of {len(names)}; --out writes all")
+
+
+def _shown(found: Histogram) -> list[int]:
+    """The places of all categories, or where there are many, of the largest."""
+    places = range(len(found.shares))
+    if len(places) <= _MOST_SHOWN:
+        return list(places)
+    return sorted(places, key=lambda it: -found.shares[it])[:_MOST_SHOWN]
 
 
 def _write(path: Path, names: list[str], found: Histogram, true: np.ndarray | None) -> None:
@@ -201,9 +211,8 @@ def _write(path: Path, names: list[str], found: Histogram, true: np.ndarray | No
 
 
 def _plot(path: Path, names: list[str], found: Histogram, title: str) -> None:
-    """Bars with 95 % intervals; the largest shares, where there are many."""
-    places = sorted(range(len(names)), key=lambda it: -found.shares[it])[:_MOST_BARS]
-    places = sorted(places) if len(names) <= _MOST_BARS else places
+    """Bars with 95 % intervals."""
+    places = _shown(found)
     with draw(path) as axes:
         axes.bar(
             [names[it] for it in places],

@@ -79,6 +79,15 @@ def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
     assert sum(each["share"] for each in told["histogram"]) == pytest.approx(1)
 
 
+def test_of_many_categories_the_largest_are_shown(column, tmp_path):
+    many = tmp_path / "many.txt"
+    many.write_text("\n".join(["A", "B", "C", "D", *(f"town {i}" for i in range(300))]))
+    asked = ["--column", "town", "--categories", str(many), "--epsilon", "1"]
+    shown = shufl("histogram", str(column), *asked).stdout
+    assert "the largest 60 of 304; --out writes all" in shown
+    assert shown.index("│ A ") < shown.index("│ B ")
+
+
 WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--epsilon", "1"]
 
 

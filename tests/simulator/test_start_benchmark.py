@@ -1,0 +1,16 @@
+"""The benchmark script of the command's start still runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "start.py"
+
+
+def test_it_prints_a_row_for_each_command():
+    command = [sys.executable, str(SCRIPT), "--repeats", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| `")]
+    assert len(rows) == 6
+    assert all(float(row.split("|")[2]) > 0 for row in rows)
