@@ -7,8 +7,8 @@ BIN := .venv/bin
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
-test: .venv/ready lint  # three workers for two cores: much of the time of the longest tests is waiting
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+test: .venv/ready lint
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"

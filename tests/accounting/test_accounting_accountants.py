@@ -115,7 +115,8 @@ def test_events_of_others_are_refused_in_one_line_that_names_ones_own(fixed_size
         assert accountant.supports(event) == (event is FIXED)
     with pytest.raises(dp_accounting.UnsupportedEventError) as caught:
         accountant.epsilon_after(CHECK_IN, 1e-5)
-    own = "fixed-size-only prices Shuffled rounds of FixedSize, GaussianMechanism, LdpSgd only"
+    mechanisms = "GaussianMechanism, LdpSgd, RandomisedResponse"
+    own = f"fixed-size-only prices Shuffled rounds of FixedSize, {mechanisms} only"
     assert f"{own}, got Shuffled(" in str(caught.value)
 
 

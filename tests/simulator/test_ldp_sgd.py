@@ -75,7 +75,7 @@ def test_a_run_learns_and_keeps_its_budget(tmp_path, engine, noise):
         "--set", "privacy.target_epsilon=8", "--set", "training.evaluate_every=6",
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
-    assert "LDP-SGD of ε₀ = " in finished.stdout
+    assert "ldp-sgd of ε₀ = " in finished.stdout
     (folder,) = tmp_path.iterdir()
     summary = json.loads((folder / "summary.json").read_bytes())
     assert summary["rounds"] == 12
