@@ -178,7 +178,7 @@ class RoundLoop:
         }
         released = [number for number, each in outcomes.items() if each is Outcome.RELEASABLE]
         self._fail_if_nobody_comes(round, answers, any(enough.values()))
-        aggregate = None
+        aggregate, users = None, present.total()
         if released:
             users = sum(present[number] for number in released)
             batches = (self._shufflers[number].release(header.run_id, round) for number in released)
@@ -194,7 +194,7 @@ class RoundLoop:
             "released" if released else _OUTCOMES[min(outcomes.values())],
             aggregate,
             silent_nodes=len(self._fleet.known) - len(answers.received),
-            users_present=present.total(),
+            users_present=users,
             smallest_crowd=min((present[number] for number in released), default=0),
         )
 

@@ -40,7 +40,7 @@ class Privacy(Section):
         None, description="a whole number of categories, with mechanism randomised-response only"
     )
     local_epsilon: float | None = Field(
-        None, description="a number in (0, 20], with mechanism randomised-response only"
+        None, description="a number in [1e-9, 20], with mechanism randomised-response only"
     )
     adjacency: Literal["replace", "zero-out"] = "replace"
     accountant: Literal[ACCOUNTANTS] = "theorem3"  # type: ignore[valid-type]

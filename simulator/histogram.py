@@ -48,6 +48,7 @@ class Histogram:
         plan: PrivacyPlan,
         present: int | None = None,
         shufflers: int = 1,
+        one_each: bool = False,
     ) -> Histogram:
         """With the standard errors that follow from the plan and the shares themselves.
 
@@ -56,6 +57,8 @@ class Histogram:
             plan: with randomised response.
             present: how many users were there; None: all.
             shufflers: how many there are, each with its own blankets.
+            one_each: every user is known to have one category. A user of several records has shares
+                of many, and the reports of such users vary more, by as much as this assumes then.
         """
         k, users, rate = len(shares), present or plan.users, plan.check_in_rate
         truth = plan.mechanism.truth
@@ -63,7 +66,9 @@ class Histogram:
         reported = truth * held + (1.0 - truth) / k
         # E[(1{report = j} - 1/k)²], of a user's report and of a blanket; less the mean's square.
         user = (reported * (1.0 - 2.0 / k) + 1.0 / k**2) / (rate * truth**2)
-        mean = held * (1.0 - 1.0 / k) ** 2 + (1.0 - held) / k**2
+        mean = (held - 1.0 / k) ** 2  # the mean over users is no less, and is this if all are alike
+        if one_each:
+            mean = held * (1.0 - 1.0 / k) ** 2 + (1.0 - held) / k**2
         blankets = shufflers * plan.shuffler_blankets * (1.0 - 1.0 / k) / k / (rate * truth) ** 2
         return cls(shares, np.sqrt((users * (user - mean) + blankets) / users**2))
 
@@ -149,7 +154,7 @@ def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:
     uniform = int((present - true).sum()) + int(draw.poisson(plan.shuffler_blankets))
     reports = true + draw.multinomial(uniform, np.full(k, 1.0 / k))
     shares = 1.0 / k + (reports - reports.sum() / k) / (plan.users * rate * truth)
-    return Histogram.of(shares, plan)
+    return Histogram.of(shares, plan, one_each=True)
 
 
 def count_column(path: Path, column: str, categories: list[str], other: bool) -> np.ndarray:

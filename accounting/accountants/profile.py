@@ -11,6 +11,7 @@ from dp_accounting.pld import privacy_loss_distribution
 
 from accounting.accountants.base import ShuffleAccountant
 from accounting.events import Shuffled
+from accounting.mechanisms import GaussianMechanism
 from accounting.numerics import FloatArray
 from accounting.numerics.composition import Composition, Target, count_block, fitted_tilt
 from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
@@ -70,9 +71,11 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         return event.mechanism.is_private
 
     def _noises(self) -> list[float]:
-        """The noise multipliers of what was composed, but for those that are 0."""
+        """The noise multipliers of what was composed with Gaussian noise."""
         return [
-            event.mechanism.noise_multiplier for event in filter(self._is_private, self._counts)
+            event.mechanism.noise_multiplier
+            for event in filter(self._is_private, self._counts)
+            if isinstance(event.mechanism, GaussianMechanism)
         ]
 
     def _least(

@@ -33,7 +33,7 @@ class LdpSgd(Checked):
     Attributes:
         name: Its word in plans.
         clip_norm: C > 0, the largest Euclidean norm of an update. No ε depends on it.
-        noise_multiplier: z = sqrt(π/2)/t, above sqrt(π/2) = 1.2533.
+        noise_multiplier: z = sqrt(π/2)/t, above sqrt(π/2) by a billionth of it or more: ε₀ < 22.
 
     Raises:
         ValueError: A value outside its range.
@@ -47,7 +47,7 @@ class LdpSgd(Checked):
     noise_multiplier: Annotated[
         Positive,
         Field(
-            gt=_ROOT_HALF_PI,
+            gt=_ROOT_HALF_PI * (1.0 + 1e-9),  # 1 - t keeps seven digits
             description="a number above sqrt(pi/2) = 1.2533 with mechanism ldp-sgd",
         ),
     ]
@@ -116,7 +116,10 @@ class LdpSgd(Checked):
         right = coin < special.ndtri(0.5 * (1.0 + min(share, 1.0) * self.bias))
         side = 1.0 if float(drawn @ clipped) >= 0.0 else -1.0
         dimension = drawn.size
-        length = self.norm(dimension) / self.unit(dimension) / float(linalg.norm(drawn))
+        drawn_length = float(linalg.norm(drawn))
+        if drawn_length == 0.0:  # as rare as it is, it is not on the sphere
+            drawn[0] = drawn_length = 1.0
+        length = self.norm(dimension) / self.unit(dimension) / drawn_length
         drawn *= side * length if right else -side * length
         np.rint(drawn, out=drawn)
         return np.clip(drawn, -_LARGEST, _LARGEST, out=drawn).astype(np.int16)

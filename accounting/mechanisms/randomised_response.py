@@ -28,7 +28,7 @@ class RandomisedResponse(Checked):
     Attributes:
         name: Its word in plans.
         categories: k.
-        local_epsilon: ε₀ in (0, 20], what a report costs its user whoever cheats.
+        local_epsilon: ε₀ in [1e-9, 20], what a report costs its user whoever cheats.
 
     Raises:
         ValueError: A value outside its range.
@@ -41,7 +41,7 @@ class RandomisedResponse(Checked):
         int, Field(ge=2, le=2**15, description="a whole number of categories from 2 to 32768")
     ]
     local_epsilon: Annotated[
-        float, Field(gt=0, le=20, allow_inf_nan=False, description="a number in (0, 20]")
+        float, Field(ge=1e-9, le=20, allow_inf_nan=False, description="a number in [1e-9, 20]")
     ]
 
     @property

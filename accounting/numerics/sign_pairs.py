@@ -28,6 +28,7 @@ from accounting.numerics.sign_sum import positive_parts
 _PLACES = np.concatenate([np.arange(0.125, 5.0, 0.125), 5.0 * np.geomspace(1.0, 1e12, 290)])
 _AT_ONCE = 16
 _NEGLIGIBLE = 1e-22
+_LOG_ROUND_UP = 1.0 + 4e-16  # a quotient and a logarithm err by less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,41 +118,39 @@ def sign_profile(
     """
     zero_out = response.hides_zero(relation)
     swing = 0.5 * response.truth * response.places
-    most = 1.0 if zero_out else response.share + 2.0 * swing
-    last = min(math.log(most / response.share), MAX_LOSS)
+    excess = response.truth if zero_out else 2.0 * swing  # of the largest ratio over β
+    last = min(math.log1p(excess / response.share) * _LOG_ROUND_UP, MAX_LOSS)
 
-    def alone(alphas: FloatArray) -> FloatArray:
-        """The larger direction's divergence of one report seen by itself."""
-        seen = np.maximum(most - alphas * response.share, 0.0)
+    def alone(falls: FloatArray) -> FloatArray:
+        """The larger direction's divergence of one report seen by itself, at α - 1."""
+        seen = np.maximum(excess - falls * response.share, 0.0)
         return np.asarray(chance / response.places * seen)
 
     if hiding is None:
-        alphas = np.array([1.0, math.exp(last)])
-        return np.array([0.0, last]), alone(alphas)
+        return np.array([0.0, last]), alone(np.array([0.0, math.expm1(last)]))
 
-    def bound(alphas: FloatArray) -> FloatArray:
-        swings = (swing, alphas * swing) if zero_out else (swing * (1.0 + alphas),)
-        fall = alphas - 1.0
-        drift = -fall if zero_out else -fall * (response.share + swing)
+    def bound(falls: FloatArray) -> FloatArray:
+        swings = (swing, (1.0 + falls) * swing) if zero_out else (swing * (2.0 + falls),)
+        drift = -falls if zero_out else -falls * (response.share + swing)
         found = [
             positive_parts(
-                drift, np.broadcast_to(swing, fall.shape), hiding.shift * fall,
-                hiding.step * fall, hiding.count,
+                drift, np.broadcast_to(swing, falls.shape), hiding.shift * falls,
+                hiding.step * falls, hiding.count,
             )
             for swing in swings
         ]  # fmt: skip
         hidden = hiding.scale * np.maximum.reduce(found)
-        return np.asarray(np.minimum(hidden, alone(alphas)))
+        return np.asarray(np.minimum(hidden, alone(falls)))
 
-    first = bound(np.ones(1))
+    first = bound(np.zeros(1))
     losses = np.log1p(2.5 * float(first[0]) * _PLACES)
     losses = losses[losses < last]
     deltas = [first]
     for start in range(0, losses.size, _AT_ONCE):
-        deltas.append(bound(np.exp(losses[start : start + _AT_ONCE])))
+        deltas.append(bound(np.expm1(losses[start : start + _AT_ONCE])))
         if deltas[-1][-1] < _NEGLIGIBLE:
             break
     computed = np.concatenate(deltas)
     end = np.array([last])
     epsilons = np.concatenate([[0.0], losses[: computed.size - 1], end])
-    return epsilons, np.append(computed, np.minimum(computed[-1], alone(np.exp(end))))
+    return epsilons, np.append(computed, np.minimum(computed[-1], alone(np.expm1(end))))

@@ -75,7 +75,8 @@ def sign_mean_calls(m: npt.ArrayLike, c: npt.ArrayLike) -> FloatArray:
     rest, trials = first[~summed], np.broadcast_to(signs, first.shape)[~summed]
     atom[~summed] = 0.5 * np.exp(_log_fair_pmf(rest - 1.0, trials - 1.0))
     tail[~summed] = special.betainc(rest, trials - rest + 1.0, 0.5)
-    calls = atom * (1.0 + 1e-11) - level * tail * (1.0 - 1e-10)
+    margin = 1e-10 + 1e-15 * np.sqrt(signs)  # a count above 2**53 is not held to the last unit
+    calls = atom * (1.0 + 0.1 * margin) - level * tail * (1.0 - margin)
     result: FloatArray = np.where(level < 1.0, np.maximum(calls, 0.0), 0.0) * (1.0 + ROUND_UP)
     return result
 

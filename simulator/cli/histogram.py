@@ -50,7 +50,7 @@ def histogram_command(
     ] = "blanket",
     local_epsilon: Annotated[
         float | None,
-        typer.Option(help="ε₀ in (0, 20] of each report; left out: what is best."),
+        typer.Option(help="ε₀ in [1e-9, 20] of each report; left out: what is best."),
     ] = None,
     consistent: Annotated[
         bool, typer.Option("--consistent", help="No share below 0, and 1 in all.")

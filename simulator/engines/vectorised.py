@@ -253,7 +253,7 @@ class VectorisedRounds:
         aggregator.add(total)
         mixed = crowds[released]
         aggregate = Aggregate(aggregator.result(int(mixed.sum())), count, 0, {})
-        return PlayedRound("released", aggregate, int(crowds.sum()), int(mixed.min()))
+        return PlayedRound("released", aggregate, int(mixed.sum()), int(mixed.min()))
 
     def _present(self, round: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Leaves out users who are away, each with the chance `silent` whatever its coin and data.

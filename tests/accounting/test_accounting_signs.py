@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from dp_accounting import UnsupportedEventError
@@ -20,6 +21,7 @@ from accounting import (
     Shuffled,
     adjacency,
 )
+from accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
 from accounting.peers.clones import clones_delta
 from accounting.peers.randomised_response import randomised_response_delta
 
@@ -264,3 +266,30 @@ def test_randomised_response_at_the_edges_costs_no_more_than_alone(categories, l
     accountant, event = BlanketAccountant(), Shuffled(1, CheckIn(1.0), mechanism, blankets)
     found = accountant.epsilon_after(event, 1e-6, 1)
     assert 0.0 <= found <= most * 1.05 + 1e-6 <= local * 1.2 + 1e-5
+
+
+@pytest.mark.parametrize("mechanism", [
+    *(RandomisedResponse(categories=k, local_epsilon=e) for k in (2, 3, 1000) for e in (1e-9, 20)),
+    LdpSgd(noise_multiplier=1.2533141386), LdpSgd(noise_multiplier=1e6),
+])  # fmt: skip
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_no_loss_exceeds_the_last_of_a_profile(mechanism, relation):
+    response = Response.of(mechanism)
+    with mpmath.workdps(60):
+        truth = mpmath.mpf(response.truth)
+        zero_out = response.hides_zero(relation)
+        most = mpmath.mpf(1) if zero_out else 1 - truth + truth * response.places
+        exact = mpmath.log(most / (1 - truth))
+        for hiding in (None, among_blankets(response, 0.5, 100.0)):
+            epsilons, _ = sign_profile(response, 0.5, relation, hiding)
+            assert exact <= mpmath.mpf(epsilons[-1]) <= exact * (1 + 1e-14)
+
+
+def test_only_gaussian_noise_is_too_little_to_count_on_others():
+    """Of a thousand categories an entry of a blanket has a deviation of 0.03."""
+    mechanism = RandomisedResponse(categories=1000, local_epsilon=8.0)
+    assert mechanism.noise_multiplier < 0.2
+    for accountant, blankets in ((BlanketAccountant(), 1e4), (CrowdAccountant(), 0.0)):
+        event = Shuffled(10_000, CheckIn(0.5), mechanism, blankets)
+        assert accountant.epsilon_after(event, 1e-6) < 8.0
+        assert accountant.compose(event).note(1e-6) is None

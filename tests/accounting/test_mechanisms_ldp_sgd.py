@@ -93,7 +93,15 @@ def test_the_length_along_a_direction_has_the_law_of_a_uniform_vector():
             assert stats.ks_2samp(drawn, other).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.2533, math.inf, math.nan])
+def test_a_draw_of_zeros_is_a_report_all_the_same():
+    mechanism = LdpSgd(noise_multiplier=2.0)
+    for dimension in (1, 3):
+        report = mechanism.report(np.zeros(dimension), np.zeros(dimension + 1)).astype(float)
+        length = np.linalg.norm(report) * mechanism.unit(dimension)
+        assert length == pytest.approx(mechanism.norm(dimension), rel=1e-4)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.2533, 1.25331413740, math.inf, math.nan])
 def test_noise_below_that_of_no_privacy_is_refused(noise):
     with pytest.raises(ValueError, match=r"above sqrt\(pi/2\) = 1.2533 with mechanism ldp-sgd"):
         LdpSgd(noise_multiplier=noise)

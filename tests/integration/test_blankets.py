@@ -216,6 +216,23 @@ def test_a_third_of_the_nodes_silent_the_run_trains_to_its_budget(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["flower", "vectorised"])
+def test_users_whose_shuffler_releases_nothing_are_not_present(tmp_path, engine):
+    """Nodes 0 and 2 report to one shuffler, node 1 to another, which gets fewer than it needs."""
+    settings = {
+        "data.users": 300, "simulation.engine": engine, "simulation.nodes": 3,
+        "shuffler.number": 2, "privacy.check_in_rate": 1, "privacy.minimum_batch": 150,
+        "privacy.accountant": "crowd", "privacy.shuffler_blankets": 0, "privacy.rounds": 1,
+    }  # fmt: skip
+    chosen = [part for each in settings.items() for part in ("--set", "{}={}".format(*each))]
+    result = shufl("run", "quickstart", *chosen, "--runs", tmp_path)
+    assert result.returncode == 0, result.stderr
+    ((row,), _) = rows_and_model(only_folder(tmp_path))
+    assert (row["outcome"], row["reports"]) == ("released", 200)
+    assert (row["users_present"], row["smallest_crowd"]) == (200, 200)
+
+
+@pytest.mark.slow
 def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
     """With two shufflers side by side each adds its own, and nobody merges anything."""
     number = 2

@@ -26,6 +26,24 @@ def test_errors_are_what_they_are_said_to_be(accountant, rate, local):
     assert 0.93 < (np.abs(scores) < 1.96).mean() < 0.97
 
 
+def test_errors_cover_users_of_several_records():
+    """Each user has the same shares of the categories and reports of one drawn from them."""
+    users, held = 2_000, np.array([0.5, 0.3, 0.2])
+    plan = plan_for(users, 3, 4.0, 1e-6, 0.7)
+    draw, k = np.random.default_rng(8), 3
+    expected = Histogram.of(held, plan).errors
+    assert (expected > 1.1 * Histogram.of(held, plan, one_each=True).errors).all()
+    found = []
+    for _ in range(1_000):
+        present = draw.binomial(users, plan.check_in_rate)
+        true = draw.binomial(present, plan.mechanism.truth)
+        uniform = present - true + draw.poisson(plan.shuffler_blankets)
+        reports = draw.multinomial(true, held) + draw.multinomial(uniform, np.full(k, 1 / k))
+        scale = users * plan.check_in_rate * plan.mechanism.truth
+        found.append(1 / k + (reports - reports.sum() / k) / scale)
+    np.testing.assert_allclose(np.std(found, axis=0) / expected, 1.0, atol=0.1)
+
+
 def test_blankets_err_less_than_answers_at_random():
     users = int(COUNTS.sum())
     errors = [
@@ -104,7 +122,7 @@ WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--epsilon", "1"]
         ([*WHOLE, "--delta", "2"], "--delta must be a number in (0, 1)"),
         ([*WHOLE, "--epsilon", "0"], "--epsilon must lie in (0, inf), got 0"),
         ([*WHOLE, "--gamma", "0"], "check-in rate must"),
-        ([*WHOLE, "--local-epsilon", "21"], "local_epsilon must be a number in (0, 20]"),
+        ([*WHOLE, "--local-epsilon", "21"], "local_epsilon must be a number in [1e-9, 20]"),
         ([*WHOLE, "--accountant", "pld"], "--accountant must be"),
         ([*WHOLE, "--seed", "-1"], "--seed must be at least 0"),
     ],
