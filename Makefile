@@ -7,11 +7,11 @@ BIN := .venv/bin
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
-test: .venv/ready lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: .venv/ready lint  # three workers for two cores: one has the deployments, which mostly wait
+	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not slow"
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -41,8 +41,9 @@ flips: .venv/ready  ## 10 000 flipped bits in the files of a shuffler: some ten 
 load: .venv/ready  ## a shuffler under a flood: 300 nodes, 5 000 bare connections, 20 000 calls; a minute
 	$(BIN)/python benchmarks/shuffler_load.py
 
-soak: .venv/ready  ## a deployment on this machine under random kills: some forty minutes
-	SHUFL_SOAK_ROUNDS=100 SHUFL_SOAK_NODES=5 $(BIN)/pytest -s tests/integration/test_deployment_soak.py
+soak: .venv/ready  ## deployments here: full disks, a network that fails, random kills: some forty-five minutes
+	SHUFL_SOAK_ROUNDS=100 SHUFL_SOAK_NODES=5 $(BIN)/pytest -s tests/integration/test_deployment_faults.py \
+		tests/integration/test_deployment_soak.py
 
 proto: .venv/ready
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. shuffler/wire/shuffler.proto

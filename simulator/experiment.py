@@ -127,6 +127,11 @@ def prepare(config: Config) -> Experiment:
             see also `load_records`.
     """
     dataset = load_dataset(config.data.dataset)
+    if config.privacy.categories not in (None, dataset.classes):
+        raise ConfigError(
+            f"privacy.categories must be {dataset.classes}, the classes of {config.data.dataset}, "
+            f"got {config.privacy.categories}"
+        )
     config = _resolve(config, dataset)
     try:
         config, plan = plan_of(config)
@@ -135,11 +140,6 @@ def prepare(config: Config) -> Experiment:
         raise ConfigError(str(error)) from error
     experiment = Experiment(config, plan, halting_round=0, parameters=0)
     model = experiment.make_model()
-    if config.privacy.categories not in (None, dataset.classes):
-        raise ConfigError(
-            f"privacy.categories must be {dataset.classes}, the classes of {config.data.dataset}, "
-            f"got {config.privacy.categories}"
-        )
     _try_training(model, experiment)
     parameters = sum(p.numel() for p in model.parameters())
     if not plan.mechanism.unit(parameters) * 2**15 < _LARGEST_FLOAT32:

@@ -15,18 +15,29 @@ import accounting
 settings.register_profile("same", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-_LONGEST = "test_deployment", "test_strangers", "integration"
+_DEPLOYMENTS = "test_deployment", "test_strangers"
 
 _WITH_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first, so that the workers of `make test` end together."""
+    """Says which tests one worker of `make test` runs, and puts first what takes longest.
+
+    A file's tests stay together. So do all deployments: two at a time are too much for two cores.
+    """
 
     def rank(item: pytest.Item) -> int:
-        return next((i for i, part in enumerate(_LONGEST) if part in item.nodeid), len(_LONGEST))
+        return 0 if _is_deployment(item) else 1 if "integration" in item.nodeid else 2
 
     items.sort(key=rank)
+    for item in items:
+        group = "deployments" if _is_deployment(item) else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _is_deployment(item: pytest.Item) -> bool:
+    return any(part in item.nodeid for part in _DEPLOYMENTS)
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=_WITH_A_GPU)])

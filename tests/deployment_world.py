@@ -178,7 +178,7 @@ class World(Rehearsal):
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def wait_for_round(self, round: int, seconds: float = 120) -> None:
+    def wait_for_round(self, round: int, seconds: float = 200) -> None:
         """Waits until a round has ended."""
         deadline = time.monotonic() + seconds
         while not any(row["round"] >= round for row in self.rows):

@@ -29,7 +29,7 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
     """A node, a shuffler, the ServerApp and the SuperLink are killed, one after the other."""
     with World(tmp_path, nodes=5, rounds=1000, shufflers=2, users=120, privacy=PRIVACY) as world:
         world.run()
-        wait_until(lambda: len(world.rounds_offered("ward-5")) >= 2, 120, "ward-5 to take part")
+        wait_until(lambda: len(world.rounds_offered("ward-5")) >= 2, 200, "ward-5 to take part")
         world.kill("ward-5")
         last = world.rounds_offered("ward-5")[-1]
 
@@ -76,7 +76,7 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_began_it(tmp_path):
     """A node overstates its users; Flower's command is killed; then the node tells the truth."""
     with World(tmp_path, nodes=2, rounds=3, least_nodes=2) as world:
@@ -87,7 +87,7 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_
         world.run()
         refusal = "ward-1 says that it speaks for 4 users, 3 were agreed"
         waiting = f"waiting for nodes: 1 of at least 2 are in; away: ward-1; refused: {refusal}\n"
-        wait_until(lambda: waiting in world.shown, 120, "the line that says who is waited for")
+        wait_until(lambda: waiting in world.shown, 200, "the line that says who is waited for")
         found = {node["name"]: node["trouble"] for node in world.status()["nodes"]}
         assert (found.pop("ward-1"), found.pop("ward-2")) == ("away", "")
         assert list(found.values()) == [refusal]
@@ -103,7 +103,7 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_flower_runs_the_app_of_the_repository(tmp_path):
     """`flwr run . CONNECTION -c …`, as for every other Flower app."""
     with World(tmp_path, nodes=2, rounds=2) as world:
@@ -116,7 +116,7 @@ def test_flower_runs_the_app_of_the_repository(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
     """Two nodes are needed and one is killed; then the command is ended twice, as by `timeout`."""
     deployment = deployment_of(tmp_path, nodes=2, rounds=1000, least_nodes=2, round_timeout=10.0)

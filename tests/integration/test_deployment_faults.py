@@ -1,7 +1,8 @@
-"""Full disks, and a network that is slow and cut, in a deployment of real processes on loopback."""
+"""Full disks, and a network that is slow and cut, in a deployment of processes: `make soak`."""
 
 import contextlib
 import dataclasses
+import os
 import re
 import signal
 import socket
@@ -92,6 +93,7 @@ def world(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("SHUFL_SOAK_ROUNDS" not in os.environ, reason="four minutes: in `make soak`")
 @pytest.mark.timeout(480)
 def test_a_run_goes_on_though_disks_fill_and_a_network_fails(world):
     filler = fill(world.disks["ward-3"])

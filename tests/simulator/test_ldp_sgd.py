@@ -71,14 +71,14 @@ def test_a_run_learns_and_keeps_its_budget(tmp_path, engine, noise):
         "--set", "simulation.nodes=3", "--set", f"simulation.noise={noise}",
         "--set", "privacy.noise_multiplier=",
         "--set", "privacy.mechanism=ldp-sgd", "--set", "privacy.accountant=blanket",
-        "--set", "privacy.shuffler_blankets=least-error", "--set", "privacy.rounds=12",
-        "--set", "privacy.target_epsilon=8", "--set", "training.evaluate_every=6",
+        "--set", "privacy.shuffler_blankets=least-error", "--set", "privacy.rounds=4",
+        "--set", "privacy.target_epsilon=8", "--set", "training.evaluate_every=2",
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     assert "ldp-sgd of ε₀ = " in finished.stdout
     (folder,) = tmp_path.iterdir()
     summary = json.loads((folder / "summary.json").read_bytes())
-    assert summary["rounds"] == 12
+    assert summary["rounds"] == 4
     assert 7.8 < summary["epsilon"]["blanket"]["epsilon"] <= 8.0
     assert summary["epsilon"]["pld"]["epsilon"] is None
     assert summary["accuracy"] > 0.3
