@@ -8,10 +8,10 @@ run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
 test: .venv/ready lint  # three workers for two cores: one has the deployments, which mostly wait
-	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 lint: .venv/ready
 	$(BIN)/ruff check .

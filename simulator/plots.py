@@ -27,12 +27,12 @@ def draw(*paths: Path) -> Iterator[Any]:
     pyplot.close(figure)
 
 
-def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, path: Path) -> None:
+def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Path) -> None:
     """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
     from accounting import accountants_for
 
     evaluated = [row for row in rows if row["accuracy"] is not None]
-    with draw(path) as axes:
+    with draw(*paths) as axes:
         for name in accountants_for(plan.event()):
             priced = [row for row in evaluated if row["epsilons"][name] is not None]
             axes.plot(

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 import accounting
 
@@ -20,24 +22,30 @@ _DEPLOYMENTS = "test_deployment", "test_strangers"
 _WITH_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says which tests one worker of `make test` runs, and puts first what takes longest.
+class _Files(LoadFileScheduling):
+    """One worker has the tests of a file, one all deployments: two at a time are too many."""
 
-    A file's tests stay together. So do all deployments: two at a time are too much for two cores.
-    """
+    def _split_scope(self, nodeid: str) -> str:
+        return "deployments" if _is_deployment(nodeid) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Files:
+    """For the workers of `make test`."""
+    return _Files(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts first what takes longest, so that the workers of `make test` end together."""
 
     def rank(item: pytest.Item) -> int:
-        return 0 if _is_deployment(item) else 1 if "integration" in item.nodeid else 2
+        return 0 if _is_deployment(item.nodeid) else 1 if "integration" in item.nodeid else 2
 
     items.sort(key=rank)
-    for item in items:
-        group = "deployments" if _is_deployment(item) else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
-def _is_deployment(item: pytest.Item) -> bool:
-    return any(part in item.nodeid for part in _DEPLOYMENTS)
+def _is_deployment(nodeid: str) -> bool:
+    return any(part in nodeid for part in _DEPLOYMENTS)
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=_WITH_A_GPU)])

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from run_world import shufl
@@ -18,6 +19,7 @@ from simulator.grid.settings import Grid
 from simulator.html_page import page_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FIGURE_1B = Path(__file__).parents[2] / "benchmarks" / "figure_1b.py"
 HOSTILE = "<img src=x onerror=document.title=1>"
 SETTINGS = {
     "simulation.engine": "vectorised",
@@ -220,3 +222,14 @@ def browse(folder, *arguments):
         check=True,
         cwd=folder,
     )
+
+
+def test_the_page_of_figure_1b_tells_the_end_of_a_run(run_folder, tmp_path):
+    done = subprocess.run(
+        [sys.executable, FIGURE_1B, run_folder, tmp_path], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "figure-1b.md").read_text()
+    last = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"| 4 | {last['accuracy']:.1%} | {last['epsilon']:.4g} |" in page
+    assert (tmp_path / "figure-1b.png").stat().st_size > 10_000
