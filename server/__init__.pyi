@@ -6,17 +6,15 @@ from .evaluation import Evaluation, evaluate
 from .rounds import RoundLoop
 from .settings import (
     MOST_INCOMPLETE,
-    AgreedNode,
     Optimiser,
     RoundFailed,
-    RoundRecord,
     RunResult,
     ServerSettings,
     TrainingSettings,
     enough_users,
 )
 from .training import PlayedRound, Training
-from .words import Schedule
+from .words import AgreedNode, RoundRecord, Schedule
 
 __all__ = [
     "AGGREGATORS",

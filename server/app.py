@@ -8,7 +8,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from server.rounds import RoundLoop
-from server.settings import RoundRecord, RunResult, ServerSettings
+from server.settings import RunResult, ServerSettings
+from server.words import RoundRecord
 
 
 def make_server_app(

@@ -15,11 +15,11 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from server.broadcast import Exchange, greet
-from server.settings import AgreedNode, RoundFailed, ServerSettings, enough_users
+from server.settings import RoundFailed, ServerSettings, enough_users
+from server.words import NODES_FILE, AgreedNode
 
 log = logging.getLogger(__name__)
 
-NODES_FILE = "nodes.json"
 """In the run folder: what the server knows of every node, after every round and while it waits."""
 
 _START_SECONDS = 120.0  # for nodes to connect and load their data, at least

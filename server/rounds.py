@@ -17,13 +17,12 @@ from server.fleet import Fleet
 from server.settings import (
     MOST_INCOMPLETE,
     RoundFailed,
-    RoundOutcome,
-    RoundRecord,
     RunResult,
     ServerSettings,
     enough_users,
 )
 from server.training import PlayedRound, Training
+from server.words import RoundOutcome, RoundRecord
 from shuffler import (
     ControlClient,
     Outcome,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from accounting import ACCOUNTANTS, Ledger, PrivacyPlan
 from server.aggregators import Aggregator
 from server.checkpoint import Checkpoint
-from server.words import RoundOutcome, Schedule, StoppedBy
+from server.words import AgreedNode, Schedule, StoppedBy
 from shuffler import Credentials, Sealing
 
 
@@ -112,13 +112,6 @@ def enough_users(users: int, plan: PrivacyPlan) -> bool:
     return users >= (plan.least_present if counts_on_others else 1)
 
 
-class AgreedNode(NamedTuple):
-    """What was agreed with a node before the run: its name, and for how many users it speaks."""
-
-    name: str
-    users: int
-
-
 @dataclass(frozen=True)
 class ServerSettings(TrainingSettings):
     """The server's side of a run on Flower.
@@ -143,43 +136,6 @@ class ServerSettings(TrainingSettings):
     patience: float = 0.0
     agreed: Callable[[], dict[int, AgreedNode]] | None = None
     tell: Callable[[str], None] = lambda line: None
-
-
-@dataclass(frozen=True)
-class RoundRecord:
-    """What a finished round tells its observers.
-
-    Attributes:
-        round: from 1.
-        epsilon: spent so far under the halting accountant, this round included.
-        outcome: `released`, by one shuffler at least; `below-minimum`: the shufflers held too few
-            reports; `discarded`: fewer users were present than epsilon assumes, and the batches
-            were destroyed unseen; `lost`: a shuffler was away, or had lost its batch. The round is
-            spent in every case.
-        users_present: users of the nodes that answered in time, where a shuffler's batch was
-            released: at such shufflers.
-        smallest_crowd: fewest of them at one shuffler whose batch was released; 0 if none was.
-        reports: reports aggregated, blankets among them; 0 when nothing was released.
-        rejected: released reports that did not open, that no honest client could have sent, or that
-            the aggregator left out.
-        reasons: how many of them for which reason.
-        silent_nodes: nodes that did not acknowledge in time or answered with an error.
-        accuracy, loss: on the test data, None in rounds without evaluation.
-        seconds: wall-clock time of the round.
-    """
-
-    round: int
-    epsilon: float
-    outcome: RoundOutcome
-    users_present: int
-    smallest_crowd: int
-    reports: int
-    rejected: int
-    reasons: dict[str, int]
-    silent_nodes: int
-    accuracy: float | None
-    loss: float | None
-    seconds: float
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from accounting import PrivacyBudget
 from server.aggregate import Aggregate
 from server.checkpoint import Checkpoint, save_atomically
 from server.evaluation import Evaluation, evaluate
-from server.settings import RoundOutcome, RoundRecord, RunResult, StoppedBy, TrainingSettings
+from server.settings import RunResult, TrainingSettings
+from server.words import RoundOutcome, RoundRecord, StoppedBy
 from shuffler import model_digest
 
 _MODEL = "model_digest"  # of the model a round was played with, in its ledger line

@@ -1,7 +1,57 @@
-"""The words for what a round and a run come to, and how a learning rate falls."""
+"""What is told of rounds, runs and nodes; it needs no torch, as those who only read it do not."""
 
-from typing import Literal
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 RoundOutcome = Literal["released", "below-minimum", "discarded", "lost"]
 Schedule = Literal["constant", "linear", "cosine"]
 StoppedBy = Literal["budget", "rounds", "interrupt"]
+
+NODES_FILE = "nodes.json"
+"""In a run folder: what is known of each node."""
+
+
+class AgreedNode(NamedTuple):
+    """What was agreed with a node before the run: its name, and for how many users it speaks."""
+
+    name: str
+    users: int
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What a finished round tells its observers.
+
+    Attributes:
+        round: from 1.
+        epsilon: spent so far under the halting accountant, this round included.
+        outcome: `released`, by one shuffler at least; `below-minimum`: the shufflers held too few
+            reports; `discarded`: fewer users were present than epsilon assumes, and the batches
+            were destroyed unseen; `lost`: a shuffler was away, or had lost its batch. The round is
+            spent in every case.
+        users_present: users of the nodes that answered in time, where a shuffler's batch was
+            released: at such shufflers.
+        smallest_crowd: fewest of them at one shuffler whose batch was released; 0 if none was.
+        reports: reports aggregated, blankets among them; 0 when nothing was released.
+        rejected: released reports that did not open, that no honest client could have sent, or that
+            the aggregator left out.
+        reasons: how many of them for which reason.
+        silent_nodes: nodes that did not acknowledge in time or answered with an error.
+        accuracy, loss: on the test data, None in rounds without evaluation.
+        seconds: wall-clock time of the round.
+    """
+
+    round: int
+    epsilon: float
+    outcome: RoundOutcome
+    users_present: int
+    smallest_crowd: int
+    reports: int
+    rejected: int
+    reasons: dict[str, int]
+    silent_nodes: int
+    accuracy: float | None
+    loss: float | None
+    seconds: float

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from accounting import ACCOUNTANTS, Ledger, PrivacyPlan, epsilon_table
 from accounting.validation import first_mistake
 from simulator.plots import plot_accuracy_epsilon, plot_rounds
+from simulator.records import MetricsError, read_rows
 from simulator.tables import STOPPED, epsilon_rows, epsilon_text, holds_for, too_few_present
 
 Table = list[list[str]]
@@ -66,6 +67,8 @@ def page_of(folder: Path) -> str:
             return _of_run(folder)
         if (folder / "grid.json").is_file():
             return _of_grid(folder)
+    except MetricsError as error:
+        raise ValueError(str(error)) from error
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} has a damaged file: {error}") from error
     raise ValueError(
@@ -77,7 +80,7 @@ def page_of(folder: Path) -> str:
 def _of_run(folder: Path) -> str:
     plan = PrivacyPlan.from_json((folder / "plan.json").read_bytes())
     config = (folder / "config.toml").read_text(encoding="utf-8")
-    rows, summary = _rows(folder / "metrics.jsonl"), _json(folder / "summary.json")
+    rows, summary = read_rows(folder / "metrics.jsonl"), _json(folder / "summary.json")
     ledger = folder / "ledger.jsonl"
     entries = Ledger.read(ledger).entries if ledger.exists() else ()
     if summary is None:
@@ -218,13 +221,6 @@ def _image(plot: Callable[[Path], None]) -> str:
         path = Path(folder) / "plot.svg"
         plot(path)
         return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """A run's rounds; none if it has no such file yet, and not the last if it was cut short."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def _json(path: Path) -> dict[str, Any] | None:

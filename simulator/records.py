@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_json
-from torch.utils.tensorboard import SummaryWriter
 
 from accounting import ACCOUNTANTS, PrivacyPlan, accountants_for
 from server import RoundRecord
@@ -24,12 +23,16 @@ class MetricsError(RuntimeError):
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl file, one a round; a last one that was cut short is left out.
+    """The rows of a metrics.jsonl file, one a round; none if there is no such file yet.
+
+    A last one that was cut short is left out.
 
     Raises:
         MetricsError: a line is no row.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
@@ -65,6 +68,8 @@ class RunRecorder:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("ab")
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+        from torch.utils.tensorboard import SummaryWriter  # slow; who only reads has no need of it
+
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
         for row in self.rows:
             self._to_tensorboard(row)

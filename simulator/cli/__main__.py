@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -180,6 +182,7 @@ app.add_typer(record_app, name="record")
 
 def main() -> None:
     """Entry point of the `shufl` command."""
+    atexit.register(gc.freeze)  # the process ends at once; else Python looks for cycles in torch
     for stream in (sys.stdout, sys.stderr):  # ε and σ need not stop a run where they cannot show
         stream.reconfigure(errors="replace")
     app()

@@ -66,6 +66,7 @@ def histogram_command(
     from accounting import LedgerError, epsilon_table
     from accounting.validation import choice
     from simulator import histogram
+    from simulator.records import MetricsError
 
     true = None
     try:
@@ -100,7 +101,7 @@ def histogram_command(
             out.mkdir(parents=True, exist_ok=True)
             _write(out / "histogram.csv", names, found, true)
             _plot(out / "histogram.png", names, found, _title(plan))
-    except (ValueError, OSError, LedgerError) as error:
+    except (ValueError, OSError, LedgerError, MetricsError) as error:
         options.fail(error)
     if json:
         shares = [
@@ -135,13 +136,12 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
 
 def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram]:
     """The plan and the estimate of a run that has ended."""
-    import json
-
     import torch
 
     from accounting import Ledger, RandomisedResponse
     from simulator.config import load
     from simulator.histogram import Histogram
+    from simulator.records import read_rows
 
     ledger = Ledger.read(folder / "ledger.jsonl")
     plan = ledger.plan
@@ -151,7 +151,7 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram]:
         )
     if not ledger.entries or not (folder / "model.pt").exists():
         raise ValueError(f"{folder} has released no histogram yet")
-    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (row,) = read_rows(folder / "metrics.jsonl")
     if row["outcome"] != "released":
         raise ValueError(f"{folder} has released no histogram: its only round failed")
     shufflers = load(str(folder / "config.toml")).shuffler.number

@@ -12,6 +12,8 @@ outcome.json. A file named stop there ends the run in order after the round.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import sys
@@ -37,15 +39,21 @@ from server import (
 )
 from shuffler import ShufflerError
 from simulator.config import Config, load
-from simulator.deployment.sites import ServerSite, check_cover, load_site
+from simulator.deployment.sites import (
+    CONSOLE_FILE,
+    OUTCOME_FILE,
+    STOP_FILE,
+    ServerSite,
+    check_cover,
+    load_site,
+)
 from simulator.engines.base import logs_to
 from simulator.experiment import Experiment, prepare
 from simulator.records import MetricsError
 from simulator.run import begin_run, make_folder, resume_run
 from simulator.section import ConfigError, one_line
 
-CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
-"""In the run folder: what is printed; how the run ended; asks it to end."""
+atexit.register(gc.freeze)  # as in `shufl` itself
 
 app = ServerApp()
 

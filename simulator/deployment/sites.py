@@ -13,6 +13,9 @@ from server import AgreedNode
 from shuffler import Credentials
 from simulator.section import ConfigError, Section
 
+CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
+"""In a run folder: what is printed; how the run ended; asks it to end."""
+
 _Addresses = Annotated[
     tuple[str, ...], Field(min_length=1, strict=False, description="a list of HOST:PORT")
 ]

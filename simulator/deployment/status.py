@@ -11,12 +11,11 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from accounting import Ledger, LedgerError, rounds_within_budget
-from server.fleet import NODES_FILE
+from server.words import NODES_FILE
 from shuffler import Credentials
 from shuffler.wire.connection import Connection
 from shuffler.wire.errors import ShufflerError
-from simulator.deployment.server_app import OUTCOME_FILE
-from simulator.deployment.sites import ServerSite
+from simulator.deployment.sites import OUTCOME_FILE, ServerSite
 from simulator.records import MetricsError, read_rows
 from simulator.section import ConfigError
 
@@ -70,7 +69,7 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
     """
     try:
         ledger = Ledger.read(folder / "ledger.jsonl")
-        rows = read_rows(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+        rows = read_rows(folder / "metrics.jsonl")
     except (LedgerError, MetricsError) as error:
         raise ConfigError(str(error)) from error
     plan, spent = ledger.plan, len(ledger.entries)

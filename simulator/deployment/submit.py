@@ -17,8 +17,14 @@ from accounting import Ledger
 from server import RoundFailed
 from simulator.config import Config
 from simulator.deployment.plan import PROGRAMS, flower_environment
-from simulator.deployment.server_app import CONSOLE_FILE, OUTCOME_FILE, STOP_FILE, deployed_config
-from simulator.deployment.sites import ServerSite, load_site
+from simulator.deployment.server_app import deployed_config
+from simulator.deployment.sites import (
+    CONSOLE_FILE,
+    OUTCOME_FILE,
+    STOP_FILE,
+    ServerSite,
+    load_site,
+)
 from simulator.engines import EngineFailed, interrupts
 from simulator.experiment import prepare
 from simulator.run import make_folder

@@ -164,9 +164,10 @@ def test_what_cannot_be_shown_is_one_line(tmp_path, file, content, message):
 
 
 def test_the_page_of_a_run_needs_no_torch(run_folder):
-    """A report is wanted at once, and torch takes seconds to import."""
+    """A report is wanted at once, as is a status, and torch takes seconds to import."""
     code = (
         "import pathlib, sys; from simulator.html_page import page_of; "
+        "import simulator.deployment.status; "
         "page_of(pathlib.Path(sys.argv[1])); print({'torch', 'flwr', 'ray'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code, run_folder]
