@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from torch import nn
 
 from accounting import Ledger
 from accounting.mechanisms import clip
-from clients import Announcement, ClientSettings, Node, UserRecords
+from clients import Announcement, ClientSettings, Node, UserRecords, user_updates
 from server import AGGREGATORS, PlayedRound, Training, TrainingSettings, aggregate_reports
 from shuffler import (
     ControlClient,
@@ -45,7 +46,6 @@ from shuffler import (
     sealed_length,
 )
 from simulator.config import load
-from simulator.engines.user_gradients import user_updates
 from simulator.experiment import Experiment, prepare
 
 ATTACKS = {
@@ -83,8 +83,11 @@ class PoisoningNode(Node):
         self._everyone = self._records(np.arange(settings.plan.users))  # type: ignore[arg-type]
         self._round = 0
 
-    def _report(self, user: int, round: int) -> np.ndarray:
+    def _reports(self, users: np.ndarray, round: int) -> Iterator[np.ndarray]:
         self._look_at(round)
+        return (self._report(user, round) for user in users.tolist())
+
+    def _report(self, user: int, round: int) -> np.ndarray:
         mechanism, against = self.settings.plan.mechanism, self._against
         (noise,) = self._randomness.standard_normal(round, np.array([user]), against.size)
         if not self._attackers[user] or self._case.attack in ("none", "flip"):

@@ -3,7 +3,7 @@ from .device import DeviceLedger, DeviceLimits, RoundRefused, load_device
 from .device_process import serve_device
 from .node import Announcement, Node, ReportFailed
 from .settings import ClientSettings, LocalTraining, UserRecords
-from .update import local_update, record_orders
+from .update import local_update, record_orders, user_updates
 
 __all__ = [
     "Announcement",
@@ -20,4 +20,5 @@ __all__ = [
     "make_client_app",
     "record_orders",
     "serve_device",
+    "user_updates",
 ]

@@ -20,7 +20,7 @@ from accounting import rounds_within_budget
 from accounting.mechanisms import Randomness, make_randomness
 from clients.device import DeviceLedger, RoundRefused
 from clients.settings import ClientSettings
-from clients.update import local_update
+from clients.update import local_update, record_orders, user_updates
 from shuffler import (
     IntakeClient,
     RoundHeader,
@@ -36,6 +36,8 @@ from shuffler import (
 log = logging.getLogger(__name__)
 
 
+_TOGETHER = 64  # users whose updates are computed at once, at most
+_NUMBERS_TOGETHER = 2**20  # in their updates, and in their records, at most
 _LEAST_SECONDS = 1.0  # to submit in, also where local work took as long as the round
 
 
@@ -109,6 +111,7 @@ class Node:
         self._plan_digest = settings.plan.digest()
         self._randomness = randomness or make_randomness(settings.seed)
         self._model = settings.make_model()
+        self._dimension = sum(each.numel() for each in self._model.parameters())
         self._records = settings.load_users()
         self._ledgers: dict[int, DeviceLedger] = {}
         self._work = threading.Lock()  # a round may still be at work when the next one comes
@@ -287,32 +290,60 @@ class Node:
         With cover, of every user: the others do the same work, and send an empty report of it.
         """
         cover = self.settings.plan.cover
-        everyone = zip(users.tolist(), coins.tolist(), strict=True)
-        for user, checked_in in everyone:
-            if not (checked_in or cover):
-                continue
+        if not cover:
+            users, coins = users[coins], coins[coins]
+        number = round.header.round
+        reports = self._reports(users, number)
+        for user, checked_in in zip(users.tolist(), coins.tolist(), strict=True):
             try:
-                values = self._report(user, round.header.round)
-                # Both are made, whichever is sent.
-                report = encode_report(values), empty_report(values.size)
-                payload = report[0] if checked_in else report[1]
+                values = next(reports)
+                payload = encode_report(values)
+                if cover:  # both are made, whichever is sent
+                    empty = empty_report(values.size)
+                    payload = payload if checked_in else empty
                 sealed = seal(payload, round.public_key, round.header)
             except Exception as error:
                 raise ReportFailed(
-                    f"round {round.header.round}, user {user}: computing the report failed: "
+                    f"round {number}, user {user}: computing the report failed: "
                     f"{type(error).__name__}: {error}"
                 ) from error
             yield user, sealed
 
-    def _report(self, user: int, round: int) -> np.ndarray:
-        """One user's report."""
-        features, labels = self._records(user)
-        alone = np.array([user])
-        (seed,) = self._randomness.training_seeds(round, alone).tolist()
-        update = local_update(self._model, features, labels, self.settings.training, seed)
+    def _reports(self, users: np.ndarray, round: int) -> Iterator[np.ndarray]:
+        """The users' reports, in order."""
         mechanism = self.settings.plan.mechanism
-        (noise,) = self._randomness.standard_normal(round, alone, mechanism.draws(update.size))
-        return mechanism.report(update, noise)
+        while len(users):
+            together = users[: self._number_together(users[0])]
+            users = users[len(together) :]
+            seeds = self._randomness.training_seeds(round, together)
+            draws = mechanism.draws(self._dimension)
+            noises = self._randomness.standard_normal(round, together, draws)
+            for update, noise in zip(self._updates(together, seeds), noises, strict=True):
+                yield mechanism.report(update, noise)
+
+    def _number_together(self, user: int) -> int:
+        """How many users like this one have their updates computed at once."""
+        features, _ = self._records(int(user))
+        size = max(self._dimension, features.numel())
+        return min(max(_NUMBERS_TOGETHER // size, 1), _TOGETHER)
+
+    def _updates(self, users: np.ndarray, seeds: np.ndarray) -> Iterator[np.ndarray]:
+        """The users' updates, in order: all at once where that can be, else one by one."""
+        model, training = self._model, self.settings.training
+        if len(users) > 1:
+            try:
+                records = map(self._records, users.tolist())
+                features, labels = map(torch.stack, zip(*records, strict=True))
+                orders = record_orders(seeds, training.local_epochs, labels.shape[1])
+                updates = user_updates(model, features, labels, training, orders).values()
+                together = torch.cat([each.flatten(1) for each in updates], dim=1).numpy()
+            except Exception as error:  # above all: users of several sizes, a model with dropout
+                log.debug("updates are computed one by one: %s", error)
+            else:
+                yield from together
+                return
+        for user, seed in zip(users.tolist(), seeds.tolist(), strict=True):
+            yield local_update(model, *self._records(user), training, seed)
 
 
 def _shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -51,6 +54,58 @@ def local_update(
         return (start - end).numpy()
     finally:
         vector_to_parameters(start, model.parameters())
+
+
+def user_updates(
+    model: nn.Module,
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    training: LocalTraining,
+    orders: torch.Tensor | None = None,
+    call: Callable[..., torch.Tensor] = functional_call,
+) -> dict[str, torch.Tensor]:
+    """`local_update` of k users at once, by vmap; `model` keeps its parameters.
+
+    No user's update depends on another's records; rounding errors of float32 do.
+
+    Args:
+        model: the round's model; nobody else's meanwhile.
+        features: shape (k, r, ...), r records of each of k users.
+        labels: int64 of shape (k, r).
+        training: one gradient, or local epochs.
+        orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
+        call: gives the scores as `torch.func.functional_call` does, perhaps in another precision;
+            parameters and their gradients stay as they are.
+
+    Returns:
+        Shape (k, ...) for every parameter.
+
+    Raises:
+        RuntimeError: the model draws random numbers, or torch cannot vectorise it.
+    """
+    start = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(
+        parameters: dict[str, torch.Tensor], records: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        scores = call(model, parameters, (records,))
+        return functional.cross_entropy(scores.to(records.dtype), targets)
+
+    together = vmap(grad(loss), in_dims=(None, 0, 0))  # faster: everybody's parameters the same
+    if training.algorithm == "fedsgd":
+        return together(start, features, labels)
+    apart = vmap(grad(loss))
+    everyone = torch.arange(len(labels), device=labels.device)[:, None]
+    local = start
+    for order in orders.to(labels.device):
+        for batch in order.split(training.local_batch_size, dim=1):
+            gradients = together if local is start else apart
+            steps = gradients(local, features[everyone, batch], labels[everyone, batch])
+            local = {
+                name: value - training.local_learning_rate * steps[name]
+                for name, value in local.items()
+            }
+    return {name: start[name] - value for name, value in local.items()}
 
 
 def record_orders(seeds: np.ndarray, epochs: int, records: int) -> torch.Tensor:

@@ -56,7 +56,9 @@ def load_users():
 
 def broken_users():
     def fail(user):
-        raise ZeroDivisionError("no records")
+        if user == 7:
+            raise ZeroDivisionError("no records")
+        return records(user)
 
     return fail
 

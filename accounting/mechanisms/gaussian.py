@@ -75,7 +75,8 @@ class GaussianMechanism(Checked):
         Returns:
             int16 of shape (d,).
         """
-        noisy = self.noise_multiplier * self.clip_norm * standard_normal.astype(np.float64)
+        deviation = self.noise_multiplier * self.clip_norm
+        noisy: np.ndarray = np.multiply(standard_normal, deviation, dtype=np.float64)
         noisy += clip(update, self.clip_norm)
         noisy /= self.unit(noisy.size)
         np.rint(noisy, out=noisy)

@@ -23,6 +23,7 @@ from clients import ClientSettings, DeviceLedger, make_client_app
 from server import RoundRecord, RunResult, ServerSettings, TrainingSettings, make_server_app
 from shuffler import ShufflerProcess
 from simulator.engines.base import EngineFailed, interrupts, logs_to, start_ray
+from simulator.engines.memory import keep_freed_memory
 from simulator.engines.outside_shuffler import OutsideShuffler
 from simulator.section import ConfigError, one_line
 
@@ -40,7 +41,7 @@ class FlowerEngine:
     run has not started, which draws its own blankets and opens no round twice.
     """
 
-    gradients = "user by user"
+    gradients = "vmap, or user by user"
     nodes = "simulated"
 
     def __init__(self, experiment: Experiment):
@@ -57,7 +58,7 @@ class FlowerEngine:
                 f"got {simulation.cpus_per_node:g}"
             )
         self._outside = OutsideShuffler.of(experiment)
-        self.description = f"flower on {simulation.nodes} nodes, gradients {self.gradients}"
+        self.description = f"flower on {simulation.nodes} nodes, gradients by {self.gradients}"
         if self._outside is not None:
             self.description += f", shuffler at {self._outside.address}"
         if simulation.reply_after >= simulation.round_timeout:
@@ -88,6 +89,7 @@ class FlowerEngine:
         stop: threading.Event,
     ) -> RunResult:
         """Starts the shufflers, unless one is there already, then Flower, and waits for the end."""
+        keep_freed_memory()
         keys, folder = self._keys, training.folder
         results: list[RunResult] = []
         with ExitStack() as stack:
@@ -229,9 +231,6 @@ class _Main:
             shutil.rmtree(lease, ignore_errors=True)
 
 
-_under_lease = False  # whether this process of a Ray worker watches its lease
-
-
 def _leased(client_app: ClientApp, lease: Path, home: Path) -> ClientApp:
     """The same app, in Ray workers whose processes end when the folder `lease` is gone.
 
@@ -240,25 +239,27 @@ def _leased(client_app: ClientApp, lease: Path, home: Path) -> ClientApp:
     """
     leased = ClientApp()
 
-    def watch() -> None:
-        while lease.exists():
-            time.sleep(1)
-        os._exit(1)
-
-    def enter() -> None:
-        global _under_lease
-        if not _under_lease:
-            _under_lease = True
-            os.chdir(home)
-            threading.Thread(target=watch, daemon=True).start()
-
     def handle(message: Message, context: Context) -> Message:
-        enter()
+        _enter(lease, home)
         return client_app(message, context)
 
     leased.train()(handle)
     leased.query()(handle)
     return leased
+
+
+@functools.cache  # in a process of a Ray worker, where Flower unpickles the app for every message
+def _enter(lease: Path, home: Path) -> None:
+    """Puts a Ray worker's process under a lease, once."""
+
+    def watch() -> None:
+        while lease.exists():
+            time.sleep(1)
+        os._exit(1)
+
+    os.chdir(home)
+    keep_freed_memory()
+    threading.Thread(target=watch, name="lease", daemon=True).start()
 
 
 def _root_cause(error: BaseException) -> str:

@@ -12,14 +12,14 @@ normalisation layers, and costs about what plain SGD does.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.func import functional_call, grad, vmap
-from torch.nn import functional
+from torch.func import functional_call
 
-from clients import LocalTraining
+from clients import LocalTraining, user_updates
 from simulator.engines.book_keeping import autocast, gradients_of_users, names_of
 from simulator.engines.gradient_forms import (
     Clipping,
@@ -70,7 +70,7 @@ def clipped_sum_of_updates(
     """
     if method == "vmap":
         own = copy.deepcopy(model)  # functional_call exchanges a model's parameters meanwhile
-        updates = user_updates(own, features, labels, training, orders, precision)
+        updates = user_updates(own, features, labels, training, orders, call_in(precision))
         return clipped_sum(updates, clipping)
     names = names_of(model)
     gradients = gradients_of_users(model, names, features, labels, precision)
@@ -165,52 +165,14 @@ def _agrees(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> b
     return torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-def user_updates(
-    model: nn.Module,
-    features: torch.Tensor,
-    labels: torch.Tensor,
-    training: LocalTraining,
-    orders: torch.Tensor | None = None,
-    precision: Precision = "float32",
-) -> Tensors:
-    """`clients.local_update` of k users at once, by vmap; `model` keeps its parameters.
+def call_in(precision: Precision) -> Callable[..., torch.Tensor]:
+    """`torch.func.functional_call` in this precision."""
 
-    Args:
-        model: the round's model; nobody else's meanwhile.
-        features: shape (k, r, ...), r records of each of k users.
-        labels: int64 of shape (k, r).
-        training: one gradient, or local epochs.
-        orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
-        precision: that of forward and backward; parameters and their gradients stay float32.
+    def call(model: nn.Module, parameters: Tensors, given: tuple[torch.Tensor]) -> torch.Tensor:
+        with autocast(given[0].device, precision):
+            return functional_call(model, parameters, given)
 
-    Returns:
-        float32 of shape (k, ...) for every parameter.
-
-    Raises:
-        RuntimeError: the model draws random numbers, or torch cannot vectorise it.
-    """
-    start = {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def loss(parameters: Tensors, records: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with autocast(records.device, precision):
-            scores = functional_call(model, parameters, (records,))
-        return functional.cross_entropy(scores.to(records.dtype), targets)
-
-    together = vmap(grad(loss), in_dims=(None, 0, 0))  # faster: everybody's parameters the same
-    if training.algorithm == "fedsgd":
-        return together(start, features, labels)
-    apart = vmap(grad(loss))
-    everyone = torch.arange(len(labels), device=labels.device)[:, None]
-    local = start
-    for order in orders.to(labels.device):
-        for batch in order.split(training.local_batch_size, dim=1):
-            gradients = together if local is start else apart
-            steps = gradients(local, features[everyone, batch], labels[everyone, batch])
-            local = {
-                name: value - training.local_learning_rate * steps[name]
-                for name, value in local.items()
-            }
-    return {name: start[name] - value for name, value in local.items()}
+    return call
 
 
 def clipped_sum(updates: Tensors, clipping: Clipping) -> torch.Tensor:

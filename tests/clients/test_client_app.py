@@ -10,6 +10,7 @@ import torch
 from client_world import (
     DIMENSION,
     USERS,
+    WIDTH,
     Round,
     begin_flower_task,
     broken_users,
@@ -21,7 +22,7 @@ from torch import nn
 
 from accounting import rounds_within_budget
 from accounting.mechanisms import SeededRandomness
-from clients import DeviceLedger, ReportFailed, RoundRefused
+from clients import DeviceLedger, LocalTraining, ReportFailed, RoundRefused, local_update
 from shuffler import ControlClient, Outcome, ShufflerProcess, generate_key_pair
 
 
@@ -64,6 +65,52 @@ def test_each_user_who_checked_in_sent_its_own_clipped_noisy_gradient(make_round
     key = functools.partial(sorted, key=lambda report: float(report[0]))
     half_a_unit = round.plan.mechanism.unit(1) / 2
     np.testing.assert_allclose(key(round.released()), key(expected), atol=half_a_unit + 1e-5)
+
+
+def of_several_sizes(user):
+    features, labels = records(user)
+    return features.repeat(1 + user % 2, 1), labels.repeat(1 + user % 2)
+
+
+def with_dropout():
+    return nn.Sequential(make_model(), nn.Dropout(0.5))
+
+
+def of_several_records(user):
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(user)), torch.arange(5) % 2
+
+
+EPOCHS = {"load_users": lambda: of_several_records, "training": LocalTraining("fedavg", 2, 0.5, 2)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "together"),
+    [
+        ({}, True),
+        (EPOCHS, True),
+        ({"load_users": lambda: of_several_sizes}, False),
+        ({"make_model": with_dropout}, False),
+    ],
+    ids=["gradients", "epochs", "of several sizes", "dropout"],
+)
+def test_a_report_is_that_of_its_user_alone_whoever_is_computed_with_it(
+    make_round, changes, together, caplog
+):
+    caplog.set_level("DEBUG", "clients.node")
+    round = make_round(rate=1.0, **changes).open()
+    round.announce()
+    assert ("one by one" in caplog.text) is not together
+    settings, mechanism = round.settings, round.plan.mechanism
+    users = np.array([1, 4, 7, 10])
+    noises = SeededRandomness(3).standard_normal(1, users, DIMENSION)
+    seeds = SeededRandomness(3).training_seeds(1, users).tolist()
+    model, of_user, expected = settings.make_model().train(), settings.load_users(), []
+    for user, noise, seed in zip(users.tolist(), noises, seeds, strict=True):
+        update = local_update(model, *of_user(user), settings.training, seed)
+        expected.append(mechanism.unit(DIMENSION) * mechanism.report(update, noise))
+    key = functools.partial(sorted, key=lambda report: float(report[0]))
+    a_unit = mechanism.unit(DIMENSION) * 1.001  # where rounding errors fall on two sides of a half
+    np.testing.assert_allclose(key(round.released()), key(expected), rtol=0, atol=a_unit)
 
 
 def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
@@ -170,7 +217,7 @@ def test_in_simulation_a_user_that_fails_after_the_answer_is_named_in_the_next_r
     round = make_round(rate=1.0, load_users=broken_users, reply_after=0.01).open()
     round.announce()
     wait_for_work()
-    with pytest.raises(ReportFailed, match=r"round 1, user 1: .* ZeroDivisionError: no records"):
+    with pytest.raises(ReportFailed, match=r"round 1, user 7: .* ZeroDivisionError: no records"):
         round.announce()
 
 
@@ -201,7 +248,7 @@ def wait_for_work():
 
 def test_a_failing_user_is_named_in_simulation_and_hidden_in_deployment(make_round, ledger):
     round = make_round(rate=1.0, load_users=broken_users).open()
-    with pytest.raises(ReportFailed, match=r"round 1, user 1: .* ZeroDivisionError: no records"):
+    with pytest.raises(ReportFailed, match=r"round 1, user 7: .* ZeroDivisionError: no records"):
         round.announce()
     deployed = Round(
         *round.settings.shufflers[0],

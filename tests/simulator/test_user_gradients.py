@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from accounting.mechanisms import clip
-from clients import LocalTraining, local_update, record_orders
+from clients import LocalTraining, local_update, record_orders, user_updates
 from simulator.engines.gradient_forms import Clipping
 from simulator.engines.user_gradients import (
+    call_in,
     clipped_sum,
     clipped_sum_of_updates,
     fastest_method,
-    user_updates,
 )
 from simulator.models import logistic_regression, mlp, small_cnn
 
@@ -378,7 +378,7 @@ def test_bfloat16_gives_float32_updates_near_those_of_float32(make, method, devi
     assert near.dtype == np.float32
     assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 0.1
     own, records = model.to(device), (features.to(device), labels.to(device))
-    updates = user_updates(own, *records, GRADIENT, None, "bfloat16")
+    updates = user_updates(own, *records, GRADIENT, None, call_in("bfloat16"))
     assert {update.dtype for update in updates.values()} == {torch.float32}
 
 
