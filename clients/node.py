@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 
 _TOGETHER = 64  # users whose updates are computed at once, at most
+_ALONE = 7  # so many at most are computed one by one: what vmap imports takes a second
 _NUMBERS_TOGETHER = 2**20  # in their updates, and in their records, at most
 _LEAST_SECONDS = 1.0  # to submit in, also where local work took as long as the round
 
@@ -328,9 +329,9 @@ class Node:
         return min(max(_NUMBERS_TOGETHER // size, 1), _TOGETHER)
 
     def _updates(self, users: np.ndarray, seeds: np.ndarray) -> Iterator[np.ndarray]:
-        """The users' updates, in order: all at once where that can be, else one by one."""
+        """The users' updates, in order: at once where that can be and pays, else one by one."""
         model, training = self._model, self.settings.training
-        if len(users) > 1:
+        if len(users) > _ALONE:
             try:
                 records = map(self._records, users.tolist())
                 features, labels = map(torch.stack, zip(*records, strict=True))
