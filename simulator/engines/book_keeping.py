@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from simulator.engines.gradient_forms import Dense, Gradients, Products, users_at_a_time
+from simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
 from simulator.engines.table import Precision
 
 """The type in which a model's forward and backward are computed; norms and sums are not in it."""
@@ -93,11 +94,41 @@ class _Tape(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls `func`; keeps a layer's arguments, and its output before any change in place."""
+        if func is functional.multi_head_attention_forward:
+            return self._attention(args, kwargs or {})
         output = func(*args, **(kwargs or {}))
+        if func in _SUMS and not any(isinstance(each, nn.Parameter) for each in args):
+            return output
         if func in _LAYERS and output.requires_grad:
             layer = functools.partial(_LAYERS[func], **(kwargs or {}))
             self.calls.append((layer, args, get_gradient_edge(output)))
         return output
+
+    def _attention(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """torch's own attention of a sequence to itself, so that its linear layers are seen."""
+        given = _ATTENTION.bind(*args, **kwargs)
+        given.apply_defaults()
+        the = given.arguments
+        unusual = (
+            not the["query"] is the["key"] is the["value"]
+            or (the["attn_mask"] is not None and not the["is_causal"])
+            or the["dropout_p"]
+            or any(the[name] is not None for name in ("key_padding_mask", "bias_k"))
+            or any(the[n] for n in ("add_zero_attn", "need_weights", "use_separate_proj_weight"))
+        )
+        if unusual:
+            return functional.multi_head_attention_forward(*args, **kwargs)
+        with self:
+            x = the["query"].transpose(0, 1)  # positions first until here
+            x = functional.linear(x, the["in_proj_weight"], the["in_proj_bias"])
+            x = x.unflatten(2, (3, the["num_heads"], -1)).permute(2, 0, 3, 1, 4)
+            x = functional.scaled_dot_product_attention(*x, is_causal=the["is_causal"])
+            x = x.transpose(1, 2).flatten(2)
+            x = functional.linear(x, the["out_proj_weight"], the["out_proj_bias"])
+            return x.transpose(0, 1), None
+
+
+_ATTENTION = inspect.signature(functional.multi_head_attention_forward)
 
 
 def _linear(users, g, x, weight, bias=None):
@@ -135,11 +166,37 @@ def _layer_norm(users, g, x, normalized_shape, weight=None, bias=None, eps=1e-5)
     yield (bias,), Dense(g.reshape(shape).sum(1))
 
 
+def _embedding(users, g, x, weight, padding_idx=None, max_norm=None, **of_batch):
+    if max_norm is not None or of_batch.get("scale_grad_by_freq"):
+        raise Unsupported("an embedding that depends on the whole batch")
+    tokens = x.reshape(users, -1).long()
+    g = g.reshape(*tokens.shape, -1)
+    if padding_idx is not None:
+        g = g * (tokens != padding_idx)[..., None]
+    yield (weight,), Rows(tokens, g, len(weight))
+
+
+def _sum(users, g, *summands):
+    for each in summands:
+        if isinstance(each, nn.Parameter):
+            shape = (1,) * (g.dim() - each.dim()) + tuple(each.shape)
+            if shape[0] != 1:
+                raise Unsupported("a parameter with an entry for each record of a batch")
+            everywhere = [axis + 1 for axis, size in enumerate(shape) if size == 1]
+            gradients = g.unflatten(0, (users, -1)).sum(everywhere)
+            yield (each,), Dense(gradients.reshape(users, -1))
+
+
+_SUMS = tuple(getattr(torch.Tensor, name) for name in ("add", "__add__", "__radd__", "expand"))
+"""Where a parameter is the same for all records, as that of a position or of a first token is."""
+
 _LAYERS = {
     functional.linear: _linear,
     functional.conv2d: _conv2d,
     functional.group_norm: _group_norm,
     functional.layer_norm: _layer_norm,
+    functional.embedding: _embedding,
+    **dict.fromkeys(_SUMS, _sum),
 }
 """The layers that book-keeping knows, each with the formula of its parameters' gradients.
 

@@ -113,7 +113,46 @@ class Products:
             yield scaled.sum((0, 2)).flatten()
 
 
-Gradients = dict[tuple[str, ...], Dense | Products]
+@dataclass(frozen=True)
+class Rows:
+    """An embedding's gradient of each user: rows, the sums of their tokens' g_t, not formed.
+
+    The norm: sum_st [s and t are the same token] g_s.g_t. The terms may cancel, as in `Products`.
+
+    Attributes:
+        tokens: int64 of shape (k, t).
+        output_gradients: g, float32 of shape (k, t, q).
+        number: of tokens that there are.
+    """
+
+    tokens: torch.Tensor
+    output_gradients: torch.Tensor
+    number: int
+
+    def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Products`."""
+        bounds = _squared_lengths(self.output_gradients).sqrt_().sum(1).square_()
+        same = self.tokens[:, :, None] == self.tokens[:, None, :]
+        g = self.output_gradients.double()
+        return ((g @ g.mT) * same).sum((1, 2)).clamp_(min=0.0), bounds
+
+    def of(self, users: torch.Tensor) -> Rows:
+        """The same gradients of these users only."""
+        return replace(
+            self, tokens=self.tokens[users], output_gradients=self.output_gradients[users]
+        )
+
+    def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The sum over users with weights of shape (k,), of shape (number * q,).
+
+        In float64, since one token may be all there is.
+        """
+        scaled = (self.output_gradients.double() * weights[:, None, None]).flatten(0, 1)
+        total = scaled.new_zeros(self.number, scaled.shape[1])
+        yield total.index_add_(0, self.tokens.flatten(), scaled).flatten().to(weights.dtype)
+
+
+Gradients = dict[tuple[str, ...], Dense | Products | Rows]
 """Users' gradients by the names of a layer's parameters."""
 
 

@@ -5,7 +5,7 @@ torch can vectorise, any local training. *Book-keeping* (Bu et al. 2023, "Differ
 optimization on large model at small cost") takes one forward over all records and one backward
 to the outputs of the layers. What each layer was given and what its output's gradient is are the
 factors of every user's gradient: they give its norm, and, rescaled, the clipped sum in one matrix
-product for all users. It is for `fedsgd` and for models of linear, convolution and
+product for all users. It is for `fedsgd` and for models of linear, convolution, embedding and
 normalisation layers, and costs about what plain SGD does.
 """
 
@@ -98,9 +98,9 @@ def fastest_method(
     """Book-keeping where it does this model, else vmap; found by trying both.
 
     Each is tried where and in the precision that it will be used. Parameters and records are
-    random, those of the users of very different size, and the two are compared on the CPU in
-    float64: a model that mixes the records of a batch, or uses a parameter elsewhere than in its
-    layer, shows it.
+    random, those of the users of very different size, or of tokens 0 and 1 for a model that looks
+    its records up. The two are compared on the CPU in float64: a model that mixes the records of a
+    batch, or uses a parameter elsewhere than in its layer, shows it.
 
     Args:
         model: in training mode, on the CPU; it stays as it is.
@@ -117,6 +117,10 @@ def fastest_method(
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(users, records, *input_shape, generator=generator)
     features *= torch.logspace(-2, 1, users).reshape(-1, *[1] * (features.dim() - 1))
+    try:
+        model(features.flatten(0, 1))
+    except IndexError:
+        features = features.gt(0.0).float()
     labels = torch.randint(classes, (users, records), generator=generator)
     orders = torch.arange(records).expand(training.local_epochs, users, records)
 

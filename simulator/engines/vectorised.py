@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -198,7 +199,9 @@ def _method(experiment: Experiment, keys: VectorisedKeys) -> Method:
     dataset, training = experiment.dataset, experiment.local_training
     about = dataset.input_shape, dataset.classes, training, keys.device, keys.precision
     try:
-        return fastest_method(experiment.make_model().train(), *about)
+        with warnings.catch_warnings():  # of a vmap that is slow, and may not be used
+            warnings.simplefilter("ignore", UserWarning)
+            return fastest_method(experiment.make_model().train(), *about)
     except Exception as error:
         raise ConfigError(
             f"model {experiment.config.model.name} cannot be vectorised over users in "

@@ -109,6 +109,39 @@ class Functional(nn.Module):
         return functional.linear((rows + torch.tanh(self.first(rows))).flatten(1), self.last)
 
 
+class Attention(nn.Module):
+    """torch's own transformer: positions, a first token, an encoder's layer."""
+
+    def __init__(self, batch_first=True):
+        super().__init__()
+        self.patches, self.last = nn.Linear(14, 16), nn.Linear(16, 10)
+        self.first = nn.Parameter(torch.randn(1, 1, 16))
+        self.positions = nn.Parameter(torch.randn(15, 16))
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first)
+        self.batch_first = batch_first
+
+    def forward(self, records):
+        x = self.patches(functional.layer_norm(records, (1, 14, 14)).flatten(1, 2))
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.positions
+        x = self.layer(x) if self.batch_first else self.layer(x.transpose(0, 1)).transpose(0, 1)
+        return self.last(x[:, 0])
+
+
+class Tokens(nn.Module):
+    """Records are read as whole numbers; the positions of tokens are looked up too."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, 4, **options), nn.Embedding(196, 4)
+        self.last = nn.Linear(4, 10)
+
+    def forward(self, records):
+        tokens = records.flatten(1).nan_to_num().long() % 9
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = torch.tanh(self.tokens(tokens) + self.positions(positions))
+        return self.last(x.mean(1))
+
+
 ARCHITECTURES = {
     "logistic-regression": lambda: logistic_regression((1, 14, 14), 10),
     "mlp": lambda: mlp((1, 14, 14), 10),
@@ -122,6 +155,8 @@ ARCHITECTURES = {
         nn.Conv2d(1, 64, 5, stride=3), nn.GELU(), nn.Conv2d(64, 96, 3, stride=2), nn.Flatten(),
         nn.Linear(96, 10),
     ),
+    "attention": Attention,
+    "tokens": lambda: Tokens(padding_idx=2),
 }  # fmt: skip
 
 
@@ -174,7 +209,13 @@ class Odd(nn.Module):
         super().__init__()
         self.kind = kind
         self.layer, self.last = nn.Linear(16, 16), nn.Linear(16, 3)
-        self.scale = nn.Parameter(torch.ones(16)) if kind == "parameter of no layer" else 1.0
+        self.scale = (
+            nn.Parameter(torch.ones(16))
+            if kind in ("parameter of no layer", "adds to some records")
+            else 1.0
+        )
+        if kind == "looks up by frequency":
+            self.table = nn.Parameter(torch.randn(2, 1))
         if kind == "tied":
             self.other = nn.Linear(16, 16, bias=False)
             self.other.weight = self.layer.weight
@@ -189,6 +230,10 @@ class Odd(nn.Module):
             self.seen = x
         if self.kind == "reorders":
             x = x.flip(0)
+        if self.kind == "adds to some records":
+            x = torch.cat([x[:4] + self.scale, x[4:]])
+        if self.kind == "looks up by frequency":
+            x = functional.embedding(x.gt(0).long(), self.table, scale_grad_by_freq=True)[..., 0]
         x = torch.relu(self.layer(x) * self.scale)
         if self.kind == "used twice":
             x = self.layer(x)
@@ -204,7 +249,8 @@ class Odd(nn.Module):
     "kind",
     [
         "used twice", "used elsewhere", "tied", "parameter of no layer", "mixes users",
-        "starts without gradients", "keeps state", "reorders",
+        "starts without gradients", "keeps state", "reorders", "looks up by frequency",
+        "adds to some records",
     ],
 )  # fmt: skip
 def test_other_models_are_left_to_vmap(kind):
@@ -290,6 +336,31 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
     if precision == "float32" and np.linalg.norm(expected) < clip_norm / 2:
         scale = 1e-5 * float(features.abs().max())
         np.testing.assert_allclose(share, expected, rtol=1e-3, atol=scale)
+
+
+class Words(nn.Sequential):
+    """Looks up what a record has, which must be whole numbers from 0 to 4."""
+
+    def __init__(self):
+        super().__init__(nn.Embedding(5, 4), nn.Linear(4, 2))
+
+    def forward(self, records):
+        return self[1](self[0](records.long()).mean(1))
+
+
+@pytest.mark.parametrize("difference", [1.0, 1e-3, 1e-6])
+def test_a_users_share_is_at_most_the_clip_norm_however_its_words_cancel(difference, device):
+    torch.manual_seed(0)
+    model = Words()
+    with torch.no_grad():
+        model[0].weight *= difference
+    assert fastest_method(model, (6,), 2, GRADIENT, device) == "book-keeping"
+    features = torch.randint(5, (9, 1, 6)).repeat(1, 4, 1).float()
+    labels = torch.arange(2).repeat(9, 2)
+    assert_same_sum(model, features, labels, 0.01, device)
+    for user in range(9):
+        share = together(model, features[[user]], labels[[user]], 0.01, device)
+        assert np.linalg.norm(share.astype(float)) <= 0.01 * (1 + 2e-5)
 
 
 def test_a_share_is_at_most_the_clip_norm_where_its_sum_is_rounded_one_way(device):
