@@ -30,7 +30,8 @@ def partition(
         concentration: for `dirichlet`; small is skewed.
 
     Returns:
-        int of shape (users, q): each user's record indices, disjoint but for `repeated`.
+        int of shape (k, q), k at most users: row u modulo k has user u's record indices. Rows are
+        disjoint; only under `repeated` may users share them.
 
     Raises:
         ValueError: there are too few records.
@@ -39,7 +40,7 @@ def partition(
     rng = np.random.Generator(np.random.Philox(key=seed))
     order = rng.permutation(len(labels))
     if scheme == "repeated":
-        return np.resize(order, (users, 1))
+        return order[:users, None]
     if scheme == "by-label":
         ordered = order[np.argsort(labels[order], kind="stable")]
         shards = ordered[: users * 2 * (quota // 2)].reshape(2 * users, quota // 2)
@@ -96,14 +97,16 @@ class PartitionedRecords:
     partition gives each user the same number r.
     """
 
-    def __init__(self, dataset: Dataset, parts: np.ndarray, first: int = 0):
+    def __init__(self, dataset: Dataset, parts: np.ndarray, first: int, last: int):
         self._dataset = dataset
-        self._parts = parts  # of the users from `first` on
-        self._first = first
+        self._parts = parts  # of the users from `first` on, and again from the start
+        self._first, self._last = first, last
 
     def __call__(self, users: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """The records of one user, or of several at once."""
-        index = torch.from_numpy(self._parts[users - self._first])
+        if np.min(users) < self._first or np.max(users) >= self._last:
+            raise IndexError(f"users must lie in [{self._first}, {self._last}), got {users}")
+        index = torch.from_numpy(self._parts[(users - self._first) % len(self._parts)])
         index = index.to(self._dataset.train_labels.device)
         features, labels = (
             of.index_select(0, index.flatten()).unflatten(0, index.shape)
@@ -118,11 +121,12 @@ class PartitionedRecords:
             train_features=self._dataset.train_features.to(device),
             train_labels=self._dataset.train_labels.to(device),
         )
-        return PartitionedRecords(dataset, self._parts, self._first)
+        return PartitionedRecords(dataset, self._parts, self._first, self._last)
 
     def of(self, first: int, last: int) -> PartitionedRecords:
         """The same for the users from `first` to before `last`, holding nobody else's records."""
-        parts = self._parts[first - self._first : last - self._first]
+        rows = np.arange(first, min(last, first + len(self._parts))) - self._first
+        parts = self._parts[rows % len(self._parts)]
         held, index = np.unique(parts, return_inverse=True)
         dataset = replace(
             self._dataset,
@@ -131,7 +135,7 @@ class PartitionedRecords:
             test_features=self._dataset.test_features[:0],
             test_labels=self._dataset.test_labels[:0],
         )
-        return PartitionedRecords(dataset, index.reshape(parts.shape), first)
+        return PartitionedRecords(dataset, index.reshape(parts.shape), first, last)
 
 
 def load_user_records(
@@ -140,4 +144,4 @@ def load_user_records(
     """The records of all users: what `load_records` gives, dealt as `partition` says."""
     loaded = load_records(dataset, features)
     parts = partition(loaded.train_labels.numpy(), users, scheme, seed, concentration)
-    return PartitionedRecords(loaded, parts)
+    return PartitionedRecords(loaded, parts, 0, users)

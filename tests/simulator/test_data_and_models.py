@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
-from simulator.data.partition import partition
+from simulator.data.partition import load_user_records, partition
 from simulator.models import build_model
 from simulator.names import PARTITIONS
 from simulator.section import ConfigError
@@ -269,8 +269,18 @@ def test_models_that_cannot_be_used_say_why(name, message):
     assert "\n" not in str(error.value)
 
 
-def test_repeated_records_are_held_by_equally_many_users():
-    parts = partition(np.arange(100) % 10, 1_050, "repeated", seed=1)
-    assert parts.shape == (1_050, 1)
-    held = np.bincount(parts.ravel(), minlength=100)
-    assert sorted(np.unique(held)) == [10, 11] and held.sum() == 1_050
+def test_repeated_records_are_held_by_equally_many_users_and_users_take_no_memory():
+    everybody = load_user_records("digits", None, 10**12, "repeated", 1, 0.5)
+    features, labels = everybody(np.arange(3_000))
+    same = (features[:1_437] == features[1_437:2_874]).all() and len(
+        features.unique(dim=0)
+    ) == 1_437
+    assert same and features.shape == (3_000, 1, 1, 8, 8) and labels.shape == (3_000, 1)
+    assert torch.equal(everybody(10**12 - 1)[0], features[(10**12 - 1) % 1_437])
+    for first, last in ((0, 5), (1_430, 1_440), (700, 10**9)):
+        some, users = everybody.of(first, last), np.arange(first, min(last, first + 2_000))
+        assert all(map(torch.equal, some(users), everybody(users)))
+        with pytest.raises(IndexError, match="users must lie in"):
+            some(last)
+    few = load_user_records("digits", None, 7, "repeated", 1, 0.5)
+    assert torch.equal(few(np.arange(7))[0], features[:7])
