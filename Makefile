@@ -25,7 +25,7 @@ mnist: .venv/ready  ## full MNIST experiment: hours on 2 cores
 experiments: .venv/ready  ## docs/results: hours on 2 cores; what is there already is not made again
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	for name in mnist fashion-mnist participation over-rate over-users over-noise over-blankets over-clip \
-		over-rounds over-partition over-silence; do \
+		over-rounds over-partition over-silence over-learning-rate; do \
 		$(BIN)/shufl experiment $$name --pages docs/results || exit 1; done
 
 bench: .venv/ready  ## users a second of the vectorised engine and its peers: some ten minutes on 2 cores

@@ -204,7 +204,7 @@ def compare(
     ready = []
     blanketed = f"{run_id}-blankets"
     noisy = {"shuffler_blankets": float(count), "users": count, "minimum_batch": count}
-    noisy["mechanism"] = {"clip_norm": 1.0, "noise_multiplier": 1.0}
+    noisy["mechanism"] = {"name": "gaussian", "clip_norm": 1.0, "noise_multiplier": 1.0}
     noisy_digest = control.create_run(blanketed, json.dumps(noisy).encode(), length)
     for round in range(options.rounds + 1):  # the first warms up
         header = RoundHeader(run_id, round, "model", digest, key_digest(public_key))
