@@ -6,26 +6,24 @@ from dataclasses import replace
 
 from simulator.data.datasets import Dataset, load_dataset
 
-_HELD_OUT = 10_000
-
 
 def mnist() -> Dataset:
     """MNIST: 50 000 training records, and the other 10 000 to try on."""
-    return _held_out("mnist")
+    return held_out(load_dataset("mnist"), 10_000)
 
 
 def fashion_mnist() -> Dataset:
     """Fashion-MNIST, likewise."""
-    return _held_out("fashion-mnist")
+    return held_out(load_dataset("fashion-mnist"), 10_000)
 
 
-def _held_out(name: str) -> Dataset:
-    whole = load_dataset(name)
-    features, labels = whole.train_features, whole.train_labels
+def held_out(dataset: Dataset, records: int) -> Dataset:
+    """The dataset's training records alone, the last so many of them as test set."""
+    features, labels = dataset.train_features, dataset.train_labels
     return replace(
-        whole,
-        train_features=features[:-_HELD_OUT],
-        train_labels=labels[:-_HELD_OUT],
-        test_features=features[-_HELD_OUT:],
-        test_labels=labels[-_HELD_OUT:],
+        dataset,
+        train_features=features[:-records],
+        train_labels=labels[:-records],
+        test_features=features[-records:],
+        test_labels=labels[-records:],
     )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
+from simulator.data.held_out import held_out
 from simulator.data.partition import load_user_records, partition
 from simulator.models import build_model
 from simulator.names import PARTITIONS
@@ -25,6 +26,15 @@ def test_digits_are_scikit_learns_split_in_fifths():
     inputs = digits.inputs(digits.train_features)
     assert (digits.train_features == raw).all()
     assert (inputs.min(), inputs.max()) == (-1.0, 1.0)
+
+
+def test_held_out_records_are_the_last_for_training_and_the_test_set_has_no_part():
+    digits = load_dataset("digits")
+    half = held_out(digits, 37)
+    assert len(half.test_labels) == 37 and half.classes == digits.classes
+    for part in ("features", "labels"):
+        both = getattr(half, f"train_{part}"), getattr(half, f"test_{part}")
+        assert (torch.cat(both) == getattr(digits, f"train_{part}")).all()
 
 
 def _write_idx(path, array):
