@@ -35,7 +35,7 @@ class _Vision(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """From images to scores."""
         x = self.patches(images).flatten(2).mT
-        places = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+        places = torch.arange(x.shape[1], device=x.device).repeat(len(x), 1)
         return self.last(self.norm(self.blocks(x + self.positions(places))).mean(1))
 
 
