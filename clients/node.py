@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -40,6 +42,10 @@ _TOGETHER = 64  # users whose updates are computed at once, at most
 _ALONE = 7  # so many at most are computed one by one: what vmap imports takes a second
 _NUMBERS_TOGETHER = 2**20  # in their updates, and in their records, at most
 _LEAST_SECONDS = 1.0  # to submit in, also where local work took as long as the round
+
+
+_Records = tuple[torch.Tensor, torch.Tensor]
+"""A user's features and labels."""
 
 
 class ReportFailed(RuntimeError):
@@ -117,6 +123,7 @@ class Node:
         self._ledgers: dict[int, DeviceLedger] = {}
         self._work = threading.Lock()  # a round may still be at work when the next one comes
         self._failures: dict[int, Exception] = {}  # of work that went on after an answer, by node
+        self._alone = False  # whether the model's updates cannot be computed together
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
     @functools.cached_property
@@ -313,38 +320,64 @@ class Node:
     def _reports(self, users: np.ndarray, round: int) -> Iterator[np.ndarray]:
         """The users' reports, in order."""
         mechanism = self.settings.plan.mechanism
-        while len(users):
-            together = users[: self._number_together(users[0])]
-            users = users[len(together) :]
+        for group in self._groups(users):
+            together, records = np.array([user for user, _ in group]), [each for _, each in group]
             seeds = self._randomness.training_seeds(round, together)
             draws = mechanism.draws(self._dimension)
             noises = self._randomness.standard_normal(round, together, draws)
-            for update, noise in zip(self._updates(together, seeds), noises, strict=True):
+            for update, noise in zip(self._updates(records, seeds), noises, strict=True):
                 yield mechanism.report(update, noise)
 
-    def _number_together(self, user: int) -> int:
-        """How many users like this one have their updates computed at once."""
-        features, _ = self._records(int(user))
-        size = max(self._dimension, features.numel())
-        return min(max(_NUMBERS_TOGETHER // size, 1), _TOGETHER)
+    def _groups(self, users: np.ndarray) -> Iterator[list[tuple[int, _Records]]]:
+        """Users with their records, in order, in groups whose updates can be computed at once.
 
-    def _updates(self, users: np.ndarray, seeds: np.ndarray) -> Iterator[np.ndarray]:
-        """The users' updates, in order: at once where that can be and pays, else one by one."""
-        model, training = self._model, self.settings.training
-        if len(users) > _ALONE:
+        The users of a group have equally many records, and few enough for memory.
+        """
+        group: list[tuple[int, _Records]] = []
+        for user in users.tolist():
             try:
-                records = map(self._records, users.tolist())
-                features, labels = map(torch.stack, zip(*records, strict=True))
-                orders = record_orders(seeds, training.local_epochs, labels.shape[1])
-                updates = user_updates(model, features, labels, training, orders).values()
-                together = torch.cat([each.flatten(1) for each in updates], dim=1).numpy()
-            except Exception as error:  # above all: users of several sizes, a model with dropout
-                log.debug("updates are computed one by one: %s", error)
+                records = self._records(user)
+            except Exception:
+                if group:  # those before this one lose nothing
+                    yield group
+                raise
+            features, _ = records
+            size = max(self._dimension, features.numel())
+            most = 1 if self._alone else min(_NUMBERS_TOGETHER // size, _TOGETHER)
+            if group and (len(group) >= most or group[0][1][0].shape != features.shape):
+                yield group
+                group = []
+            group.append((user, records))
+        if group:
+            yield group
+
+    def _updates(self, records: list[_Records], seeds: np.ndarray) -> Iterator[np.ndarray]:
+        """The updates of users with these records: at once where that pays, else one by one."""
+        training = self.settings.training
+        if len(records) > _ALONE and not self._alone:
+            try:
+                together = self._updates_together(records, seeds)
+            except Exception as error:  # above all: a model with dropout
+                self._alone = True
+                log.info("updates are computed one by one: %s", error)
             else:
                 yield from together
                 return
-        for user, seed in zip(users.tolist(), seeds.tolist(), strict=True):
-            yield local_update(model, *self._records(user), training, seed)
+        for each, seed in zip(records, seeds.tolist(), strict=True):
+            yield local_update(self._model, *each, training, seed)
+
+    def _updates_together(self, records: list[_Records], seeds: np.ndarray) -> np.ndarray:
+        """`local_update` of users with equally many records, by vmap: shape (k, d)."""
+        training = self.settings.training
+        features, labels = map(torch.stack, zip(*records, strict=True))
+        orders = None
+        if training.algorithm != "fedsgd":
+            orders = record_orders(seeds, training.local_epochs, labels.shape[1])
+        model = copy.deepcopy(self._model)  # what it keeps of a forward is of no use after vmap
+        with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
+            warnings.simplefilter("ignore", UserWarning)
+            updates = user_updates(model, features, labels, training, orders).values()
+        return torch.cat([each.flatten(1) for each in updates], dim=1).numpy()
 
 
 def _shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:

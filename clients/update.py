@@ -84,12 +84,13 @@ def user_updates(
         RuntimeError: the model draws random numbers, or torch cannot vectorise it.
     """
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    exact = next(iter(start.values())).dtype
 
     def loss(
         parameters: dict[str, torch.Tensor], records: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
         scores = call(model, parameters, (records,))
-        return functional.cross_entropy(scores.to(records.dtype), targets)
+        return functional.cross_entropy(scores.to(exact), targets)
 
     together = vmap(grad(loss), in_dims=(None, 0, 0))  # faster: everybody's parameters the same
     if training.algorithm == "fedsgd":

@@ -23,8 +23,6 @@ from torch.overrides import TorchFunctionMode
 from simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
 from simulator.engines.table import Precision
 
-"""The type in which a model's forward and backward are computed; norms and sums are not in it."""
-
 
 class Unsupported(Exception):
     """Book-keeping cannot do this model."""
@@ -66,7 +64,8 @@ def gradients_of_users(
     used: set[str | None] = {None}
     for (layer, arguments, _), output_gradient in zip(tape.calls, output_gradients, strict=True):
         inputs, *parameters = arguments
-        for tensors, part in layer(users, output_gradient.to(exact), inputs.to(exact), *parameters):
+        inputs = inputs.to(exact) if inputs.is_floating_point() else inputs
+        for tensors, part in layer(users, output_gradient.to(exact), inputs, *parameters):
             names = tuple(known.get(id(tensor)) for tensor in tensors if tensor is not None)
             if any(names):
                 if used.intersection(names):
@@ -172,8 +171,8 @@ def _embedding(users, g, x, weight, padding_idx=None, max_norm=None, **of_batch)
     tokens = x.reshape(users, -1).long()
     g = g.reshape(*tokens.shape, -1)
     if padding_idx is not None:
-        g = g * (tokens != padding_idx)[..., None]
-    yield (weight,), Rows(tokens, g, len(weight))
+        g = g * (tokens != padding_idx % len(weight))[..., None]
+    yield (weight,), Rows.of_tokens(tokens, g, len(weight))
 
 
 def _sum(users, g, *summands):

@@ -1,7 +1,7 @@
 """What book-keeping knows of many users' gradients: their norms, and their clipped sum.
 
-A layer's gradients are held in one of two forms: materialised for each user (`Dense`), or as the
-factors they are products of (`Products`), whichever takes fewer operations.
+A layer's gradients are held materialised for each user (`Dense`), or as the factors they are
+products of (`Products`), whichever takes fewer operations; an embedding's as its rows (`Rows`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Dense:
         return squares, squares
 
     def of(self, users: torch.Tensor) -> Dense:
-        """The same gradients of these users only."""
+        """The same gradients of these users only: bool of shape (k,)."""
         return Dense(self.gradients[users], self.kernel)
 
     def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -115,41 +115,51 @@ class Products:
 
 @dataclass(frozen=True)
 class Rows:
-    """An embedding's gradient of each user: rows, the sums of their tokens' g_t, not formed.
-
-    The norm: sum_st [s and t are the same token] g_s.g_t. The terms may cancel, as in `Products`.
+    """An embedding's gradient of each user: the rows of its own tokens; all others are zero.
 
     Attributes:
-        tokens: int64 of shape (k, t).
-        output_gradients: g, float32 of shape (k, t, q).
+        users: k.
         number: of tokens that there are.
+        owners, tokens: of each row, its user and its token, int64 of shape (u,); no pair twice.
+        rows: float32 of shape (u, q).
     """
 
-    tokens: torch.Tensor
-    output_gradients: torch.Tensor
+    users: int
     number: int
+    owners: torch.Tensor
+    tokens: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def of_tokens(cls, tokens: torch.Tensor, output_gradients: torch.Tensor, number: int) -> Rows:
+        """Sums what a user's equal tokens got: tokens of shape (k, t), gradients (k, t, q)."""
+        users = len(tokens)
+        keys = tokens + number * torch.arange(users, device=tokens.device)[:, None]
+        keys, places = keys.unique(return_inverse=True)
+        rows = output_gradients.new_zeros(len(keys), output_gradients.shape[2])
+        rows.index_add_(0, places.flatten(), output_gradients.flatten(0, 1))
+        return cls(users, number, keys // number, keys % number, rows)
 
     def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Products`."""
-        bounds = _squared_lengths(self.output_gradients).sqrt_().sum(1).square_()
-        same = self.tokens[:, :, None] == self.tokens[:, None, :]
-        g = self.output_gradients.double()
-        return ((g @ g.mT) * same).sum((1, 2)).clamp_(min=0.0), bounds
+        """See `Dense`."""
+        squares = self.rows.double().square().sum(1)
+        squares = squares.new_zeros(self.users).index_add_(0, self.owners, squares)
+        return squares, squares
 
     def of(self, users: torch.Tensor) -> Rows:
         """The same gradients of these users only."""
-        return replace(
-            self, tokens=self.tokens[users], output_gradients=self.output_gradients[users]
-        )
+        kept = users[self.owners]
+        owners = users.cumsum(0)[self.owners[kept]] - 1
+        return Rows(int(users.sum()), self.number, owners, self.tokens[kept], self.rows[kept])
 
     def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
         """The sum over users with weights of shape (k,), of shape (number * q,).
 
         In float64, since one token may be all there is.
         """
-        scaled = (self.output_gradients.double() * weights[:, None, None]).flatten(0, 1)
+        scaled = self.rows.double() * weights[self.owners, None]
         total = scaled.new_zeros(self.number, scaled.shape[1])
-        yield total.index_add_(0, self.tokens.flatten(), scaled).flatten().to(weights.dtype)
+        yield total.index_add_(0, self.tokens, scaled).flatten().to(weights.dtype)
 
 
 Gradients = dict[tuple[str, ...], Dense | Products | Rows]

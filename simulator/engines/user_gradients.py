@@ -118,7 +118,8 @@ def fastest_method(
     features = torch.randn(users, records, *input_shape, generator=generator)
     features *= torch.logspace(-2, 1, users).reshape(-1, *[1] * (features.dim() - 1))
     try:
-        model(features.flatten(0, 1))
+        with torch.no_grad():  # and a copy, for a model may keep what it computed
+            copy.deepcopy(model)(features.flatten(0, 1))
     except IndexError:
         features = features.gt(0.0).float()
     labels = torch.randint(classes, (users, records), generator=generator)

@@ -23,6 +23,7 @@ from torch import nn
 from accounting import rounds_within_budget
 from accounting.mechanisms import SeededRandomness
 from clients import DeviceLedger, LocalTraining, ReportFailed, RoundRefused, local_update
+from clients.update import user_updates
 from shuffler import ControlClient, Outcome, ShufflerProcess, generate_key_pair
 
 
@@ -76,6 +77,19 @@ def with_dropout():
     return nn.Sequential(make_model(), nn.Dropout(0.5))
 
 
+class Caching(nn.Module):
+    """Keeps what it computed last, for as long as the records are as many."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.kept = make_model(), None
+
+    def forward(self, records):
+        if self.kept is None or self.kept.shape != records.shape:
+            self.kept = torch.ones_like(records)
+        return self.inner(records * self.kept)
+
+
 def of_several_records(user):
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(user)), torch.arange(5) % 2
 
@@ -84,23 +98,34 @@ EPOCHS = {"load_users": lambda: of_several_records, "training": LocalTraining("f
 
 
 @pytest.mark.parametrize(
-    ("changes", "together"),
+    ("changes", "sizes"),
     [
-        ({}, True),
-        (EPOCHS, True),
-        ({"load_users": lambda: of_several_sizes}, False),
-        ({"make_model": with_dropout}, False),
+        ({}, [3]),
+        (EPOCHS, [3]),
+        ({"load_users": lambda: of_several_sizes}, []),
+        ({"make_model": with_dropout}, [3]),
+        ({"make_model": Caching}, [3]),
     ],
-    ids=["gradients", "epochs", "of several sizes", "dropout"],
+    ids=["gradients", "epochs", "of several sizes", "dropout", "caching"],
 )
 def test_a_report_is_that_of_its_user_alone_whoever_is_computed_with_it(
-    make_round, changes, together, caplog, monkeypatch
+    make_round, changes, sizes, caplog, monkeypatch
 ):
+    """Of four users three at once, and the last alone."""
+    together = []
+
+    def counted(model, features, *rest):
+        together.append(len(features))
+        return user_updates(model, features, *rest)
+
+    monkeypatch.setattr("clients.node.user_updates", counted)
     monkeypatch.setattr("clients.node._ALONE", 1)  # few users would not pay
-    caplog.set_level("DEBUG", "clients.node")
+    monkeypatch.setattr("clients.node._TOGETHER", 3)
+    caplog.set_level("INFO", "clients.node")
     round = make_round(rate=1.0, **changes).open()
     round.announce()
-    assert ("one by one" in caplog.text) is not together
+    assert together == sizes
+    assert ("one by one" in caplog.text) is (changes.get("make_model") is with_dropout)
     settings, mechanism = round.settings, round.plan.mechanism
     users = np.array([1, 4, 7, 10])
     noises = SeededRandomness(3).standard_normal(1, users, DIMENSION)

@@ -130,16 +130,17 @@ class Attention(nn.Module):
 class Tokens(nn.Module):
     """Records are read as whole numbers; the positions of tokens are looked up too."""
 
-    def __init__(self, **options):
+    def __init__(self, padding=None):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(9, 4, **options), nn.Embedding(196, 4)
+        self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(196, 4)
         self.last = nn.Linear(4, 10)
+        self.padding = padding
 
     def forward(self, records):
         tokens = records.flatten(1).nan_to_num().long() % 9
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        x = torch.tanh(self.tokens(tokens) + self.positions(positions))
-        return self.last(x.mean(1))
+        of_tokens = functional.embedding(tokens, self.tokens.weight, self.padding)
+        return self.last(torch.tanh(of_tokens + self.positions(positions)).mean(1))
 
 
 ARCHITECTURES = {
@@ -156,7 +157,8 @@ ARCHITECTURES = {
         nn.Linear(96, 10),
     ),
     "attention": Attention,
-    "tokens": lambda: Tokens(padding_idx=2),
+    "tokens": lambda: Tokens(padding=2),
+    "tokens, the last for padding": lambda: Tokens(padding=-1),
 }  # fmt: skip
 
 
@@ -235,6 +237,8 @@ class Odd(nn.Module):
         if self.kind == "looks up by frequency":
             x = functional.embedding(x.gt(0).long(), self.table, scale_grad_by_freq=True)[..., 0]
         x = torch.relu(self.layer(x) * self.scale)
+        if self.kind == "keeps a hidden layer":
+            self.hidden = x
         if self.kind == "used twice":
             x = self.layer(x)
         if self.kind == "used elsewhere":
@@ -249,8 +253,8 @@ class Odd(nn.Module):
     "kind",
     [
         "used twice", "used elsewhere", "tied", "parameter of no layer", "mixes users",
-        "starts without gradients", "keeps state", "reorders", "looks up by frequency",
-        "adds to some records",
+        "starts without gradients", "keeps state", "keeps a hidden layer", "reorders",
+        "looks up by frequency", "adds to some records",
     ],
 )  # fmt: skip
 def test_other_models_are_left_to_vmap(kind):
@@ -280,6 +284,12 @@ def test_a_parameter_may_be_a_single_number(training):
     ]
     expected = sum(clip(update, 0.5) for update in updates)
     np.testing.assert_allclose(total.numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_attention_whose_sequence_is_not_the_second_axis_is_left_to_vmap():
+    torch.manual_seed(0)
+    model = Attention(batch_first=False).train()
+    assert fastest_method(model, (1, 14, 14), 10, GRADIENT) == "vmap"
 
 
 def test_local_epochs_are_left_to_vmap():
@@ -339,10 +349,10 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
 
 
 class Words(nn.Sequential):
-    """Looks up what a record has, which must be whole numbers from 0 to 4."""
+    """Looks up what a record has, which must be whole numbers from 0 to `words` - 1."""
 
-    def __init__(self):
-        super().__init__(nn.Embedding(5, 4), nn.Linear(4, 2))
+    def __init__(self, words=5):
+        super().__init__(nn.Embedding(words, 4), nn.Linear(4, 2))
 
     def forward(self, records):
         return self[1](self[0](records.long()).mean(1))
@@ -361,6 +371,18 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_words_cancel(differe
     for user in range(9):
         share = together(model, features[[user]], labels[[user]], 0.01, device)
         assert np.linalg.norm(share.astype(float)) <= 0.01 * (1 + 2e-5)
+
+
+def test_many_different_words_are_measured_at_once(device, monkeypatch):
+    def never(*_):
+        raise AssertionError("left to vmap")
+
+    torch.manual_seed(0)
+    model = Words(3000).train()
+    features, labels = torch.randint(3000, (5, 2, 800)).float(), torch.randint(2, (5, 2))
+    assert_same_sum(model, features, labels, 1e-3, device)
+    monkeypatch.setattr("simulator.engines.user_gradients.clipped_sum", never)
+    together(model, features, labels, 1e-3, device)
 
 
 def test_a_share_is_at_most_the_clip_norm_where_its_sum_is_rounded_one_way(device):
@@ -469,7 +491,7 @@ def test_a_model_that_cannot_take_bfloat16_is_found(device):
 class OnAnotherDevice(FakeTensorMode):
     """Tensors that have a device and a shape but no values; those of two devices do not mix.
 
-    Every question about a value has the same answer, and of a mask one is left.
+    Every question about a value has the same answer, of a mask one is left, and all differ.
     """
 
     def __init__(self, answer):
@@ -482,6 +504,8 @@ class OnAnotherDevice(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.answer
+        if func is torch.ops.aten._unique2.default:
+            return args[0].flatten(), torch.zeros_like(args[0]), args[0].flatten()
         if func is torch.ops.aten.index.Tensor:
             masks = [index is not None and index.dtype == torch.bool for index in args[1]]
             chosen = [
