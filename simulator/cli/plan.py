@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,9 +11,6 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from simulator.cli import options
-
-if TYPE_CHECKING:
-    from simulator.grid.plans import Setting
 
 
 def plan_command(
@@ -59,9 +56,9 @@ def plan_command(
         if not plans:
             raise ValueError(f"no noise up to 64 and 10^7 blankets reach epsilon {epsilon:g}")
         rows = [as_dict(plan, setting) for plan in plans]
-        if write is not None and setting is not None:
+        if write is not None and dataset is not None:
             budget = (users, epsilon, at, adjacency)
-            write.write_text(_configuration(setting, budget, rows[0]), encoding="utf-8")
+            write.write_text(_configuration(dataset, budget, rows[0]), encoding="utf-8")
     except (ValueError, OSError) as error:
         options.fail(error)
     if json:
@@ -75,15 +72,17 @@ def plan_command(
         typer.echo(f"written: {write}, the first of them; shufl run {write}")
 
 
-def _configuration(
-    setting: Setting, budget: tuple[int, float, float, str], row: dict[str, Any]
-) -> str:
+def _configuration(dataset: str, budget: tuple[int, float, float, str], row: dict[str, Any]) -> str:
     """The configuration of a plan, as TOML."""
     from simulator.config import dumps, load
+    from simulator.grid.plans import SETTINGS
 
     users, epsilon, delta, adjacency = budget
     values = {
+        "name": f"{dataset}-plan",
+        "data.dataset": dataset,
         "data.users": users,
+        "training.learning_rate": row["learning_rate"],
         "privacy.accountant": "blanket",
         "privacy.target_epsilon": float(epsilon),
         "privacy.delta": delta,
@@ -95,7 +94,7 @@ def _configuration(
         "privacy.minimum_batch": "",
     }
     chosen = [f"{key}={value}" for key, value in values.items()]
-    return dumps(load(setting.config, chosen))
+    return dumps(load(SETTINGS[dataset].config, chosen))
 
 
 def _table(rows: list[dict[str, Any]], title: str, predicts: bool) -> Table:

@@ -1,6 +1,7 @@
 """`shufl plan`: plans that keep their ε, by an accountant that had no part in finding them."""
 
 import json
+import math
 import re
 
 import pytest
@@ -33,21 +34,29 @@ def test_every_plan_keeps_the_target_and_the_first_has_the_least_error():
         spent = make_accountant("blanket").compose(event, plan["rounds"]).get_epsilon(1e-6)
         assert 1.5 * 0.98 < spent <= 1.5
         assert plan["epsilon"] == pytest.approx(spent, rel=1e-9)
-        assert plan["accuracy"] is None
+        assert plan["accuracy"] is None and plan["learning_rate"] is None
 
 
 @pytest.mark.slow
-def test_the_configuration_written_is_the_first_plan(tmp_path):
+@pytest.mark.parametrize("dataset", ["mnist", "fashion-mnist"])
+def test_the_configuration_written_is_the_first_plan(tmp_path, dataset):
     path = tmp_path / "plan.toml"
-    result = invoke(*ASKED, "--dataset", "mnist", "--write", path)
+    result = invoke(*ASKED, "--dataset", dataset, "--write", path)
     assert result.exit_code == 0, result.output
     assert "–: with more error than was ever tried" in result.stdout
     assert re.search(r"┃ +accuracy ┃$", result.stdout, re.M)
     config = load(str(path))
-    assert config.data.dataset == "mnist" and config.data.users == 3000
+    assert (config.name, config.data.dataset, config.data.users) == (
+        f"{dataset}-plan",
+        dataset,
+        3000,
+    )
     assert (config.privacy.target_epsilon, config.privacy.delta) == (1.5, 1e-6)
     assert (config.privacy.accountant, config.privacy.check_in_rate) == ("blanket", 1.0)
     assert config.privacy.rounds == 1000 and config.privacy.shuffler_blankets > 100
+    privacy, crowd = config.privacy, 3000 + config.privacy.shuffler_blankets
+    sigma = privacy.noise_multiplier * math.sqrt(crowd) / 3000
+    assert config.training.learning_rate == pytest.approx(2.5e-4 / sigma, rel=0.05)
 
 
 @pytest.mark.slow
@@ -63,7 +72,7 @@ def test_a_small_model_of_ones_own_has_its_traffic_in_kilobytes_and_no_accuracy(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dataset", "imagenet"], "--dataset must be one of mnist, got imagenet"),
+        (["--dataset", "imagenet"], "--dataset must be one of mnist, fashion-mnist, got imagenet"),
         ([], "give either --dataset or --dimension, the model's parameters"),
         (["--dimension", 0], "--dimension must lie in [1, 10^9], got 0"),
         (["--dimension", 5, "--write", "x.toml"], "--write needs --dataset"),
