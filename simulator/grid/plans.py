@@ -180,10 +180,7 @@ def learning_rate(plan: Plan) -> float:
     It is 0.0079/(σ√T) and at most 320/T, where σ is the noise in a coordinate of a round's mean:
     the rule of docs/results/over-learning-rate.md.
     """
-    noise = plan.noise_multiplier**2 * plan.reports_a_round
-    users = plan.reports_a_round - plan.shuffler_blankets
-    sigma = math.sqrt(noise) / users
-    rate = min(320 / plan.rounds, 0.0079 / (sigma * math.sqrt(plan.rounds)))
+    rate = min(320, 0.0079 / plan.run_error) / plan.rounds  # the run's error is σ/√T
     return float(f"{rate:.2g}")
 
 
