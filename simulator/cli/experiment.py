@@ -29,13 +29,14 @@ def experiment_command(
     """Run a grid of configurations and seeds on Ray, and write their table and plot.
 
     Ray is the one at RAY_ADDRESS, else one of this machine's own. After an interruption the same
-    command goes on.
+    command goes on; it takes over, too, what the table in PAGES has for the same configuration.
     """
     sys.path += [str(Path(__file__).resolve().parents[2]), str(Path.cwd())]
     from rich.console import Console
 
     from simulator.engines import EngineFailed
     from simulator.grid.page import keep_grid, write_page
+    from simulator.grid.rows import take_over_rows
     from simulator.grid.runner import play_points
     from simulator.grid.settings import load_grid
     from simulator.section import ConfigError
@@ -56,13 +57,17 @@ def experiment_command(
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fail(ConfigError(f"another shufl experiment is at work in {folder}"))
-            keep_grid(settings, folder, {})
-            failed = play_points(points, folder, cpus, command, Console())
-            keep_grid(settings, folder, failed)
-            page = write_page(name, settings, points, folder, pages or folder, failed)
+            pages = pages or folder
+            take_over_rows(pages / f"{name}.csv", points, folder)
+            keep_grid(settings, folder, failed := {})
+            try:
+                failed = play_points(points, folder, cpus, command, Console())
+            finally:
+                keep_grid(settings, folder, failed)
+                page = write_page(name, settings, points, folder, pages, failed)
     except KeyboardInterrupt:
         fail(RuntimeError("interrupted; the same command goes on"), 130)
-    except (EngineFailed, OSError) as error:
+    except (EngineFailed, OSError, ValueError) as error:
         fail(error, 1)
     typer.echo(f"written: {page}")
     if failed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import statistics
@@ -10,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from accounting import ACCOUNTANTS
 from simulator.config import dumps
 from simulator.grid.points import read_result
+from simulator.grid.rows import write_rows
 from simulator.grid.settings import Grid, Point, Series, shown
 from simulator.plots import draw
 from simulator.tables import epsilon_text
@@ -40,7 +41,7 @@ def write_page(
     """
     pages.mkdir(parents=True, exist_ok=True)
     results = finished(points, folder)
-    _write_csv([result for _, result in results], pages / f"{name}.csv")
+    write_rows(results, pages / f"{name}.csv")
     plot_results(
         grid, [result for _, result in results], pages / f"{name}.png", pages / f"{name}.svg"
     )
@@ -59,21 +60,6 @@ def finished(points: list[Point], folder: Path) -> list[tuple[Point, Result]]:
     """Those of the points that have a result, and it."""
     read = ((point, read_result(folder / point.key)) for point in points)
     return [(point, result) for point, result in read if result is not None]
-
-
-def _write_csv(results: list[Result], path: Path) -> None:
-    names = sorted({name for result in results for name in result["epsilon"]})
-    with path.open("w", newline="", encoding="utf-8") as file:
-        plain = [key for key in (results[0] if results else {}) if key not in _NESTED]
-        writer = csv.writer(file)
-        writer.writerow([*plain, *(f"epsilon_{each}" for each in names), "versions"])
-        for result in results:
-            versions = " ".join(f"{key}={value}" for key, value in result["versions"].items())
-            epsilons = [result["epsilon"].get(each) for each in names]
-            writer.writerow([*(result[key] for key in plain), *epsilons, versions])
-
-
-_NESTED = ("epsilon", "versions")
 
 
 def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
@@ -167,7 +153,8 @@ def accuracy_table(grid: Grid, results: list[Result]) -> Table:
 def plan_table(grid: Grid, results: list[tuple[Point, Result]]) -> Table:
     """The privacy plan and ε of the first seed's runs."""
     first = [result for point, result in results if point.seed == grid.seeds[0]]
-    names = list(dict.fromkeys(name for result in first for name in result["epsilon"]))
+    given = {name for result in first for name in result["epsilon"]}
+    names = [name for name in ACCOUNTANTS if name in given] + sorted(given.difference(ACCOUNTANTS))
     heads = ("γ", "z", "λ", "rounds", "δ", "neighbours", "halted by", *(f"ε {n}" for n in names))
     rows = [["series", grid.label, *heads]]
     for result in first:

@@ -39,22 +39,27 @@ def play(point: Point, folder: Path, threads: int, command: str) -> None:
     if point.trainer != "shufl":
         from simulator.grid.central import train
 
-        folder.mkdir(parents=True, exist_ok=True)
         came_to = train(point.config, private=point.trainer == "central")
     else:
         came_to = _outcome(_played(point, folder))
     packages = ("shufl", "torch", "numpy", "dp-accounting")
-    result = {
-        "series": point.series,
-        "value": point.value,
-        "seed": point.seed,
-        **came_to,
-        "command": command,
-        "commit": _commit(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-    }
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    origin = {"command": command, "commit": _commit(), "versions": versions}
+    write_result(folder, point, came_to | origin)
+
+
+def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
+    """Writes a point's `result.json`.
+
+    Args:
+        folder: of the point, made if it is not there.
+        point: what was played.
+        came_to: what `read_result` gives, but for what `point` says.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    of_point = {key: getattr(point, key) for key in ("series", "value", "seed")}
     unfinished = folder / f"{_RESULT}.tmp"
-    unfinished.write_bytes(to_json(result, indent=2, inf_nan_mode="null") + b"\n")
+    unfinished.write_bytes(to_json(of_point | came_to, indent=2, inf_nan_mode="null") + b"\n")
     unfinished.replace(folder / _RESULT)
 
 

@@ -143,8 +143,12 @@ class Point:
             re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
             for text in (self.series, shown(self.value))
         )
-        digest = hashlib.sha256(f"{self.trainer} {dumps(self.config)}".encode()).hexdigest()[:10]
-        return f"{words}_{value}_{self.seed}_{digest}"
+        return f"{words}_{value}_{self.seed}_{self.digest}"
+
+    @property
+    def digest(self) -> str:
+        """Of trainer and configuration, hexadecimal."""
+        return hashlib.sha256(f"{self.trainer} {dumps(self.config)}".encode()).hexdigest()[:10]
 
     def __str__(self) -> str:
         return f"{self.series}, {shown(self.value)}, seed {self.seed}"

@@ -9,6 +9,8 @@ import subprocess
 import pytest
 from run_world import children, running, same_model, shufl, shufl_command, tiny_config, wait_until
 
+from simulator.grid.points import read_result
+from simulator.grid.rows import take_over_rows, write_rows
 from simulator.grid.settings import load_grid
 from simulator.section import ConfigError
 
@@ -53,7 +55,8 @@ def descendants(pid):
 def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     grid, results = write_grid(tmp_path, 60), tmp_path / "results"
     folder = results / "tiny-grid"
-    command = ["experiment", grid, "--results", results]
+    pages = tmp_path / "pages"
+    command = ["experiment", grid, "--results", results, "--pages", pages]
     process = subprocess.Popen(shufl_command(*command), stdout=subprocess.DEVNULL)
     wait_until(lambda: list(folder.glob("*/result.json")), 120, "a point to end")
     started = [pid for pid, name in descendants(process.pid).items() if "Agent" not in name]
@@ -65,13 +68,13 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
 
     again = shufl(*command)
     assert again.returncode == 1
-    assert again.stderr == f"error: 2 of 8 points failed, see {folder}/tiny-grid.md\n"
+    assert again.stderr == f"error: 2 of 8 points failed, see {pages}/tiny-grid.md\n"
     assert f"8 points, {len(done)} of them already there" in again.stdout
     assert again.stdout.count("impossible, 2, seed 3: failed: privacy.target_epsilon must be") == 1
     assert {path: path.stat().st_mtime_ns for path in done} == done
-    page = (folder / "tiny-grid.md").read_text()
+    page = (pages / "tiny-grid.md").read_text()
     assert "- impossible, 2, seed 4: privacy.target_epsilon must be at least" in page
-    with (folder / "tiny-grid.csv").open() as file:
+    with (pages / "tiny-grid.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {(row["series"], row["value"], row["seed"]) for row in rows} == {
         (series, z, seed)
@@ -84,7 +87,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
         line for line in page.splitlines() if line.startswith("| Fast! | ")
     )
     assert re.search(r"at commit `[0-9a-f]{10}\+?`, shufl 0.1.0, torch 2", page)
-    assert (folder / "tiny-grid.svg").read_text().startswith("<?xml")
+    assert (pages / "tiny-grid.svg").read_text().startswith("<?xml")
 
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -102,6 +105,36 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     assert same_model(same.parent, other)
     (row,) = (row for row in rows if (row["value"], row["seed"]) == ("2.0", "4"))
     assert float(row["accuracy"]) == json.loads((other / "summary.json").read_text())["accuracy"]
+
+    table = pages / "tiny-grid.csv"
+    published = table.read_text()
+    command[3] = tmp_path / "of-somebody-else"
+    went_on = shufl(*command)
+    assert "8 points, 6 of them already there" in went_on.stdout
+    assert table.read_text() == published
+    command[3] = tmp_path / "of-another"
+    table.write_text(published.replace(row["accuracy"], "much"))
+    damaged = shufl(*command)
+    assert damaged.returncode == 1
+    assert damaged.stderr.startswith(f"error: {table} must be a table that shufl experiment wrote;")
+    assert damaged.stderr.count("\n") == 1
+
+
+def test_a_table_gives_results_to_points_of_its_very_configuration_alone(tmp_path):
+    points = load_grid(str(write_grid(tmp_path, 3)))[1].points()
+    came_to = dict.fromkeys(("accuracy", "seconds", "delta", "check_in_rate"), 0.5)
+    came_to |= {"loss": None, "rounds": 3, "noise_multiplier": 1.0, "shuffler_blankets": 0.0}
+    came_to |= {"epsilon": {"pld": 2.0}, "versions": {"shufl": "1", "torch": "2+cpu"}}
+    came_to |= {"adjacency": "replace", "accountant": "pld", "command": "a, b", "commit": "0123"}
+    table = tmp_path / "table.csv"
+    write_rows([(points[0], came_to)], table)
+    take_over_rows(table, points, tmp_path / "same")
+    assert [point for point in points if read_result(tmp_path / "same" / point.key)] == [points[0]]
+    of_point = {"series": "Fast!", "value": 1.0, "seed": 3}
+    assert read_result(tmp_path / "same" / points[0].key) == came_to | of_point
+    others = load_grid(str(write_grid(tmp_path, 4)))[1].points()
+    take_over_rows(table, others, tmp_path / "others")
+    assert not (tmp_path / "others").exists()
 
 
 @pytest.mark.parametrize(
