@@ -25,6 +25,9 @@ def plan_command(
     dimension: Annotated[
         int | None, typer.Option(help="Parameters d of the model, where no dataset is named.")
     ] = None,
+    device_megabytes: Annotated[
+        float | None, typer.Option(help="Leave out plans in which a device sends more in all.")
+    ] = None,
     write: Annotated[
         Path | None,
         typer.Option(help="With --dataset: write the first plan's configuration to this file."),
@@ -52,7 +55,13 @@ def plan_command(
             raise ValueError("--write needs --dataset")
         setting = None if dataset is None else SETTINGS[dataset]
         size = options.checked_count("--dimension", setting.dimension if setting else dimension)
-        plans = find_plans(Question(n, epsilon, at, adjacency, size))
+        question = Question(n, epsilon, at, adjacency, size, device_megabytes)
+        if not question.pairs():
+            raise ValueError(
+                f"--device-megabytes must be at least {question.least_megabytes():.3g}, which the "
+                f"plan of least traffic takes, got {device_megabytes}"
+            )
+        plans = find_plans(question)
         if not plans:
             raise ValueError(f"no noise up to 64 and 10^7 blankets reach epsilon {epsilon:g}")
         rows = [as_dict(plan, setting) for plan in plans]

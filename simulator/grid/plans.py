@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +24,7 @@ from accounting import (
 from shuffler import report_length, sealed_length
 
 RATES = (1.0, 0.3, 0.1)
-ROUNDS = (100, 300, 1000)
+ROUNDS = (100, 300, 1000, 4000)
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Question:
         users: n.
         epsilon, delta, adjacency: the budget, for every pair of datasets.
         dimension: d, the parameters of the model.
+        device_megabytes: the most that a device may send in the whole run, expected; or None.
     """
 
     users: int
@@ -41,6 +43,22 @@ class Question:
     delta: float
     adjacency: str
     dimension: int
+    device_megabytes: float | None = None
+
+    @property
+    def report_bytes(self) -> int:
+        """What a report takes, sealed."""
+        return sealed_length(report_length(self.dimension))
+
+    def pairs(self) -> list[tuple[float, int]]:
+        """Those of `RATES` and `ROUNDS` in which a device sends no more than it may."""
+        most = math.inf if self.device_megabytes is None else 1e6 * self.device_megabytes
+        pairs = itertools.product(RATES, ROUNDS)
+        return [pair for pair in pairs if math.prod(pair) * self.report_bytes <= most]
+
+    def least_megabytes(self) -> float:
+        """The least that a device sends in any plan."""
+        return min(RATES) * min(ROUNDS) * self.report_bytes / 1e6
 
 
 @dataclass(frozen=True)
@@ -70,8 +88,8 @@ class Plan:
 
 
 def find_plans(question: Question) -> list[Plan]:
-    """A plan for each of `RATES` and `ROUNDS` that reaches the target, by `run_error`."""
-    pairs = [(rate, rounds) for rate in RATES for rounds in ROUNDS]
+    """A plan for each of the question's pairs that reaches the target, by `run_error`."""
+    pairs = question.pairs()
     with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1)) as pool:
         found = pool.map(functools.partial(_plan, question), pairs)
         return sorted(filter(None, found), key=lambda plan: plan.run_error)
@@ -90,7 +108,7 @@ def _plan(question: Question, pair: tuple[float, int]) -> Plan | None:
     except CalibrationError:
         return None
     error = mean_update_error(question.users, rate, noise, blankets, question.dimension)
-    length = sealed_length(report_length(question.dimension))
+    length = question.report_bytes
     reports = question.users * rate + blankets
     return Plan(
         check_in_rate=rate,

@@ -24,7 +24,7 @@ def test_every_plan_keeps_the_target_and_the_first_has_the_least_error():
     assert result.exit_code == 0, result.output
     plans = json.loads(result.stdout)["plans"]
     assert {(plan["check_in_rate"], plan["rounds"]) for plan in plans} == {
-        (rate, rounds) for rate in (1.0, 0.3, 0.1) for rounds in (100, 300, 1000)
+        (rate, rounds) for rate in (1.0, 0.3, 0.1) for rounds in (100, 300, 1000, 4000)
     }
     errors = [plan["run_error"] for plan in plans]
     assert errors == sorted(errors)
@@ -41,7 +41,7 @@ def test_every_plan_keeps_the_target_and_the_first_has_the_least_error():
 @pytest.mark.parametrize("dataset", ["mnist", "fashion-mnist"])
 def test_the_configuration_written_is_the_first_plan(tmp_path, dataset):
     path = tmp_path / "plan.toml"
-    result = invoke(*ASKED, "--dataset", dataset, "--write", path)
+    result = invoke(*ASKED, "--dataset", dataset, "--write", path, "--device-megabytes", 80)
     assert result.exit_code == 0, result.output
     assert "–: with more error than was ever tried" in result.stdout
     assert re.search(r"┃ +accuracy ┃$", result.stdout, re.M)
@@ -54,6 +54,7 @@ def test_the_configuration_written_is_the_first_plan(tmp_path, dataset):
     assert (config.privacy.target_epsilon, config.privacy.delta) == (1.5, 1e-6)
     assert (config.privacy.accountant, config.privacy.check_in_rate) == ("blanket", 1.0)
     assert config.privacy.rounds == 1000 and config.privacy.shuffler_blankets > 100
+    assert "95.4 MB" not in result.stdout and "79.5 MB" in result.stdout
     privacy, crowd = config.privacy, 3000 + config.privacy.shuffler_blankets
     sigma = privacy.noise_multiplier * math.sqrt(crowd) / 3000
     assert config.training.learning_rate == pytest.approx(2.5e-4 / sigma, rel=0.05)
@@ -66,7 +67,7 @@ def test_a_small_model_of_ones_own_has_its_traffic_in_kilobytes_and_no_accuracy(
     assert "accuracy" not in result.stdout
     least = 62 * 2 * 10  # bytes: 16-bit integers, and ten reports expected at γ = 0.1 in 100 rounds
     sizes = map(float, re.findall(r"│ +([\d.]+) kB │ +[\d.]+ [kM]B │$", result.stdout, re.M))
-    assert [1e3 * size > least for size in sizes] == [True] * 9
+    assert [1e3 * size > least for size in sizes] == [True] * 12
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,14 @@ def test_a_small_model_of_ones_own_has_its_traffic_in_kilobytes_and_no_accuracy(
         ([], "give either --dataset or --dimension, the model's parameters"),
         (["--dimension", 0], "--dimension must lie in [1, 10^9], got 0"),
         (["--dimension", 5, "--write", "x.toml"], "--write needs --dataset"),
+        (
+            ["--dimension", 5, "--device-megabytes", "nan"],
+            "--device-megabytes must be at least 0.00074, ",
+        ),
+        (
+            ["--dimension", 500, "--device-megabytes", "0.01"],
+            "--device-megabytes must be at least 0.0106, which the plan of least traffic takes, ",
+        ),
         (["--dimension", 5, "--delta", "2"], '--delta must be a number in (0, 1), or "1/n"'),
     ],
 )
