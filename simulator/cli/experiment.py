@@ -22,14 +22,17 @@ def experiment_command(
     ] = Path("results"),
     pages: Annotated[
         Path | None,
-        typer.Option(help="Where table and plot go. Default: the experiment's folder in RESULTS."),
+        typer.Option(
+            help="Where table and plot go; runs that the table there has are not made anew either. "
+            "Default: the experiment's folder in RESULTS."
+        ),
     ] = None,
     cpus: Annotated[int, typer.Option(help="Processors for each run.")] = 1,
 ) -> None:
     """Run a grid of configurations and seeds on Ray, and write their table and plot.
 
     Ray is the one at RAY_ADDRESS, else one of this machine's own. After an interruption the same
-    command goes on; it takes over, too, what the table in PAGES has for the same configuration.
+    command goes on.
     """
     sys.path += [str(Path(__file__).resolve().parents[2]), str(Path.cwd())]
     from rich.console import Console
@@ -57,14 +60,14 @@ def experiment_command(
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fail(ConfigError(f"another shufl experiment is at work in {folder}"))
-            pages = pages or folder
-            take_over_rows(pages / f"{name}.csv", points, folder)
+            if pages is not None:
+                take_over_rows(pages / f"{name}.csv", points, folder)
             keep_grid(settings, folder, failed := {})
             try:
                 failed = play_points(points, folder, cpus, command, Console())
             finally:
                 keep_grid(settings, folder, failed)
-                page = write_page(name, settings, points, folder, pages, failed)
+                page = write_page(name, settings, points, folder, pages or folder, failed)
     except KeyboardInterrupt:
         fail(RuntimeError("interrupted; the same command goes on"), 130)
     except (EngineFailed, OSError, ValueError) as error:
