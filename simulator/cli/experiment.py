@@ -38,7 +38,7 @@ def experiment_command(
     from rich.console import Console
 
     from simulator.engines import EngineFailed
-    from simulator.grid.page import keep_grid, write_page
+    from simulator.grid.page import finished, keep_grid, write_page
     from simulator.grid.rows import take_over_rows
     from simulator.grid.runner import play_points
     from simulator.grid.settings import load_grid
@@ -62,12 +62,14 @@ def experiment_command(
                 fail(ConfigError(f"another shufl experiment is at work in {folder}"))
             if pages is not None:
                 take_over_rows(pages / f"{name}.csv", points, folder)
-            keep_grid(settings, folder, failed := {})
+            failed: dict[str, str] = {}
+            keep_grid(settings, folder, failed)
             try:
-                failed = play_points(points, folder, cpus, command, Console())
+                play_points(points, folder, cpus, command, Console(), failed)
             finally:
                 keep_grid(settings, folder, failed)
-                page = write_page(name, settings, points, folder, pages or folder, failed)
+                if failed or finished(points, folder):  # else an older page stays
+                    page = write_page(name, settings, points, folder, pages or folder, failed)
     except KeyboardInterrupt:
         fail(RuntimeError("interrupted; the same command goes on"), 130)
     except (EngineFailed, OSError, ValueError) as error:

@@ -19,11 +19,11 @@ from simulator.section import ConfigError
 
 
 def train(config: Config, private: bool) -> dict[str, Any]:
-    """Trains with the configuration's data, model and rounds, and tells as `outcome` does.
+    """Trains with the configuration's data, model and rounds, and tells what `result.json` has.
 
     Args:
-        config: gives C, ε and δ too. A record is in a round's batch with probability γ, rounded so
-            that 1/γ is whole.
+        config: gives C, ε and δ too. A record is in a round's batch with probability 1/b, where b
+            is the number of equal batches that the records make, about 1/γ.
         private: by Opacus, where ε is that of adding or removing a record; that of replacing one
             would be larger. Otherwise nothing is clipped, no noise is added, and the batches of
             1/γ rounds are all records in random order.
@@ -46,9 +46,9 @@ def train(config: Config, private: bool) -> dict[str, Any]:
         training.averaging,
     )
     average, begun = optimiser.average_of(model), time.monotonic()
-    batches = max(1, round(1 / privacy.check_in_rate))
-    size = -(-len(labels) // batches)
+    size = -(-len(labels) // max(1, round(1 / privacy.check_in_rate)))
     loader = DataLoader(TensorDataset(torch.arange(len(labels))), batch_size=size, shuffle=True)
+    batches = len(loader)  # fewer, where they do not divide the records; Opacus draws by these
     learner: Any = model, optimiser.build(model), nn.CrossEntropyLoss(), loader
     promise: dict[str, Any] = {"epsilon": {}, "adjacency": "–", "accountant": "–"}
     noise = 0.0
@@ -72,7 +72,7 @@ def train(config: Config, private: bool) -> dict[str, Any]:
         "loss": result.loss,
         "rounds": privacy.rounds,
         **promise,
-        "delta": privacy.delta,
+        "delta": privacy.delta if private else None,
         "check_in_rate": 1 / batches,
         "noise_multiplier": noise,
         "shuffler_blankets": 0.0,

@@ -90,7 +90,8 @@ def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
         )
         axes.set_xticks(places, list(map(shown, grid.values)))
         axes.minorticks_off()
-        axes.legend()
+        if results:
+            axes.legend()
 
 
 def _lines(
@@ -161,7 +162,7 @@ def plan_table(grid: Grid, results: list[tuple[Point, Result]]) -> Table:
         rows.append([
             result["series"],
             shown(result["value"]),
-            *(f"{result[key]:.4g}" for key in _NUMBERS),
+            *("–" if result[key] is None else f"{result[key]:.4g}" for key in _NUMBERS),
             result["adjacency"],
             result["accountant"],
             *(epsilon_text(result["epsilon"].get(name)) for name in names),
@@ -193,18 +194,14 @@ def _summary(results: list[Result]) -> tuple[float, float, float, float]:
     accuracies = [100 * result["accuracy"] for result in results]
     epsilon = results[0]["epsilon"].get(results[0]["accountant"])
     lowest, highest = min(accuracies), max(accuracies)
-    return _mean(accuracies), lowest, highest, math.nan if epsilon is None else epsilon
-
-
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(values)
+    return statistics.fmean(accuracies), lowest, highest, math.nan if epsilon is None else epsilon
 
 
 def _cell(results: list[Result]) -> str:
     if not results:
         return "–"
     accuracies = [result["accuracy"] for result in results]
-    text = f"{100 * _mean(accuracies):.2f}"
+    text = f"{100 * statistics.fmean(accuracies):.2f}"
     if len(accuracies) > 1:
         text += f" ({100 * min(accuracies):.2f} to {100 * max(accuracies):.2f})"
     return text

@@ -8,12 +8,21 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, ValidationError
 from pydantic_core import to_json
 from rich.console import Console
 
+from accounting.validation import (
+    Count,
+    NotNegative,
+    Probability,
+    Rate,
+    Record,
+    first_mistake,
+)
 from server import CheckpointError
 from simulator.config import dumps
 from simulator.grid.settings import Point
@@ -57,16 +66,54 @@ def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
         came_to: what `read_result` gives, but for what `point` says.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    of_point = {key: getattr(point, key) for key in ("series", "value", "seed")}
     unfinished = folder / f"{_RESULT}.tmp"
-    unfinished.write_bytes(to_json(of_point | came_to, indent=2, inf_nan_mode="null") + b"\n")
+    result = _of_point(point) | came_to
+    unfinished.write_bytes(to_json(result, indent=2, inf_nan_mode="null") + b"\n")
     unfinished.replace(folder / _RESULT)
 
 
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """What a point came to, or None if it has not been played to its end."""
+def _of_point(point: Point) -> dict[str, Any]:
+    return {"series": point.series, "value": point.value, "seed": point.seed}
+
+
+class _Result(Record):
+    """What `result.json` has."""
+
+    series: str
+    value: int | float | str
+    seed: int
+    accuracy: Annotated[float, Field(ge=0, le=1, description="a number in [0, 1]")]
+    loss: NotNegative | None
+    rounds: Count
+    delta: Probability | None
+    check_in_rate: Rate
+    noise_multiplier: NotNegative
+    shuffler_blankets: NotNegative
+    seconds: NotNegative
+    adjacency: str
+    accountant: str
+    command: str
+    commit: str
+    epsilon: dict[str, NotNegative | None]
+    versions: dict[str, str]
+
+
+def checked_result(point: Point, came_to: dict[str, Any]) -> None:
+    """Checks what `write_result` would write.
+
+    Raises:
+        ValueError: something is missing, of another kind or out of range.
+    """
     try:
-        return json.loads((folder / _RESULT).read_bytes())
+        _Result.model_validate(_of_point(point) | came_to)
+    except ValidationError as error:
+        raise ValueError(first_mistake(error, _Result)) from None
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What a point came to, or None if it has not been played to its end or that is damaged."""
+    try:
+        return _Result.model_validate_json((folder / _RESULT).read_bytes()).model_dump()
     except (FileNotFoundError, ValueError):
         return None
 
@@ -114,8 +161,12 @@ def _outcome(played: Path) -> dict[str, Any]:
 @functools.cache
 def _commit() -> str:
     """The commit of the code at work; `+` where files differ from it; empty outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
-    try:
+    here = Path(__file__).resolve()
+    git = ["git", "-C", str(here.parents[2])]
+    try:  # an installed copy may lie in a checkout of something else
+        subprocess.run(
+            [*git, "ls-files", "--error-unmatch", str(here)], capture_output=True, check=True
+        )
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from simulator.grid.points import read_result, write_result
+from simulator.grid.points import checked_result, read_result, write_result
 from simulator.grid.settings import Point
+from simulator.section import one_line
 
 _POINT = ("series", "value", "seed", "digest")
 _WORDS = ("adjacency", "accountant", "command", "commit")
@@ -22,26 +23,31 @@ _NUMBERS = (
     "shuffler_blankets",
     "seconds",
 )
-_EPSILON = "epsilon_"
+_EPSILON, _VERSIONS = "epsilon_", "versions"
 
 
 def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> None:
     """Writes points' results: a column for each accountant's ε, the versions as one."""
     accountants = sorted({name for _, result in results for name in result["epsilon"]})
-    with path.open("w", newline="", encoding="utf-8") as file:
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         epsilon_heads = (f"{_EPSILON}{name}" for name in accountants)
-        writer.writerow([*_POINT, *_NUMBERS, *_WORDS, *epsilon_heads, "versions"])
+        writer.writerow([*_POINT, *_NUMBERS, *_WORDS, *epsilon_heads, _VERSIONS])
         for point, result in results:
             of_point = (getattr(point, key) for key in _POINT)
             came_to = (result[key] for key in (*_NUMBERS, *_WORDS))
             versions = " ".join(f"{key}={value}" for key, value in result["versions"].items())
             epsilons = (result["epsilon"].get(name) for name in accountants)
             writer.writerow([*of_point, *came_to, *epsilons, versions])
+    unfinished.replace(path)
 
 
 def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
     """Gives points their results from a table that an earlier session wrote.
+
+    A point whose records or model come from the reader's own code gets none: the same name may mean
+    something else there.
 
     Args:
         path: what `write_rows` wrote; nothing happens if it is not there.
@@ -50,21 +56,33 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
         folder: has a folder for each point.
 
     Raises:
-        ValueError: the file is not such a table.
+        ValueError: the file is not such a table, or a row that is wanted is damaged.
     """
     if not path.exists():
         return
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = {(row.get("series"), row.get("digest")): row for row in csv.DictReader(file)}
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            missing = {*_POINT, *_NUMBERS, *_WORDS, _VERSIONS}.difference(reader.fieldnames or ())
+            rows = {(row["series"], row["digest"]): row for row in reader if not missing}
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be a table that shufl experiment wrote: {error}") from error
+    if missing:
+        raise ValueError(
+            f"{path} must be a table that shufl experiment wrote; it has no column {min(missing)}"
+        )
     for point in points:
         row = rows.get((point.series, point.digest))
-        if row is not None and read_result(folder / point.key) is None:
-            try:
-                write_result(folder / point.key, point, _came_to(row))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{path} must be a table that shufl experiment wrote; the row of {point} is not"
-                ) from error
+        config = point.config
+        named = (config.data.dataset, config.data.features or "", config.model.name)
+        if row is None or ":" in "".join(named) or read_result(folder / point.key) is not None:
+            continue
+        try:
+            came_to = _came_to(row)
+            checked_result(point, came_to)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: the row of {point} is damaged: {one_line(error)}") from error
+        write_result(folder / point.key, point, came_to)
 
 
 def _came_to(row: dict[str, str]) -> dict[str, Any]:
@@ -78,5 +96,5 @@ def _came_to(row: dict[str, str]) -> dict[str, Any]:
             for key, text in row.items()
             if key.startswith(_EPSILON)
         },
-        "versions": dict(each.split("=", 1) for each in row["versions"].split()),
+        _VERSIONS: dict(each.split("=", 1) for each in row[_VERSIONS].split()),
     }

@@ -9,15 +9,20 @@ from typing import Any
 
 from rich.console import Console
 
-from simulator.engines.base import start_ray
+from simulator.engines.base import EngineFailed, start_ray
 from simulator.grid.points import play, read_result
 from simulator.grid.settings import Point
 from simulator.section import one_line
 
 
 def play_points(
-    points: list[Point], folder: Path, cpus: int, command: str, console: Console
-) -> dict[str, str]:
+    points: list[Point],
+    folder: Path,
+    cpus: int,
+    command: str,
+    console: Console,
+    failed: dict[str, str],
+) -> None:
     """Plays those that have no result yet.
 
     Args:
@@ -26,23 +31,26 @@ def play_points(
         cpus: of each point, and torch's threads.
         command: that all this is part of.
         console: where each finished point gets a line.
-
-    Returns:
-        Why points failed, by what they are called; the others are finished.
+        failed: gets why points failed, by what they are called; the others are finished.
 
     Raises:
-        EngineFailed: Ray does not start.
+        EngineFailed: Ray does not start, or has fewer processors or GPUs than a point needs.
     """
     waiting = [point for point in points if read_result(folder / point.key) is None]
     console.print(f"{len(points)} points, {len(points) - len(waiting)} of them already there")
     if not waiting:
-        return {}
+        return
     import ray
 
     start_ray()
-    failed: dict[str, str] = {}
     begun = time.monotonic()
     try:
+        there = ray.cluster_resources()
+        for what, needed in (("CPU", cpus), ("GPU", max(map(_gpus, waiting)))):
+            if needed > there.get(what, 0):
+                raise EngineFailed(
+                    f"a point needs {needed:g} {what}s, and Ray has {there.get(what, 0):g}"
+                )
         task = ray.remote(max_retries=0, num_cpus=cpus)(play)
         at_work = {
             task.options(num_gpus=_gpus(point)).remote(
@@ -70,7 +78,6 @@ def play_points(
             )
     finally:
         ray.shutdown()
-    return failed
 
 
 def _gpus(point: Point) -> float:

@@ -32,8 +32,8 @@ class Series(Section):
         each: further settings, one table for each of the grid's values, or none.
         trainer: `shufl` plays the rounds of the configuration. `central` is the reference for a
             server that everybody trusts: DP-SGD by Opacus with the same data, model and ε. `plain`
-            is SGD without privacy: along an axis of the privacy plan one run of each seed stands
-            for all values.
+            is SGD without privacy: along an axis that changes nothing but the privacy of a run,
+            one run of each seed stands for all values.
     """
 
     name: str
@@ -69,6 +69,12 @@ class Grid(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Grid:
+        if self.across == "seed":
+            raise ValueError("across must be another setting than seed, which seeds gives")
+        own = (settings for series in self.series for settings in (series.settings, *series.each))
+        twice = {self.across, "seed"}.intersection(set().union(self.settings, *own))
+        if twice:
+            raise ValueError(f"{min(twice)} must be given by values and seeds alone")
         for what, given in (
             ("values", self.values),
             ("seeds", self.seeds),
@@ -86,7 +92,9 @@ class Grid(Section):
 
     def varies(self, series: Series) -> bool:
         """Whether the axis changes what the series' runs do."""
-        return series.trainer != "plain" or not self.across.startswith("privacy.")
+        trains = ("privacy.rounds", "privacy.check_in_rate")
+        private = self.across.startswith("privacy.") and self.across not in trains
+        return series.trainer != "plain" or bool(series.each) or not private
 
     def points(self) -> list[Point]:
         """All points, seed by seed, so that the first of each comes early.
@@ -138,12 +146,13 @@ class Point:
 
     @property
     def key(self) -> str:
-        """The name of its folder, which another configuration would not have."""
+        """The name of its folder, which no other series or configuration has."""
         words, value = (
             re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
             for text in (self.series, shown(self.value))
         )
-        return f"{words}_{value}_{self.seed}_{self.digest}"
+        own = hashlib.sha256(f"{self.series} {self.digest}".encode()).hexdigest()[:10]
+        return f"{words}_{value}_{self.seed}_{own}"
 
     @property
     def digest(self) -> str:

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from run_world import children, running, same_model, shufl, shufl_command, tiny_config, wait_until
 
-from simulator.grid.points import read_result
+from simulator.grid.points import read_result, write_result
 from simulator.grid.rows import take_over_rows, write_rows
 from simulator.grid.settings import load_grid
 from simulator.section import ConfigError
@@ -32,6 +32,14 @@ name = "Fast!"
 name = "impossible"
 each = [{}, {"privacy.target_epsilon" = 1e-6}]
 """
+
+
+CAME_TO = {
+    **{"accuracy": 0.25, "loss": None, "rounds": 3, "delta": None, "check_in_rate": 0.5},
+    **{"noise_multiplier": 1.0, "shuffler_blankets": 0.0, "seconds": 0.5, "epsilon": {"pld": 2.0}},
+    **{"adjacency": "replace", "accountant": "pld", "command": "a, b", "commit": "0123"},
+    "versions": {"shufl": "1", "torch": "2+cpu"},
+}
 
 
 def write_grid(folder, rounds, **replacements):
@@ -116,22 +124,18 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     table.write_text(published.replace(row["accuracy"], "much"))
     damaged = shufl(*command)
     assert damaged.returncode == 1
-    assert damaged.stderr.startswith(f"error: {table} must be a table that shufl experiment wrote;")
+    assert damaged.stderr.startswith(f"error: {table}: the row of Fast!, 2, seed 4 is damaged: ")
     assert damaged.stderr.count("\n") == 1
 
 
 def test_a_table_gives_results_to_points_of_its_very_configuration_alone(tmp_path):
     points = load_grid(str(write_grid(tmp_path, 3)))[1].points()
-    came_to = dict.fromkeys(("accuracy", "seconds", "delta", "check_in_rate"), 0.5)
-    came_to |= {"loss": None, "rounds": 3, "noise_multiplier": 1.0, "shuffler_blankets": 0.0}
-    came_to |= {"epsilon": {"pld": 2.0}, "versions": {"shufl": "1", "torch": "2+cpu"}}
-    came_to |= {"adjacency": "replace", "accountant": "pld", "command": "a, b", "commit": "0123"}
     table = tmp_path / "table.csv"
-    write_rows([(points[0], came_to)], table)
+    write_rows([(points[0], CAME_TO)], table)
     take_over_rows(table, points, tmp_path / "same")
     assert [point for point in points if read_result(tmp_path / "same" / point.key)] == [points[0]]
     of_point = {"series": "Fast!", "value": 1.0, "seed": 3}
-    assert read_result(tmp_path / "same" / points[0].key) == came_to | of_point
+    assert read_result(tmp_path / "same" / points[0].key) == CAME_TO | of_point
     others = load_grid(str(write_grid(tmp_path, 4)))[1].points()
     take_over_rows(table, others, tmp_path / "others")
     assert not (tmp_path / "others").exists()
@@ -140,9 +144,74 @@ def test_a_table_gives_results_to_points_of_its_very_configuration_alone(tmp_pat
 @pytest.mark.parametrize(
     ("replaced", "message"),
     [
+        ({"0.25": "7"}, "is damaged: accuracy must be a number in [0, 1], got 7.0"),
+        ({"0.25": "nan"}, "is damaged: accuracy must be a number in [0, 1], got nan"),
+        ({"0.25": ""}, "is damaged: accuracy must be"),
+        ({",2.0,": ",-2.0,"}, "is damaged: epsilon"),
+        ({"series,": "serie,"}, "must be a table that shufl experiment wrote; it has no column"),
+        ({"0123": 'x"' + "y" * 200_000}, "must be a table that shufl experiment wrote"),
+    ],
+)
+def test_a_damaged_table_gives_no_results(tmp_path, replaced, message):
+    points = load_grid(str(write_grid(tmp_path, 3)))[1].points()
+    table = tmp_path / "table.csv"
+    write_rows([(points[0], CAME_TO)], table)
+    text = table.read_text()
+    for old, new in replaced.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    table.write_text(text)
+    try:
+        take_over_rows(table, points, tmp_path / "results")
+    except ValueError as error:
+        assert str(table) in str(error) and message in str(error) and "\n" not in str(error)
+    else:
+        raise AssertionError("it was taken for a table")
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_result_that_is_damaged_is_played_anew(tmp_path):
+    (point, *_) = load_grid(str(write_grid(tmp_path, 3)))[1].points()
+    write_result(tmp_path, point, CAME_TO)
+    good = read_result(tmp_path)
+    assert good is not None and good["accuracy"] == 0.25
+    for damaged in ({}, [], good | {"accuracy": None}, good | {"epsilon": []}):
+        (tmp_path / "result.json").write_text(json.dumps(damaged))
+        assert read_result(tmp_path) is None
+
+
+def test_more_processors_than_there_are_is_one_line(tmp_path):
+    grid = write_grid(tmp_path, 3, **{"each = [{}, ": "each = [{}, "})
+    asked = shufl("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)
+    assert asked.returncode == 1
+    assert re.fullmatch(r"error: a point needs 4096 CPUs, and Ray has \d+\n", asked.stderr)
+
+
+def test_series_whose_names_differ_in_no_letter_have_folders_of_their_own(tmp_path):
+    text = write_grid(tmp_path, 3).read_text().replace("Fast!", "γ").replace("impossible", "λ")
+    (tmp_path / "tiny-grid.toml").write_text(text)
+    keys = [point.key for point in load_grid(str(tmp_path / "tiny-grid.toml"))[1].points()]
+    assert len(set(keys)) == len(keys)
+
+
+def test_plain_training_is_played_for_every_value_that_changes_it(tmp_path):
+    for across, plays in (("privacy.rounds", 2), ("privacy.clip_norm", 1)):
+        grid = write_grid(
+            tmp_path, 3, **{"privacy.noise_multiplier": across, "[1.0, 2.0]": "[4, 5]"}
+        )
+        text = grid.read_text().split("[[series]]")[0].replace('"privacy.rounds" = 3', "")
+        grid.write_text(text + '[[series]]\nname = "plain"\ntrainer = "plain"\n')
+        assert len(load_grid(str(grid))[1].points()) == plays * 2
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
         ({"title": "titel"}, "unknown key titel; did you mean title?"),
         ({"privacy.noise_multiplier": "data.partition", "[1.0, 2.0]": '["iid", "odd"]'}, "'odd'"),
         ({"[3, 4]": "[3, 3]"}, "seeds must differ, got 3, 3"),
+        ({"privacy.noise_multiplier": "seed"}, "across must be another setting than seed"),
+        ({"[settings]": "[settings]\nseed = 5"}, "seed must be given by values and seeds alone"),
         ({"[1.0, 2.0]": "[]"}, "values"),
         ({"each = [{}, ": "each = ["}, "must have a table for each of the 2 values, got 1"),
         ({'"vectorised"': '"flower"'}, "a point must have simulation.engine vectorised"),

@@ -31,6 +31,19 @@ def test_central_training_spends_its_budget_and_learns_less():
     assert epsilon == pytest.approx(result["epsilon"]["opacus"], rel=0.02)
 
 
+def test_central_training_draws_batches_at_the_rate_that_it_accounts_for():
+    pytest.importorskip("opacus")
+    sizes = ["privacy.check_in_rate = 0.001", "privacy.target_epsilon = 1.0"]
+    result = train(load("quickstart", [*DIGITS, *sizes]), private=True)
+    assert result["check_in_rate"] == 1 / 719  # 1 437 records in batches of 2, not 1 000 of 1.4
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    event = PoissonSampledDpEvent(1 / 719, GaussianDpEvent(result["noise_multiplier"]))
+    epsilon = PLDAccountant().compose(event, 40).get_epsilon(1e-5)
+    assert epsilon == pytest.approx(result["epsilon"]["opacus"], rel=0.02)
+
+
 def test_central_training_needs_a_delta_that_is_a_number():
     pytest.importorskip("opacus")
     with pytest.raises(ConfigError, match=r"privacy\.delta must be a number"):
