@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from pydantic import ValidationError
 
-from accounting import ACCOUNTANTS, Ledger, PrivacyPlan, epsilon_table
+from accounting import Ledger, PrivacyPlan, epsilon_table
 from accounting.validation import first_mistake
 from simulator.plots import plot_accuracy_epsilon, plot_rounds
 from simulator.records import MetricsError, read_rows
@@ -69,7 +69,7 @@ def page_of(folder: Path) -> str:
             return _of_grid(folder)
     except MetricsError as error:
         raise ValueError(str(error)) from error
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} has a damaged file: {error}") from error
     raise ValueError(
         f"{folder} must be a run folder, which has a plan.json, or the folder of an experiment, "
@@ -155,7 +155,14 @@ def _randomness(seed: int | str) -> str:
 
 
 def _of_grid(folder: Path) -> str:
-    from simulator.grid.page import accuracy_table, finished, origins, plan_table, plot_results
+    from simulator.grid.page import (
+        accuracy_table,
+        coverage_table,
+        finished,
+        origins,
+        plan_table,
+        plot_results,
+    )
     from simulator.grid.points import configuration_of
     from simulator.grid.settings import Grid
 
@@ -181,10 +188,7 @@ def _of_grid(folder: Path) -> str:
             Section("Test accuracy in percent", table=accuracy_table(grid, plain)),
             Section("What each run did", table=plan_table(grid, results)),
         ]
-        priced = {name for result in plain for name in result["epsilon"]}
-        covers = [[name, each.covers] for name, each in ACCOUNTANTS.items() if name in priced]
-        table = [["accountant", "its ε holds for"], *covers]
-        sections.append(Section("What ε holds for", table=table))
+        sections.append(Section("What ε holds for", table=coverage_table(plain)))
     failed = [f"{name}: {reason}" for name, reason in stored["failed"].items()]
     if failed:
         sections.append(Section("Runs that failed", lines=failed))

@@ -25,6 +25,14 @@ def plan_command(
     dimension: Annotated[
         int | None, typer.Option(help="Parameters d of the model, where no dataset is named.")
     ] = None,
+    cover: Annotated[
+        bool,
+        typer.Option(
+            "--cover",
+            help="All users send in every round, as real machines must, so that nobody sees who "
+            "checked in.",
+        ),
+    ] = False,
     device_megabytes: Annotated[
         float | None, typer.Option(help="Leave out plans in which a device sends more in all.")
     ] = None,
@@ -39,7 +47,8 @@ def plan_command(
     For each check-in rate and number of rounds the noise and the blankets of least error are found.
     ε holds for every pair of datasets, by the accountant blanket, whoever else takes part.
     """
-    from simulator.grid.plans import SETTINGS, Question, as_dict, find_plans
+    from simulator.data.partition import records_per_user
+    from simulator.grid.plans import RATES, ROUNDS, SETTINGS, Question, as_dict, find_plans
 
     try:
         n = options.checked_users(users, None, digits=9)
@@ -55,38 +64,51 @@ def plan_command(
             raise ValueError("--write needs --dataset")
         setting = None if dataset is None else SETTINGS[dataset]
         size = options.checked_count("--dimension", setting.dimension if setting else dimension)
-        question = Question(n, epsilon, at, adjacency, size, device_megabytes)
+        question = Question(n, epsilon, at, adjacency, size, cover, device_megabytes)
         if not question.pairs():
+            least = question.device_bytes(min(RATES), min(ROUNDS)) / 1e6
             raise ValueError(
-                f"--device-megabytes must be at least {question.least_megabytes():.3g}, which the "
-                f"plan of least traffic takes, got {device_megabytes}"
+                f"--device-megabytes must be at least {least}, which the plan of least traffic "
+                f"takes, got {device_megabytes}"
             )
+        if write is not None and setting is not None:  # else the file could not be run
+            records_per_user(setting.records, n, "iid")
         plans = find_plans(question)
         if not plans:
             raise ValueError(f"no noise up to 64 and 10^7 blankets reach epsilon {epsilon:g}")
         rows = [as_dict(plan, setting) for plan in plans]
         if write is not None and dataset is not None:
-            budget = (users, epsilon, at, adjacency)
+            budget = (users, epsilon, at, adjacency, cover)
             write.write_text(_configuration(dataset, budget, rows[0]), encoding="utf-8")
     except (ValueError, OSError) as error:
         options.fail(error)
     if json:
-        options.print_json({"plans": rows})
+        options.print_json({"cover": cover, "plans": rows})
         return
     title = f"n = {n}, ε ≤ {epsilon:g} for every pair, δ = {at:.3g}"
     Console().print(_table(rows, title, predicts=setting is not None))
+    typer.echo(_WITH_COVER if cover else _WITHOUT_COVER)
     if setting is not None:
         typer.echo("accuracy: about; –: with more error than was ever tried")
     if write is not None:
         typer.echo(f"written: {write}, the first of them; shufl run {write}")
 
 
-def _configuration(dataset: str, budget: tuple[int, float, float, str], row: dict[str, Any]) -> str:
+_WITH_COVER = "all users send in every round, those who did not check in an empty report"
+_WITHOUT_COVER = (
+    "ε holds where nobody sees who sends in a round; on real machines that takes --cover, with "
+    "which all users send in every round"
+)
+
+
+def _configuration(
+    dataset: str, budget: tuple[int, float, float, str, bool], row: dict[str, Any]
+) -> str:
     """The configuration of a plan, as TOML."""
     from simulator.config import dumps, load
     from simulator.grid.plans import SETTINGS
 
-    users, epsilon, delta, adjacency = budget
+    users, epsilon, delta, adjacency, cover = budget
     values = {
         "name": f"{dataset}-plan",
         "data.dataset": dataset,
@@ -101,6 +123,7 @@ def _configuration(dataset: str, budget: tuple[int, float, float, str], row: dic
         "privacy.noise_multiplier": row["noise_multiplier"],
         "privacy.shuffler_blankets": row["shuffler_blankets"],
         "privacy.minimum_batch": "",
+        "privacy.cover": str(cover).lower(),
     }
     chosen = [f"{key}={value}" for key, value in values.items()]
     return dumps(load(SETTINGS[dataset].config, chosen))

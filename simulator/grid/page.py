@@ -118,6 +118,9 @@ def _lines(
     yield from _markdown(accuracy_table(grid, plain), words=(0,))
     yield from ("", "## What each run did", "")
     yield from _markdown(plan_table(grid, results), words=(0, 7, 8))
+    yield from ("", "## What ε holds for", "")
+    yield from _markdown(coverage_table(plain), words=(0, 1))
+    yield from ("", "Coins and noise come from the seed: these runs protect nobody.")
     if failed:
         yield from ("", "## Runs that failed", "")
         yield from (f"- {point}: {reason}" for point, reason in failed.items())
@@ -170,6 +173,18 @@ def plan_table(grid: Grid, results: list[tuple[Point, Result]]) -> Table:
     return rows
 
 
+def coverage_table(results: list[Result]) -> Table:
+    """What the ε of each accountant that priced a result holds for."""
+    priced = {name for result in results for name in result["epsilon"]}
+    covers = {name: each.covers for name, each in ACCOUNTANTS.items()} | {"opacus": _OPACUS_COVERS}
+    rows = [[name, text] for name, text in covers.items() if name in priced]
+    return [["accountant", "its ε holds for"], *rows]
+
+
+_OPACUS_COVERS = (
+    "every pair of datasets of which one has a record more; assumes that the server, which sees "
+    "every gradient, is trusted"
+)
 _NUMBERS = ("check_in_rate", "noise_multiplier", "shuffler_blankets", "rounds", "delta")
 
 

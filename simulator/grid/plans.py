@@ -35,6 +35,7 @@ class Question:
         users: n.
         epsilon, delta, adjacency: the budget, for every pair of datasets.
         dimension: d, the parameters of the model.
+        cover: whether all users send in every round, those who did not check in an empty report.
         device_megabytes: the most that a device may send in the whole run, expected; or None.
     """
 
@@ -43,6 +44,7 @@ class Question:
     delta: float
     adjacency: str
     dimension: int
+    cover: bool = False
     device_megabytes: float | None = None
 
     @property
@@ -50,15 +52,15 @@ class Question:
         """What a report takes, sealed."""
         return sealed_length(report_length(self.dimension))
 
+    def device_bytes(self, rate: float, rounds: int) -> float:
+        """What a device sends in the whole run, expected."""
+        return (1.0 if self.cover else rate) * rounds * self.report_bytes
+
     def pairs(self) -> list[tuple[float, int]]:
         """Those of `RATES` and `ROUNDS` in which a device sends no more than it may."""
         most = math.inf if self.device_megabytes is None else 1e6 * self.device_megabytes
         pairs = itertools.product(RATES, ROUNDS)
-        return [pair for pair in pairs if math.prod(pair) * self.report_bytes <= most]
-
-    def least_megabytes(self) -> float:
-        """The least that a device sends in any plan."""
-        return min(RATES) * min(ROUNDS) * self.report_bytes / 1e6
+        return [pair for pair in pairs if self.device_bytes(*pair) <= most]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Plan:
         epsilon: what `blanket` says of them.
         round_error: `accounting.mean_update_error` of a round.
         run_error: that of the mean of all rounds' estimates, if the model stood still.
-        reports_a_round: nγ + λ, expected.
+        reports_a_round: nγ + λ, expected, without the empty ones of cover.
         device_bytes: what a device sends in the whole run, expected.
         shuffler_bytes: what a shuffler holds in a round, expected.
     """
@@ -108,8 +110,7 @@ def _plan(question: Question, pair: tuple[float, int]) -> Plan | None:
     except CalibrationError:
         return None
     error = mean_update_error(question.users, rate, noise, blankets, question.dimension)
-    length = question.report_bytes
-    reports = question.users * rate + blankets
+    sent = question.users * (1.0 if question.cover else rate) + blankets
     return Plan(
         check_in_rate=rate,
         rounds=rounds,
@@ -118,9 +119,9 @@ def _plan(question: Question, pair: tuple[float, int]) -> Plan | None:
         epsilon=epsilon_at(noise, blankets),
         round_error=error,
         run_error=error / math.sqrt(rounds),
-        reports_a_round=reports,
-        device_bytes=rate * rounds * length,
-        shuffler_bytes=reports * length,
+        reports_a_round=question.users * rate + blankets,
+        device_bytes=question.device_bytes(rate, rounds),
+        shuffler_bytes=sent * question.report_bytes,
     )
 
 
@@ -131,11 +132,13 @@ class Setting:
     Attributes:
         config: that ships with shufl.
         dimension: of its model.
+        records: in its training set.
         reached: pairs of `run_error` and accuracy, with 60 000 users of one record each.
     """
 
     config: str
     dimension: int
+    records: int
     reached: tuple[tuple[float, float], ...]
 
     def accuracy(self, run_error: float) -> float | None:
@@ -153,6 +156,7 @@ SETTINGS = {
     "mnist": Setting(
         config="mnist-features",
         dimension=39_700,
+        records=60_000,
         reached=(
             (1.088e-4, 0.9811),
             (1.601e-4, 0.9787),
@@ -172,6 +176,7 @@ SETTINGS = {
     "fashion-mnist": Setting(
         config="mnist-features",
         dimension=39_700,
+        records=60_000,
         reached=(
             (1.088e-4, 0.8777),
             (1.601e-4, 0.8691),

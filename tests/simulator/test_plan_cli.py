@@ -70,6 +70,25 @@ def test_a_small_model_of_ones_own_has_its_traffic_in_kilobytes_and_no_accuracy(
     assert [1e3 * size > least for size in sizes] == [True] * 12
 
 
+@pytest.mark.slow
+def test_with_cover_every_user_sends_in_every_round(tmp_path):
+    path, megabytes = tmp_path / "plan.toml", 100 * 39_700 * 2 / 1e6
+    asked = [*ASKED, "--dataset", "mnist", "--device-megabytes", 1.01 * megabytes, "--cover"]
+    result = invoke(*asked, "--json", "--write", path)
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["cover"] is True
+    assert [plan["rounds"] for plan in told["plans"]] == [100] * 3  # 300 are too many at any rate
+    assert [plan["check_in_rate"] for plan in told["plans"]] == [1.0, 0.3, 0.1]
+    length = told["plans"][0]["device_bytes"] / 100
+    assert 2 * 39_700 < length < 2 * 39_700 + 200
+    for plan in told["plans"]:
+        assert plan["device_bytes"] == 100 * length
+        stored = (3000 + plan["shuffler_blankets"]) * length
+        assert plan["shuffler_bytes"] == pytest.approx(stored)
+    assert load(str(path)).privacy.cover
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -79,11 +98,15 @@ def test_a_small_model_of_ones_own_has_its_traffic_in_kilobytes_and_no_accuracy(
         (["--dimension", 5, "--write", "x.toml"], "--write needs --dataset"),
         (
             ["--dimension", 5, "--device-megabytes", "nan"],
-            "--device-megabytes must be at least 0.00074, ",
+            "--device-megabytes must be at least 0.000",
         ),
         (
             ["--dimension", 500, "--device-megabytes", "0.01"],
-            "--device-megabytes must be at least 0.0106, which the plan of least traffic takes, ",
+            "--device-megabytes must be at least 0.0106",
+        ),
+        (
+            ["--dataset", "mnist", "--write", "x.toml", "--users", 60001],
+            "data.users must lie in [1, 60000] (60000 training records, ",
         ),
         (["--dimension", 5, "--delta", "2"], '--delta must be a number in (0, 1), or "1/n"'),
     ],
