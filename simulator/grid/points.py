@@ -15,14 +15,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import to_json
 from rich.console import Console
 
-from accounting.validation import (
-    Count,
-    NotNegative,
-    Probability,
-    Rate,
-    Record,
-    first_mistake,
-)
+from accounting.validation import NotNegative, Probability, Rate, Record, first_mistake
 from server import CheckpointError
 from simulator.config import dumps
 from simulator.grid.settings import Point
@@ -84,7 +77,7 @@ class _Result(Record):
     seed: int
     accuracy: Annotated[float, Field(ge=0, le=1, description="a number in [0, 1]")]
     loss: NotNegative | None
-    rounds: Count
+    rounds: Annotated[int, Field(ge=0, description="a whole number, at least 0")]
     delta: Probability | None
     check_in_rate: Rate
     noise_multiplier: NotNegative
