@@ -160,7 +160,7 @@ def price(
 
 
 def epsilon_table(
-    plan: PrivacyPlan, rounds: int, too_few_present: bool = False
+    plan: PrivacyPlan, rounds: int, too_few_present: bool = False, lower: bool = False
 ) -> list[EpsilonRow]:
     """Returns ε after `rounds` rounds of the plan, by every accountant of the registry.
 
@@ -169,10 +169,11 @@ def epsilon_table(
         rounds: Rounds spent, 0 or more.
         too_few_present: Whether a batch was released with fewer users present than the plan's
             `least_present`: accountants that count on others then have no ε.
+        lower: As for `price`.
     """
     return [
-        dataclasses.replace(row, epsilon=None, warning=TOO_FEW_PRESENT)
+        dataclasses.replace(row, epsilon=None, warning=TOO_FEW_PRESENT, lower=None)
         if too_few_present and ACCOUNTANTS[row.name].counts_on_others
         else row
-        for row in price(plan.event(), rounds, plan.adjacency, plan.delta)
+        for row in price(plan.event(), rounds, plan.adjacency, plan.delta, lower=lower)
     ]

@@ -228,7 +228,8 @@ class Node:
         Under a plan with cover the others submit an empty one.
 
         Whatever goes wrong from the coins on is logged on this node and not told to the server: an
-        error only nodes with check-ins can have would tell who checked in. In simulation a failing
+        error only nodes with check-ins can have would tell who checked in. A user whose update
+        cannot be computed sends a report all the same, of noise alone. In simulation a failing
         computation is told, since it would otherwise be hard to find. A round whose time is over
         before the one before it has ended is given up without a coin.
 
@@ -328,21 +329,24 @@ class Node:
             for update, noise in zip(self._updates(records, seeds), noises, strict=True):
                 yield mechanism.report(update, noise)
 
-    def _groups(self, users: np.ndarray) -> Iterator[list[tuple[int, _Records]]]:
+    def _groups(self, users: np.ndarray) -> Iterator[list[tuple[int, _Records | None]]]:
         """Users with their records, in order, in groups whose updates can be computed at once.
 
-        The users of a group have equally many records, and few enough for memory.
+        The users of a group have equally many records, and few enough for memory. One whose records
+        cannot be loaded is alone, and has none.
         """
         group: list[tuple[int, _Records]] = []
         for user in users.tolist():
             try:
-                records = self._records(user)
-            except Exception:
+                features, _ = records = self._records(user)
+                size = max(self._dimension, features.numel())
+            except Exception as error:
                 if group:  # those before this one lose nothing
                     yield group
-                raise
-            features, _ = records
-            size = max(self._dimension, features.numel())
+                    group = []
+                self._failed(error)
+                yield [(user, None)]
+                continue
             most = 1 if self._alone else min(_NUMBERS_TOGETHER // size, _TOGETHER)
             if group and (len(group) >= most or group[0][1][0].shape != features.shape):
                 yield group
@@ -351,8 +355,21 @@ class Node:
         if group:
             yield group
 
-    def _updates(self, records: list[_Records], seeds: np.ndarray) -> Iterator[np.ndarray]:
-        """The updates of users with these records: at once where that pays, else one by one."""
+    def _failed(self, error: Exception) -> None:
+        """Notes that a user's update cannot be computed; it then counts as zero.
+
+        On a real machine the user must report all the same, and those after it: whether a report is
+        sent may not depend on anybody's records. In simulation the error is raised.
+        """
+        if self.settings.seed is not None:
+            raise error
+        log.warning("an update cannot be computed, and counts as zero: %s", error)
+
+    def _updates(self, records: list[_Records | None], seeds: np.ndarray) -> Iterator[np.ndarray]:
+        """The updates of users with these records: at once where that pays, else one by one.
+
+        One that cannot be computed is zero; see `_failed`.
+        """
         training = self.settings.training
         if len(records) > _ALONE and not self._alone:
             try:
@@ -364,7 +381,13 @@ class Node:
                 yield from together
                 return
         for each, seed in zip(records, seeds.tolist(), strict=True):
-            yield local_update(self._model, *each, training, seed)
+            update = np.zeros(self._dimension, dtype=np.float32)
+            if each is not None:
+                try:
+                    update = local_update(self._model, *each, training, seed)
+                except Exception as error:
+                    self._failed(error)
+            yield update
 
     def _updates_together(self, records: list[_Records], seeds: np.ndarray) -> np.ndarray:
         """`local_update` of users with equally many records, by vmap: shape (k, d)."""

@@ -126,6 +126,12 @@ def plan_for(
     local, blankets = fitted_response(
         epsilon_at, target_epsilon, users * check_in_rate, categories, local_epsilon, blankets
     )
+    costs = epsilon_at(local, blankets)
+    if costs > target_epsilon:
+        raise ValueError(
+            f"--local-epsilon must be smaller for --epsilon {target_epsilon:g}: by {accountant}, "
+            f"{local:g} costs {costs:.4g}"
+        )
     return PrivacyPlan(
         users=users,
         check_in_rate=check_in_rate,

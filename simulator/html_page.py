@@ -83,6 +83,8 @@ def _of_run(folder: Path) -> str:
     rows, summary = read_rows(folder / "metrics.jsonl"), _json(folder / "summary.json")
     ledger = folder / "ledger.jsonl"
     entries = Ledger.read(ledger).entries if ledger.exists() else ()
+    if summary is not None and summary["rounds"] != len(entries):
+        summary = None  # of an earlier end: the run goes on, or was killed after it was resumed
     if summary is None:
         too_few = too_few_present(plan, rows, len(entries))
         epsilons = epsilon_rows(epsilon_table(plan, len(entries), too_few))

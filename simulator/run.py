@@ -213,6 +213,7 @@ def _run_in(
         blanket = recorder.rows[-1]["epsilons"]["blanket"]
         progress(record, None if plan.accountant == "blanket" else blanket)
 
+    (folder / "summary.json").unlink(missing_ok=True)  # of an earlier end, before it was resumed
     try:
         with interrupts(stop), progress:
             result = engine.run(training, observe, stop)
@@ -222,8 +223,8 @@ def _run_in(
     finally:
         recorder.close()
     summary = summarise(result, experiment, engine, recorder.too_few_present(result.rounds))
-    print_summary(console, summary, engine, folder)
     (folder / "summary.json").write_bytes(to_json(summary, indent=2, inf_nan_mode="null") + b"\n")
+    print_summary(console, summary, engine, folder)
     plot_accuracy_epsilon(recorder.rows, plan, folder / "accuracy_epsilon.png")
     return result
 

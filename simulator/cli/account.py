@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,7 +13,10 @@ from rich.table import Table
 from simulator.cli import options
 from simulator.cli.options import needed
 from simulator.plots import draw
-from simulator.tables import epsilon_rows, epsilon_text, print_epsilons
+from simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
+
+if TYPE_CHECKING:
+    from accounting import EpsilonRow, PrivacyPlan
 
 
 def account_command(
@@ -29,20 +32,19 @@ def account_command(
     json: options.Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
-    from accounting import Ledger, LedgerError, participation_note, price
+    from accounting import LedgerError, participation_note, price
 
     try:
         if run is not None:
-            ledger = Ledger.read(run / "ledger.jsonl")
-            event, count = ledger.plan.event(), len(ledger.entries)
-            adjacency, at = ledger.plan.adjacency, ledger.plan.delta
+            plan, count, found = _of_run(run)
+            event, adjacency, at = plan.event(), plan.adjacency, plan.delta
         else:
             users = options.checked_users(n, noise)
             event = make_event(users, gamma, noise, blankets, mechanism)
             count = options.checked_count("--rounds", rounds)
             at = options.checked_delta(delta, users)
-        options.check_adjacency(adjacency)
-        found = price(event, count, adjacency, at, lower=True)
+            options.check_adjacency(adjacency)
+            found = price(event, count, adjacency, at, lower=True)
     except (ValueError, LedgerError) as error:
         options.fail(error)
     if note := participation_note(event.chance, count, at):
@@ -54,6 +56,25 @@ def account_command(
         options.print_json(rows)
     else:
         print_epsilons(Console(), f"ε at δ = {at:.4g}, {adjacency}", rows)
+
+
+def _of_run(folder: Path) -> tuple[PrivacyPlan, int, list[EpsilonRow]]:
+    """The plan of a run folder, the rounds that were spent, and their ε.
+
+    Raises:
+        ValueError, LedgerError: something is missing or damaged.
+    """
+    from accounting import Ledger, epsilon_table
+    from simulator.records import MetricsError, read_rows  # with the server's parts, slow to import
+
+    ledger = Ledger.read(folder / "ledger.jsonl")
+    plan, count = ledger.plan, len(ledger.entries)
+    try:
+        rows = read_rows(folder / "metrics.jsonl")
+    except MetricsError as error:
+        raise ValueError(str(error)) from error
+    too_few = too_few_present(plan, rows, count)
+    return plan, count, epsilon_table(plan, count, too_few, lower=True)
 
 
 def compare_command(

@@ -14,7 +14,7 @@ from rich.table import Table
 from simulator.cli import options
 from simulator.cli.options import needed
 from simulator.plots import draw
-from simulator.tables import epsilon_rows, print_epsilons
+from simulator.tables import epsilon_rows, print_epsilons, too_few_present
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,10 +68,10 @@ def histogram_command(
     from simulator import histogram
     from simulator.records import MetricsError
 
-    true = None
+    true, too_few = None, False
     try:
         if source.is_dir():
-            plan, found = _of_run(source)
+            plan, found, too_few = _of_run(source)
             names = _categories(categories, False) or [str(i) for i in range(len(found.shares))]
             if len(names) != len(found.shares):
                 raise ValueError(
@@ -96,7 +96,7 @@ def histogram_command(
             )
             found, true = histogram.simulate(counts, plan, seed), counts / users
         found = found.consistent() if consistent else found
-        rows = epsilon_rows(epsilon_table(plan, 1))
+        rows = epsilon_rows(epsilon_table(plan, 1, too_few))
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             _write(out / "histogram.csv", names, found, true)
@@ -134,8 +134,8 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
     return names
 
 
-def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram]:
-    """The plan and the estimate of a run that has ended."""
+def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool]:
+    """The plan and the estimate of a run that has ended, and whether `too_few_present`."""
     import torch
 
     from accounting import Ledger, RandomisedResponse
@@ -157,7 +157,8 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram]:
     shufflers = load(str(folder / "config.toml")).shuffler.number
     scores = torch.load(folder / "model.pt", weights_only=True)["scores"].double().numpy()
     shares = scores + 1.0 / len(scores)
-    return plan, Histogram.of(shares, plan, row["users_present"], shufflers)
+    found = Histogram.of(shares, plan, row["users_present"], shufflers)
+    return plan, found, too_few_present(plan, [row], 1)
 
 
 def _title(plan: PrivacyPlan) -> str:

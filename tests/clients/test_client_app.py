@@ -1,5 +1,6 @@
 """The Flower ClientApp against a real shuffler: constant replies, refusals, and exact reports."""
 
+import dataclasses
 import functools
 import threading
 import time
@@ -285,3 +286,27 @@ def test_a_failing_user_is_named_in_simulation_and_hidden_in_deployment(make_rou
         ledger=ledger,
     ).open()
     assert reply_content(deployed.announce()) == {"acknowledgement": {"received": True}}
+
+
+@pytest.mark.parametrize("cover", [False, True])
+@pytest.mark.parametrize("broken", ["records", "update", "nothing"])
+def test_a_user_whose_update_fails_reports_all_the_same_and_so_do_those_after_it(
+    make_round, ledger, cover, broken
+):
+    """Else who reports would depend on a record, and the others' reports on it, too."""
+
+    def some_broken_users():
+        def load(user):
+            features, labels = records(user)
+            if user in (1, 7) and broken == "records":
+                raise ZeroDivisionError("no records")
+            return features, labels + (9 if user in (1, 7) and broken == "update" else 0)
+
+        return load
+
+    round = make_round(rate=1.0, load_users=some_broken_users, ledger=ledger)
+    round.settings = dataclasses.replace(round.settings, seed=None)
+    round.under(cover=cover).open().announce()
+    reports = np.array(round.released())
+    assert len(reports) == 4  # of users 1, 4, 7 and 10
+    assert (np.linalg.norm(reports, axis=1) > 5).all()  # noise z = 2 in each of 82 entries

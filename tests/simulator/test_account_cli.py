@@ -56,6 +56,28 @@ def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
     assert rows["rdp"]["epsilon"] == pytest.approx(expected)
 
 
+def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_counts_on_them(
+    tmp_path,
+):
+    plan = make_plan(
+        users=500,
+        check_in_rate=0.2,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        rounds=9,
+        delta=1e-4,
+        target_epsilon=50.0,
+        minimum_batch=1,
+        accountant="local",
+    )
+    with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
+        ledger.append_round(1)  # it has no row in metrics.jsonl
+    rows = json.loads(shufl(f"account {tmp_path} --json").stdout)
+    priced = {name for name, row in rows.items() if row["epsilon"] is not None}
+    assert priced == {"local"}
+    assert "present" in rows["crowd"]["warning"] and rows["crowd"]["lower_bound"] is None
+
+
 @pytest.mark.parametrize(
     "accountant", ["theorem3", "rdp", pytest.param("blanket", marks=pytest.mark.slow), "local"]
 )

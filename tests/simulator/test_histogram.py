@@ -123,6 +123,10 @@ WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--epsilon", "1"]
         ([*WHOLE, "--epsilon", "0"], "--epsilon must lie in (0, inf), got 0"),
         ([*WHOLE, "--gamma", "0"], "check-in rate must"),
         ([*WHOLE, "--local-epsilon", "21"], "local_epsilon must be a number in [1e-9, 20]"),
+        (
+            [*WHOLE, "--accountant", "local", "--local-epsilon", "5"],
+            "--local-epsilon must be smaller for --epsilon 1: by local, 5 costs 4.999",
+        ),
         ([*WHOLE, "--accountant", "pld"], "--accountant must be"),
         ([*WHOLE, "--seed", "-1"], "--seed must be at least 0"),
     ],
