@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from accounting import ACCOUNTANTS
 from simulator.config import dumps
 from simulator.grid.points import read_result
@@ -88,10 +90,30 @@ def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
             ylabel="test accuracy (%)",
             title=grid.title,
         )
+        lowest, highest = axes.get_ylim()
+        if highest - lowest > _WIDE:  # else the best series would be one line
+            axes.set_yscale("function", functions=(_by_error, _from_error))
+            axes.set_yticks([tick for tick in _TICKS if lowest < tick < highest])
+            axes.set_ylim(lowest, min(highest, 100 - _LEAST_ERROR))
         axes.set_xticks(places, list(map(shown, grid.values)))
         axes.minorticks_off()
         if results:
             axes.legend()
+
+
+_WIDE = 40.0  # percent
+_TICKS = (10, 50, 80, 90, 95, 97, 98, 99, 99.5)
+_LEAST_ERROR = 0.5  # percent, that a plot by error shows
+
+
+def _by_error(values: np.ndarray) -> np.ndarray:
+    """From an accuracy in percent to minus the logarithm of the error."""
+    return -np.log(np.clip(100 - values, _LEAST_ERROR, None))
+
+
+def _from_error(values: np.ndarray) -> np.ndarray:
+    """Undoes `_by_error`."""
+    return 100 - np.exp(-values)
 
 
 def _lines(
