@@ -35,9 +35,8 @@ def test_the_papers_setting_by_every_accountant():
     assert epsilons["blanket"] is None  # no --blankets
 
 
-@pytest.mark.slow
-def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
-    plan = make_plan(
+def small_plan(**changes):
+    return make_plan(
         users=500,
         check_in_rate=0.2,
         clip_norm=1.0,
@@ -46,8 +45,13 @@ def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
         delta=1e-4,
         target_epsilon=50.0,
         minimum_batch=1,
-        adjacency="zero-out",
+        **changes,
     )
+
+
+@pytest.mark.slow
+def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
+    plan = small_plan(adjacency="zero-out")
     with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
         for round in range(1, 8):
             ledger.append_round(round)
@@ -59,17 +63,7 @@ def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
 def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_counts_on_them(
     tmp_path,
 ):
-    plan = make_plan(
-        users=500,
-        check_in_rate=0.2,
-        clip_norm=1.0,
-        noise_multiplier=2.0,
-        rounds=9,
-        delta=1e-4,
-        target_epsilon=50.0,
-        minimum_batch=1,
-        accountant="local",
-    )
+    plan = small_plan(accountant="local")
     with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
         ledger.append_round(1)  # it has no row in metrics.jsonl
     rows = json.loads(shufl(f"account {tmp_path} --json").stdout)
