@@ -94,7 +94,8 @@ class Limits(_Section):
         streams_per_sender: of them with one credential.
         runs_per_server: runs that have not ended, of one server credential.
         open_rounds_per_server: rounds open at once, in all of its runs.
-        disk_gigabytes_per_server: of the disk for the batches of its runs. Left out: all of it.
+        disk_gigabytes_per_server: of the disk for the batches of its runs, each booked with
+            reports of all users. Left out: all of it.
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
         burst: how many may come at once before they are slowed down.
         idle_seconds: how long a stream may bring no report that is accepted, or leave its answers,

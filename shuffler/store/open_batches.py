@@ -11,7 +11,6 @@ import numpy as np
 
 from accounting.mechanisms import Randomness
 from shuffler.callers import Caller
-from shuffler.store.quota import Quota
 from shuffler.store.rounds import Round, RoundState, Run
 from shuffler.store.slots import Slot
 from shuffler.store.spool import RoundSpool
@@ -44,12 +43,9 @@ class Report:
 class OpenBatches:
     """Takes reports and blankets into the open rounds of the runs that it is given."""
 
-    def __init__(
-        self, runs: Mapping[str, Run], disk: Disk, quota: Quota, randomness: Randomness
-    ) -> None:
+    def __init__(self, runs: Mapping[str, Run], disk: Disk, randomness: Randomness) -> None:
         self._runs = runs
         self._disk = disk
-        self._quota = quota
         self._randomness = randomness
 
     def commitment(self, run_id: str, number: int) -> str:
@@ -99,7 +95,7 @@ class OpenBatches:
         try:
             if spool.has_reported(report.caller.name, report.request.user):
                 return Verdict.DUPLICATE
-            if self._room(self._runs[report.request.run_id]) < 0:
+            if self._disk.room() < 0:
                 return Verdict.STORAGE_FULL
             return spool.reserve() or Verdict.ROUND_FULL
         except (sqlite3.Error, OSError) as error:
@@ -159,16 +155,11 @@ class OpenBatches:
         fits = slot.complete if slot is not None else len(request.sealed) == run.report_bytes
         return Verdict.ACCEPTED if fits or not whole else Verdict.WRONG_LENGTH
 
-    def _room(self, run: Run) -> int:
-        """How many bytes reports of a run may still take."""
-        return min(self._disk.room(), self._quota.room(self._runs, run.owner))
-
     def _store(self, run_id: str, reports: Sequence[Report]) -> list[Verdict]:
         """Stores as many of the reports as the disk has room for."""
         spool = self._spool(run_id)
         assert spool is not None
-        run = self._runs[run_id]
-        room = max(0, self._room(run) // run.report_cost)
+        room = max(0, self._disk.room() // self._runs[run_id].report_cost)
         rows = [
             (report.caller.name, report.request.user, report.slot or report.request.sealed)
             for report in reports[:room]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shuffler.store.rounds import Run
@@ -17,7 +17,9 @@ class Quota:
     Attributes:
         runs: that have not ended.
         open_rounds: in all of its runs.
-        disk_bytes: that the batches of its runs may take; None: as much as there is.
+        disk_bytes: that the batches of its runs may take; None: as much as there is. A batch counts
+            with all that could come into it, from its opening until its release: a server that
+            opens rounds until it is refused must not learn how many reports have come.
     """
 
     runs: int = sys.maxsize
@@ -31,24 +33,36 @@ class Quota:
                 Refusal.TOO_MANY_RUNS, f"a server has at most {self.runs} that have not ended"
             )
 
-    def check_round(self, runs: Mapping[str, Run], run: Run, least_bytes: int) -> None:
-        """Refuses the server of this run one more open round, or one without room to begin with."""
+    def check_round(
+        self, runs: Mapping[str, Run], run: Run, most_bytes: Callable[[Run], int]
+    ) -> None:
+        """Refuses the server of this run one more open round, or one that may not fit.
+
+        Args:
+            runs: all of them.
+            run: the one whose round is to be opened.
+            most_bytes: how much a batch of a run could take.
+        """
         own = _of(runs, run.owner)
-        if self.room(runs, run.owner) < least_bytes:
-            raise ShufflerRefused(Refusal.STORAGE_FULL, "this server's batches take all its room")
+        wanted = most_bytes(run) + sum(_batches(each) * most_bytes(each) for each in own)
+        if self.disk_bytes is not None and wanted > self.disk_bytes:
+            raise ShufflerRefused(
+                Refusal.STORAGE_FULL,
+                f"with reports of all users the batches of this server would take {wanted / 1e9:g}"
+                f" GB, and they may take {self.disk_bytes / 1e9:g}",
+            )
         taken = [r for r in own if r.opening is not None or r.open_round() is not None]
         if len(taken) >= self.open_rounds:
             raise ShufflerRefused(
                 Refusal.TOO_MANY_ROUNDS, f"a server has at most {self.open_rounds} open at once"
             )
 
-    def room(self, runs: Mapping[str, Run], owner: str) -> int:
-        """How many bytes the batches of a server may still take."""
-        if self.disk_bytes is None:
-            return sys.maxsize
-        spools = [entry.spool for run in _of(runs, owner) for entry in run.rounds.values()]
-        return self.disk_bytes - sum(spool.disk_bytes() for spool in spools if spool is not None)
-
 
 def _of(runs: Mapping[str, Run], owner: str) -> list[Run]:
     return [run for run in runs.values() if run.owner == owner]
+
+
+def _batches(run: Run) -> int:
+    """How many of a run are on the disk; one that is being opened counts once."""
+    held = [e for e in run.rounds.values() if e.spool is not None and e is not run.opening]
+    return len(held) + (run.opening is not None)

@@ -117,9 +117,14 @@ class Run:
     opening: Round | None = None
 
     @property
-    def report_cost(self) -> int:
+    def stored_bytes(self) -> int:
         """How many bytes of the disk a report, or a blanket, takes at most."""
-        return max(slot_bytes(self.report_bytes), PAGE_BYTES) + _OVERHEAD_BYTES
+        return max(slot_bytes(self.report_bytes), PAGE_BYTES)
+
+    @property
+    def report_cost(self) -> int:
+        """The same while it is being stored."""
+        return self.stored_bytes + _OVERHEAD_BYTES
 
     def open_round(self) -> Round | None:
         """The one round that takes reports, if any does."""

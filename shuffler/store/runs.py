@@ -94,7 +94,7 @@ class RunStore:
         self._quota = quota or Quota()
         self._disk = Disk(directory, reserve_bytes)
         self._runs: dict[str, Run] = {}
-        self.batches = OpenBatches(self._runs, self._disk, self._quota, self._randomness)
+        self.batches = OpenBatches(self._runs, self._disk, self._randomness)
         with ExitStack() as files:
             files.callback(os.close, claim_directory(directory))
             anchor = generation or directory / "generation"
@@ -178,7 +178,7 @@ class RunStore:
             raise ShufflerRefused(Refusal.ROUND_NOT_INCREASING)
         if len(run.in_state(RoundState.CLOSED)) >= _MAX_WAITING:
             raise ShufflerRefused(Refusal.TOO_MANY_BATCHES)
-        self._quota.check_round(self._runs, run, self._least_bytes(run))
+        self._quota.check_round(self._runs, run, self._most_bytes)
         run.opening = entry
         return run, entry
 
@@ -307,6 +307,11 @@ class RunStore:
         """How much room a round of a run takes without any report."""
         users = _BYTES_PER_USER * self._users_of(run)
         return users + run.plan.most_blankets * run.report_cost
+
+    def _most_bytes(self, run: Run) -> int:
+        """How much room a round of a run takes when all users have reported."""
+        users = self._users_of(run)
+        return _BYTES_PER_USER * users + (users + run.plan.most_blankets) * run.stored_bytes
 
     def _open_spool(self, run: Run, entry: Round) -> RoundSpool:
         def draw() -> int:

@@ -46,7 +46,6 @@ from shuffler.store.storage import (
 from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 
 _UNKEYED = Checks(b"")
-_BLOCK_BYTES = 512  # in which the system counts what a file takes
 
 
 def delete_batch(path: Path) -> None:
@@ -189,14 +188,6 @@ class RoundSpool:
                 after.write(rows)
             self.count += keep
             self.blankets = after
-
-    def disk_bytes(self) -> int:
-        """How many bytes of the disk its files take; 0 when they are gone."""
-        try:
-            files = self._path.stat(), _reports_path(self._path).stat()
-        except FileNotFoundError:
-            return 0
-        return sum(file.st_blocks for file in files) * _BLOCK_BYTES
 
     def has_reported(self, sender: str, user: int) -> bool:
         """Whether a report of this user is in the batch."""

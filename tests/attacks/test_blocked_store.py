@@ -111,12 +111,13 @@ def test_one_server_cannot_take_what_others_need(memory_path: Path):
     limits = {
         "runs_per_server": 3,
         "open_rounds_per_server": 2,
-        "disk_gigabytes_per_server": 0.001,
+        "disk_gigabytes_per_server": 0.009,
     }
     with ShufflerProcess(memory_path / "spool", authority=authority, limits=limits) as process:
         world = World(process)
-        for run in "abc":
+        for run in "ab":
             world.control.create_run(run, plan(100), 40_000)
+        world.control.create_run("c", plan(1), 40_000)
         with pytest.raises(ShufflerRefused) as refused:
             world.control.create_run("d", plan(100), 40_000)
         assert refused.value.reason is Refusal.TOO_MANY_RUNS
@@ -124,10 +125,9 @@ def test_one_server_cannot_take_what_others_need(memory_path: Path):
         with pytest.raises(ShufflerRefused) as refused:
             world.control.open_round("c", 1, "m", world.public_key)
         assert refused.value.reason is Refusal.TOO_MANY_ROUNDS
-        reports = [(user, os.urandom(40_000)) for user in range(40)]
-        verdicts = world.submit(headers[0], reports) + world.submit(headers[1], reports)
-        assert set(verdicts) == {Verdict.ACCEPTED, Verdict.STORAGE_FULL}
-        assert verdicts.count(Verdict.ACCEPTED) * 40_000 < 1_000_000
+        reports = [(user, os.urandom(40_000)) for user in range(100)]
+        assert set(world.submit(headers[0], reports)) == {Verdict.ACCEPTED}
+        assert set(world.submit(headers[1], reports)) == {Verdict.ACCEPTED}
         other = authority.issue(Role.SERVER, "other")
         with ControlClient(process.address, other) as control:
             world.control.close()
@@ -135,4 +135,28 @@ def test_one_server_cannot_take_what_others_need(memory_path: Path):
             header = world.begin("other's", users=100)
             accepted = world.submit(header, world.reports(header, 2))
         assert accepted == [Verdict.ACCEPTED] * 2
+        world.close()
+
+
+@pytest.mark.parametrize("sent", [0, 100])
+def test_a_server_that_fills_its_room_does_not_learn_how_many_have_reported(
+    sent: int, memory_path: Path
+):
+    """Without cover that number and the released one would tell the number of blankets."""
+    authority, fits = Authority.create(), 9_000_000 // (40_960 + 32) - 100
+    limits = {"disk_gigabytes_per_server": 0.009}
+    with ShufflerProcess(memory_path / "spool", authority=authority, limits=limits) as process:
+        world = World(process)
+        header = world.begin("honest", users=100, report_bytes=40_000)
+        reports = [(user, os.urandom(40_000)) for user in range(sent)]
+        assert world.submit(header, reports) == [Verdict.ACCEPTED] * sent
+        for probe in range(fits - 3, fits + 4):
+            world.control.create_run(str(probe), plan(probe), 40_000)
+            if probe <= fits:
+                world.control.open_round(str(probe), 1, "m", world.public_key)
+                world.control.close_round(str(probe), 1, discard=True)
+                continue
+            with pytest.raises(ShufflerRefused, match="with reports of all users") as refused:
+                world.control.open_round(str(probe), 1, "m", world.public_key)
+            assert refused.value.reason is Refusal.STORAGE_FULL
         world.close()
