@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from accounting import validation
 from accounting.mechanisms import MECHANISMS
-from accounting.validation import Count, Positive, Probability, Rate
+from accounting.validation import ClipNorm, Count, Positive, Probability, Rate
 from server.aggregators import AGGREGATORS
 from server.words import Schedule
 from simulator.engines.table import ENGINES
@@ -26,9 +26,7 @@ class Privacy(Section):
     """The privacy plan, but for n. See `accounting.PrivacyPlan`."""
 
     check_in_rate: Rate
-    clip_norm: float = Field(
-        1.0, ge=1e-18, allow_inf_nan=False, description="a number, at least 1e-18"
-    )
+    clip_norm: ClipNorm = 1.0
     noise_multiplier: float | None = Field(
         None,
         gt=0,

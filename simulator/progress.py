@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from server import RoundRecord
+from simulator.tables import epsilon_text
 
 
 class RoundProgress:
@@ -50,9 +51,9 @@ class RoundProgress:
             self._accuracy = record.accuracy
         accuracy = "" if self._accuracy is None else f"  accuracy {self._accuracy:.1%}"
         reports = f"{record.reports} reports" if record.outcome == "released" else record.outcome
-        status = f"{reports}{accuracy}  ε {record.epsilon:.3f} of {self._target:g}"
+        status = f"{reports}{accuracy}  ε {epsilon_text(record.epsilon)} of {self._target:g}"
         if every_pair is not None:
-            status += f", {every_pair:.3f} for every pair"
+            status += f", {epsilon_text(every_pair)} for every pair"
         if self._started is None:  # after the first round, which warms up
             self._started, speed = time.monotonic(), 1 / record.seconds
         else:

@@ -33,6 +33,7 @@ from simulator.progress import RoundProgress
 from simulator.records import RunRecorder
 from simulator.report import print_summary, summarise
 from simulator.section import ConfigError
+from simulator.tables import epsilon_text
 
 MakeEngine = Callable[[Experiment], Engine]
 
@@ -239,8 +240,8 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
         accountant = ledger.plan.make_accountant()
         if ledger.entries:
             accountant.compose(ledger.plan.event(), len(ledger.entries))
-        epsilon = accountant.get_epsilon(ledger.plan.delta)
-        spent = f"{len(ledger.entries)} rounds spent, ε {epsilon:.4g} by {accountant.name}"
+        epsilon = epsilon_text(accountant.get_epsilon(ledger.plan.delta))
+        spent = f"{len(ledger.entries)} rounds spent, ε {epsilon} by {accountant.name}"
     console.print(
         f"ended early: {spent}; ledger, metrics and checkpoints stay in {folder}", soft_wrap=True
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -73,10 +74,16 @@ def holds_for(row: dict[str, Any]) -> str:
     if row["warning"]:
         text += f" ({row['warning']})"
     if row.get("lower_bound"):
-        text += f"; at least {row['lower_bound']:.4g} for this pair"
+        text += f"; at least {_four_digits(row['lower_bound'], ROUND_FLOOR)} for this pair"
     return text
 
 
 def epsilon_text(epsilon: float | None) -> str:
-    """An ε, or a dash for an accountant that does not price the mechanism."""
-    return "–" if epsilon is None else f"{epsilon:.4g}"
+    """Four digits of an ε, rounded up, or a dash of an accountant that does not price it."""
+    return "–" if epsilon is None else _four_digits(epsilon, ROUND_CEILING)
+
+
+def _four_digits(value: float, rounding: str) -> str:
+    """Rounded in one direction, but for what lies within the errors of floating point."""
+    digits = Context(prec=12).create_decimal_from_float(value)
+    return f"{float(Context(prec=4, rounding=rounding).plus(digits)):.4g}"

@@ -224,7 +224,7 @@ class _Prices(NamedTuple):
         ends = [tuple(block[end] for block in blocks) for end in (0, 1)]
         answers = [(coarse.answer(end, target), fine.answer(end, target)) for end in ends]
         cost = max(rough / max(exact, 1e-300) for rough, exact in answers) - 1.0
-        if cost <= _AGREED:
+        if not _AGREED < cost < math.inf:  # or one of them is too coarse to answer at all
             return fine
         halvings = math.ceil(0.5 * math.log2(cost / _AGREED))
         return on(max(interval, 0.5 * first * math.exp2(-halvings)))

@@ -7,12 +7,13 @@ zero update: by the same arithmetic, so that nothing in a report tells which of 
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 from scipy import linalg
 
-from accounting.validation import Checked, NotNegative, Positive
+from accounting.validation import Checked, ClipNorm, NotNegative
 
 _LARGEST = 2**15 - 1
 _NOISE_RANGE = 12.0  # standard deviations that the grid holds; beyond lie 4e-33 of the law
@@ -24,8 +25,10 @@ class GaussianMechanism(Checked):
 
     Attributes:
         name: Its word in plans.
-        clip_norm: C > 0, the largest Euclidean norm of an update before noise. No ε depends on it.
-        noise_multiplier: z >= 0, the noise's standard deviation in units of C. 0 is not private.
+        clip_norm: C, the largest Euclidean norm of an update before noise, in [1e-18, 1e18]. No ε
+            depends on it.
+        noise_multiplier: z, the noise's standard deviation in units of C, in [0, 1e18]. 0 is not
+            private.
 
     Raises:
         ValueError: A value outside its range.
@@ -36,8 +39,8 @@ class GaussianMechanism(Checked):
     chance to take part at all below δ, ε is 0 for reports without noise."""
 
     name: Literal["gaussian"] = "gaussian"
-    clip_norm: Positive = 1.0
-    noise_multiplier: NotNegative
+    clip_norm: ClipNorm = 1.0
+    noise_multiplier: Annotated[NotNegative, Field(le=1e18, description="a number in [0, 1e18]")]
 
     @property
     def is_private(self) -> bool:
@@ -105,7 +108,7 @@ def clip(update: np.ndarray, clip_norm: float) -> np.ndarray:
 
     Args:
         update: shape (d,), any float type.
-        clip_norm: C > 0.
+        clip_norm: C.
 
     Returns:
         float64 of shape (d,).
@@ -114,4 +117,4 @@ def clip(update: np.ndarray, clip_norm: float) -> np.ndarray:
     if not np.isfinite(wide).all():
         return np.zeros_like(wide)
     norm = float(linalg.norm(wide, check_finite=False))  # BLAS nrm2: no overflow on the way
-    return wide if norm <= clip_norm else wide * (clip_norm / norm)
+    return wide if norm <= clip_norm else wide / (norm / clip_norm)

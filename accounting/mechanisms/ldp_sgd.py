@@ -14,7 +14,7 @@ from pydantic import Field
 from scipy import linalg, special
 
 from accounting.mechanisms.gaussian import clip
-from accounting.validation import Checked, Positive
+from accounting.validation import Checked, ClipNorm, Positive
 
 _LARGEST = 2**15 - 1
 _RANGE = 12.0  # deviations of one entry that the grid holds
@@ -32,7 +32,7 @@ class LdpSgd(Checked):
 
     Attributes:
         name: Its word in plans.
-        clip_norm: C > 0, the largest Euclidean norm of an update. No ε depends on it.
+        clip_norm: C in [1e-18, 1e18], the largest Euclidean norm of an update. No ε depends on it.
         noise_multiplier: z = sqrt(π/2)/t, above sqrt(π/2) by a billionth of it or more: ε₀ < 22.
 
     Raises:
@@ -43,12 +43,13 @@ class LdpSgd(Checked):
     is_private: ClassVar[bool] = True
 
     name: Literal["ldp-sgd"] = "ldp-sgd"
-    clip_norm: Positive = 1.0
+    clip_norm: ClipNorm = 1.0
     noise_multiplier: Annotated[
         Positive,
         Field(
             gt=_ROOT_HALF_PI * (1.0 + 1e-9),  # 1 - t keeps seven digits
-            description="a number above sqrt(pi/2) = 1.2533 with mechanism ldp-sgd",
+            le=1e18,
+            description="a number above sqrt(pi/2) = 1.2533 (at most 1e18) with mechanism ldp-sgd",
         ),
     ]
 

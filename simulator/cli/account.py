@@ -140,7 +140,7 @@ def _print_peers(points: list[int], others: Any) -> None:
     for column in ("rounds", *(peer.name for peer in others)):
         table.add_column(column, justify="right")
     for index, point in enumerate(points):
-        table.add_row(str(point), *(f"{peer.epsilons[index]:.4g}" for peer in others))
+        table.add_row(str(point), *(epsilon_text(peer.epsilons[index]) for peer in others))
     Console().print(table)
     for peer in others:
         typer.echo(f"{peer.name}: {peer.covers}")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from simulator.cli import options
+from simulator.tables import epsilon_text
 
 device_app = typer.Typer(
     help="A device's own ledger: what it was offered, and its owner's limits.",
@@ -63,9 +64,9 @@ def status_command(
         table.add_column(column, justify="right")
     for run, charge in zip(offered, charges, strict=True):
         digest, counts = run.plan.digest()[:12], (str(run.offered), str(run.allotted))
-        table.add_row(run.run_id, digest, run.latest, *counts, f"{charge:.4g}")
+        table.add_row(run.run_id, digest, run.latest, *counts, epsilon_text(charge))
     Console().print(table)
     typer.echo(
-        f"ε of all runs together: {total:.4g} of at most {limits.most_epsilon:g} "
+        f"ε of all runs together: {epsilon_text(total)} of at most {limits.most_epsilon:g} "
         f"({limits.adjacency})"
     )

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from simulator.cli import options
+from simulator.tables import epsilon_text
 
 
 def status_command(
@@ -45,7 +46,8 @@ def status_command(
     if status.why:
         facts.add_row("stopped by", escape(status.why))
     facts.add_row("rounds", f"{status.rounds} of {status.allowed}")
-    facts.add_row("ε", f"{status.epsilon:.4g} of {status.target:g} by {status.accountant}")
+    spent = epsilon_text(status.epsilon)
+    facts.add_row("ε", f"{spent} of {status.target:g} by {status.accountant}")
     if status.accuracy is not None:
         facts.add_row("test accuracy", f"{100 * status.accuracy:.2f}%")
     for address, trouble in status.shufflers.items():

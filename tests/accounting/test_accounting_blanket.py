@@ -301,6 +301,14 @@ def test_monotone_and_never_above_local(rate, noise, log_blankets, rounds, adjac
     assert worse <= epsilon_of(event, rounds, adjacency, accountant="local")
 
 
+def test_a_tiny_delta_has_an_epsilon():
+    """Where a coarse mesh answers nothing the finer one is taken."""
+    event = event_of(0.1, 5.0, 10_000.0)
+    rising = [epsilon_of(event, 10, delta=delta) for delta in (1e-10, 1e-50, 1e-250, 1e-300)]
+    assert rising == sorted(rising)
+    assert rising[-1] <= epsilon_of(event, 10, delta=1e-300, accountant="local") < 50.0
+
+
 def test_it_falls_and_rises_where_it_should():
     base = epsilon_of(event_of(0.2, 1.5, 100.0), 50)
     for safer, rounds in [

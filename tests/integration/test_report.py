@@ -17,6 +17,7 @@ from simulator.grid.page import keep_grid
 from simulator.grid.points import play
 from simulator.grid.settings import Grid
 from simulator.html_page import page_of
+from simulator.tables import epsilon_text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FIGURE_1B = Path(__file__).parents[2] / "benchmarks" / "figure_1b.py"
@@ -95,7 +96,7 @@ def test_the_page_of_a_run_says_what_the_run_says(run_folder, tmp_path):
     summary = json.loads((run_folder / "summary.json").read_bytes())
     assert f"{summary['accuracy']:.2%}" in text
     for name, row in summary["epsilon"].items():
-        assert name in text and row["covers"] in text and f"{row['epsilon']:.4g}" in text
+        assert name in text and row["covers"] in text and epsilon_text(row["epsilon"]) in text
     assert (run_folder / "config.toml").read_text().strip() in text
     assert f"torch {summary['versions']['torch']}" in text
     assert "from seed 7: a simulation, which protects nobody" in text
@@ -121,12 +122,15 @@ def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
     assert "not finished when this was made" in text and "not evaluated yet" in text
     assert re.search(r"rounds spent\s*3\s*released\s*2\s*spent, without a row\s*1", text)
     told = json.loads(CliRunner().invoke(app, ["account", str(folder), "--json"]).stdout)
-    assert f"{told['blanket']['epsilon']:.4g}" in text and f"{told['pld']['epsilon']:.4g}" in text
+    assert (
+        epsilon_text(told["blanket"]["epsilon"]) in text
+        and epsilon_text(told["pld"]["epsilon"]) in text
+    )
     plan = json.loads((folder / "plan.json").read_bytes())
     (folder / "plan.json").write_text(json.dumps(plan | {"accountant": "blanket"}))
     text = check_alone(page_of(folder))  # where too few may have been there, nothing counts on them
-    assert f"{told['blanket']['epsilon']:.4g}" in text
-    assert f"{told['pld']['epsilon']:.4g}" not in text
+    assert epsilon_text(told["blanket"]["epsilon"]) in text
+    assert epsilon_text(told["pld"]["epsilon"]) not in text
     for name in ("metrics.jsonl", "ledger.jsonl"):  # before the first round
         (folder / name).unlink()
     assert re.search(r"rounds spent\s*0", check_alone(page_of(folder)))
@@ -141,7 +145,7 @@ def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
     assert len(played) == 2
     for result in played:
         assert f"{100 * result['accuracy']:.2f}" in text
-        assert f"{result['epsilon']['blanket']:.4g}" in text
+        assert epsilon_text(result["epsilon"]["blanket"]) in text
     assert "2 of 4" in text and "shufl experiment <tiny>" in text
     assert "other, 1, seed 3: no <i>luck</i>" in text
     assert re.search(r"missing\s*other, 3, seed 3", text)

@@ -35,6 +35,23 @@ def test_the_papers_setting_by_every_accountant():
     assert epsilons["blanket"] is None  # no --blankets
 
 
+def test_what_is_printed_is_no_less_than_what_was_computed():
+    """An ε in four digits is rounded up, a lower bound down."""
+    result = json.loads(shufl(f"account {PAPER} --json").stdout)
+    table = shufl(f"account {PAPER}").stdout
+    below = 0
+    for name, row in result.items():
+        line = next(line for line in table.splitlines() if f"│ {name} " in line)
+        printed = line.split("│")[2].strip()
+        if row["epsilon"] is not None:
+            assert row["epsilon"] <= float(printed) <= row["epsilon"] * 1.001
+            below += float(f"{row['epsilon']:.4g}") < row["epsilon"]
+        if row.get("lower_bound"):
+            least = float(table.split("at least ")[1].split()[0])
+            assert row["lower_bound"] * 0.999 <= least <= row["lower_bound"]
+    assert below  # to the nearest digit some would have been less
+
+
 def small_plan(**changes):
     return make_plan(
         users=500,

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from clients import load_device
 from shuffler import RoundHeader
 from simulator.cli.__main__ import app
+from simulator.tables import epsilon_text
 
 OWNER = 'ledger = "device.db"\nmost_epsilon = 50.0\ndelta = 1e-5\n'
 
@@ -46,7 +47,7 @@ def test_the_status_tells_what_was_spent_and_for_whom(tmp_path):
     assert told["epsilon"] == sum(charges)
     text = run(path).stdout
     assert "first" in text
-    assert f"all runs together: {sum(charges):.4g} of at most 50" in text
+    assert f"all runs together: {epsilon_text(sum(charges))} of at most 50" in text
 
 
 def test_a_ledger_that_is_not_there_is_one_line_and_is_not_made(tmp_path):
