@@ -72,8 +72,8 @@ async def count_bytes(request_iterator, context):
     total = reports = 0
     async for request in request_iterator:
         total += len(request.sealed)
-        reports += not request.more
-        if reports == 64 or (len(request.sealed) > 50_000 and not request.more):
+        reports += 0 if request.more else max(len(request.users), 1)
+        if reports >= 64 or (len(request.sealed) > 50_000 and not request.more):
             await context.write(shuffler_pb2.SubmitReply(verdicts=[1] * reports))
             reports = 0
     await context.write(shuffler_pb2.SubmitReply(verdicts=[1] * reports))

@@ -67,14 +67,8 @@ def report(
 ) -> Report:
     """As the store gets it, of a round with the model "model" and `PUBLIC_KEY`."""
     header = RoundHeader(run_id, round, "model", digest, KEY_DIGEST)
-    request = shuffler_pb2.SubmitRequest(
-        run_id=run_id,
-        round=round,
-        commitment=header.commitment,
-        user=user,
-        sealed=sealed,
-    )
-    return Report(request, Caller(Role.NODE, "node", 2**32), slot)
+    caller = Caller(Role.NODE, "node", 2**32)
+    return Report(run_id, round, header.commitment, user, sealed, caller, slot)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Intake:
 
     async def submit(self, report: Report) -> asyncio.Future[Verdict]:
         """Queues a report, once there is room; its verdict comes with the future."""
-        size = len(report.request.sealed)
+        size = len(report.sealed)
         while self._items and (
             len(self._items) >= _QUEUE_REPORTS or self._bytes + size > _QUEUE_BYTES
         ):
@@ -75,12 +75,12 @@ class Intake:
         """The next call, or as many of the next reports as one commit may hold."""
         group, size = [self._items.popleft()], 0
         while isinstance(group[-1][0], Report):
-            size += len(group[-1][0].request.sealed)
+            size += len(group[-1][0].sealed)
             following = self._items[0][0] if self._items else None
             if (
                 not isinstance(following, Report)
                 or len(group) == _GROUP_REPORTS
-                or size + len(following.request.sealed) > _GROUP_BYTES
+                or size + len(following.sealed) > _GROUP_BYTES
             ):
                 break
             group.append(self._items.popleft())

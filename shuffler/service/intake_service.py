@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,6 +31,9 @@ _STREAM_REPORTS = 512  # of one stream, read and not yet answered
 _WRITE_BYTES = 2**19  # of a report in pieces, at once
 _ENDLESS = ShufflerRefused(Refusal.MALFORMED, "a report that does not end")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
+_NO_REPORTS = ShufflerRefused(
+    Refusal.MALFORMED, "a message has one report for each user that it names, or a piece of one"
+)
 
 
 class IntakeService:
@@ -96,19 +101,17 @@ class IntakeService:
             try:
                 read = self._gate.read
                 while (message := await read(context, caller, stream)) is not grpc.aio.EOF:
-                    await window.acquire()
-                    if self._pace is not None:
-                        delay = self._pace.delay(caller.name, time.monotonic())
-                        stream.hold_up(delay)
-                        await asyncio.sleep(delay)
-                    if message.more and not message.sealed:
-                        raise _EMPTY_PIECE
-                    report = Report(message, caller)
-                    if message.more:
-                        answers.append(await self._in_pieces(report, slots, context, stream))
-                    else:
-                        answers.append(await self._intake.submit(report))
-                    arrived.set()
+                    for report in _reports(message, caller):
+                        await window.acquire()
+                        if self._pace is not None:
+                            delay = self._pace.delay(caller.name, time.monotonic())
+                            stream.hold_up(delay)
+                            await asyncio.sleep(delay)
+                        if message.more:
+                            answers.append(await self._in_pieces(report, slots, context, stream))
+                        else:
+                            answers.append(await self._intake.submit(report))
+                        arrived.set()
             finally:
                 slots.close()
                 reading = False
@@ -124,8 +127,9 @@ class IntakeService:
                 verdicts = [await answers.popleft()]
                 while answers and answers[0].done():
                     verdicts.append(answers.popleft().result())
-                for verdict in verdicts:  # first: with the answer the caller may end this call
-                    self._metrics.reports.labels(verdict.name).inc()
+                for verdict, count in Counter(verdicts).items():
+                    # First: with the answer the caller may end this call.
+                    self._metrics.reports.labels(verdict.name).inc(count)
                 if Verdict.ACCEPTED in verdicts:
                     stream.bring()
                 else:
@@ -145,10 +149,10 @@ class IntakeService:
         self, report: Report, slots: _Slots, context: grpc.aio.ServicerContext, stream: Stream
     ) -> asyncio.Future[Any]:
         """Passes the pieces of one report on to the disk, one while the next is received."""
-        slot = await slots.take(report)
         loop = asyncio.get_running_loop()
-        pieces, more = [report.request.sealed], True
-        report.request.ClearField("sealed")  # a report waits for its verdict without its bytes
+        pieces, more = [report.sealed], True
+        report = dataclasses.replace(report, sealed=b"")  # it waits for its verdict without them
+        slot = await slots.take(report)
         length = held = len(pieces[0])
         written: asyncio.Future[None] = _done(loop, None)
         try:
@@ -173,11 +177,28 @@ class IntakeService:
                     pieces, held = [], 0
             await written
             if isinstance(slot, Slot):
-                return await self._intake.submit(Report(report.request, report.caller, slot))
+                return await self._intake.submit(dataclasses.replace(report, slot=slot))
             return _done(loop, slot)
         except BaseException:
             written.add_done_callback(lambda _: slots.give_up(slot))  # not while it is written
             raise
+
+
+def _reports(message: Any, caller: Caller) -> Iterator[Report]:
+    """The reports in a message, one by one; of one in pieces, with the first piece.
+
+    Raises:
+        ShufflerRefused: they are not of one length, there is none, or more than one in pieces.
+    """
+    sealed, users = message.sealed, message.users
+    if message.more and not sealed:
+        raise _EMPTY_PIECE
+    if not users or len(sealed) % len(users) or (message.more and len(users) > 1):
+        raise _NO_REPORTS
+    length = len(sealed) // len(users)
+    about = message.run_id, message.round, message.commitment
+    for place, user in enumerate(users):
+        yield Report(*about, user, sealed[place * length : (place + 1) * length], caller)
 
 
 class _Slots:
@@ -195,8 +216,7 @@ class _Slots:
 
     async def take(self, report: Report) -> Slot | Verdict:
         """A slot for a report, or why it would not be accepted."""
-        about = report.request
-        round = about.run_id, str(about.round), about.commitment
+        round = report.run_id, str(report.round), report.commitment
         if round != self._round:
             self.close()
         slot = await self._wait() if self._next is not None else None

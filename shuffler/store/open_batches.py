@@ -19,7 +19,6 @@ from shuffler.store.storage import Disk, storage_errors, storage_verdict
 from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 from shuffler.wire.reports import empty_report, encode_report, report_length
 from shuffler.wire.sealing import payload_length, seal
-from shuffler.wire.shuffler_pb2 import SubmitRequest
 
 _BLANKET_BYTES = 2**22  # made at once, at most
 _BLANKETS = 256  # the same
@@ -30,12 +29,20 @@ class Report:
     """One sealed report as it was submitted.
 
     Attributes:
-        request: the message; `sealed` is empty where the report came in pieces.
+        run_id: for which run it was submitted.
+        round: for which round.
+        commitment: what its sender was shown of the round.
+        user: which of the sender's users reports.
+        sealed: empty where the report came in pieces.
         caller: who submitted it, and for how many users it speaks.
         slot: where the pieces are.
     """
 
-    request: SubmitRequest
+    run_id: str
+    round: int
+    commitment: str
+    user: int
+    sealed: bytes
     caller: Caller
     slot: Slot | None = None
 
@@ -74,7 +81,7 @@ class OpenBatches:
         groups: dict[str, list[int]] = {}  # a run has one open round
         for index, report in enumerate(reports):
             if verdicts[index] is Verdict.ACCEPTED:
-                groups.setdefault(report.request.run_id, []).append(index)
+                groups.setdefault(report.run_id, []).append(index)
             elif report.slot is not None:
                 report.slot.give_up()
         for run_id, indices in groups.items():
@@ -89,11 +96,11 @@ class OpenBatches:
         `write` writes the pieces; then `accept` takes the report, or the slot is given up.
         """
         verdict = self._examine(report, whole=False)
-        spool = self._spool(report.request.run_id)
+        spool = self._spool(report.run_id)
         if verdict is not Verdict.ACCEPTED or spool is None:
             return verdict
         try:
-            if spool.has_reported(report.caller.name, report.request.user):
+            if spool.has_reported(report.caller.name, report.user):
                 return Verdict.DUPLICATE
             if self._disk.room() < 0:
                 return Verdict.STORAGE_FULL
@@ -139,20 +146,19 @@ class OpenBatches:
 
     def _examine(self, report: Report, whole: bool = True) -> Verdict:
         """The verdict on a report by all rules but the batch's own; `whole`: all of it is there."""
-        request, slot = report.request, report.slot
-        run = self._runs.get(request.run_id)
+        slot, run = report.slot, self._runs.get(report.run_id)
         if run is None:
             return Verdict.UNKNOWN_RUN
-        entry = run.rounds.get(request.round)
+        entry = run.rounds.get(report.round)
         if entry is None or entry.state is not RoundState.OPEN:
             return Verdict.ROUND_NOT_OPEN
-        if request.commitment != run.header(entry).commitment:
+        if report.commitment != run.header(entry).commitment:
             return Verdict.WRONG_COMMITMENT
-        if request.user >= min(report.caller.users, run.plan.users):
+        if report.user >= min(report.caller.users, run.plan.users):
             return Verdict.BAD_SENDER
         if slot is not None and slot.verdict is not Verdict.ACCEPTED:
             return slot.verdict
-        fits = slot.complete if slot is not None else len(request.sealed) == run.report_bytes
+        fits = slot.complete if slot is not None else len(report.sealed) == run.report_bytes
         return Verdict.ACCEPTED if fits or not whole else Verdict.WRONG_LENGTH
 
     def _store(self, run_id: str, reports: Sequence[Report]) -> list[Verdict]:
@@ -161,7 +167,7 @@ class OpenBatches:
         assert spool is not None
         room = max(0, self._disk.room() // self._runs[run_id].report_cost)
         rows = [
-            (report.caller.name, report.request.user, report.slot or report.request.sealed)
+            (report.caller.name, report.user, report.slot or report.sealed)
             for report in reports[:room]
         ]
         try:

@@ -29,6 +29,8 @@ from shuffler.wire.stub import Stub
 
 _WINDOW_REPORTS = 256  # of one stream, sent and not yet answered
 _WINDOW_BYTES = 32 * 2**20
+_HELD_SECONDS = 0.02  # a report waits so long for others of its message
+_SEND: Any = object()
 
 
 class IntakeClient(Connection):
@@ -182,7 +184,7 @@ class _Reports:
             self._open()
         self.waiting.append((user, sealed))
         self._bytes += len(sealed)
-        self._put(user, sealed)
+        self._requests.put((user, sealed))
 
     def end(self) -> None:
         """There are no more reports."""
@@ -217,9 +219,9 @@ class _Reports:
         self._requests = queue.SimpleQueue()
         stub = Stub("Intake", self._client.connected())
         with self._client.errors():
-            self._answers = Answers(stub.Submit(iter(self._requests.get, None)))
-        for user, sealed in self.waiting:
-            self._put(user, sealed)
+            self._answers = Answers(stub.Submit(_messages(self._requests, self._about)))
+        for report in self.waiting:
+            self._requests.put(report)
         if self._all_sent:
             self._requests.put(None)
 
@@ -233,6 +235,7 @@ class _Reports:
                 if self._answers is None:
                     self._open()
                 assert self._answers is not None
+                self._requests.put(_SEND)
                 until = min(time.monotonic() + self._client.timeout, retries.until)
                 reply = self._answers.next(until)
                 if reply is None:
@@ -246,11 +249,52 @@ class _Reports:
             if not (isinstance(error, ShufflerRefused) and error.reason is Refusal.IDLE):
                 retries.wait(error)
 
-    def _put(self, user: int, sealed: bytes) -> None:
-        """Queues the messages that carry one report."""
-        about = {**self._about, "user": user}  # the first says what it is
-        for start in range(0, max(len(sealed), 1), PIECE_BYTES):
-            end = start + PIECE_BYTES
-            piece, more = sealed[start:end], end < len(sealed)
-            self._requests.put(shuffler_pb2.SubmitRequest(sealed=piece, more=more, **about))
-            about = {}
+
+def _messages(items: queue.SimpleQueue[Any], about: dict[str, Any]) -> Iterator[Any]:
+    """The messages of one call: in one as many reports as fit and come within a moment.
+
+    Args:
+        items: pairs of user and sealed report; `_SEND`, where no more will come before those that
+            are here are sent; None at the end.
+        about: what a message says of the round.
+    """
+    held: list[tuple[int, bytes]] = []
+    until = 0.0
+    while True:
+        try:
+            item = items.get(timeout=max(until - time.monotonic(), 0.0) if held else None)
+        except queue.Empty:
+            item = _SEND
+        if held and not _fits(item, held):
+            users, reports = zip(*held, strict=True)
+            yield shuffler_pb2.SubmitRequest(users=users, sealed=b"".join(reports), **about)
+            held = []
+        if item is None:
+            return
+        if item is _SEND:
+            continue
+        user, sealed = item
+        if len(sealed) > PIECE_BYTES:
+            yield from _pieces(user, sealed, about)
+            continue
+        if not held:
+            until = time.monotonic() + _HELD_SECONDS
+        held.append(item)
+
+
+def _fits(item: Any, held: list[tuple[int, bytes]]) -> bool:
+    """Whether the next item is a report that fits into one message with these."""
+    length = len(held[0][1])
+    if item is None or item is _SEND or len(item[1]) != length:
+        return False
+    return length * (len(held) + 1) <= PIECE_BYTES
+
+
+def _pieces(user: int, sealed: bytes, about: dict[str, Any]) -> Iterator[Any]:
+    """The messages that carry one long report; the first says what it is."""
+    first = {**about, "users": [user]}
+    for start in range(0, len(sealed), PIECE_BYTES):
+        end = start + PIECE_BYTES
+        piece, more = sealed[start:end], end < len(sealed)
+        yield shuffler_pb2.SubmitRequest(sealed=piece, more=more, **first)
+        first = {}

@@ -24,53 +24,53 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshuffler/wire/shuffler.proto\x12\x08shufl.v1\"\x1f\n\x0e\x45ntriesRequest\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\"\x1f\n\x0c\x45ntriesReply\x12\x0f\n\x07\x65ntries\x18\x01 \x03(\t\"n\n\rSubmitRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\x12\x0c\n\x04user\x18\x04 \x01(\x04\x12\x0e\n\x06sealed\x18\x05 \x01(\x0c\x12\x0c\n\x04more\x18\x06 \x01(\x08\"A\n\x0c\x41greeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\" \n\nAgreeReply\x12\x12\n\ncommitment\x18\x01 \x01(\t\"2\n\x0bSubmitReply\x12#\n\x08verdicts\x18\x01 \x03(\x0e\x32\x11.shufl.v1.Verdict\"F\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12\x14\n\x0creport_bytes\x18\x03 \x01(\x04\"%\n\x0e\x43reateRunReply\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\"[\n\x10OpenRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12\x12\n\npublic_key\x18\x04 \x01(\x0c\"\x10\n\x0eOpenRoundReply\"C\n\x11\x43loseRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0f\n\x07\x64iscard\x18\x03 \x01(\x08\"5\n\x0f\x43loseRoundReply\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.shufl.v1.Outcome\"/\n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\",\n\x0cReleaseChunk\x12\x0e\n\x06sealed\x18\x01 \x03(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\x1f\n\rEndRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\r\n\x0b\x45ndRunReply*\xd2\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x0f\n\x0bUNKNOWN_RUN\x10\x02\x12\x12\n\x0eROUND_NOT_OPEN\x10\x03\x12\r\n\tDUPLICATE\x10\x04\x12\x10\n\x0cWRONG_LENGTH\x10\x05\x12\x14\n\x10WRONG_COMMITMENT\x10\x06\x12\x0e\n\nBAD_SENDER\x10\x07\x12\x0e\n\nROUND_FULL\x10\x08\x12\x10\n\x0cSTORAGE_FULL\x10\t\x12\x12\n\x0eSTORAGE_FAILED\x10\n*T\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nRELEASABLE\x10\x01\x12\x11\n\rBELOW_MINIMUM\x10\x02\x12\r\n\tDISCARDED\x10\x03\x32}\n\x06Intake\x12\x35\n\x05\x41gree\x12\x16.shufl.v1.AgreeRequest\x1a\x14.shufl.v1.AgreeReply\x12<\n\x06Submit\x12\x17.shufl.v1.SubmitRequest\x1a\x15.shufl.v1.SubmitReply(\x01\x30\x01\x32\x45\n\x06Record\x12;\n\x07\x45ntries\x12\x18.shufl.v1.EntriesRequest\x1a\x16.shufl.v1.EntriesReply2\xce\x02\n\x07\x43ontrol\x12\x41\n\tCreateRun\x12\x1a.shufl.v1.CreateRunRequest\x1a\x18.shufl.v1.CreateRunReply\x12\x41\n\tOpenRound\x12\x1a.shufl.v1.OpenRoundRequest\x1a\x18.shufl.v1.OpenRoundReply\x12\x44\n\nCloseRound\x12\x1b.shufl.v1.CloseRoundRequest\x1a\x19.shufl.v1.CloseRoundReply\x12=\n\x07Release\x12\x18.shufl.v1.ReleaseRequest\x1a\x16.shufl.v1.ReleaseChunk0\x01\x12\x38\n\x06\x45ndRun\x12\x17.shufl.v1.EndRunRequest\x1a\x15.shufl.v1.EndRunReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshuffler/wire/shuffler.proto\x12\x08shufl.v1\"\x1f\n\x0e\x45ntriesRequest\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\"\x1f\n\x0c\x45ntriesReply\x12\x0f\n\x07\x65ntries\x18\x01 \x03(\t\"o\n\rSubmitRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\x12\r\n\x05users\x18\x04 \x03(\x06\x12\x0e\n\x06sealed\x18\x05 \x01(\x0c\x12\x0c\n\x04more\x18\x06 \x01(\x08\"A\n\x0c\x41greeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\" \n\nAgreeReply\x12\x12\n\ncommitment\x18\x01 \x01(\t\"2\n\x0bSubmitReply\x12#\n\x08verdicts\x18\x01 \x03(\x0e\x32\x11.shufl.v1.Verdict\"F\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12\x14\n\x0creport_bytes\x18\x03 \x01(\x04\"%\n\x0e\x43reateRunReply\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\"[\n\x10OpenRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12\x12\n\npublic_key\x18\x04 \x01(\x0c\"\x10\n\x0eOpenRoundReply\"C\n\x11\x43loseRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0f\n\x07\x64iscard\x18\x03 \x01(\x08\"5\n\x0f\x43loseRoundReply\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.shufl.v1.Outcome\"/\n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\",\n\x0cReleaseChunk\x12\x0e\n\x06sealed\x18\x01 \x03(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\x1f\n\rEndRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\r\n\x0b\x45ndRunReply*\xd2\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x0f\n\x0bUNKNOWN_RUN\x10\x02\x12\x12\n\x0eROUND_NOT_OPEN\x10\x03\x12\r\n\tDUPLICATE\x10\x04\x12\x10\n\x0cWRONG_LENGTH\x10\x05\x12\x14\n\x10WRONG_COMMITMENT\x10\x06\x12\x0e\n\nBAD_SENDER\x10\x07\x12\x0e\n\nROUND_FULL\x10\x08\x12\x10\n\x0cSTORAGE_FULL\x10\t\x12\x12\n\x0eSTORAGE_FAILED\x10\n*T\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nRELEASABLE\x10\x01\x12\x11\n\rBELOW_MINIMUM\x10\x02\x12\r\n\tDISCARDED\x10\x03\x32}\n\x06Intake\x12\x35\n\x05\x41gree\x12\x16.shufl.v1.AgreeRequest\x1a\x14.shufl.v1.AgreeReply\x12<\n\x06Submit\x12\x17.shufl.v1.SubmitRequest\x1a\x15.shufl.v1.SubmitReply(\x01\x30\x01\x32\x45\n\x06Record\x12;\n\x07\x45ntries\x12\x18.shufl.v1.EntriesRequest\x1a\x16.shufl.v1.EntriesReply2\xce\x02\n\x07\x43ontrol\x12\x41\n\tCreateRun\x12\x1a.shufl.v1.CreateRunRequest\x1a\x18.shufl.v1.CreateRunReply\x12\x41\n\tOpenRound\x12\x1a.shufl.v1.OpenRoundRequest\x1a\x18.shufl.v1.OpenRoundReply\x12\x44\n\nCloseRound\x12\x1b.shufl.v1.CloseRoundRequest\x1a\x19.shufl.v1.CloseRoundReply\x12=\n\x07Release\x12\x18.shufl.v1.ReleaseRequest\x1a\x16.shufl.v1.ReleaseChunk0\x01\x12\x38\n\x06\x45ndRun\x12\x17.shufl.v1.EndRunRequest\x1a\x15.shufl.v1.EndRunReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shuffler.wire.shuffler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICT']._serialized_start=863
-  _globals['_VERDICT']._serialized_end=1073
-  _globals['_OUTCOME']._serialized_start=1075
-  _globals['_OUTCOME']._serialized_end=1159
+  _globals['_VERDICT']._serialized_start=864
+  _globals['_VERDICT']._serialized_end=1074
+  _globals['_OUTCOME']._serialized_start=1076
+  _globals['_OUTCOME']._serialized_end=1160
   _globals['_ENTRIESREQUEST']._serialized_start=42
   _globals['_ENTRIESREQUEST']._serialized_end=73
   _globals['_ENTRIESREPLY']._serialized_start=75
   _globals['_ENTRIESREPLY']._serialized_end=106
   _globals['_SUBMITREQUEST']._serialized_start=108
-  _globals['_SUBMITREQUEST']._serialized_end=218
-  _globals['_AGREEREQUEST']._serialized_start=220
-  _globals['_AGREEREQUEST']._serialized_end=285
-  _globals['_AGREEREPLY']._serialized_start=287
-  _globals['_AGREEREPLY']._serialized_end=319
-  _globals['_SUBMITREPLY']._serialized_start=321
-  _globals['_SUBMITREPLY']._serialized_end=371
-  _globals['_CREATERUNREQUEST']._serialized_start=373
-  _globals['_CREATERUNREQUEST']._serialized_end=443
-  _globals['_CREATERUNREPLY']._serialized_start=445
-  _globals['_CREATERUNREPLY']._serialized_end=482
-  _globals['_OPENROUNDREQUEST']._serialized_start=484
-  _globals['_OPENROUNDREQUEST']._serialized_end=575
-  _globals['_OPENROUNDREPLY']._serialized_start=577
-  _globals['_OPENROUNDREPLY']._serialized_end=593
-  _globals['_CLOSEROUNDREQUEST']._serialized_start=595
-  _globals['_CLOSEROUNDREQUEST']._serialized_end=662
-  _globals['_CLOSEROUNDREPLY']._serialized_start=664
-  _globals['_CLOSEROUNDREPLY']._serialized_end=717
-  _globals['_RELEASEREQUEST']._serialized_start=719
-  _globals['_RELEASEREQUEST']._serialized_end=766
-  _globals['_RELEASECHUNK']._serialized_start=768
-  _globals['_RELEASECHUNK']._serialized_end=812
-  _globals['_ENDRUNREQUEST']._serialized_start=814
-  _globals['_ENDRUNREQUEST']._serialized_end=845
-  _globals['_ENDRUNREPLY']._serialized_start=847
-  _globals['_ENDRUNREPLY']._serialized_end=860
-  _globals['_INTAKE']._serialized_start=1161
-  _globals['_INTAKE']._serialized_end=1286
-  _globals['_RECORD']._serialized_start=1288
-  _globals['_RECORD']._serialized_end=1357
-  _globals['_CONTROL']._serialized_start=1360
-  _globals['_CONTROL']._serialized_end=1694
+  _globals['_SUBMITREQUEST']._serialized_end=219
+  _globals['_AGREEREQUEST']._serialized_start=221
+  _globals['_AGREEREQUEST']._serialized_end=286
+  _globals['_AGREEREPLY']._serialized_start=288
+  _globals['_AGREEREPLY']._serialized_end=320
+  _globals['_SUBMITREPLY']._serialized_start=322
+  _globals['_SUBMITREPLY']._serialized_end=372
+  _globals['_CREATERUNREQUEST']._serialized_start=374
+  _globals['_CREATERUNREQUEST']._serialized_end=444
+  _globals['_CREATERUNREPLY']._serialized_start=446
+  _globals['_CREATERUNREPLY']._serialized_end=483
+  _globals['_OPENROUNDREQUEST']._serialized_start=485
+  _globals['_OPENROUNDREQUEST']._serialized_end=576
+  _globals['_OPENROUNDREPLY']._serialized_start=578
+  _globals['_OPENROUNDREPLY']._serialized_end=594
+  _globals['_CLOSEROUNDREQUEST']._serialized_start=596
+  _globals['_CLOSEROUNDREQUEST']._serialized_end=663
+  _globals['_CLOSEROUNDREPLY']._serialized_start=665
+  _globals['_CLOSEROUNDREPLY']._serialized_end=718
+  _globals['_RELEASEREQUEST']._serialized_start=720
+  _globals['_RELEASEREQUEST']._serialized_end=767
+  _globals['_RELEASECHUNK']._serialized_start=769
+  _globals['_RELEASECHUNK']._serialized_end=813
+  _globals['_ENDRUNREQUEST']._serialized_start=815
+  _globals['_ENDRUNREQUEST']._serialized_end=846
+  _globals['_ENDRUNREPLY']._serialized_start=848
+  _globals['_ENDRUNREPLY']._serialized_end=861
+  _globals['_INTAKE']._serialized_start=1162
+  _globals['_INTAKE']._serialized_end=1287
+  _globals['_RECORD']._serialized_start=1289
+  _globals['_RECORD']._serialized_end=1358
+  _globals['_CONTROL']._serialized_start=1361
+  _globals['_CONTROL']._serialized_end=1695
 # @@protoc_insertion_point(module_scope)

@@ -32,7 +32,7 @@ def test_six_users_with_junk_do_not_hold_all_streams(idle: float):
 
         def junk():
             while not stop.is_set():
-                yield shuffler_pb2.SubmitRequest(run_id="nobody")
+                yield shuffler_pb2.SubmitRequest(run_id="nobody", users=[0])
                 stop.wait(IDLE / 6)
 
         with raw_channel(world, own) as channel:
@@ -75,7 +75,7 @@ def test_a_report_that_never_ends_keeps_no_stream():
         stop = threading.Event()
 
         def trickle():
-            yield shuffler_pb2.SubmitRequest(**first, sealed=b"x", more=True)
+            yield shuffler_pb2.SubmitRequest(**first, users=[0], sealed=b"x", more=True)
             while not stop.wait(IDLE / 6):
                 yield shuffler_pb2.SubmitRequest(sealed=b"x", more=True)
 

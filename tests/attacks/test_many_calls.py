@@ -105,7 +105,7 @@ def test_calls_that_are_open_when_their_certificate_expires_are_ended():
         days = datetime.timedelta(seconds=6) / datetime.timedelta(days=1)
         node = authority.issue(Role.NODE, "node", users=1, days=days)
         server = authority.issue(Role.SERVER, "server", days=days)  # the same name: the run's owner
-        quiet = Silence(shuffler_pb2.SubmitRequest(run_id="nobody"))
+        quiet = Silence(shuffler_pb2.SubmitRequest(run_id="nobody", users=[0]))
         with raw_channel(world, node) as channel, ControlClient(process.address, server) as control:
             answers = Stub("Intake", channel).Submit(iter(quiet), timeout=60)
             assert len(next(answers).verdicts) == 1

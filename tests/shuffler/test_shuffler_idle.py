@@ -119,7 +119,7 @@ def test_a_node_that_does_not_take_its_answers_is_ended_and_keeps_only_itself_ou
 
     def requests():
         while not stop.is_set():
-            yield shuffler_pb2.SubmitRequest(run_id="nobody")
+            yield shuffler_pb2.SubmitRequest(run_id="nobody", users=[0])
             time.sleep(0.001)
 
     with raw_channel(world, deaf, NO_WINDOW) as channel:

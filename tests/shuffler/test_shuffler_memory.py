@@ -68,7 +68,7 @@ def pieces(header, count: int, more: bool, user: int = 0):
             run_id=header.run_id,
             round=header.round,
             commitment=header.commitment,
-            user=user,
+            users=[user],
             sealed=bytes(PIECE_BYTES),
             more=more or number < count - 1,
         )

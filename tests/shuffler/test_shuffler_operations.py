@@ -224,7 +224,7 @@ def test_silent_streams_of_one_credential_are_ended_and_an_honest_node_gets_thro
     )
     header = world.begin()
     one = authority.issue(Role.NODE, "one-user", users=1)
-    piece = shuffler_pb2.SubmitRequest(run_id="run", round=1, sealed=b"x", more=True)
+    piece = shuffler_pb2.SubmitRequest(run_id="run", round=1, users=[0], sealed=b"x", more=True)
     silences = [Silence(), Silence(), Silence(piece), Silence(piece, piece)]
     with raw_channel(world, one) as channel:
         calls = [Stub("Intake", channel).Submit(iter(quiet), timeout=60) for quiet in silences]
@@ -249,7 +249,7 @@ def test_an_empty_piece_ends_the_stream(shared: World, pieces: tuple[bytes]):
     shared.begin(run)
     requests = Silence(
         *(
-            shuffler_pb2.SubmitRequest(run_id=run, round=1, sealed=sealed, more=True)
+            shuffler_pb2.SubmitRequest(run_id=run, round=1, users=[0], sealed=sealed, more=True)
             for sealed in pieces
         )
     )
@@ -312,10 +312,27 @@ REQUESTS = st.builds(
     run_id=st.sampled_from(["run", "", "nun"]),
     round=st.integers(0, 2**64 - 1) | st.just(1),
     commitment=st.text(max_size=70),
-    user=st.integers(0, 2**64 - 1) | st.integers(0, 60),
-    sealed=st.binary(max_size=100) | st.binary(min_size=64, max_size=64),
+    users=st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 60), max_size=3),
+    sealed=st.binary(max_size=100) | st.sampled_from([b"a" * 64, b"a" * 128]),
     more=st.booleans(),
 )
+
+
+def verdicts_due(requests) -> tuple[int, bool]:
+    """How many reports are whole before something is malformed, and whether nothing is."""
+    due, in_pieces = 0, False
+    for request in requests:
+        users = len(request.users)
+        if (in_pieces or request.more) and not request.sealed:
+            return due, False
+        if not in_pieces:
+            if not users or len(request.sealed) % users or (request.more and users > 1):
+                return due, False
+            due += 0 if request.more else users
+        elif not request.more:
+            due += 1
+        in_pieces = request.more
+    return due, not in_pieces
 
 
 @pytest.mark.slow
@@ -330,7 +347,7 @@ def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, 
         if right:
             request.round, request.run_id = 1, "run"
             request.commitment = RoundHeader("run", 1, "m", digest, KEY_DIGEST).commitment
-    whole = sum(not request.more for request in requests)
+    due, good = verdicts_due(requests)
     with raw_channel(world) as channel:
         call = channel.stream_stream(
             "/shufl.v1.Intake/Submit",
@@ -343,16 +360,9 @@ def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, 
                 verdicts += reply.verdicts
         except grpc.RpcError as error:
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            # The last report does not end, or a piece is empty.
-            pieces = [
-                request
-                for before, request in zip([None, *requests], requests, strict=False)
-                if request.more or (before is not None and before.more)
-            ]
-            assert requests[-1].more or not all(request.sealed for request in pieces)
-            assert len(verdicts) <= whole
+            assert not good and len(verdicts) <= due
         else:
-            assert len(verdicts) == whole
+            assert good and len(verdicts) == due
     assert all(Verdict(verdict) for verdict in verdicts)
 
 
@@ -363,7 +373,7 @@ METHODS = {
         round=1,
         commitment="c" * 64,
         sealed=b"x" * 64,
-        user=3,
+        users=[3],
         more=True,
     ),
     "/shufl.v1.Control/CreateRun": shuffler_pb2.CreateRunRequest(

@@ -88,7 +88,7 @@ def attempt(channel: grpc.Channel, call: str) -> grpc.StatusCode:
     control, pb = Stub("Control", channel), shuffler_pb2
     calls: dict[str, Callable[[], object]] = {
         "Submit": lambda: list(
-            Stub("Intake", channel).Submit(iter([pb.SubmitRequest(run_id="nobody")]))
+            Stub("Intake", channel).Submit(iter([pb.SubmitRequest(run_id="nobody", users=[0])]))
         ),
         "CreateRun": lambda: control.CreateRun(pb.CreateRunRequest(run_id="x", plan=b"")),
         "OpenRound": lambda: control.OpenRound(pb.OpenRoundRequest(run_id="nobody")),

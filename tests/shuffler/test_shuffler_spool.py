@@ -436,7 +436,7 @@ def test_a_damaged_batch_is_reported_lost_and_the_other_runs_go_on(
     store.open_round("run", 2, "model", PUBLIC_KEY)
     assert store.batches.accept([report(1, digest, 2)]) == [Verdict.ACCEPTED]
     assert store.close_round("other", 1) is Outcome.RELEASABLE
-    assert read(store.begin_release("other", 1)) == [mine.request.sealed]
+    assert read(store.begin_release("other", 1)) == [mine.sealed]
     store.close()
 
 
