@@ -3,8 +3,13 @@
 import csv
 import fcntl
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from run_world import children, running, same_model, shufl, shufl_command, tiny_config, wait_until
@@ -126,6 +131,50 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     assert damaged.returncode == 1
     assert damaged.stderr.startswith(f"error: {table}: the row of Fast!, 2, seed 4 is damaged: ")
     assert damaged.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path):
+    grid, pages = write_grid(tmp_path, 10_000), tmp_path / "pages"
+    pages.mkdir()
+    (pages / "tiny-grid.md").write_text("older")
+    command = ["experiment", grid, "--results", tmp_path / "results", "--pages", pages]
+    process = subprocess.Popen(
+        shufl_command(*command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline().startswith("8 points, 0 of them")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert errors == "error: interrupted; the same command goes on\n"
+    assert [path.name for path in pages.iterdir()] == ["tiny-grid.md"]
+    assert (pages / "tiny-grid.md").read_text() == "older"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_result_names_the_commit_of_its_own_code_alone(tmp_path, tracked):
+    """An installed copy may lie in a checkout of something else."""
+    here = Path(__file__).parents[2]
+    for package in ("accounting", "clients", "server", "shuffler", "simulator"):
+        shutil.copytree(
+            here / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    (tmp_path / ".gitignore").write_text("__pycache__\n" + ("" if tracked else "simulator\n"))
+    git = ["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "something"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    asked = "from simulator.grid.points import _commit; print(_commit())"
+    told = subprocess.run(
+        [sys.executable, "-c", asked],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == (head.stdout[:10] if tracked else "")
 
 
 def test_a_table_gives_results_to_points_of_its_very_configuration_alone(tmp_path):
