@@ -133,16 +133,22 @@ class ShufflerProcess:
         return self._child is not None and self._child.poll() is None
 
     def __enter__(self) -> Self:
-        """Starts the child and waits until it listens.
+        """`start`, then `wait`."""
+        self.start()
+        self.wait()
+        return self
+
+    def start(self) -> None:
+        """Starts the child, which then gets ready by itself; `__exit__` ends it in any case.
 
         Raises:
-            ShufflerUnavailable: if it ends or does not listen in time; with its last words.
+            ShufflerError: if it was started before.
         """
         if self._child is not None:
             raise ShufflerError("the shuffler process is already started")
         # The child's temporary files lie here, so that they go even if it has to be killed.
         self._scratch = tempfile.TemporaryDirectory(prefix="shufl-", ignore_cleanup_errors=True)
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         scratch = Path(self._scratch.name)
         config = scratch / "config.toml"
         config.write_text(tomli_w.dumps(self._config), encoding="utf-8")
@@ -168,11 +174,22 @@ class ShufflerProcess:
                 # Ctrl-C at the terminal is for the run, which then stops the shuffler in order.
                 start_new_session=True,
             )
+        except BaseException:
+            self._stop()
+            raise
+
+    def wait(self) -> None:
+        """Waits until the started child listens.
+
+        Raises:
+            ShufflerUnavailable: if it ends or does not listen in time; with its last words.
+        """
+        assert self._child is not None
+        try:
             self.address = self._wait_for_address(self._child)
         except BaseException:
             self._stop()
             raise
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Stops the child: SIGTERM, and SIGKILL if that does not help."""

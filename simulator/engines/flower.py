@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,6 +89,8 @@ class FlowerEngine:
         stop: threading.Event,
     ) -> RunResult:
         """Starts the shufflers, unless one is there already, then Flower, and waits for the end."""
+        import ray
+
         keep_freed_memory()
         keys, folder = self._keys, training.folder
         results: list[RunResult] = []
@@ -96,7 +98,16 @@ class FlowerEngine:
             stack.enter_context(logs_to(folder / "server.log", "server"))
             # Gone with this run: one that is resumed plays rounds again, with the same coins.
             devices = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
-            shufflers = self._shufflers(training, stack)
+            own = self._own_shufflers(folder)
+            for each in own:
+                stack.push(each)
+                each.start()
+            stack.callback(ray.shutdown)
+            start_ray()  # meanwhile
+            stack.enter_context(interrupts(stop))
+            for each in own:
+                each.wait()
+            shufflers = own if self._outside is None else [self._outside]
             server_app = make_server_app(
                 ServerSettings(
                     **vars(training),
@@ -122,16 +133,10 @@ class FlowerEngine:
             run_on_flower(server_app, client_app, keys.nodes, keys.cpus_per_node, stop, log_file)
         return results[0]
 
-    def _shufflers(
-        self, training: TrainingSettings, stack: ExitStack
-    ) -> Sequence[ShufflerProcess | OutsideShuffler]:
-        """The run's own, until the stack is left; or the one that is there already."""
-        if self._outside is None:
-            return [
-                stack.enter_context(self._shuffler_process(training.folder, number))
-                for number in range(self._shuffler.number)
-            ]
-        return [self._outside]
+    def _own_shufflers(self, folder: Path) -> list[ShufflerProcess]:
+        """The run's own, not yet started; none where there is one already."""
+        number = 0 if self._outside is not None else self._shuffler.number
+        return [self._shuffler_process(folder, each) for each in range(number)]
 
     def _shuffler_process(self, folder: Path, number: int) -> ShufflerProcess:
         """One shuffler, with an authority of its own: it serves its own users alone."""
@@ -154,7 +159,7 @@ def run_on_flower(
     stop: threading.Event,
     log_file: Path,
 ) -> None:
-    """Runs a ServerApp and `nodes` ClientApps until the ServerApp ends.
+    """Runs a ServerApp and `nodes` ClientApps on the Ray that was started, and then ends it.
 
     Flower deprecates `run_simulation` in favour of `flwr run`, which starts a SuperLink that
     outlives the command.
@@ -180,7 +185,6 @@ def run_on_flower(
     home = Path.cwd()
     with logs_to(log_file, "flwr"), tempfile.TemporaryDirectory(prefix="shufl-") as lease:
         try:
-            start_ray()
             with interrupts(stop):
                 threading.Thread(target=main.end_lease_late, args=(lease,), daemon=True).start()
                 run_simulation(
