@@ -36,6 +36,7 @@ def account_command(
 
     try:
         if run is not None:
+            options.check_alone("a run folder, which has its plan", "json")
             plan, count, found = _of_run(run)
             event, adjacency, at = plan.event(), plan.adjacency, plan.delta
         else:

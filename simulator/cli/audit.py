@@ -64,8 +64,7 @@ def audit_command(
     from accounting.audit.attack import PLACEMENTS, check_claims, claims_something
 
     if end_to_end is not None:
-        given = n, noise, accountant, placement, gamma != 1.0, blankets, adjacency != "replace"
-        _end_to_end(end_to_end, epsilon, samples, confidence, seed, json, any(given))
+        _end_to_end(end_to_end, epsilon, samples, confidence, seed, json)
         return
     try:
         event = make_event(options.checked_users(n, noise, 6), gamma, noise, blankets)
@@ -98,7 +97,6 @@ def _end_to_end(
     confidence: float,
     seed: int | None,
     json: bool,
-    other_options: bool,
 ) -> None:
     """The attack on a configuration's plan through the running system."""
     import secrets
@@ -109,8 +107,8 @@ def _end_to_end(
     from simulator.experiment import prepare
 
     try:
-        if other_options:
-            raise ValueError("--end-to-end takes the plan from CONFIG, got options of a plan too")
+        heeded = "end_to_end", "epsilon", "samples", "confidence", "seed", "json"
+        options.check_alone("--end-to-end, whose CONFIG has the plan", *heeded)
         plan = prepare(load(config)).plan
         if plan.mechanism.name != "gaussian":
             raise ValueError(

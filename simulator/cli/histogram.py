@@ -71,6 +71,8 @@ def histogram_command(
     true, too_few = None, False
     try:
         if source.is_dir():
+            shown = "categories", "consistent", "out", "json"
+            options.check_alone("a run folder, which has its plan", *shown)
             plan, found, too_few = _of_run(source)
             names = _categories(categories, False) or [str(i) for i in range(len(found.shares))]
             if len(names) != len(found.shares):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, NoReturn
 
+import click
 import typer
+from click.core import ParameterSource
 from pydantic_core import to_json
 
 Users = Annotated[int | None, typer.Option("--n", help="Eligible users n.")]
@@ -65,6 +67,19 @@ def check_adjacency(adjacency: str) -> None:
     if adjacency not in ADJACENCIES:
         allowed = " or ".join(ADJACENCIES)
         raise ValueError(f"--adjacency must be {allowed}, got {adjacency}")
+
+
+def check_alone(what: str, *allowed: str) -> None:
+    """Refuses options of this command, but for the parameters `allowed`, that `what` makes idle."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        name = str(option.name)
+        if name in allowed or isinstance(option, click.Argument):
+            continue
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ValueError(
+                f"{option.opts[0]} must be left out with {what}, got {context.params[name]}"
+            )
 
 
 def print_json(content: Any) -> None:

@@ -63,3 +63,11 @@ def test_what_is_no_histogram_is_refused(tmp_path):
     done = shufl("histogram", tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", [("--column", "town"), ("--other",), ("--delta", "1/n")])
+def test_a_flag_that_a_run_folder_makes_idle_is_refused(tmp_path, flag):
+    done = shufl("histogram", tmp_path, *flag)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {flag[0]} must be left out with a run folder")
+    assert done.stderr.count("\n") == 1

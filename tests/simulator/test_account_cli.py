@@ -90,6 +90,18 @@ def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_c
 
 
 @pytest.mark.parametrize(
+    ("flag", "value"), [("--delta", "0.001"), ("--noise", "3.0"), ("--adjacency", "replace")]
+)
+def test_a_flag_of_a_plan_beside_a_run_folder_is_refused(tmp_path, flag, value):
+    Ledger.create(tmp_path / "ledger.jsonl", small_plan(), "run").close()
+    result = shufl(f"account {tmp_path} --json {flag} {value}")
+    assert result.exit_code == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {flag} must be left out with a run folder")
+    assert line.endswith(f"got {value}")
+
+
+@pytest.mark.parametrize(
     "accountant", ["theorem3", "rdp", pytest.param("blanket", marks=pytest.mark.slow), "local"]
 )
 def test_calibrated_noise_is_within_the_target_and_nearly_least(accountant):
