@@ -11,6 +11,19 @@ if TYPE_CHECKING:
     from accounting import PrivacyPlan
 
 
+def check_format(option: str, path: Path) -> None:
+    """Refuses a file whose name ends in no format that plots are written in.
+
+    Raises:
+        ValueError: one line.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    allowed = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in allowed:
+        raise ValueError(f"{option} must end in one of {', '.join(allowed)}, got {path}")
+
+
 @contextmanager
 def draw(*paths: Path) -> Iterator[Any]:
     """Gives the axes of a plot, which is then written to each path, in the format of its name."""

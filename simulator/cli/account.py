@@ -12,7 +12,7 @@ from rich.table import Table
 
 from simulator.cli import options
 from simulator.cli.options import needed
-from simulator.plots import draw
+from simulator.plots import check_format, draw
 from simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
 if TYPE_CHECKING:
@@ -106,6 +106,9 @@ def compare_command(
         options.check_adjacency(adjacency)
         event = make_event(users, gamma, noise, blankets, mechanism)
         last = options.checked_count("--rounds", rounds)
+        if plot is not None:
+            options.check_file("--plot", plot)
+            check_format("--plot", plot)
         points = sorted({max(1, round(last ** (step / 8))) for step in range(9)})
         curves: dict[str, list[float | None]] = {}
         for point in points:
@@ -114,9 +117,6 @@ def compare_command(
         others = (
             comparisons.peers(users, event.chance, event.mechanism, points, at) if peers else []
         )
-        if plot is not None:
-            drawn = curves | {peer.name: list(peer.epsilons) for peer in others}
-            _draw(points, drawn, f"δ = {at:.3g}, {adjacency}", plot)
     except (ValueError, OSError) as error:
         options.fail(error)
     if json:
@@ -124,15 +124,22 @@ def compare_command(
         options.print_json(
             {"rounds": points, "epsilon": curves} | ({"peers": told} if peers else {})
         )
-        return
-    table = Table(title=f"ε against rounds at δ = {at:.4g}, {adjacency}", title_justify="left")
+    else:
+        _print_curves(points, curves, f"ε against rounds at δ = {at:.4g}, {adjacency}")
+        if others:
+            _print_peers(points, others)
+    if plot is not None:  # last, so that the table is not lost where the disk is full
+        drawn = curves | {peer.name: list(peer.epsilons) for peer in others}
+        _draw(points, drawn, f"δ = {at:.3g}, {adjacency}", plot)
+
+
+def _print_curves(points: list[int], curves: dict[str, list[float | None]], title: str) -> None:
+    table = Table(title=title, title_justify="left")
     for column in ("rounds", *curves):
         table.add_column(column, justify="right")
     for index, point in enumerate(points):
         table.add_row(str(point), *(epsilon_text(curve[index]) for curve in curves.values()))
     Console().print(table)
-    if others:
-        _print_peers(points, others)
 
 
 def _print_peers(points: list[int], others: Any) -> None:

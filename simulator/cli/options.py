@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import click
@@ -33,10 +35,12 @@ def needed(option: str, value: Any) -> Any:
     return value
 
 
-def checked_users(n: int | None, noise: float | None, digits: int = 12) -> int:
+def checked_users(
+    n: int | None, noise: float | None, digits: int = 12, option: str = "--n"
+) -> int:
     """The number of users; refuses one, and a noise, that is beyond what is computed."""
-    if not 1 <= needed("--n", n) <= 10**digits:
-        raise ValueError(f"--n must lie in [1, 10^{digits}], got {n}")
+    if not 1 <= needed(option, n) <= 10**digits:
+        raise ValueError(f"{option} must lie in [1, 10^{digits}], got {n}")
     if noise and not 1e-3 <= noise <= 1e6:
         raise ValueError(f"--noise must be 0 or lie in [0.001, 10^6], got {noise:g}")
     return int(n)  # type: ignore[arg-type]
@@ -67,6 +71,15 @@ def check_adjacency(adjacency: str) -> None:
     if adjacency not in ADJACENCIES:
         allowed = " or ".join(ADJACENCIES)
         raise ValueError(f"--adjacency must be {allowed}, got {adjacency}")
+
+
+def check_file(option: str, path: Path) -> None:
+    """Refuses a file, before the work for it, that could not be written after it."""
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK):
+        raise ValueError(
+            f"{option} must be a file in a folder that is there and may be written, got {path}"
+        )
 
 
 def check_alone(what: str, *allowed: str) -> None:

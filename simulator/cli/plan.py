@@ -51,7 +51,7 @@ def plan_command(
     from simulator.grid.plans import RATES, ROUNDS, SETTINGS, Question, as_dict, find_plans
 
     try:
-        n = options.checked_users(users, None, digits=9)
+        n = options.checked_users(users, None, digits=9, option="--users")
         at = options.checked_delta(delta, n)
         options.check_adjacency(adjacency)
         if not 0 < epsilon < 1e3:
@@ -60,8 +60,10 @@ def plan_command(
             raise ValueError(f"--dataset must be one of {', '.join(SETTINGS)}, got {dataset}")
         if (dataset is None) == (dimension is None):
             raise ValueError("give either --dataset or --dimension, the model's parameters")
-        if write is not None and dataset is None:
-            raise ValueError("--write needs --dataset")
+        if write is not None:
+            if dataset is None:
+                raise ValueError("--write needs --dataset")
+            options.check_file("--write", write)
         setting = None if dataset is None else SETTINGS[dataset]
         size = options.checked_count("--dimension", setting.dimension if setting else dimension)
         question = Question(n, epsilon, at, adjacency, size, cover, device_megabytes)
@@ -79,19 +81,21 @@ def plan_command(
         rows = [as_dict(plan, setting) for plan in plans]
         if write is not None and dataset is not None:
             budget = (users, epsilon, at, adjacency, cover)
-            write.write_text(_configuration(dataset, budget, rows[0]), encoding="utf-8")
+            configuration = _configuration(dataset, budget, rows[0])
     except (ValueError, OSError) as error:
         options.fail(error)
     if json:
         options.print_json({"cover": cover, "plans": rows})
-        return
-    title = f"n = {n}, ε ≤ {epsilon:g} for every pair, δ = {at:.3g}"
-    Console().print(_table(rows, title, predicts=setting is not None))
-    typer.echo(_WITH_COVER if cover else _WITHOUT_COVER)
-    if setting is not None:
-        typer.echo("accuracy: about; –: with more error than was ever tried")
-    if write is not None:
-        typer.echo(f"written: {write}, the first of them; shufl run {write}")
+    else:
+        title = f"n = {n}, ε ≤ {epsilon:g} for every pair, δ = {at:.3g}"
+        Console().print(_table(rows, title, predicts=setting is not None))
+        typer.echo(_WITH_COVER if cover else _WITHOUT_COVER)
+        if setting is not None:
+            typer.echo("accuracy: about; –: with more error than was ever tried")
+    if write is not None:  # last, so that the plans are not lost where the disk is full
+        write.write_text(configuration, encoding="utf-8")
+        if not json:
+            typer.echo(f"written: {write}, the first of them; shufl run {write}")
 
 
 _WITH_COVER = "all users send in every round, those who did not check in an empty report"

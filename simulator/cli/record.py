@@ -32,6 +32,7 @@ def fetch_command(
     from shuffler.wire.record_client import RecordClient
 
     try:
+        options.check_file("FILE", file)
         credentials = None
         if certificate is not None:
             credentials = Credentials.read(certificate.parent, certificate.stem)

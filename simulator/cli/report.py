@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from simulator.cli.options import fail
+from simulator.cli.options import check_file, fail
 
 
 def report_command(
@@ -30,6 +30,8 @@ def report_command(
 
     target = output or path / "report.html"
     try:
+        if output is not None:
+            check_file("--output", output)
         text = page_of(path)
         target.write_text(text, encoding="utf-8")
     except (ValueError, LedgerError, OSError) as error:

@@ -18,6 +18,7 @@ from shuffler import report_length, sealed_length
 from simulator.cli.__main__ import app
 
 PAPER = "--n 60000 --gamma 0.1 --noise 5 --rounds 5540 --adjacency zero-out"
+COMPARED = "compare --n 9 --gamma 1 --noise 5 --rounds 1 --delta 0.1"
 SMALL = "--n 1000 --gamma 0.3 --delta 1e-5"
 
 
@@ -366,6 +367,9 @@ def test_compare_shows_other_systems_with_what_they_cover():
             "--blankets must be 0 or lie in [0.001, 10^9], got -1",
         ),
         ("compare --n 9 --gamma 1 --noise 5 --rounds 1 --blankets inf", "[0.001, 10^9], got inf"),
+        (f"{COMPARED} --plot nodir/x.png", "--plot must be a file in a folder that is there and"),
+        (f"{COMPARED} --plot .", "--plot must be a file in a folder that is there and may be"),
+        (f"{COMPARED} --plot x.txt", "--plot must end in one of "),
         (
             "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --blankets nan",
             "[0.001, 10^9], got nan",

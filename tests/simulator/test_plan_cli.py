@@ -108,6 +108,9 @@ def test_with_cover_every_user_sends_in_every_round(tmp_path):
             ["--dataset", "mnist", "--write", "x.toml", "--users", 60001],
             "data.users must lie in [1, 60000] (60000 training records, ",
         ),
+        (["--dataset", "mnist", "--write", "nodir/x.toml"], "--write must be a file in a folder"),
+        (["--dataset", "mnist", "--write", "."], "--write must be a file in a folder"),
+        (["--users", 0, "--dimension", 5], "--users must lie in [1, 10^9], got 0"),
         (["--dimension", 5, "--delta", "2"], '--delta must be a number in (0, 1), or "1/n"'),
     ],
 )
