@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ from simulator.cli.doctor import doctor_command
 from simulator.cli.experiment import experiment_command
 from simulator.cli.histogram import histogram_command
 from simulator.cli.node import node_command
-from simulator.cli.options import fail
+from simulator.cli.options import fail, print_error
 from simulator.cli.plan import plan_command
 from simulator.cli.record import record_app
 from simulator.cli.report import report_command
@@ -184,8 +185,14 @@ def main() -> None:
     """Entry point of the `shufl` command."""
     atexit.register(gc.freeze)  # the process ends at once; else Python looks for cycles in torch
     for stream in (sys.stdout, sys.stderr):  # ε and σ need not stop a run where they cannot show
-        stream.reconfigure(errors="replace")
-    app()
+        if stream is not None:  # it is where the shell has closed it
+            stream.reconfigure(errors="replace")
+    try:
+        app()
+    except OSError as error:  # that no command answers, such as a full disk where it prints to
+        print_error(error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries once more, and complains
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -102,8 +102,13 @@ def print_json(content: Any) -> None:
 
 def fail(error: BaseException, code: int = 2) -> NoReturn:
     """One line on standard error, then exit; 2 is the code for a mistake in what was asked."""
+    print_error(error)
+    raise typer.Exit(code)
+
+
+def print_error(error: BaseException) -> None:
+    """One line on standard error."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     typer.echo(f"error: {' '.join(text.split())}", err=True)
-    raise typer.Exit(code)

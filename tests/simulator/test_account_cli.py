@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
+import subprocess
 
 import mpmath as mp
 import pytest
 from rounds import check_in, make_plan
+from run_world import shufl_command
 from typer.testing import CliRunner
 
 from accounting import (
@@ -88,6 +91,18 @@ def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_c
     priced = {name for name, row in rows.items() if row["epsilon"] is not None}
     assert priced == {"local"}
     assert "present" in rows["crowd"]["warning"] and rows["crowd"]["lower_bound"] is None
+
+
+def test_a_full_disk_below_the_output_is_one_line_and_a_closed_pipe_is_quiet():
+    command = shufl_command("account", *f"{SMALL} --noise 3 --rounds 2".split())
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+    end, pipe = os.pipe()
+    os.close(end)
+    done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
+    os.close(pipe)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(
