@@ -173,15 +173,19 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
         other: whether the last of them stands for any other value.
 
     Raises:
-        ValueError: the column, or a value's category, is not there, or there are no rows.
+        ValueError: it is no CSV in UTF-8, the column or a value's category is not there, or there
+            are no rows.
     """
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.reader(file)
-        names = next(rows, [])
-        if column not in names:
-            raise ValueError(f"--column must be one of {', '.join(names)}, got {column}")
-        place = names.index(column)
-        found = Counter(row[place] if place < len(row) else "" for row in rows if row)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.reader(file)
+            names = next(rows, [])
+            if column not in names:
+                raise ValueError(f"--column must be one of {', '.join(names)}, got {column}")
+            place = names.index(column)
+            found = Counter(row[place] if place < len(row) else "" for row in rows if row)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be CSV in UTF-8: {error}") from None
     if not found:
         raise ValueError(f"{path} has no rows")
     unknown = found.keys() - set(categories)

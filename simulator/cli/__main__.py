@@ -185,7 +185,7 @@ def main() -> None:
     """Entry point of the `shufl` command."""
     atexit.register(gc.freeze)  # the process ends at once; else Python looks for cycles in torch
     for stream in (sys.stdout, sys.stderr):  # ε and σ need not stop a run where they cannot show
-        if stream is not None:  # it is where the shell has closed it
+        if stream is not None:  # None: the shell has closed it
             stream.reconfigure(errors="replace")
     try:
         app()

@@ -67,6 +67,7 @@ def audit_command(
         _end_to_end(end_to_end, epsilon, samples, confidence, seed, json)
         return
     try:
+        options.check_seed(seed)
         event = make_event(options.checked_users(n, noise, 6), gamma, noise, blankets)
         options.check_adjacency(adjacency)
         at = placement or list(PLACEMENTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,8 +83,7 @@ def histogram_command(
             out = out or source
         else:
             choice("--accountant", accountant, ("blanket", "crowd", "local"))
-            if seed < 0:
-                raise ValueError(f"--seed must be at least 0, got {seed}")
+            options.check_seed(seed)
             names = needed("--categories", _categories(categories, other))
             counts = histogram.count_column(source, needed("--column", column), names, other)
             users = int(counts.sum())
@@ -125,8 +125,8 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
     """The names of --categories, or None if it was not given."""
     if text is None:
         return None
-    path = Path(text)
-    given = path.read_text(encoding="utf-8-sig").splitlines() if path.is_file() else text.split(",")
+    # os.path.isfile: a list may be longer than any file's name, which Path.is_file does not forgive
+    given = options.read_text(Path(text)).splitlines() if isfile(text) else text.split(",")
     names = [name.strip() for name in given if name.strip()] + [_OTHER] * other
     for name in names:
         if names.count(name) > 1:

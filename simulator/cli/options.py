@@ -82,6 +82,20 @@ def check_file(option: str, path: Path) -> None:
         )
 
 
+def read_text(path: Path) -> str:
+    """The text in a file, which must be UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be text in UTF-8: {error}") from None
+
+
+def check_seed(seed: int | None) -> None:
+    """Refuses a seed that a configuration could not have."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"--seed must lie in [0, 2^63), got {seed}")
+
+
 def check_alone(what: str, *allowed: str) -> None:
     """Refuses options of this command, but for the parameters `allowed`, that `what` makes idle."""
     context = click.get_current_context()

@@ -60,7 +60,7 @@ def verify_command(
     from shuffler.record import verify
 
     try:
-        found = verify(file.read_text(encoding="utf-8").splitlines())
+        found = verify(options.read_text(file).splitlines())
         if head is not None and head not in {entry["hash"] for entry in found}:
             raise ValueError(f"{file} has no entry with the hash {head}")
         if device is not None:

@@ -76,6 +76,7 @@ def test_a_round_with_hardly_any_noise_is_audited():
         (f"{COUNTEREXAMPLE} --confidence 1", "confidence must lie in (0, 1)"),
         ("audit --n 10 --noise 2 --epsilon 1000", "epsilon must lie in [0, 700], got 1000"),
         ("audit --n 10000000 --noise 2", "--n must lie in [1, 10^6], got 10000000"),
+        ("audit --n 10 --noise 2 --seed -1", "--seed must lie in [0, 2^63), got -1"),
         ("audit --n 10 --noise 0", "noise multiplier must be above 0"),
     ],
 )

@@ -128,7 +128,9 @@ WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--epsilon", "1"]
             "--local-epsilon must be smaller for --epsilon 1: by local, 5 costs 4.999",
         ),
         ([*WHOLE, "--accountant", "pld"], "--accountant must be"),
-        ([*WHOLE, "--seed", "-1"], "--seed must be at least 0"),
+        ([*WHOLE, "--seed", "-1"], "--seed must lie in [0, 2^63), got -1"),
+        ([*WHOLE, "--seed", str(2**128)], "--seed must lie in [0, 2^63), got 3402"),
+        ([*WHOLE, "--categories", f"A,{'B' * 300}"], "has 'B', which is not among --categories"),
     ],
 )
 def test_every_mistake_is_one_line(column, arguments, message):
@@ -151,3 +153,14 @@ def test_files_that_are_no_columns_are_refused(tmp_path):
         0,
         1,
     ]
+
+
+@pytest.mark.parametrize("content", ["town\nKöln\n".encode("latin-1"), b"town\n" + b"A" * 200_000])
+def test_what_is_no_csv_in_utf_8_is_one_line(tmp_path, content):
+    path = tmp_path / "people.csv"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"people\.csv must be CSV in UTF-8: "):
+        count_column(path, "town", ["A", "B"], False)
+    done = shufl("histogram", path, "--column", "town", "--epsilon", "1", "--categories", path)
+    assert done.returncode == 2
+    assert "people.csv must be " in done.stderr and done.stderr.count("\n") == 1
