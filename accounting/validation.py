@@ -6,8 +6,9 @@ Every refusal is one line that names the value, what is allowed and what was giv
 import difflib
 import math
 import numbers
-import textwrap
-from typing import Annotated, Any, ClassVar, Self, get_args
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -53,6 +54,21 @@ class Checked(Record):
         return type(self)(**(dict(self) | changes))
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns the values of a TOML file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no TOML, in one line that names it.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except RecursionError:
+        raise ValueError(f"{path} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # also of bytes that are not UTF-8, and of thousands of digits
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+
+
 def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
     """Returns what is wrong first: `key must be …, got …`, or that a key is unknown or missing.
 
@@ -75,19 +91,31 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
         return f"unknown key {'.'.join(path)}; {hint}allowed: {', '.join(names)}"
     if first["type"] == "json_invalid":
         return f"it must be JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-    given = textwrap.shorten(repr(first["input"]), 100)
+    given = _shown(first["input"])
     if depth == len(path):  # a whole section
+        where = ".".join(path)
         if first["type"] == "missing":
-            return f"{'.'.join(path)} is missing"
+            return f"{where} is missing"
         what = "one table of values at least" if first["input"] == [] else "a table of values"
-        return f"{'.'.join(path) or 'it'} must be {what}, got {given}"
+        if first["type"] == "tuple_type":
+            what = f"one table of values or several, each below [[{where}]]"
+        return f"{where or 'it'} must be {what}, got {given}"
     key, field = ".".join(path[: depth + 1]), section.model_fields[path[depth]]
     if first["type"] == "missing":
         return f"{key} is missing" + (f": {field.description}" if field.description else "")
     allowed = field.description or first["msg"].removeprefix("Input should be ")
-    if not field.description and (values := get_args(field.annotation)):
-        allowed = "one of " + ", ".join(str(value) for value in values)
+    if not field.description and get_origin(field.annotation) is Literal:
+        allowed = "one of " + ", ".join(str(value) for value in get_args(field.annotation))
     return f"{key} must be {allowed}, got {given}"
+
+
+def _shown(value: Any) -> str:
+    """What was given, at most 100 characters of it."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # tables in tables, a number of thousands of digits
+        return "more than can be shown"
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _section_of(path: list[str], model: type[BaseModel]) -> tuple[type[BaseModel], int]:

@@ -18,7 +18,6 @@ import hashlib
 import math
 import os
 import sqlite3
-import tomllib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,15 @@ from pydantic import Field, ValidationError, model_validator
 
 from accounting import PrivacyPlan
 from accounting.registry import check_accountant, make_accountant
-from accounting.validation import Checked, NotNegative, Positive, Probability, Rate, first_mistake
+from accounting.validation import (
+    Checked,
+    NotNegative,
+    Positive,
+    Probability,
+    Rate,
+    first_mistake,
+    read_toml,
+)
 from shuffler import RoundHeader
 
 _SCHEMA = """
@@ -305,11 +312,9 @@ def read_device(path: Path) -> tuple[Path, DeviceLimits]:
         ValueError: one line that says what is wrong.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        content = read_toml(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
     ledger = content.pop("ledger", None)
     if not isinstance(ledger, str) or not ledger or "\0" in ledger:
         raise ValueError(f"{path}: ledger must be the path of the device's ledger, got {ledger!r}")

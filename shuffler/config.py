@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ssl
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -13,14 +12,15 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from accounting.validation import first_mistake
+from accounting.validation import first_mistake, read_toml
 from shuffler.keys import Credentials, read_certificate
 from shuffler.store.floor import Floor
 from shuffler.store.quota import Quota
 from shuffler.wire.channel import MOST_USERS, parse_address
 
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, le=1e9)]
+Count = Annotated[int, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]
+Seconds = Annotated[float, Field(gt=0, le=1e9, description="a number in (0, 10^9]")]
+File = Annotated[Path, Field(description="the path of a file")]
 
 
 class _Section(BaseModel):
@@ -37,10 +37,10 @@ class Tls(_Section):
             read again on SIGHUP. Left out: none.
     """
 
-    certificate: Path
-    key: Path
-    authority: Path
-    revoked: Path | None = None
+    certificate: File
+    key: File
+    authority: File
+    revoked: Path | None = Field(None, description="the path of a file")
 
     def read(self) -> Credentials:
         """A shuffler's side of TLS, if it is what clients will accept.
@@ -104,7 +104,9 @@ class Limits(_Section):
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
-    users: Annotated[int, Field(ge=1, le=MOST_USERS)] = MOST_USERS
+    users: int = Field(
+        MOST_USERS, ge=1, le=MOST_USERS, description=f"a whole number from 1 to {MOST_USERS}"
+    )
     connections: Count = 512
     calls: Count = 1024
     calls_per_sender: Count = 32
@@ -112,8 +114,10 @@ class Limits(_Section):
     streams_per_sender: Count = 4
     runs_per_server: Count = 16
     open_rounds_per_server: Count = 8
-    disk_gigabytes_per_server: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    reports_per_second: Annotated[float, Field(gt=0)] | None = None
+    disk_gigabytes_per_server: float | None = Field(
+        None, gt=0, le=1e9, description="a number in (0, 10^9]"
+    )
+    reports_per_second: float | None = Field(None, gt=0, description="a number above 0")
     burst: Count = 1000
     idle_seconds: Seconds = 60.0
     release_idle_seconds: Seconds = 300.0
@@ -151,17 +155,19 @@ class ShufflerConfig(_Section):
     """
 
     listen: str = "127.0.0.1:0"
-    spool: Path | None = None
-    generation: Path | None = None
-    log_file: Path | None = None
-    log_megabytes: Annotated[float, Field(ge=0, le=1e6)] = 10.0
-    log_kept: Annotated[int, Field(ge=1, le=1000)] = 5
+    spool: Path | None = Field(None, description="the path of a directory")
+    generation: Path | None = Field(None, description="the path of a file")
+    log_file: Path | None = Field(None, description="the path of a file")
+    log_megabytes: float = Field(10.0, ge=0, le=1e6, description="a number from 0 to 10^6")
+    log_kept: int = Field(5, ge=1, le=1000, description="a whole number from 1 to 1000")
     metrics: str | None = None
     plaintext: bool = False
     tls: Tls | None = None
     limits: Limits = Limits()
     floor: Floor = Floor()
-    simulation_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    simulation_seed: int | None = Field(
+        None, ge=0, lt=2**63, description="a whole number in [0, 2^63)"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -182,11 +188,9 @@ def load_config(path: Path) -> ShufflerConfig:
         ValueError: one line that says which key and what is wrong with it.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        content = read_toml(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
     try:
         config = ShufflerConfig.model_validate(content)
     except ValidationError as error:

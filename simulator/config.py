@@ -85,7 +85,7 @@ class Data(Section):
         pattern=f"^({'|'.join(FEATURES)}|.+:.+)$",
         description=f"one of {', '.join(FEATURES)}, or module:callable",
     )
-    users: int | None = Field(None, ge=1, description="a whole number, at least 1")
+    users: int | None = Field(None, ge=1, le=10**12, description="a whole number from 1 to 10^12")
     partition: Literal[PARTITIONS] = "iid"  # type: ignore[valid-type]
     concentration: Positive = 0.5
 
@@ -220,14 +220,14 @@ def load(source: str, overrides: list[str] | None = None) -> Config:
         ConfigError: one line naming the key, what it was given, and what is allowed.
     """
     try:
-        content = tomllib.loads(_find(source).read_text(encoding="utf-8-sig"))
+        content = validation.read_toml(_find(source))
     except OSError as error:
         raise ConfigError(
-            f"{source} cannot be read: {error.strerror}; a configuration is a TOML file or one of "
-            f"{', '.join(shipped())}"
+            f"{source or 'an empty name'} cannot be read: {error.strerror}; a configuration is a "
+            f"TOML file or one of {', '.join(shipped())}"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} is not valid TOML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     for override in overrides or []:
         _override(content, override)
     try:
@@ -259,7 +259,7 @@ def _override(content: dict[str, Any], override: str) -> None:
         raise ConfigError(f"an override must look like section.key=value, got {override!r}")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or more than is read
         parsed = value.strip()
     *sections, last = key.strip().split(".")
     for section in sections:

@@ -8,7 +8,6 @@ import importlib.resources
 import json
 import re
 import tempfile
-import tomllib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import jinja2
 from pydantic import ValidationError
 
 from accounting import Ledger, PrivacyPlan, epsilon_table
-from accounting.validation import first_mistake
+from accounting.validation import first_mistake, read_toml
 from simulator.plots import plot_accuracy_epsilon, plot_rounds
 from simulator.records import MetricsError, read_rows
 from simulator.tables import STOPPED, epsilon_rows, epsilon_text, holds_for, too_few_present
@@ -103,7 +102,7 @@ def _of_run(folder: Path) -> str:
                 ("δ, neighbours", f"{plan.delta:.3g}, {plan.adjacency}"),
                 ("users", f"{plan.users:,}"),
                 ("ended by", stopped),
-                ("coins and noise", _randomness(tomllib.loads(config)["seed"])),
+                ("coins and noise", _randomness(read_toml(folder / "config.toml")["seed"])),
             ]
         ),
         Section(

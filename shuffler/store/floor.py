@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,9 +23,9 @@ class Floor(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    least_blankets: Annotated[float, Field(ge=0, le=1e7)] = 0.0
-    least_batch: Annotated[int, Field(ge=1)] = 1
-    most_rounds: Annotated[int, Field(ge=1)] | None = None
+    least_blankets: float = Field(0.0, ge=0, le=1e7, description="a number from 0 to 10^7")
+    least_batch: int = Field(1, ge=1, description="a whole number, at least 1")
+    most_rounds: int | None = Field(None, ge=1, description="a whole number, at least 1")
 
     def check(self, plan: Plan, round: int = 1) -> None:
         """Refuses a plan below the floor, or a round of it beyond.

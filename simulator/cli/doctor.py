@@ -22,11 +22,10 @@ def doctor_command(
     """
     sys.path += [str(Path(__file__).resolve().parents[2]), str(folder.absolute())]
     from simulator.deployment.doctor import examine
-    from simulator.section import ConfigError
 
     try:
         findings = examine(folder)
-    except (ConfigError, OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         options.fail(error)
     if json:
         options.print_json([asdict(finding) for finding in findings])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from os.path import isfile
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -125,8 +125,9 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
     """The names of --categories, or None if it was not given."""
     if text is None:
         return None
-    # os.path.isfile: a list may be longer than any file's name, which Path.is_file does not forgive
-    given = options.read_text(Path(text)).splitlines() if isfile(text) else text.split(",")
+    # Path.is_file fails where a list is longer than a file's name can be.
+    is_file = os.path.isfile(text)  # noqa: PTH113
+    given = options.read_text(Path(text)).splitlines() if is_file else text.split(",")
     names = [name.strip() for name in given if name.strip()] + [_OTHER] * other
     for name in names:
         if names.count(name) > 1:

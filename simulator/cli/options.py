@@ -35,9 +35,7 @@ def needed(option: str, value: Any) -> Any:
     return value
 
 
-def checked_users(
-    n: int | None, noise: float | None, digits: int = 12, option: str = "--n"
-) -> int:
+def checked_users(n: int | None, noise: float | None, digits: int = 12, option: str = "--n") -> int:
     """The number of users; refuses one, and a noise, that is beyond what is computed."""
     if not 1 <= needed(option, n) <= 10**digits:
         raise ValueError(f"{option} must lie in [1, 10^{digits}], got {n}")

@@ -10,7 +10,6 @@ import resource
 import shutil
 import socket
 import ssl
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from accounting import rounds_within_budget
+from accounting.validation import read_toml
 from clients.device import DeviceLedger, RunOffered, read_device
 from shuffler import Credentials
 from shuffler.callers import Role, caller_of
@@ -112,14 +112,35 @@ def _server(folder: Path) -> _Looks:
     site = load_site(folder / "server.toml", ServerSite)
     yield "nodes", lambda: _agreed(site), "put back what `shufl provision` wrote to nodes"
     yield from _shufflers(site)
-    connections = tomllib.loads((folder / "flower" / "config.toml").read_text())["superlink"]
-    address = connections[connections["default"]]["address"]
+    address = _superlink_address(folder / "flower" / "config.toml")
     yield from _superlink(keys, address, "systemctl start shufl-superlink")
+
+
+def _superlink_address(path: Path) -> str:
+    """Of the connection that Flower takes by default.
+
+    Raises:
+        ConfigError: the file has none.
+    """
+    content = read_toml(path)
+    try:
+        connections = content["superlink"]
+        address: str = connections[connections["default"]]["address"]
+        parse_address(address)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{path} must have the SuperLink's address, as `shufl provision` wrote it"
+        ) from None
+    return address
 
 
 def _shuffler(folder: Path) -> _Looks:
     path = folder / "shuffler.toml"
-    name = Path(tomllib.loads(path.read_text())["tls"]["certificate"]).stem
+    try:
+        name = Path(read_toml(path)["tls"]["certificate"]).stem
+    except (KeyError, TypeError):
+        load_config(path)  # which says what is wrong, unless it is in plaintext
+        raise ConfigError(f"{path}: tls is missing, a site's shuffler needs it") from None
     yield "keys", lambda: _key_pair(folder / "keys", name), _new(folder / "keys", name)
     yield (
         "certificate's days",

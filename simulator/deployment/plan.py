@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
-from accounting.validation import Count, Positive, first_mistake
+from accounting.validation import Count, Positive, first_mistake, read_toml
 from simulator.section import ConfigError, Section
 
 Name = Annotated[
@@ -137,14 +136,13 @@ def load_deployment(path: Path) -> Deployment:
         ConfigError: one line naming the key, what it was given, and what is allowed.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-        return Deployment.model_validate(content)
+        return Deployment.model_validate(read_toml(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_mistake(error, Deployment)}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 @dataclass(frozen=True)

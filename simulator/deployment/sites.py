@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from accounting.validation import Count, Positive, first_mistake
+from accounting.validation import Count, Positive, first_mistake, read_toml
 from server import AgreedNode
 from shuffler import Credentials
 from simulator.section import ConfigError, Section
@@ -157,11 +156,11 @@ def load_site(path: Path, kind: type[_AnySite]) -> _AnySite:
 
 def _content(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return read_toml(path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _validated(path: Path, content: dict[str, Any], kind: type[_AnySection]) -> _AnySection:

@@ -33,7 +33,7 @@ class VectorisedKeys(Section):
     noise: Literal["report", "aggregate"] = "report"
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "float32"
-    users_per_chunk: Count = 256
+    users_per_chunk: int = Field(256, ge=1, le=10**9, description="a whole number from 1 to 10^9")
     workers: Count = 1
     silent: float = Field(0.0, ge=0, lt=1, description="a number in [0, 1)")
 

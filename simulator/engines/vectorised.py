@@ -92,7 +92,7 @@ class VectorisedSettings:
     @property
     def users_per_block(self) -> int:
         """How many neighbouring ids a block has: about `users_per_chunk` of them check in."""
-        return int(self.keys.users_per_chunk / self.plan.check_in_rate)
+        return min(int(self.keys.users_per_chunk / self.plan.check_in_rate), self.plan.users)
 
 
 class VectorisedEngine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from accounting.validation import first_mistake
+from accounting.validation import first_mistake, read_toml
 from simulator.config import Config, dumps, load
 from simulator.section import ConfigError, Section
 
@@ -182,18 +181,17 @@ def load_grid(source: str) -> tuple[str, Grid]:
     if not path.exists() and (shipped / f"{source}.toml").is_file():
         path = Path(str(shipped / f"{source}.toml"))
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-        return path.stem, Grid.model_validate(content)
+        return path.stem, Grid.model_validate(read_toml(path))
     except OSError as error:
         names = sorted(Path(file.name).stem for file in shipped.iterdir())
         raise ConfigError(
-            f"{source} cannot be read: {error.strerror}; an experiment is a TOML file or one of "
-            f"{', '.join(names)}"
+            f"{source or 'an empty name'} cannot be read: {error.strerror}; an experiment is a "
+            f"TOML file or one of {', '.join(names)}"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} is not valid TOML: {error}") from error
     except ValidationError as error:
         raise ConfigError(f"{source}: {first_mistake(error, Grid)}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _override(key: str, value: Any) -> str:

@@ -61,7 +61,12 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
             "unknown key limits.streems; did you mean streams? allowed: users, connections",
         ),
         (PLAIN + "[limits]\nidle_seconds = 1e10", TOKEN, "limits.idle_seconds must be"),
-        (PLAIN + "[limits]\nstreams = 0", TOKEN, "limits.streams must be greater than"),
+        (PLAIN + "[limits]\nidle_seconds = nan", TOKEN, "must be a number in (0, 10^9], got nan"),
+        (PLAIN + "[limits]\nreports_per_second = 0", TOKEN, "must be a number above 0, got 0"),
+        (PLAIN + "simulation_seed = -1", TOKEN, "must be a whole number in [0, 2^63), got -1"),
+        (PLAIN + "log_file = 3", TOKEN, "log_file must be the path of a file, got 3"),
+        ("spool = " + "[" * 5000, TOKEN, "is not valid TOML: it is nested too deeply"),
+        (PLAIN + "[limits]\nstreams = 0", TOKEN, "limits.streams must be a whole number from"),
         ("plaintext = yes", TOKEN, "is not valid TOML"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import subprocess
+from pathlib import Path
 
 import mpmath as mp
 import pytest
@@ -95,7 +96,7 @@ def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_c
 
 def test_a_full_disk_below_the_output_is_one_line_and_a_closed_pipe_is_quiet():
     command = shufl_command("account", *f"{SMALL} --noise 3 --rounds 2".split())
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
     end, pipe = os.pipe()

@@ -181,6 +181,32 @@ def test_files_that_are_not_there_or_not_toml(tmp_path):
         load(str(path))
 
 
+@pytest.mark.parametrize(
+    ("seed", "message"),
+    [
+        ("9" * 5000, "is not valid TOML"),
+        ("[" * 5000 + "]" * 5000, "is not valid TOML: it is nested too deeply"),
+        ("0x" + "f" * 5000, "seed must be a whole number in .*, got more than can be shown"),
+        ("{a" + ".a" * 5000 + " = 1}", "seed must be a whole number in .*, got more than can"),
+        ("'" + "a" * 5000 + "'", "seed must be a whole number in .*, got 'a{96}\\.\\.\\.$"),
+    ],
+    ids=["digits", "nested", "hexadecimal", "tables", "text"],
+)
+def test_a_value_of_thousands_of_characters_is_one_line(tmp_path, seed, message):
+    path = tmp_path / "run.toml"
+    shipped = load("quickstart").model_copy(update={"seed": "system"})
+    path.write_text(dumps(shipped).replace('"system"', seed, 1))
+    with pytest.raises(ConfigError, match=message):
+        load(str(path))
+    with pytest.raises(ConfigError, match="seed must be a whole number"):
+        load("quickstart", [f"seed={seed}"])
+
+
+def test_an_empty_name_is_not_the_folder_here():
+    with pytest.raises(ConfigError, match="^an empty name cannot be read"):
+        load("")
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_configurations_load_and_write_back_to_the_same(name, tmp_path):
     config = load(name)

@@ -134,6 +134,41 @@ def test_the_command_exits_with_1_and_says_what_mends_it(node, tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("tls", "message"),
+    [
+        ("tls = 3", "tls must be a table of values, got 3"),
+        ("[tls]", "tls.certificate is missing"),
+        ("plaintext = true", "tls is missing"),
+        ("[tls]\ncertificate = 3", "tls.certificate must be the path of a file, got 3"),
+        ("tls = " + "[" * 5000, "nested too deeply"),
+    ],
+    ids=["number", "empty", "plaintext", "certificate", "nested"],
+)
+def test_a_shuffler_without_a_certificate_is_one_line(tmp_path, tls, message):
+    (tmp_path / "shuffler.toml").write_text(tls)
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert done.exit_code == 2
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_limit_that_is_none_does_not_hide_what_else_is_found(sites, tmp_path):
+    shuffler = shutil.copytree(sites / "shuffler-1", tmp_path / "n")
+    file = shuffler / "shuffler.toml"
+    file.write_text(file.read_text().replace("[limits]", "[limits]\ncalls = 0"))
+    found = {each.what: each.trouble for each in examine(shuffler)}
+    assert "limits.calls must be a whole number" in found["configuration"]
+    assert found["keys"] == ""
+
+
+@pytest.mark.parametrize("content", ["", "superlink = 3", '[superlink]\ndefault = ["x"]'])
+def test_a_server_that_does_not_know_its_superlink_is_one_line(sites, tmp_path, content):
+    server = shutil.copytree(sites / "server", tmp_path / "n")
+    (server / "flower/config.toml").write_text(content)
+    with pytest.raises(ConfigError, match="must have the SuperLink's address"):
+        examine(server)
+
+
 def test_a_folder_of_no_site_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="a site's folder has one of"):
         examine(tmp_path)

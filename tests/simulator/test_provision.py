@@ -199,6 +199,7 @@ def test_requests_and_authorities_that_do_not_belong_are_refused(base):
         ({"server": {"host": "a b"}}, "server.host must be a DNS name or an IP address"),
         ({"server": {"host": "a", "port": 70000}}, "server.port must be a whole number"),
         ({"nodes": []}, "nodes must be one table of values at least, got"),
+        ({"nodes": {"name": "a"}}, r"table of values or several, each below \[\[nodes\]\], got"),
         ({"nodes": [{"name": "server"}]}, "every site has a name of its own, got server twice"),
         ({"nodes": [{"name": "superlink"}]}, "must be another than superlink, which is taken"),
         ({"server": {"host": "a", "least_nodes": 3}}, "least_nodes must be at most 2"),
