@@ -18,6 +18,7 @@ from .budget import (
     rounds_within_budget,
 )
 from .calibration import (
+    MOST_ROUNDS,
     CalibrationError,
     epsilon_of,
     largest_rate,
@@ -43,6 +44,7 @@ from .responses import fitted_response
 __all__ = [
     "ACCOUNTANTS",
     "ADJACENCIES",
+    "MOST_ROUNDS",
     "NOT_PRICED",
     "BlanketAccountant",
     "BudgetExceeded",

@@ -22,7 +22,8 @@ _MOST_STEPS = 30
 _NEAR = 0.2  # of log ε: from there on the secant says where the target is
 _LARGEST_NOISE = 1e6
 _FIRST_STEP = 1.25  # of noise, squared from step to step, to 4
-_MOST_ROUNDS = 10**6
+MOST_ROUNDS = 10**6
+"""As many rounds `most_rounds` finds at most."""
 _LEAST_BLANKETS, _MOST_BLANKETS = 0.1, 1e7
 _MOST_NOISE_OF_BLANKETS = 64.0
 _FINE = 0.05  # how near to the best noise the search ends, relative
@@ -114,7 +115,7 @@ def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) ->
         target_epsilon: The budget.
     """
     return bisect.bisect_left(
-        range(1, _MOST_ROUNDS + 1),
+        range(1, MOST_ROUNDS + 1),
         True,
         key=lambda rounds: not epsilon_after(rounds) <= target_epsilon,
     )

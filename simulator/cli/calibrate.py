@@ -159,11 +159,13 @@ def calibrate_command(
 
 def _calibrated(plan: _Plan, dimension: int | None) -> tuple[list[str], dict[str, Any]]:
     """What was left out, and the plan with it: its ε, its error, and what a round weighs."""
-    from accounting import mean_update_error, participation_note
+    from accounting import MOST_ROUNDS, mean_update_error, participation_note
     from shuffler import report_length, sealed_length
 
     missing = plan.missing()
     plan = plan.completed()
+    if missing == ["rounds"] and plan.rounds == MOST_ROUNDS:
+        typer.echo(f"warning: stopped at {MOST_ROUNDS} rounds, more may be allowed", err=True)
     size = math.inf if dimension is None else dimension
     reports = plan.n * plan.gamma + plan.blankets
     report_bytes = None if dimension is None else sealed_length(report_length(dimension))

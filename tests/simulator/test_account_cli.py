@@ -146,6 +146,13 @@ def test_calibrated_rounds_are_the_most():
     assert epsilon(rounds) <= 2 < epsilon(rounds + 1)
 
 
+def test_rounds_of_which_no_more_are_tried_are_warned_of():
+    command = f"calibrate {SMALL} --noise 1000 --target-epsilon 1e5 --accountant local --json"
+    result = shufl(command)
+    assert json.loads(result.stdout)["rounds"] == 10**6
+    assert result.stderr.splitlines()[-1].startswith("warning: stopped at 1000000 rounds")
+
+
 def test_calibrated_rate_is_nearly_the_largest():
     command = "calibrate --n 1000 --delta 1e-5 --noise 3 --rounds 100 --target-epsilon 0.6"
     rate = json.loads(shufl(f"{command} --accountant rdp --json").stdout)["gamma"]
