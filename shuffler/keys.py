@@ -127,8 +127,7 @@ class Authority:
         """
         key, certificate = directory / "authority.key", directory / "authority.pem"
         _must_be_new(certificate)  # also where the key has been moved elsewhere
-        write_new(key, _key_pem(self._key), _SECRET)
-        write_new(certificate, self.certificate)
+        _write_both(key, _key_pem(self._key), certificate, self.certificate)
 
     @property
     def certificate(self) -> bytes:
@@ -276,8 +275,7 @@ class Request:
         request = directory / f"{self.name}.csr"
         _must_be_new(request)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_new(directory / f"{self.name}.key", self.private_key, _SECRET)
-        write_new(request, self.pem)
+        _write_both(directory / f"{self.name}.key", self.private_key, request, self.pem)
 
 
 def make_flower_key(keys: Path) -> None:
@@ -292,11 +290,10 @@ def make_flower_key(keys: Path) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     form = serialization.PrivateFormat.OpenSSH
     secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-    write_new(keys / "flower.key", secret, 0o600)
     public = key.public_key().public_bytes(
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
-    write_new(keys / "flower.pub", public + b"\n")
+    _write_both(keys / "flower.key", secret, keys / "flower.pub", public + b"\n")
 
 
 def read_certificate(path: Path) -> x509.Certificate:
@@ -333,10 +330,24 @@ def _subject(name: str) -> x509.Name:
 
 
 def write_new(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Writes a file that must not have been there."""
+    """Writes a file that must not have been there; leaves none if it cannot be written whole."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_both(key: Path, secret: bytes, other: Path, public: bytes) -> None:
+    """Writes a key and what belongs to it, or neither."""
+    write_new(key, secret, _SECRET)
+    try:
+        write_new(other, public)
+    except OSError:
+        key.unlink()
+        raise
 
 
 def _must_be_new(path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from tiny_disk import fill, tiny_disk_at
 from typer.testing import CliRunner
 
 from shuffler import Credentials
@@ -33,6 +34,21 @@ def authority(tmp_path: Path) -> Path:
 def csr(tmp_path: Path) -> Path:
     assert keys("request", tmp_path / "phone", "--name", "phone-7").exit_code == 0
     return tmp_path / "phone" / "phone-7.csr"
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_key(tmp_path: Path):
+    with tiny_disk_at(tmp_path / "disk") as disk:
+        filler = fill(disk)
+        line = refusal(disk, "authority", disk)
+        assert line == f"keys: {disk / 'authority.key'}: No space left on device"
+        assert "No space left on device" in refusal(disk, "request", disk, "--name", "phone-7")
+        assert "No space left on device" in refusal(disk, "flower", disk)
+        with filler.open("r+b") as file:  # one page: there is room for the first file alone
+            file.truncate(filler.stat().st_size - 4096)
+        line = refusal(disk, "authority", disk)
+        assert line == f"keys: {disk / 'authority.pem'}: No space left on device"
+        filler.unlink()
+        assert keys("authority", disk).exit_code == 0
 
 
 NODE = ("--role=node", "--users=1")
