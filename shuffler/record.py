@@ -15,6 +15,8 @@ from typing import Any
 START = "0" * 64
 """What stands for the hash of the entry before the first."""
 
+_KINDS = {"run": str, "round": int, "event": str, "commitment": str}
+
 
 def entry_hash(entry: str) -> str:
     """SHA-256 of an entry's JSON, hexadecimal."""
@@ -43,17 +45,20 @@ def verify(entries: Iterable[str]) -> list[dict[str, Any]]:
         The entries' values, each with its `hash` added.
 
     Raises:
-        ValueError: an entry is not the one that belongs there; names its index.
+        ValueError: an entry is none, or not the one that belongs there; names its index.
     """
     found, previous = [], START
     for index, entry in enumerate(entries):
         try:
             values = json.loads(entry)
             good = values["index"] == index and values["previous"] == previous
-        except (ValueError, KeyError, TypeError):
+            good = good and all(isinstance(values[name], kind) for name, kind in _KINDS.items())
+        except (ValueError, KeyError, TypeError, RecursionError):
             good = False
         if not good:
-            raise ValueError(f"entry {index} of the record does not follow the one before it")
+            raise ValueError(
+                f"entry {index} of the record is damaged, or does not follow the one before it"
+            )
         previous = entry_hash(entry)
         found.append(values | {"hash": previous})
     return found

@@ -61,6 +61,24 @@ def test_the_record_tells_what_became_of_every_round(recorded, tmp_path):
     assert "4 entries follow each other" in good.stdout
 
 
+@pytest.mark.parametrize(
+    "about",
+    [
+        {},
+        {"run": ["a"], "round": 1, "event": "opened", "commitment": ""},
+        {"run": "a", "event": "opened", "commitment": ""},
+        {"run": "a", "round": 1, "event": "opened"},
+    ],
+)
+def test_an_entry_that_says_nothing_of_a_round_is_one_line(tmp_path, about):
+    (tmp_path / "device.toml").write_text(OWNER)
+    for entry in (make_entry(0, START, about), "[" * 100_000, "null"):
+        (tmp_path / "record.jsonl").write_text(entry)
+        found = run("verify", tmp_path / "record.jsonl", "--device", tmp_path / "device.toml")
+        assert found.exit_code == 2 and len(found.stderr.splitlines()) == 1
+        assert found.stderr.startswith("error: entry 0 of the record is damaged, or does not")
+
+
 def test_a_record_that_was_changed_or_forked_is_found_out(recorded, tmp_path):
     process, _ = recorded
     with RecordClient(process.address, process.monitor) as client:
