@@ -85,6 +85,17 @@ def parse_address(address: str) -> tuple[str, int, bool]:
         return host, int(port), False
 
 
+def check_address(address: str) -> str:
+    """The address, if it is one that can be called.
+
+    Raises:
+        ValueError: as for `parse_address`, or if the port is 0.
+    """
+    if parse_address(address)[1] == 0:
+        raise ValueError(f"an address to call has a port in [1, 65535], got {address!r}")
+    return address
+
+
 def join_address(host: str, port: int) -> str:
     """`HOST:PORT`, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

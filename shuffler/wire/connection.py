@@ -13,7 +13,7 @@ from typing import Any, Self
 import grpc
 
 from shuffler.keys import Credentials
-from shuffler.wire.channel import CHANNEL_OPTIONS, join_address, parse_address
+from shuffler.wire.channel import CHANNEL_OPTIONS, check_address, join_address, parse_address
 from shuffler.wire.errors import Refusal, ShufflerRefused, ShufflerUnavailable
 
 
@@ -29,9 +29,7 @@ class Connection:
     """
 
     def __init__(self, address: str, credentials: Credentials | None, timeout: float) -> None:
-        host, port, loopback = parse_address(address)
-        if port == 0:
-            raise ValueError(f"a shuffler's port lies in [1, 65535], got {address!r}")
+        host, port, loopback = parse_address(check_address(address))
         if credentials is None and not loopback:
             raise ValueError(f"plaintext only to a loopback address: {address} needs credentials")
         if not timeout > 0:

@@ -29,7 +29,10 @@ def node_command(
     sys.path += [str(Path(__file__).resolve().parents[2]), str(folder)]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is said in our own words
     form = "%(asctime)s %(levelname)s %(message)s"
-    logging.basicConfig(filename=log_file, level=logging.INFO, format=form)
+    try:
+        logging.basicConfig(filename=log_file, level=logging.INFO, format=form)
+    except OSError as error:
+        fail(error)
     from simulator.deployment.node import serve_node
     from simulator.deployment.sites import NodeSite, load_site
     from simulator.section import ConfigError

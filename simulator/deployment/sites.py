@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from accounting.validation import Count, Positive, first_mistake, read_toml
 from server import AgreedNode
 from shuffler import Credentials
+from shuffler.wire.channel import check_address
 from simulator.section import ConfigError, Section
 
 CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
 """In a run folder: what is printed; how the run ended; asks it to end."""
 
+_Address = Annotated[str, AfterValidator(check_address)]
 _Addresses = Annotated[
-    tuple[str, ...], Field(min_length=1, strict=False, description="a list of HOST:PORT")
+    tuple[_Address, ...], Field(min_length=1, strict=False, description="a list of HOST:PORT")
 ]
 
 
@@ -116,7 +118,7 @@ class NodeSite(_Site):
     first_user: int = Field(0, ge=0, description="a whole number, at least 0")
     device: str
     socket: str
-    superlink: str
+    superlink: _Address
     reply_after: Positive = 10.0
 
 

@@ -203,7 +203,7 @@ def test_a_value_of_thousands_of_characters_is_one_line(tmp_path, seed, message)
 
 
 def test_an_empty_name_is_not_the_folder_here():
-    with pytest.raises(ConfigError, match="^an empty name cannot be read"):
+    with pytest.raises(ConfigError, match=r"^an empty name cannot be read"):
         load("")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from run_world import shufl
 
 from accounting import PrivacyPlan
 from clients import RoundRefused, load_device
@@ -215,6 +216,13 @@ def test_mistakes_in_a_deployment_are_one_line_before_any_work(base, changes, me
         provisioned(base, **changes)
     assert "\n" not in str(error.value)
     assert not (base / "sites").exists()
+
+
+def test_a_log_file_of_a_node_that_cannot_be_written_is_one_line(tmp_path):
+    log = tmp_path / "nowhere" / "log"
+    done = shufl("node", "--log-file", log)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {log}: No such file or directory\n"
 
 
 def test_the_command_says_what_it_waits_for(base):

@@ -47,6 +47,16 @@ def test_a_run_that_is_going_on_is_not_disturbed(folder):
         (folder / "aside").rename(folder / "summary.json")
 
 
+@pytest.mark.parametrize("address", ["nonsense", "s.example:99999", "s.example:0", ":9000"])
+def test_a_shuffler_without_an_address_is_one_line(folder, tmp_path, address):
+    site = tmp_path / "server.toml"
+    site.write_text(f'shufflers = ["{address}"]\ncertificate = "x.pem"\nnodes = "agreed.toml"')
+    done = status(folder, "--site", site)
+    assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1
+    assert "server.toml: shufflers.0: an address" in done.stderr
+    assert done.stderr.endswith(f"got '{address}'\n")
+
+
 def test_a_folder_that_is_none_is_one_line(tmp_path):
     done = status(tmp_path)
     assert done.exit_code == 2
