@@ -27,7 +27,7 @@ from simulator.data.datasets import Dataset, load_dataset
 from simulator.data.features import load_records
 from simulator.data.partition import load_user_records, records_per_user
 from simulator.models import build_model
-from simulator.section import ConfigError, one_line
+from simulator.section import ConfigError, readers_code
 
 _LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
 
@@ -273,13 +273,8 @@ def _try_training(model: torch.nn.Module, experiment: Experiment) -> None:
     dataset = experiment.dataset
     blank = dataset.inputs(torch.zeros_like(dataset.train_features[:1]))
     label = torch.zeros(1, dtype=torch.int64)
-    try:
+    with readers_code(f"model {experiment.config.model.name} could not be trained on one record"):
         local_update(model.train(), blank, label, experiment.local_training, seed=0)
-    except Exception as error:
-        raise ConfigError(
-            f"model {experiment.config.model.name} could not be trained on one record: "
-            f"{one_line(error)}"
-        ) from error
 
 
 def _resolve(config: Config, dataset: Dataset) -> Config:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from simulator.section import ConfigError, find, one_line
+from simulator.section import ConfigError, find, readers_code
 
 
 def logistic_regression(input_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -96,15 +96,10 @@ def build_model(
     make = find("model", name, MODELS)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        try:
+        with readers_code(f"model {name} could not be built for records of shape {input_shape}"):
             model = make(input_shape, classes, **(options or {}))
             with torch.no_grad():
                 shape = tuple(model.eval()(torch.zeros(2, *input_shape)).shape)
-        except Exception as error:
-            raise ConfigError(
-                f"model {name} could not be built for records of shape {input_shape}: "
-                f"{one_line(error)}"
-            ) from error
     if shape != (2, classes):
         raise ConfigError(
             f"model {name} must give {classes} scores a record, got shape {shape[1:]}"

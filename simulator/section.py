@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from accounting.validation import Record
@@ -11,6 +12,10 @@ from accounting.validation import Record
 
 class ConfigError(ValueError):
     """The configuration cannot be run; one line says which value, and what is allowed."""
+
+
+READERS_ERRORS = (Exception, SystemExit)
+"""What code of the reader's may raise: `sys.exit()` would end the command without a word."""
 
 
 class Section(Record):
@@ -32,12 +37,27 @@ def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"{kind} must be one of {', '.join(known)}, or module:callable, got {name}"
         )
-    try:
+    with readers_code(f"{kind} {name} could not be imported"):
         return pkgutil.resolve_name(meant)
-    except Exception as error:  # whatever the reader's module raises
-        raise ConfigError(f"{kind} {name} could not be imported: {one_line(error)}") from error
+
+
+@contextmanager
+def readers_code(failure: str) -> Iterator[None]:
+    """Runs code of the reader's, of which every error is one line.
+
+    Raises:
+        ConfigError: `failure`, and what the code raised; or a ConfigError that it raised.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except READERS_ERRORS as error:
+        raise ConfigError(f"{failure}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:
     """What an exception says, without its line breaks; its kind if it says nothing."""
+    if isinstance(error, SystemExit):
+        return f"it calls sys.exit({error.code!r})"
     return " ".join(str(error).split()) or type(error).__name__

@@ -19,7 +19,7 @@ import torch
 
 from simulator.data.vision import torchvision_datasets
 from simulator.names import DATASETS
-from simulator.section import ConfigError, find, one_line
+from simulator.section import ConfigError, find, one_line, readers_code
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,8 @@ def load_dataset(name: str) -> Dataset:
         ConfigError: it is not available, its archive does not verify, or it is no dataset.
     """
     make = find("data.dataset", name, DATASETS)
-    try:
+    with readers_code(f"data.dataset {name} could not be loaded"):
         dataset = make()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"data.dataset {name} could not be loaded: {one_line(error)}") from error
     if (mistake := _mistake(dataset)) is not None:
         raise ConfigError(f"data.dataset {name} {mistake}")
     return dataset

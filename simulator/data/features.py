@@ -25,7 +25,7 @@ from simulator.data.datasets import Dataset, cache_folder, dataset_digest, load_
 from simulator.data.scattering import COEFFICIENTS, scattering
 from simulator.data.whitening import dead_leaves, whitened, whitening
 from simulator.names import FEATURES
-from simulator.section import ConfigError, find, one_line
+from simulator.section import ConfigError, find, one_line, readers_code
 
 FeatureMap = Callable[[torch.Tensor], torch.Tensor]
 """Maps normalised records to features, float32 (r, ...) to float32 (r, ...), each by itself."""
@@ -94,14 +94,9 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
         ConfigError: the map fails, or gives something else.
     """
     make = find("data.features", name, FEATURES)
-    try:
-        with torch.no_grad():
-            features = make(records)
-    except Exception as error:
-        raise ConfigError(
-            f"data.features {name} could not map records of shape {tuple(records.shape[1:])}: "
-            f"{one_line(error)}"
-        ) from error
+    failure = f"data.features {name} could not map records of shape {tuple(records.shape[1:])}"
+    with readers_code(failure), torch.no_grad():
+        features = make(records)
     kind = getattr(features, "dtype", type(features).__name__)
     if kind != torch.float32 or features.dim() < 2 or len(features) != len(records):
         got = f"{kind} of shape {tuple(getattr(features, 'shape', ()))}"

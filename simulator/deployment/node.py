@@ -18,7 +18,7 @@ from simulator.data.partition import load_user_records
 from simulator.deployment.sites import NodeSite, check_cover
 from simulator.experiment import data_seed, local_training, plan_of
 from simulator.models import build_model
-from simulator.section import ConfigError, find, one_line
+from simulator.section import READERS_ERRORS, ConfigError, find, one_line
 
 
 def serve_node(site: NodeSite, folder: Path, stop: threading.Event) -> None:
@@ -176,7 +176,7 @@ def _check_records(records: UserRecords, user: int, site: NodeSite) -> None:
         found = tuple(features.shape), tuple(labels.shape)
         kinds = features.dtype, labels.dtype
         lowest, highest = int(labels.min()), int(labels.max())
-    except Exception as error:  # whatever the owner's module raises
+    except READERS_ERRORS as error:
         raise ConfigError(
             f"data: the records of user {user} cannot be read: {one_line(error)}"
         ) from error

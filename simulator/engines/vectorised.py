@@ -46,7 +46,7 @@ from simulator.engines.user_gradients import (
     fastest_method,
     ready_for,
 )
-from simulator.section import ConfigError, one_line
+from simulator.section import READERS_ERRORS, ConfigError, one_line
 
 if TYPE_CHECKING:
     from simulator.experiment import Experiment
@@ -202,7 +202,7 @@ def _method(experiment: Experiment, keys: VectorisedKeys) -> Method:
         with warnings.catch_warnings():  # of a vmap that is slow, and may not be used
             warnings.simplefilter("ignore", UserWarning)
             return fastest_method(experiment.make_model().train(), *about)
-    except Exception as error:
+    except READERS_ERRORS as error:
         raise ConfigError(
             f"model {experiment.config.model.name} cannot be vectorised over users in "
             f"{keys.precision} on {keys.device} ({one_line(error)}); "

@@ -28,6 +28,7 @@ MODULE = """
 def place(tmp_path, monkeypatch):
     """The folder of the module and its data, as the working directory."""
     (tmp_path / "blobs.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit()\n")
     write_records(tmp_path, seed=0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -81,6 +82,7 @@ def test_a_run_is_resumed_with_the_same_records_only(place):
     [
         ("nowhere:blobs", "data.dataset nowhere:blobs could not be imported: No module named"),
         ("blobs:none", "data.dataset blobs:none could not be imported: module 'blobs' has no"),
+        ("exits:blobs", r"exits:blobs could not be imported: it calls sys.exit\(None\)"),
         ("blobs:MODULE", "data.dataset blobs:MODULE could not be imported"),
     ],
 )

@@ -157,6 +157,7 @@ def test_what_is_no_dataset_says_why(monkeypatch, changes, message):
         (lambda: 1 / 0, "could not be loaded: division by zero"),
         (lambda needed: None, "could not be loaded: .* missing 1 required positional argument"),
         (7, "could not be loaded: 'int' object is not callable"),
+        (sys.exit, r"could not be loaded: it calls sys.exit\(None\)"),
     ],
 )
 def test_what_makes_no_dataset_says_why(monkeypatch, make, message):
@@ -249,6 +250,10 @@ class HalfPrecisionNet(nn.Module):
         return self.linear(records.flatten(1).bfloat16()).float()
 
 
+def net_that_exits(input_shape, classes):
+    sys.exit(0)
+
+
 def net_of_wrong_width(input_shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, classes + 1))
 
@@ -268,6 +273,7 @@ def test_any_module_and_callable_is_a_model():
         ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
         ("no_such_module:net", "could not be imported"),
         ("torch.nn:NoSuchLayer", "could not be imported"),
+        (f"{__name__}:net_that_exits", r"could not be built .*: it calls sys.exit\(0\)"),
         (f"{__name__}:net_of_wrong_width", "must give 10 scores a record, got shape"),
         (f"{__name__}:net_with_batch_norm", "has batch norm .* use group norm"),
         ("small-cnn", "could not be built for records of shape"),

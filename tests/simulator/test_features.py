@@ -102,7 +102,8 @@ def flipped(data):
 
 def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
     (tmp_path / "own_maps.py").write_text(
-        "import torch\n"
+        "import sys, torch\n"
+        "def exits(records): sys.exit()\n"
         "def halves(records): return records.flatten(1)[:, ::2].clone()\n"
         "def mixes(records): return (records - records.mean(0)).flatten(1)\n"
         "def wide(records): return records.double()\n"
@@ -118,6 +119,7 @@ def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
         "wide": "must give float32 features",
         "broken": "must give finite features",
         "nothing": "could not be imported",
+        "exits": r"could not map records of shape \(1, 8, 8\): it calls sys.exit\(None\)",
     }.items():
         with pytest.raises(ConfigError, match=f"^data.features own_maps:{name} {message}"):
             load_records("digits", f"own_maps:{name}")
