@@ -202,6 +202,8 @@ def _mistake(dataset: Any) -> str | None:
                 allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 got = getattr(tensor, "dtype", type(tensor).__name__)
                 return f"must have {name} as a tensor of {allowed} on the CPU, got {got}"
+            if tensor.requires_grad:
+                return f"must have {name} without gradients, got a tensor that requires them"
         if features.dim() < 2 or features.shape[1:] != dataset.input_shape:
             return (
                 "must have features of shape (records, ...), alike in training and test, got "
@@ -217,10 +219,18 @@ def _mistake(dataset: Any) -> str | None:
                 f"must have {part}_labels from 0 to {dataset.classes - 1}, got "
                 f"{int(labels.min())} to {int(labels.max())}"
             )
-    try:
-        inputs = dataset.inputs(dataset.train_features[:1])
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        return f"cannot be normalised by its scale, mean and std: {one_line(error)}"
-    if not (inputs.isfinite().all() and inputs.shape[1:] == dataset.input_shape):
-        return "must give finite records of the same shape, normalised by its scale, mean and std"
+    for name in ("train_features", "test_features"):
+        features = getattr(dataset, name)
+        try:  # what is between these two stays between them
+            low, high = features.aminmax()
+            inputs = dataset.inputs(
+                torch.stack([torch.full_like(features[0], value) for value in (low, high)])
+            )
+        except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+            return f"cannot be normalised by its scale, mean and std: {one_line(error)}"
+        if not (inputs.isfinite().all() and inputs.shape[1:] == dataset.input_shape):
+            return (
+                "must give finite records of the same shape, normalised by its scale, mean and "
+                f"std, got {name} from {low:g} to {high:g}"
+            )
     return None

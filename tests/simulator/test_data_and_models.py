@@ -102,6 +102,13 @@ def flowers(**changes):
     return Dataset(**(values | changes))
 
 
+def with_one(value, record):
+    """Eight records of three measurements, one of which is `value`."""
+    records = torch.zeros(8, 3)
+    records[record, 1] = value
+    return records
+
+
 def of_this_module(monkeypatch, make):
     """The name of a dataset that `make` returns."""
     monkeypatch.setattr(sys.modules[__name__], "made_here", make, raising=False)
@@ -139,7 +146,14 @@ def test_a_readers_callable_is_a_dataset(monkeypatch):
         ({"train_labels": torch.arange(8)}, "train_labels from 0 to 1, got 0 to 7"),
         ({"test_labels": torch.tensor([-1, 1])}, "test_labels from 0 to 1, got -1 to 1"),
         ({"classes": 2.0}, "classes, a whole number of at least 1, got 2.0"),
+        ({"train_features": torch.zeros(8, 3, requires_grad=True)}, "train_features without grad"),
         ({"scale": 0.0}, "finite records"),
+        ({"train_features": with_one(torch.nan, 7)}, "finite .* train_features from nan to nan"),
+        ({"train_features": with_one(3e38, 6), "scale": 0.1}, "got train_features from 0 to 3e.38"),
+        (
+            {"test_features": with_one(-torch.inf, 5), "test_labels": torch.arange(8) % 2},
+            "finite records .* got test_features from -inf to 0",
+        ),
         ({"mean": (0.0, 1.0)}, "cannot be normalised by its scale, mean and std"),
     ],
 )
