@@ -63,8 +63,6 @@ class Histogram(nn.Module):
         return self.scores.expand(len(features), -1)
 
 
-_DTYPES = (torch.float32, torch.float64)  # of parameters
-
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "logistic-regression": logistic_regression,
     "mlp": mlp,
@@ -91,7 +89,8 @@ def build_model(
 
     Raises:
         ConfigError: unknown name, wrong options, an output of the wrong shape, nothing to train,
-            frozen parameters, or memory of the records seen (batch norm).
+            parameters that are frozen, not float32 or not finite, or memory of the records seen
+            (batch norm).
     """
     make = find("model", name, MODELS)
     with torch.random.fork_rng():
@@ -113,17 +112,20 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
     """Every parameter is in every report, with noise on it.
 
     Raises:
-        ConfigError: there are no parameters, or some are frozen, or of a type that no message has.
+        ConfigError: there are no parameters, or some are frozen, not finite, or of another type
+            than the estimate that the server steps by.
     """
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ConfigError(f"model {name} has no parameters to train")
     for path, parameter in parameters.items():
-        if parameter.dtype not in _DTYPES:
+        if parameter.dtype != torch.float32:
             raise ConfigError(
-                f"model {name} keeps {path} as {parameter.dtype}: keep it as "
-                f"{' or '.join(map(str, _DTYPES))}, and compute in what you like"
+                f"model {name} keeps {path} as {parameter.dtype}: keep it as torch.float32, and "
+                "compute in what you like"
             )
+        if not parameter.isfinite().all():
+            raise ConfigError(f"model {name} must start with finite numbers, got others in {path}")
         if not parameter.requires_grad:
             raise ConfigError(
                 f"model {name} freezes {path}: noise would be added to it all the same; make what "

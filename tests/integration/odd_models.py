@@ -34,6 +34,17 @@ class reads_ledger(_Linear):
             file.write(f"{rounds} {watching}\n")
 
 
+class in_float64(_Linear):
+    """Keeps its parameters in a type that the server cannot step."""
+
+    def __init__(self, input_shape, classes):
+        super().__init__(input_shape, classes)
+        self.double()
+
+    def forward(self, records):
+        return super().forward(records.double())
+
+
 class first_call_hangs(_Linear):
     """Keeps the first user that trains busy for longer than the round."""
 

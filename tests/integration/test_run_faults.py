@@ -174,8 +174,19 @@ def test_a_mistake_ends_the_command_itself_in_one_line(tmp_path):
         (["privacy.target_epsilon=1e-6"], "privacy.target_epsilon must be at least"),
         (["model.name=nothing:here"], "model nothing:here could not be imported"),
         (["privacy.check_in_rat=0.1"], "unknown key privacy.check_in_rat; did you mean"),
+        *(
+            (
+                [
+                    "model.name=odd_models:in_float64",
+                    "model.options={}",
+                    f"simulation.engine={engine}",
+                ],
+                "model odd_models:in_float64 keeps linear.weight as torch.float64: keep",
+            )
+            for engine in ("flower", "vectorised")
+        ),
         (["privacy.clip_norm=9e-19"], "privacy.clip_norm must be a number in [1e-18, 1e18]"),
-        (["privacy.clip_norm=1e308"], "must fit float32 numbers, got C = 1e+308"),
+        (["privacy.clip_norm=1e308"], "privacy.clip_norm must be a number in [1e-18, 1e18]"),
     ],
 )
 def test_a_mistake_in_the_configuration_is_one_line_before_any_work(tmp_path, overrides, message):

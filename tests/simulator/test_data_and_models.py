@@ -256,12 +256,24 @@ def frozen_net(input_shape, classes):
 
 
 class HalfPrecisionNet(nn.Module):
+    dtype = torch.bfloat16
+
     def __init__(self, input_shape, classes):
         super().__init__()
-        self.linear = nn.Linear(64, classes, dtype=torch.bfloat16)
+        self.linear = nn.Linear(64, classes, dtype=self.dtype)
 
     def forward(self, records):
-        return self.linear(records.flatten(1).bfloat16()).float()
+        return self.linear(records.flatten(1).to(self.dtype)).float()
+
+
+class DoublePrecisionNet(HalfPrecisionNet):
+    dtype = torch.float64
+
+
+def net_that_starts_at(input_shape, classes, value):
+    model = custom_net(input_shape, classes)
+    nn.init.constant_(model[3].bias, value)
+    return model
 
 
 def net_that_exits(input_shape, classes):
@@ -284,6 +296,7 @@ def test_any_module_and_callable_is_a_model():
         (f"{__name__}:nothing_to_train", "has no parameters to train"),
         (f"{__name__}:frozen_net", "freezes 1.bias"),
         (f"{__name__}:HalfPrecisionNet", "keeps linear.weight as torch.bfloat16: keep it as"),
+        (f"{__name__}:DoublePrecisionNet", "keeps linear.weight as torch.float64: keep it as"),
         ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
         ("no_such_module:net", "could not be imported"),
         ("torch.nn:NoSuchLayer", "could not be imported"),
@@ -297,6 +310,12 @@ def test_models_that_cannot_be_used_say_why(name, message):
     with pytest.raises(ConfigError, match=message) as error:
         build_model(name, (1, 8, 8), 10, 0)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_that_starts_at_no_number_is_refused(value):
+    with pytest.raises(ConfigError, match="must start with finite numbers, got others in 3"):
+        build_model(f"{__name__}:net_that_starts_at", (1, 8, 8), 10, 0, {"value": value})
 
 
 def test_repeated_records_are_held_by_equally_many_users_and_users_take_no_memory():
