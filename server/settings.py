@@ -20,7 +20,7 @@ from shuffler import Credentials, Sealing
 
 
 class RoundFailed(RuntimeError):
-    """Nodes are missing, so that no round could be released; carries the first node's reason."""
+    """Rounds cannot go on: nodes are missing, or the model fails; carries the first reason."""
 
 
 MOST_INCOMPLETE = 3

@@ -20,7 +20,7 @@ from accounting import PrivacyBudget
 from server.aggregate import Aggregate
 from server.checkpoint import Checkpoint, save_atomically
 from server.evaluation import Evaluation, evaluate
-from server.settings import RunResult, TrainingSettings
+from server.settings import RoundFailed, RunResult, TrainingSettings
 from server.words import RoundOutcome, RoundRecord, StoppedBy
 from shuffler import model_digest
 
@@ -78,6 +78,9 @@ class Training:
                 the round is in the ledger, on disk.
             observe: called after every round.
             stop: asked before every round that the budget allows; nothing of it is spent yet.
+
+        Raises:
+            RoundFailed: the model cannot be evaluated.
         """
         stopped_by: StoppedBy = "rounds"
         done = self._first - 1
@@ -95,8 +98,8 @@ class Training:
                 # Last: a crash before has the round played again, and observed, or lost.
                 if done % self.settings.checkpoint_every == 0:
                     self._save(done)
+        self._save(done)  # first: the model may fail
         final = self._evaluate()
-        self._save(done)
         save_atomically(self.settings.folder / "model.pt", self._result.state_dict())
         rounds = self.settings.ledger.last_round
         return RunResult(rounds, stopped_by, self._budget.epsilon, final.accuracy, final.loss)
@@ -155,7 +158,12 @@ class Training:
             self._average.update_parameters(self.model)
 
     def _evaluate(self) -> Evaluation:
-        return evaluate(self._result, *self._test)
+        try:
+            return evaluate(self._result, *self._test)
+        except (Exception, SystemExit) as error:  # whatever the model does, sys.exit() with it
+            raise RoundFailed(
+                f"the model could not be evaluated: {type(error).__name__}: {error}"
+            ) from error
 
     def _save(self, round: int) -> None:
         settings = self.settings

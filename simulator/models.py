@@ -137,7 +137,7 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int
     """An update must depend on its own user's records only, or clipping bounds nothing.
 
     Raises:
-        ConfigError: the model keeps something of the records it has seen.
+        ConfigError: the model keeps something of the records it has seen, or fails.
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -147,7 +147,7 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int
             )
     before = {path: buffer.clone() for path, buffer in model.named_buffers()}
     if before:
-        with torch.no_grad():
+        with readers_code(f"model {name} could not be tried on two records"), torch.no_grad():
             model.train()(torch.ones(2, *input_shape))
         for path, buffer in model.named_buffers():
             if not torch.equal(before[path], buffer):

@@ -117,13 +117,14 @@ def _shape_of_one(dataset: Dataset, name: str) -> torch.Size:
     """
     few = dataset.inputs(dataset.train_features[:2])
     together = map_records(name, few)
-    alone = torch.cat([map_records(name, record) for record in few.split(1)])
-    if alone.shape != together.shape or not torch.allclose(alone, together, rtol=1e-3, atol=1e-5):
+    alone = [map_records(name, record) for record in few.split(1)]
+    alike = all(each.shape[1:] == together.shape[1:] for each in alone)
+    if not alike or not torch.allclose(torch.cat(alone), together, rtol=1e-3, atol=1e-5):
         raise ConfigError(
             f"data.features {name} must map each record by itself: its features of a record depend "
             "on the other records of the batch"
         )
-    return alone.shape[1:]
+    return together.shape[1:]
 
 
 def _compute(dataset: Dataset, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
@@ -136,7 +137,13 @@ def _compute(dataset: Dataset, name: str, shape: torch.Size) -> dict[str, torch.
             tensors[part] = torch.empty(len(records), *shape)
 
             def fill(records: torch.Tensor, features: torch.Tensor) -> None:
-                features.copy_(map_records(name, dataset.inputs(records)))
+                mapped = map_records(name, dataset.inputs(records))
+                if mapped.shape != features.shape:
+                    raise ConfigError(
+                        f"data.features {name} must give features of shape {tuple(shape)} for "
+                        f"every record as for the first, got {tuple(mapped.shape[1:])}"
+                    )
+                features.copy_(mapped)
 
             pairs = (each.split(_RECORDS_AT_ONCE) for each in (records, tensors[part]))
             for _ in pool.map(fill, *pairs):

@@ -322,6 +322,9 @@ class ReportSum:
 
         Returns:
             int64 of shape (d,), in units of the plan's mechanism.
+
+        Raises:
+            RoundFailed: the model fails.
         """
         total = np.zeros(self._dimension, dtype=np.int64)
         # Not in this thread: its OpenMP threads would copy too, and then wait on busy cores.
@@ -366,8 +369,14 @@ class ReportSum:
                 draws = draw(round, users, 2), self._dimension, features.device
                 clipping = RandomSides.drawn(mechanism, *draws)
             given = features, labels, self._training, orders, clipping, self._precision
-            with self._turn:
-                total = clipped_sum_of_updates(self._method, self._model, *given).cpu()
+            try:
+                with self._turn:
+                    total = clipped_sum_of_updates(self._method, self._model, *given).cpu()
+            except READERS_ERRORS as error:  # of the model
+                raise RoundFailed(
+                    f"round {round}: computing updates failed: {type(error).__name__}: "
+                    f"{one_line(error)}"
+                ) from error
         if self._noise_in_reports:
             noise = np.zeros(self._dimension)
             scale = self._plan.mechanism.noise_deviation(self._dimension)

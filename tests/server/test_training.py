@@ -12,6 +12,7 @@ from server import (
     Mean,
     Optimiser,
     PlayedRound,
+    RoundFailed,
     Training,
     TrainingSettings,
     load_checkpoint,
@@ -48,7 +49,15 @@ class Engine:
         return PlayedRound("released", aggregate, PLAN.users, PLAN.users)
 
 
-def train(folder, engine, reproducible, stop=lambda rounds: False, observe=lambda round: None):
+def make_model():
+    torch.manual_seed(0)
+    return nn.Linear(2, 1, bias=False)
+
+
+def train(
+    folder, engine, reproducible, stop=lambda rounds: False, observe=lambda round: None,
+    make_model=make_model,
+):  # fmt: skip
     """Trains from the folder's checkpoint, if there is one; returns the result and the rounds."""
     path, checkpoint = folder / "ledger.jsonl", folder / "checkpoint.pt"
     with Ledger.open(path, PLAN) if path.exists() else Ledger.create(path, PLAN, "run") as ledger:
@@ -69,9 +78,21 @@ def train(folder, engine, reproducible, stop=lambda rounds: False, observe=lambd
         return result, rounds
 
 
-def make_model():
-    torch.manual_seed(0)
-    return nn.Linear(2, 1, bias=False)
+class FailsInEvaluation(nn.Linear):
+    """Raises at the evaluations told, numbered from 1."""
+
+    def __init__(self, error, at):
+        super().__init__(2, 1, bias=False)
+        self.evaluations, self.error, self.at = [], error, at
+
+    def forward(self, records):
+        self.evaluations.append(1)
+        if len(self.evaluations) == self.at:
+            raise self.error
+        return super().forward(records)
+
+    def __deepcopy__(self, memo):
+        return self
 
 
 def crashed(folder, engine, reproducible):
@@ -104,6 +125,16 @@ def test_a_reproducible_run_ends_as_if_it_had_not_crashed(tmp_path, uninterrupte
     assert result == uninterrupted[0]
     assert torch.equal(model(tmp_path), uninterrupted[1])
     assert spent(tmp_path) == list(range(1, 21))
+
+
+@pytest.mark.parametrize(("at", "saved"), [(7, 5), (21, 20)])
+@pytest.mark.parametrize("error", [ValueError("it breaks"), SystemExit(0)])
+def test_a_model_that_fails_in_evaluation_ends_the_run_in_order(tmp_path, error, at, saved):
+    failing = FailsInEvaluation(error, at)
+    with pytest.raises(RoundFailed, match=f"could not be evaluated: {type(error).__name__}: "):
+        train(tmp_path, Engine(), True, make_model=lambda: failing)
+    assert load_checkpoint(tmp_path / "checkpoint.pt").round == saved
+    assert train(tmp_path, Engine(), True)[0].rounds == 20
 
 
 def test_a_round_is_in_the_checkpoint_only_once_it_was_observed(tmp_path, uninterrupted):

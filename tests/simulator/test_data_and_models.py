@@ -245,6 +245,12 @@ class NetWithMemory(nn.Module):
         return self.linear(records.flatten(1))
 
 
+class NetThatFailsInTraining(NetWithMemory):
+    def forward(self, records):
+        assert not self.training, "it fails"
+        return super().forward(records)
+
+
 def nothing_to_train(input_shape, classes):
     return nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(classes))
 
@@ -293,6 +299,7 @@ def test_any_module_and_callable_is_a_model():
     ("name", "message"),
     [
         (f"{__name__}:NetWithMemory", "changes its buffer seen in training"),
+        (f"{__name__}:NetThatFailsInTraining", "could not be tried on two records: it fails"),
         (f"{__name__}:nothing_to_train", "has no parameters to train"),
         (f"{__name__}:frozen_net", "freezes 1.bias"),
         (f"{__name__}:HalfPrecisionNet", "keeps linear.weight as torch.bfloat16: keep it as"),

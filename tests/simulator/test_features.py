@@ -104,6 +104,8 @@ def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
     (tmp_path / "own_maps.py").write_text(
         "import sys, torch\n"
         "def exits(records): sys.exit()\n"
+        "def ragged(records): return records.flatten(1)[:, : 3 + len(records)]\n"
+        "def widens(records): return records.flatten(1)[:, : 3 + (len(records) > 2)]\n"
         "def halves(records): return records.flatten(1)[:, ::2].clone()\n"
         "def mixes(records): return (records - records.mean(0)).flatten(1)\n"
         "def wide(records): return records.double()\n"
@@ -116,6 +118,8 @@ def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
     assert not fresh.exists()
     for name, message in {
         "mixes": "must map each record by itself",
+        "ragged": "must map each record by itself",
+        "widens": r"must give features of shape \(3,\) for every record .* got \(4,\)",
         "wide": "must give float32 features",
         "broken": "must give finite features",
         "nothing": "could not be imported",

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from accounting import Ledger, LocalAccountant
+from accounting import Ledger, LocalAccountant, PrivacyBudget
 from accounting.mechanisms import SeededRandomness, clip, make_randomness
 from clients import local_update
 from server import AGGREGATORS, Aggregator, RoundFailed
@@ -186,7 +186,8 @@ def test_memory_that_runs_out_is_one_line(tmp_path):
     given = [part for setting in sets for part in ("--set", setting)]
     result = CliRunner().invoke(app, ["run", "quickstart", "--runs", str(tmp_path), *given])
     assert result.exit_code == 1
-    assert result.stderr == "error: CUDA out of memory. Tried to allocate 9 GiB.\n"
+    what = "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
+    assert result.stderr == f"error: round 1: computing updates failed: {what}\n"
 
 
 @pytest.mark.slow
@@ -249,6 +250,39 @@ def test_only_users_who_checked_in_are_touched(monkeypatch):
     monkeypatch.setattr(PartitionedRecords, "__call__", spy)
     played(engine("simulation.users_per_chunk=9"), 3)
     assert sorted(seen) == checked_in(3).tolist()
+
+
+class FailsLater(nn.Module):
+    """Raises in training once it is told to."""
+
+    error = None
+
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.linear = nn.Linear(64, classes)
+
+    def forward(self, records):
+        if self.training and self.error is not None:
+            raise self.error
+        return self.linear(records.flatten(1))
+
+
+@pytest.mark.parametrize("error", [ValueError("it\nbreaks"), SystemExit(0)])
+def test_a_model_that_fails_in_a_later_round_ends_the_run_in_one_line(tmp_path, monkeypatch, error):
+    spend = PrivacyBudget.spend
+
+    def arm(self, round, note):
+        if round == 2:
+            monkeypatch.setattr(FailsLater, "error", error)
+        spend(self, round, note)
+
+    monkeypatch.setattr(PrivacyBudget, "spend", arm)
+    settings = [*SETTINGS, f"model.name={__name__}:FailsLater", "model.options={}"]
+    sets = [part for each in settings for part in ("--set", each)]
+    result = CliRunner().invoke(app, ["run", "quickstart", "--runs", str(tmp_path), *sets])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: round 2: computing updates failed: {type(error).__name__}: it")
 
 
 @pytest.mark.slow
