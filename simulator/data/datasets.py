@@ -119,15 +119,17 @@ def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple:
     cache = cache_folder()
     if local := os.environ.get("SHUFL_DATA"):
         copy_archives(Path(local).expanduser(), cache, folder, pattern)
+    remove_cut_short(cache / folder, pattern)
     constructor = getattr(torchvision_datasets(), class_name)
     try:
         return constructor(cache, train=True, download=True), constructor(
             cache, train=False, download=True
         )
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:
         raise ConfigError(
-            f"{class_name} could not be downloaded or verified ({one_line(error)}); put its "
-            f"archives ({folder / pattern}) in a folder and name that folder in SHUFL_DATA"
+            f"{class_name} could not be downloaded, verified or read ({one_line(error)}); put its "
+            f"archives ({folder / pattern}) in a folder and name that folder in SHUFL_DATA, or "
+            f"delete {cache / folder} if files there were cut short"
         ) from error
 
 
@@ -143,6 +145,18 @@ def copy_archives(local: Path, cache: Path, folder: Path, pattern: str) -> None:
         temporary = target.with_name(f"{target.name}.{os.getpid()}")
         shutil.copyfile(archive, temporary)
         temporary.replace(target)
+
+
+def remove_cut_short(folder: Path, pattern: str) -> None:
+    """Removes unpacked files that are not as long as their gzip archives say, beside these.
+
+    torchvision unpacks what is missing, but takes a file as it is where its unpacking was killed.
+    """
+    for archive in folder.glob(pattern):
+        unpacked = archive.with_suffix("")
+        length = int.from_bytes(archive.read_bytes()[-4:], "little")  # RFC 1952: ISIZE
+        if unpacked.is_file() and unpacked.stat().st_size != length:
+            unpacked.unlink()
 
 
 def cache_folder() -> Path:

@@ -1,6 +1,7 @@
 """Datasets load, partitions deal each record once, models build or say why not."""
 
 import gzip
+import hashlib
 import struct
 import sys
 
@@ -12,6 +13,7 @@ from torch import nn
 from simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
 from simulator.data.held_out import held_out
 from simulator.data.partition import load_user_records, partition
+from simulator.data.vision import torchvision_datasets
 from simulator.models import build_model
 from simulator.names import PARTITIONS
 from simulator.section import ConfigError
@@ -44,7 +46,9 @@ def _write_idx(path, array):
     path.write_bytes(header + array.astype(np.uint8).tobytes())
 
 
-def test_mnist_files_are_read_by_torchvision(tmp_path, monkeypatch):
+@pytest.fixture
+def small_mnist(tmp_path, monkeypatch):
+    """MNIST's files, unpacked, with fewer images: their folder and the images."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("SHUFL_DATA", raising=False)
     raw = tmp_path / "shufl" / "MNIST" / "raw"
@@ -54,10 +58,29 @@ def test_mnist_files_are_read_by_torchvision(tmp_path, monkeypatch):
         _write_idx(raw / f"{part}-images-idx3-ubyte", images[:count])
         _write_idx(raw / f"{part}-labels-idx1-ubyte", np.arange(count) % 10)
     load_dataset.cache_clear()
-    try:
-        mnist = load_dataset("mnist")
-    finally:
-        load_dataset.cache_clear()
+    yield raw, images
+    load_dataset.cache_clear()
+
+
+@pytest.mark.parametrize("length", [0, 3, 1000])
+def test_a_file_that_was_cut_short_is_unpacked_anew_or_one_line(small_mnist, monkeypatch, length):
+    raw, images = small_mnist
+    whole = {path: path.read_bytes() for path in raw.iterdir()}
+    (raw / "train-images-idx3-ubyte").write_bytes(bytes(length))
+    with pytest.raises(ConfigError, match=f"could not be .* read .*, or delete {raw} if files"):
+        load_dataset("mnist")
+    digests = []
+    for path, content in whole.items():
+        packed = gzip.compress(content)
+        path.with_name(f"{path.name}.gz").write_bytes(packed)
+        digests.append((f"{path.name}.gz", hashlib.md5(packed).hexdigest()))
+    monkeypatch.setattr(torchvision_datasets().MNIST, "resources", digests)
+    assert (load_dataset("mnist").train_features.squeeze(1).numpy() == images[:20]).all()
+
+
+def test_mnist_files_are_read_by_torchvision(small_mnist):
+    images = small_mnist[1]
+    mnist = load_dataset("mnist")
     assert (mnist.train_features.squeeze(1).numpy() == images[:20]).all()
     assert mnist.test_labels.tolist() == list(range(10))
     expected = (images[3, 5, 6] / 255 - 0.1307) / 0.3081
