@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from accounting import validation
 from accounting.mechanisms import MECHANISMS
-from accounting.validation import ClipNorm, Count, Positive, Probability, Rate
+from accounting.validation import ClipNorm, Count, Positive, Probability
 from server.aggregators import AGGREGATORS
 from server.words import Schedule
 from simulator.engines.table import ENGINES
@@ -25,7 +25,7 @@ Blankets = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 class Privacy(Section):
     """The privacy plan, but for n. See `accounting.PrivacyPlan`."""
 
-    check_in_rate: Rate
+    check_in_rate: float = Field(ge=1e-12, le=1, description="a number in [1e-12, 1]")
     clip_norm: ClipNorm = 1.0
     noise_multiplier: float | None = Field(
         None,
@@ -101,17 +101,22 @@ class Model(Section):
 
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, description="a number in [0, 1)")]
 
+# Beyond 3e38 a float32 model cannot step.
+LearningRate = Annotated[
+    float, Field(gt=0, le=1e30, allow_inf_nan=False, description="a number in (0, 1e30]")
+]
+
 
 class Training(Section):
     """Local computation and the server's optimiser."""
 
     algorithm: Literal["fedsgd", "fedavg"] = "fedsgd"
     local_epochs: Count = 1
-    local_learning_rate: Positive = 0.1
+    local_learning_rate: LearningRate = 0.1
     local_batch_size: Count = 32
     aggregator: Literal[tuple(AGGREGATORS)] = "mean"  # type: ignore[valid-type]
     optimiser: Literal["sgd", "adam"] = "sgd"
-    learning_rate: Positive
+    learning_rate: LearningRate
     momentum: Decay = 0.0
     schedule: Schedule = "constant"
     averaging: Decay = 0.0

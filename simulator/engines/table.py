@@ -19,8 +19,10 @@ Precision = Literal["float32", "bfloat16"]
 class FlowerKeys(Section):
     """The Flower engine's keys of `[simulation]`."""
 
-    nodes: Count = 20
-    cpus_per_node: Positive = 1.0
+    nodes: int = Field(20, ge=1, le=10**6, description="a whole number from 1 to 10^6")
+    cpus_per_node: float = Field(  # each CPU has as many processes of nodes as this goes into 1
+        1.0, ge=0.1, allow_inf_nan=False, description="a number, at least 0.1"
+    )
     round_timeout: Positive = 600.0
     reply_after: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="seconds, a number of at least 0"
@@ -33,7 +35,7 @@ class VectorisedKeys(Section):
     noise: Literal["report", "aggregate"] = "report"
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "float32"
-    users_per_chunk: int = Field(256, ge=1, le=10**9, description="a whole number from 1 to 10^9")
+    users_per_chunk: int = Field(256, ge=1, le=10**6, description="a whole number from 1 to 10^6")
     workers: Count = 1
     silent: float = Field(0.0, ge=0, lt=1, description="a number in [0, 1)")
 

@@ -20,9 +20,25 @@ from simulator.experiment import prepare
     [
         (
             "privacy.check_in_rate=1.3",
-            r"privacy.check_in_rate must be a number in \(0, 1\], got 1.3",
+            r"privacy.check_in_rate must be a number in \[1e-12, 1\], got 1.3",
         ),
-        ("privacy.check_in_rate=0", r"privacy.check_in_rate must be a number in \(0, 1\], got 0"),
+        ("privacy.check_in_rate=0", r"check_in_rate must be a number in \[1e-12, 1\], got 0"),
+        ("privacy.check_in_rate=1e-17", r"check_in_rate must be .* got 1e-17"),
+        ("training.learning_rate=1e300", r"learning_rate must be a number in \(0, 1e30\], got 1e"),
+        (
+            "training.local_learning_rate=1e300",
+            r"local_learning_rate must be a number in \(0, 1e30",
+        ),
+        ("data.users=1000000000001", r"data.users must be a whole number from 1 to 10\^12, got 1"),
+        ("simulation.nodes=1000001", r"simulation.nodes must be a whole number from 1 to 10\^6"),
+        (
+            "simulation.cpus_per_node=1e-9",
+            "cpus_per_node must be a number, at least 0.1, got 1e-09",
+        ),
+        (
+            "simulation.users_per_chunk=1000001",
+            r"users_per_chunk must be a whole number from 1 to 10\^6, got 1000001",
+        ),
         (
             "privacy.chek_in_rate=0.3",
             r"unknown key privacy.chek_in_rate; did you mean check_in_rate\? allowed: check_in",
@@ -153,7 +169,7 @@ def test_a_missing_key_says_what_belongs_there(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('name = "x"\n[privacy]\n')
     with pytest.raises(
-        ConfigError, match=r"privacy.check_in_rate is missing: a number in \(0, 1\]"
+        ConfigError, match=r"privacy.check_in_rate is missing: a number in \[1e-12, 1\]"
     ):
         load(str(path))
 
