@@ -1,7 +1,7 @@
 from .aggregate import Aggregate, aggregate_reports
 from .aggregators import AGGREGATORS, Aggregator, Mean, SpectralFilter
 from .app import make_server_app
-from .checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from .checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_tensors
 from .evaluation import Evaluation, evaluate
 from .rounds import RoundLoop
 from .settings import (
@@ -42,4 +42,5 @@ __all__ = [
     "evaluate",
     "load_checkpoint",
     "make_server_app",
+    "save_tensors",
 ]

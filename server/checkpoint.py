@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -65,8 +65,27 @@ def save_atomically(path: Path, content: Any) -> None:
         OSError: for example a full disk; what was at `path` is still there.
     """
     temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:  # given a path, torch would hide the OSError
+    try:
+        with temporary.open("wb") as file:
+            save_tensors(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_tensors(content: Any, file: BinaryIO) -> None:
+    """`torch.save` to an open file; where it cannot be written, with the reason.
+
+    Raises:
+        OSError: for example a full disk.
+    """
+    try:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    except RuntimeError as error:  # torch's own account of it, in place of the file's
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch.nn import functional
 
+from server import save_tensors
 from simulator.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
 from simulator.data.scattering import COEFFICIENTS, scattering
 from simulator.data.whitening import dead_leaves, whitened, whitening
@@ -178,7 +178,7 @@ def _keep(path: Path, dataset: Dataset, name: str) -> dict[str, torch.Tensor]:
         tensors = _compute(dataset, name, shape)
         try:
             with temporary.open("wb") as file:
-                _save(tensors, file)
+                save_tensors(tensors, file)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -188,15 +188,3 @@ def _keep(path: Path, dataset: Dataset, name: str) -> dict[str, torch.Tensor]:
             f"data.features {name} needs {size / 1e9:.2g} GB in {path.parent}, which "
             f"XDG_CACHE_HOME can change: {one_line(error)}"
         ) from error
-
-
-def _save(tensors: dict[str, torch.Tensor], file: BinaryIO) -> None:
-    """`torch.save`; where the file cannot be written, with the reason.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    try:
-        torch.save(tensors, file)
-    except RuntimeError as error:  # torch's own account of it, in place of the file's
-        raise OSError(one_line(error.__context__ or error)) from error

@@ -17,6 +17,7 @@ from run_world import (
     wait_until,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_disk import tiny_disk_at
 from typer.testing import CliRunner
 
 from accounting import Ledger, LedgerError
@@ -115,6 +116,21 @@ def test_a_finished_run_resumed_stays_as_it_is(five, tmp_path):
         metrics.write('{"round": 6, "eps')  # cut short by a crash
     assert resume_run(folder, Console(quiet=True)).rounds == 5
     assert {name: (folder / name).read_bytes() for name in kept} == before
+
+
+@pytest.mark.slow
+def test_a_disk_too_full_for_a_checkpoint_ends_the_run_in_one_line(tmp_path):
+    sets = ["simulation.engine=vectorised", "privacy.rounds=4", "model.options={hidden=1500}"]
+    given = [part for setting in sets for part in ("--set", setting)]
+    with tiny_disk_at(tmp_path / "runs") as runs:
+        result = shufl("run", tiny_config(tmp_path, 4), "--runs", runs, *given)
+        shutil.copytree(only_folder(runs), folder := tmp_path / "with_room")
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and line.endswith("checkpoint.pt: No space left on device")
+    assert "ended early: 2 rounds spent" in result.stdout
+    assert not (folder / "checkpoint.tmp").exists()
+    assert resume_run(folder, Console(quiet=True)).rounds == 4
 
 
 @pytest.fixture(scope="module")
