@@ -22,8 +22,8 @@ Positive = Annotated[
 NotNegative = Annotated[
     float, _PLAIN, Field(ge=0, allow_inf_nan=False, description="a number, at least 0")
 ]
-ClipNorm = Annotated[  # within it float64 scales an update, and its noise, without loss
-    float, _PLAIN, Field(ge=1e-18, le=1e18, description="a number in [1e-18, 1e18]")
+ClipNorm = Annotated[  # within it float64 and float32 hold an update and its noise without loss
+    float, _PLAIN, Field(ge=1e-18, le=1e15, description="a number in [1e-18, 1e15]")
 ]
 Rate = Annotated[float, _PLAIN, Field(gt=0, le=1, description="a number in (0, 1]")]
 Probability = Annotated[float, _PLAIN, Field(gt=0, lt=1, description="a number in (0, 1)")]

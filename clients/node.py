@@ -44,6 +44,8 @@ _NUMBERS_TOGETHER = 2**20  # in their updates, and in their records, at most
 _LEAST_SECONDS = 1.0  # to submit in, also where local work took as long as the round
 
 
+_ERRORS = (Exception, SystemExit)  # the latter from a model or dataset that calls sys.exit()
+
 _Records = tuple[torch.Tensor, torch.Tensor]
 """A user's features and labels."""
 
@@ -258,7 +260,7 @@ class Node:
         except ShufflerError as error:
             lost = self._intakes[self.shuffler_of(node)].counts["LOST"]
             log.warning("round %d: %d reports lost so far: %s", number, lost, error)
-        except Exception:
+        except _ERRORS:
             if self.settings.seed is not None:
                 raise
             log.exception("round %d: reports not submitted", number)
@@ -271,7 +273,7 @@ class Node:
         def work() -> None:
             try:
                 self.take_part(users, round, node)
-            except Exception as error:
+            except _ERRORS as error:
                 self._failures[node] = error
 
         threading.Thread(target=work, name=f"take_part {round.header.round}").start()
@@ -311,7 +313,7 @@ class Node:
                     empty = empty_report(values.size)
                     payload = payload if checked_in else empty
                 sealed = seal(payload, round.public_key, round.header)
-            except Exception as error:
+            except _ERRORS as error:
                 raise ReportFailed(
                     f"round {number}, user {user}: computing the report failed: "
                     f"{type(error).__name__}: {error}"
@@ -340,7 +342,7 @@ class Node:
             try:
                 features, _ = records = self._records(user)
                 size = max(self._dimension, features.numel())
-            except Exception as error:
+            except _ERRORS as error:
                 if group:  # those before this one lose nothing
                     yield group
                     group = []
@@ -374,7 +376,7 @@ class Node:
         if len(records) > _ALONE and not self._alone:
             try:
                 together = self._updates_together(records, seeds)
-            except Exception as error:  # above all: a model with dropout
+            except _ERRORS as error:  # above all: a model with dropout
                 self._alone = True
                 log.info("updates are computed one by one: %s", error)
             else:
@@ -385,7 +387,7 @@ class Node:
             if each is not None:
                 try:
                     update = local_update(self._model, *each, training, seed)
-                except Exception as error:
+                except _ERRORS as error:
                     self._failed(error)
             yield update
 

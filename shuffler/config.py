@@ -40,7 +40,7 @@ class Tls(_Section):
     certificate: File
     key: File
     authority: File
-    revoked: Path | None = Field(None, description="the path of a file")
+    revoked: Path | None = Field(default=None, description="the path of a file")
 
     def read(self) -> Credentials:
         """A shuffler's side of TLS, if it is what clients will accept.
@@ -105,7 +105,10 @@ class Limits(_Section):
     """
 
     users: int = Field(
-        MOST_USERS, ge=1, le=MOST_USERS, description=f"a whole number from 1 to {MOST_USERS}"
+        default=MOST_USERS,
+        ge=1,
+        le=MOST_USERS,
+        description=f"a whole number from 1 to {MOST_USERS}",
     )
     connections: Count = 512
     calls: Count = 1024
@@ -115,9 +118,9 @@ class Limits(_Section):
     runs_per_server: Count = 16
     open_rounds_per_server: Count = 8
     disk_gigabytes_per_server: float | None = Field(
-        None, gt=0, le=1e9, description="a number in (0, 10^9]"
+        default=None, gt=0, le=1e9, description="a number in (0, 10^9]"
     )
-    reports_per_second: float | None = Field(None, gt=0, description="a number above 0")
+    reports_per_second: float | None = Field(default=None, gt=0, description="a number above 0")
     burst: Count = 1000
     idle_seconds: Seconds = 60.0
     release_idle_seconds: Seconds = 300.0
@@ -155,18 +158,18 @@ class ShufflerConfig(_Section):
     """
 
     listen: str = "127.0.0.1:0"
-    spool: Path | None = Field(None, description="the path of a directory")
-    generation: Path | None = Field(None, description="the path of a file")
-    log_file: Path | None = Field(None, description="the path of a file")
-    log_megabytes: float = Field(10.0, ge=0, le=1e6, description="a number from 0 to 10^6")
-    log_kept: int = Field(5, ge=1, le=1000, description="a whole number from 1 to 1000")
+    spool: Path | None = Field(default=None, description="the path of a directory")
+    generation: Path | None = Field(default=None, description="the path of a file")
+    log_file: Path | None = Field(default=None, description="the path of a file")
+    log_megabytes: float = Field(default=10.0, ge=0, le=1e6, description="a number from 0 to 10^6")
+    log_kept: int = Field(default=5, ge=1, le=1000, description="a whole number from 1 to 1000")
     metrics: str | None = None
     plaintext: bool = False
     tls: Tls | None = None
     limits: Limits = Limits()
     floor: Floor = Floor()
     simulation_seed: int | None = Field(
-        None, ge=0, lt=2**63, description="a whole number in [0, 2^63)"
+        default=None, ge=0, lt=2**63, description="a whole number in [0, 2^63)"
     )
 
     @model_validator(mode="after")

@@ -113,6 +113,6 @@ def _one_line() -> Iterator[None]:
         if isinstance(error, FileExistsError):
             wrong = f"{error.filename} exists already"
         elif isinstance(error, OSError):
-            wrong = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+            wrong = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
         typer.echo(f"keys: {wrong}", err=True)
         raise typer.Exit(2) from None

@@ -29,8 +29,6 @@ from simulator.data.partition import load_user_records, records_per_user
 from simulator.models import build_model
 from simulator.section import ConfigError, readers_code
 
-_LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
-
 
 @dataclass(frozen=True)
 class Experiment:
@@ -142,11 +140,6 @@ def prepare(config: Config) -> Experiment:
     model = experiment.make_model()
     _try_training(model, experiment)
     parameters = sum(p.numel() for p in model.parameters())
-    if not plan.mechanism.unit(parameters) * 2**15 < _LARGEST_FLOAT32:
-        raise ConfigError(
-            "privacy.clip_norm times the noise must fit float32 numbers, got "
-            f"C = {plan.mechanism.clip_norm:g}, z = {plan.mechanism.noise_multiplier:g}"
-        )
     halting_round = rounds_within_budget(plan)
     if halting_round == 0:
         one = plan.make_accountant().compose(plan.event()).get_epsilon(plan.delta)

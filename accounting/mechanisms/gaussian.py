@@ -25,9 +25,9 @@ class GaussianMechanism(Checked):
 
     Attributes:
         name: Its word in plans.
-        clip_norm: C, the largest Euclidean norm of an update before noise, in [1e-18, 1e18]. No ε
+        clip_norm: C, the largest Euclidean norm of an update before noise, in [1e-18, 1e15]. No ε
             depends on it.
-        noise_multiplier: z, the noise's standard deviation in units of C, in [0, 1e18]. 0 is not
+        noise_multiplier: z, the noise's standard deviation in units of C, in [0, 1e15]. 0 is not
             private.
 
     Raises:
@@ -40,7 +40,7 @@ class GaussianMechanism(Checked):
 
     name: Literal["gaussian"] = "gaussian"
     clip_norm: ClipNorm = 1.0
-    noise_multiplier: Annotated[NotNegative, Field(le=1e18, description="a number in [0, 1e18]")]
+    noise_multiplier: Annotated[NotNegative, Field(le=1e15, description="a number in [0, 1e15]")]
 
     @property
     def is_private(self) -> bool:

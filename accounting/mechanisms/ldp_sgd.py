@@ -32,7 +32,7 @@ class LdpSgd(Checked):
 
     Attributes:
         name: Its word in plans.
-        clip_norm: C in [1e-18, 1e18], the largest Euclidean norm of an update. No ε depends on it.
+        clip_norm: C in [1e-18, 1e15], the largest Euclidean norm of an update. No ε depends on it.
         noise_multiplier: z = sqrt(π/2)/t, above sqrt(π/2) by a billionth of it or more: ε₀ < 22.
 
     Raises:
@@ -48,8 +48,8 @@ class LdpSgd(Checked):
         Positive,
         Field(
             gt=_ROOT_HALF_PI * (1.0 + 1e-9),  # 1 - t keeps seven digits
-            le=1e18,
-            description="a number above sqrt(pi/2) = 1.2533 (at most 1e18) with mechanism ldp-sgd",
+            le=1e15,
+            description="a number above sqrt(pi/2) = 1.2533 (at most 1e15) with mechanism ldp-sgd",
         ),
     ]
 

@@ -23,9 +23,9 @@ class Floor(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    least_blankets: float = Field(0.0, ge=0, le=1e7, description="a number from 0 to 10^7")
-    least_batch: int = Field(1, ge=1, description="a whole number, at least 1")
-    most_rounds: int | None = Field(None, ge=1, description="a whole number, at least 1")
+    least_blankets: float = Field(default=0.0, ge=0, le=1e7, description="a number from 0 to 10^7")
+    least_batch: int = Field(default=1, ge=1, description="a whole number, at least 1")
+    most_rounds: int | None = Field(default=None, ge=1, description="a whole number, at least 1")
 
     def check(self, plan: Plan, round: int = 1) -> None:
         """Refuses a plan below the floor, or a round of it beyond.

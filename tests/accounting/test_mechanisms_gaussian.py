@@ -16,7 +16,7 @@ any_vector = hnp.arrays(
 )
 
 
-@given(any_vector, st.floats(1e-18, 1e18))
+@given(any_vector, st.floats(1e-18, 1e15))
 @example(np.array([1.7e308]), 1.35e-15)  # their ratio has few digits in float64
 def test_norm_is_at_most_the_clip_norm_whatever_the_input(update, clip_norm):
     assert np.linalg.norm(clip(update, clip_norm)) <= clip_norm * (1 + 1e-12)

@@ -289,7 +289,7 @@ def test_a_failing_user_is_named_in_simulation_and_hidden_in_deployment(make_rou
 
 
 @pytest.mark.parametrize("cover", [False, True])
-@pytest.mark.parametrize("broken", ["records", "update", "nothing"])
+@pytest.mark.parametrize("broken", ["records", "exit", "update", "nothing"])
 def test_a_user_whose_update_fails_reports_all_the_same_and_so_do_those_after_it(
     make_round, ledger, cover, broken
 ):
@@ -300,6 +300,8 @@ def test_a_user_whose_update_fails_reports_all_the_same_and_so_do_those_after_it
             features, labels = records(user)
             if user in (1, 7) and broken == "records":
                 raise ZeroDivisionError("no records")
+            if user in (1, 7) and broken == "exit":
+                raise SystemExit(0)
             return features, labels + (9 if user in (1, 7) and broken == "update" else 0)
 
         return load
