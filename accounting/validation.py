@@ -25,6 +25,7 @@ NotNegative = Annotated[
 ClipNorm = Annotated[  # within it float64 and float32 hold an update and its noise without loss
     float, _PLAIN, Field(ge=1e-18, le=1e15, description="a number in [1e-18, 1e15]")
 ]
+Seconds = Annotated[float, _PLAIN, Field(gt=0, le=1e9, description="a number in (0, 10^9]")]
 Rate = Annotated[float, _PLAIN, Field(gt=0, le=1, description="a number in (0, 1]")]
 Probability = Annotated[float, _PLAIN, Field(gt=0, lt=1, description="a number in (0, 1)")]
 

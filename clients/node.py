@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from accounting import rounds_within_budget
 from accounting.mechanisms import Randomness, make_randomness
+from accounting.validation import Seconds
 from clients.device import DeviceLedger, RoundRefused
 from clients.settings import ClientSettings
 from clients.update import local_update, record_orders, user_updates
@@ -70,7 +71,7 @@ class Announcement:
     round: Annotated[int, Field(ge=0, lt=2**63)]
     plan_digest: str
     public_key: bytes
-    seconds: Annotated[float, Field(gt=0, le=1e9)]
+    seconds: Seconds
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Announcement:

@@ -12,14 +12,13 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from accounting.validation import first_mistake, read_toml
+from accounting.validation import Seconds, first_mistake, read_toml
 from shuffler.keys import Credentials, read_certificate
 from shuffler.store.floor import Floor
 from shuffler.store.quota import Quota
 from shuffler.wire.channel import MOST_USERS, parse_address
 
 Count = Annotated[int, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]
-Seconds = Annotated[float, Field(gt=0, le=1e9, description="a number in (0, 10^9]")]
 File = Annotated[Path, Field(description="the path of a file")]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
-from accounting.validation import Count, Positive, first_mistake, read_toml
+from accounting.validation import Count, Positive, Seconds, first_mistake, read_toml
 from simulator.section import ConfigError, Section
 
 Name = Annotated[
@@ -40,7 +40,7 @@ class ServerEntry(Section):
     port: Port = 8443
     local_port: Port = 8000
     least_nodes: Count = 1
-    round_timeout: Positive = 120.0
+    round_timeout: Seconds = 120.0
     patience: Positive = 3600.0
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from accounting.validation import Count, Positive, first_mistake, read_toml
+from accounting.validation import Count, Positive, Seconds, first_mistake, read_toml
 from server import AgreedNode
 from shuffler import Credentials
 from shuffler.wire.channel import check_address
@@ -61,7 +61,7 @@ class ServerSite(_Site):
 
     nodes: str
     least_nodes: Count = 1
-    round_timeout: Positive = 120.0
+    round_timeout: Seconds = 120.0
     patience: Positive = 3600.0
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from accounting.validation import Count, Positive
+from accounting.validation import Count, Seconds
 from simulator.section import Section, find
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class FlowerKeys(Section):
     cpus_per_node: float = Field(  # each CPU has as many processes of nodes as this goes into 1
         1.0, ge=0.1, allow_inf_nan=False, description="a number, at least 0.1"
     )
-    round_timeout: Positive = 600.0
+    round_timeout: Seconds = 600.0
     reply_after: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="seconds, a number of at least 0"
     )

@@ -30,6 +30,7 @@ from simulator.experiment import prepare
             r"local_learning_rate must be a number in \(0, 1e30",
         ),
         ("data.users=1000000000001", r"data.users must be a whole number from 1 to 10\^12, got 1"),
+        ("simulation.round_timeout=1.1e9", r"simulation.round_timeout must be a number in \(0, 10"),
         ("simulation.nodes=1000001", r"simulation.nodes must be a whole number from 1 to 10\^6"),
         (
             "simulation.cpus_per_node=1e-9",
