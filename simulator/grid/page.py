@@ -98,7 +98,7 @@ def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
         axes.set_xticks(places, list(map(shown, grid.values)))
         axes.minorticks_off()
         if results:
-            axes.legend()
+            axes.figure.legend(loc="outside lower center", ncols=3, fontsize="small")
 
 
 _WIDE = 40.0  # percent
