@@ -61,7 +61,7 @@ def test_events_round_trip_through_named_tuples(event):
         (lambda: check_in(True, 0.5, 1.0), "must be an integer"),
         (lambda: check_in(2.5, 0.5, 1.0), "must be an integer"),
         (lambda: everyone(10, -1.0),
-         "noise_multiplier must be a number, at least 0, got -1.0"),
+         r"noise_multiplier must be a number in \[0, 1e15\], got -1.0"),
         (lambda: everyone(10, math.inf), "noise_multiplier must be a number"),
         (lambda: everyone(10, "3"), "must be a number"),
         (lambda: fixed_size(10, 11, 1.0),
