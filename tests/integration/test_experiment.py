@@ -143,6 +143,7 @@ def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path):
         shufl_command(*command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline().startswith("8 points, 0 of them")
+    wait_until(lambda: "ray::play" in str(descendants(process.pid)), 120, "a run to begin")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
