@@ -153,7 +153,7 @@ def _outcome(played: Path) -> dict[str, Any]:
 
 @functools.cache
 def _commit() -> str:
-    """The commit of the code at work; `+` where files differ from it; empty outside a checkout."""
+    """The commit of the code at work; `+` where files but docs differ; empty outside a checkout."""
     here = Path(__file__).resolve()
     git = ["git", "-C", str(here.parents[2])]
     try:  # an installed copy may lie in a checkout of something else
@@ -161,7 +161,9 @@ def _commit() -> str:
             [*git, "ls-files", "--error-unmatch", str(here)], capture_output=True, check=True
         )
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, check=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", ".", ":!docs"], capture_output=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
     return head.stdout.decode().strip()[:10] + ("+" if changed.stdout.strip() else "")
