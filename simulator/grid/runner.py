@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from simulator.engines.base import EngineFailed, start_ray
+from simulator.engines.base import EngineFailed, interrupts, start_ray
 from simulator.grid.points import play, read_result
 from simulator.grid.settings import Point
 from simulator.section import one_line
+
+_POLL_SECONDS = 0.5  # between looks at whether an interrupt came
 
 
 def play_points(
@@ -35,6 +38,7 @@ def play_points(
 
     Raises:
         EngineFailed: Ray does not start, or has fewer processors or GPUs than a point needs.
+        KeyboardInterrupt: SIGINT or SIGTERM came; what was at work is ended.
     """
     waiting = [point for point in points if read_result(folder / point.key) is None]
     console.print(f"{len(points)} points, {len(points) - len(waiting)} of them already there")
@@ -43,7 +47,7 @@ def play_points(
     import ray
 
     start_ray()
-    begun = time.monotonic()
+    begun, stop = time.monotonic(), threading.Event()
     try:
         there = ray.cluster_resources()
         for what, needed in (("CPU", cpus), ("GPU", max(map(_gpus, waiting)))):
@@ -58,26 +62,37 @@ def play_points(
             ): point
             for point in waiting
         }
-        while at_work:
-            (done,), _ = ray.wait(list(at_work))
-            point = at_work.pop(done)
-            try:
-                ray.get(done)
-                result = read_result(folder / point.key) or {}
-                said = f"accuracy {result['accuracy']:.2%} in {result['seconds']:.0f} s"
-            except Exception as error:  # whatever the run raised, or Ray of a worker that died
-                said = failed[str(point)] = _reason(error)
-                said = f"failed: {said}"
-            finished = len(waiting) - len(at_work)
-            left = (time.monotonic() - begun) / finished * len(at_work)
-            console.print(
-                f"{finished}/{len(waiting)}  {point}: {said}; "
-                f"{datetime.timedelta(seconds=round(left))} left",
-                soft_wrap=True,
-                highlight=False,
-            )
+        with interrupts(stop):
+            while at_work:
+                done, _ = ray.wait(list(at_work), timeout=_POLL_SECONDS)
+                if stop.is_set():
+                    raise KeyboardInterrupt
+                for each in done:
+                    point = at_work.pop(each)
+                    said = _outcome(each, point, folder, failed)
+                    finished = len(waiting) - len(at_work)
+                    left = (time.monotonic() - begun) / finished * len(at_work)
+                    console.print(
+                        f"{finished}/{len(waiting)}  {point}: {said}; "
+                        f"{datetime.timedelta(seconds=round(left))} left",
+                        soft_wrap=True,
+                        highlight=False,
+                    )
     finally:
         ray.shutdown()
+
+
+def _outcome(done: Any, point: Point, folder: Path, failed: dict[str, str]) -> str:
+    """What has become of a point, whose task `done` is."""
+    import ray
+
+    try:
+        ray.get(done)
+        result = read_result(folder / point.key) or {}
+        return f"accuracy {result['accuracy']:.2%} in {result['seconds']:.0f} s"
+    except Exception as error:  # whatever the run raised, or Ray of a worker that died
+        failed[str(point)] = _reason(error)
+        return f"failed: {failed[str(point)]}"
 
 
 def _gpus(point: Point) -> float:

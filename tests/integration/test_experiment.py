@@ -134,7 +134,8 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path):
+@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path, interrupt):
     grid, pages = write_grid(tmp_path, 10_000), tmp_path / "pages"
     pages.mkdir()
     (pages / "tiny-grid.md").write_text("older")
@@ -144,7 +145,7 @@ def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path):
     )
     assert process.stdout.readline().startswith("8 points, 0 of them")
     wait_until(lambda: "ray::play" in str(descendants(process.pid)), 120, "a run to begin")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(interrupt)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert errors == "error: interrupted; the same command goes on\n"
