@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -117,9 +118,10 @@ class ControlService:
         try:
             await context.send_initial_metadata(())
             await self._intake.call(begin)
-            while (chunk := await loop.run_in_executor(self._readers, _next, begun[0])).sealed:
-                async with asyncio.timeout(self._limits.release_idle_seconds):
-                    await context.write(chunk)
+            async with aclosing(self._chunks(begun[0])) as chunks:
+                async for chunk in chunks:
+                    async with asyncio.timeout(self._limits.release_idle_seconds):
+                        await context.write(chunk)
         except TimeoutError:
             _log.warning("batch lost: its release is not read", extra=_about(request))
             raise TimeoutError("the release is not read") from None
@@ -130,8 +132,21 @@ class ControlService:
             finally:
                 self.releases.discard(ended)
                 ended.set_result(None)
+                for spool in begun:  # not in the store's thread, where others wait
+                    loop.run_in_executor(self._readers, spool.free)
         self._metrics.releases.inc()
         _log.info("batch released", extra=_about(request))
+
+    async def _chunks(self, spool: RoundSpool) -> AsyncGenerator[Any]:
+        """The parts of a batch, each read while the one before it is sent."""
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(self._readers, _next, spool)
+        try:
+            while (chunk := await reading).sealed:
+                reading = loop.run_in_executor(self._readers, _next, spool)
+                yield chunk
+        finally:
+            reading.cancel()
 
     async def EndRun(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
         """Destroys all batches and the plan of a run."""

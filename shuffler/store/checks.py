@@ -15,31 +15,40 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives.poly1305 import Poly1305
+
 from shuffler.store.storage import DamagedFile, exists, sync_directory
 
 CHECK_BYTES = 16
 """Length in bytes of a checksum."""
 
 _KEY_BYTES = 32
-_FORMAT = 7  # of all files in the directory; another shuffler's are refused
+_FORMAT = 8  # of all files in the directory; another shuffler's are refused
 
 
 class Checks:
-    """Makes keyed checksums (BLAKE2b) of what belongs to one place, so that nothing can move."""
+    """Makes keyed checksums of what belongs to one place, so that nothing can move.
+
+    The content goes through Poly1305 under a key of its own, then the result, with the place,
+    through keyed BLAKE2b, which alone would take eight times as long. Poly1305 under a secret key
+    is a universal hash: two contents that were chosen without the key collide with probability at
+    most L / 2^107 for L bytes. What BLAKE2b makes of the result tells nothing of that key (Wegman
+    and Carter 1981, "New hash functions and their use in authentication and set equality").
+    """
 
     def __init__(self, key: bytes, place: str = "") -> None:
         self._key = key
+        self._content_key = hashlib.blake2b(b"content", key=key, digest_size=_KEY_BYTES).digest()
         self._place = place
 
     def of_place(self, place: str) -> Checks:
         """Those of a part of this place."""
         return Checks(self._key, f"{self._place}/{place}")
 
-    def begin(self, *about: Any) -> hashlib.blake2b:
+    def begin(self, *about: Any) -> Check:
         """A checksum to be fed with content; `about` says what of the place it is."""
-        check = hashlib.blake2b(key=self._key, digest_size=CHECK_BYTES)
-        check.update(repr((self._place, *about)).encode("utf-8", "surrogateescape") + b"\0")
-        return check
+        place = repr((self._place, *about)).encode("utf-8", "surrogateescape")
+        return Check(self._key, place, Poly1305(self._content_key))
 
     def make(self, *about: Any, content: bytes = b"") -> bytes:
         """The checksum of some content."""
@@ -52,6 +61,24 @@ class Checks:
         return isinstance(check, bytes) and hmac.compare_digest(
             check, self.make(*about, content=content)
         )
+
+
+class Check:
+    """A checksum that is being made."""
+
+    def __init__(self, key: bytes, place: bytes, content: Poly1305) -> None:
+        self._key = key
+        self._place = place
+        self._content = content
+
+    def update(self, content: bytes) -> None:
+        """Goes on with the next piece."""
+        self._content.update(content)
+
+    def digest(self) -> bytes:
+        """The checksum of all pieces, `CHECK_BYTES` long; once."""
+        all_of_it = self._place + b"\0" + self._content.finalize()
+        return hashlib.blake2b(all_of_it, key=self._key, digest_size=CHECK_BYTES).digest()
 
 
 class Anchor:

@@ -254,12 +254,22 @@ class RunStore:
         return entry.spool
 
     def finish_release(self, run_id: str, number: int) -> None:
-        """Destroys a batch that was being released, whether or not all of it was read."""
+        """Deletes a batch that was being released, whether or not all of it was read.
+
+        Its room is not yet free: `RoundSpool.free` gives it back, in any thread.
+        """
         run = self._runs.get(run_id)
         entry = run.rounds.get(number) if run is not None else None
         if run is not None and entry is not None and entry.state is RoundState.RELEASING:
-            _destroy(entry)
-            self._file.move(run, entry, RoundState.DONE)
+            assert entry.spool is not None
+            with storage_errors():
+                entry.spool.delete()
+            spool, entry.spool = entry.spool, None
+            try:
+                self._file.move(run, entry, RoundState.DONE)
+            except ShufflerRefused:  # the disk is full, and needs the batch's room
+                spool.free()
+                self._file.move(run, entry, RoundState.DONE)
 
     def end_run(self, run_id: str) -> None:
         """Destroys all batches and the plan of a run; only the used run id is kept."""

@@ -57,7 +57,7 @@ def delete_batch(path: Path) -> None:
 class RoundSpool:
     """The batch of one round.
 
-    One thread at a time may use it, except that `destroy` may come from another thread while a
+    One thread at a time may use it, except that it may be destroyed in another thread while a
     chunk is being read. What is asked of a destroyed batch is refused. A disk that is full or fails
     raises `sqlite3.Error` or `OSError`, and what was to be stored is not.
 
@@ -116,6 +116,7 @@ class RoundSpool:
                 raise DamagedFile("the rows of the batch's file do not fit together")
             sync_directory(path.parent)
             self._files: ExitStack | None = files.pop_all()
+            self._deleted: ExitStack | None = None
 
     def reserve(self) -> Slot | None:
         """A slot to write a report to, piece by piece; hand it to `add` or give it up.
@@ -228,21 +229,28 @@ class RoundSpool:
     def close(self) -> None:
         """Closes the files and keeps them."""
         with self._lock:
-            self._close()
+            if self._files is not None:
+                self._files.close()
+                self._files = None
 
     def destroy(self) -> None:
-        """Closes and deletes the files; may be repeated."""
-        # The names go first: a crash in between leaves nothing to find.
+        """Deletes the files, and gives back the room that they took; may be repeated."""
+        self.delete()  # first: a crash in between leaves nothing to find
+        self.free()
+
+    def delete(self) -> None:
+        """Deletes the files and ends all use of them; may be repeated."""
         delete_batch(self._path)
         with self._lock:
             if self._files is not None:
-                self._file.erase()
-            self._close()
+                self._deleted, self._files = self._files, None
 
-    def _close(self) -> None:
-        if self._files is not None:
-            self._files.close()
-            self._files = None
+    def free(self) -> None:
+        """Gives back the room of deleted files, which may take a second for each GB."""
+        deleted, self._deleted = self._deleted, None
+        if deleted is not None:
+            with deleted:
+                self._file.erase()
 
     def _open(self) -> BatchRows:
         if self._files is None:

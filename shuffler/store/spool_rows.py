@@ -262,8 +262,8 @@ class _Rows(dict[int, _T]):
 
 
 def _split(hashes: bytes) -> set[bytes]:
-    names = {hashes[i : i + _HASH_BYTES] for i in range(0, len(hashes), _HASH_BYTES)}
-    return names - {bytes(_HASH_BYTES)}
+    used = len(hashes.rstrip(b"\0"))  # one may end in zeros
+    return {hashes[i : i + _HASH_BYTES] for i in range(0, used, _HASH_BYTES)}
 
 
 def _join(names: set[bytes]) -> bytes:

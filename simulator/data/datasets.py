@@ -57,10 +57,15 @@ class Dataset:
         """
         if (self.scale, self.mean, self.std) == (1.0, (0.0,), (1.0,)):
             return raw.float()
-        shape = (-1, *([1] * (len(self.input_shape) - 1)))
-        mean = torch.tensor(self.mean, device=raw.device).reshape(shape)
-        std = torch.tensor(self.std, device=raw.device).reshape(shape)
+        axes = len(self.input_shape)
+        mean, std = (_channels(values, axes, raw.device) for values in (self.mean, self.std))
         return (raw / self.scale).sub_(mean).div_(std)
+
+
+@functools.lru_cache
+def _channels(values: tuple[float, ...], axes: int, device: torch.device) -> torch.Tensor:
+    """A value for each channel, of a shape that fits records of so many axes."""
+    return torch.tensor(values, device=device).reshape(-1, *([1] * (axes - 1)))
 
 
 def digits() -> Dataset:

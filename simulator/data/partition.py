@@ -104,7 +104,8 @@ class PartitionedRecords:
 
     def __call__(self, users: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """The records of one user, or of several at once."""
-        if np.min(users) < self._first or np.max(users) >= self._last:
+        lowest, highest = (users, users) if isinstance(users, int) else (users.min(), users.max())
+        if lowest < self._first or highest >= self._last:
             raise IndexError(f"users must lie in [{self._first}, {self._last}), got {users}")
         index = torch.from_numpy(self._parts[(users - self._first) % len(self._parts)])
         index = index.to(self._dataset.train_labels.device)
