@@ -109,11 +109,13 @@ class ControlService:
             begun.append(self._store.begin_release(request.run_id, request.round))
 
         def finish() -> None:
-            if begun:
-                self._store.finish_release(request.run_id, request.round)
+            for spool in begun:
+                try:
+                    self._store.finish_release(request.run_id, request.round)
+                finally:  # in another thread, since others wait for the store's
+                    self._readers.submit(spool.free)
 
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
+        ended = asyncio.get_running_loop().create_future()
         self.releases.add(ended)
         try:
             await context.send_initial_metadata(())
@@ -132,8 +134,6 @@ class ControlService:
             finally:
                 self.releases.discard(ended)
                 ended.set_result(None)
-                for spool in begun:  # not in the store's thread, where others wait
-                    loop.run_in_executor(self._readers, spool.free)
         self._metrics.releases.inc()
         _log.info("batch released", extra=_about(request))
 
