@@ -17,7 +17,6 @@ import torch
 from flwr.app import ArrayRecord
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
-from torch import nn
 
 from accounting import rounds_within_budget
 from accounting.mechanisms import Randomness, make_randomness
@@ -326,11 +325,10 @@ class Node:
     def _reports(self, users: np.ndarray, round: int) -> Iterator[np.ndarray]:
         """The users' reports, in order."""
         mechanism = self.settings.plan.mechanism
-        model = _for_many_users(self._model)
         for group in self._groups(users):
             together, records = np.array([user for user, _ in group]), [each for _, each in group]
             seeds = self._randomness.training_seeds(round, together)
-            updates, noises = self._updates(model, records, seeds), self._noises(round, together)
+            updates, noises = self._updates(records, seeds), self._noises(round, together)
             for update, noise in zip(updates, noises, strict=True):
                 yield mechanism.report(update, noise)
 
@@ -377,17 +375,15 @@ class Node:
             raise error
         log.warning("an update cannot be computed, and counts as zero: %s", error)
 
-    def _updates(
-        self, model: nn.Module, records: list[_Records | None], seeds: np.ndarray
-    ) -> Iterator[np.ndarray]:
+    def _updates(self, records: list[_Records | None], seeds: np.ndarray) -> Iterator[np.ndarray]:
         """The updates of users with these records: at once where that pays, else one by one.
 
-        One that cannot be computed is zero; see `_failed`. `model`: the round's, for many at once.
+        One that cannot be computed is zero; see `_failed`.
         """
         training = self.settings.training
         if len(records) > _ALONE and not self._alone:
             try:
-                together = self._updates_together(model, records, seeds)
+                together = self._updates_together(records, seeds)
             except _ERRORS as error:  # above all: a model with dropout
                 self._alone = True
                 log.info("updates are computed one by one: %s", error)
@@ -403,31 +399,18 @@ class Node:
                     self._failed(error)
             yield update
 
-    def _updates_together(
-        self, model: nn.Module, records: list[_Records], seeds: np.ndarray
-    ) -> np.ndarray:
+    def _updates_together(self, records: list[_Records], seeds: np.ndarray) -> np.ndarray:
         """`local_update` of users with equally many records, by vmap: shape (k, d)."""
         training = self.settings.training
         features, labels = map(torch.stack, zip(*records, strict=True))
         orders = None
         if training.algorithm != "fedsgd":
             orders = record_orders(seeds, training.local_epochs, labels.shape[1])
+        model = copy.deepcopy(self._model)  # what it keeps of a forward is of no use after vmap
         with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
             warnings.simplefilter("ignore", UserWarning)
             updates = user_updates(model, features, labels, training, orders).values()
         return torch.cat([each.flatten(1) for each in updates], dim=1).numpy()
-
-
-def _for_many_users(model: nn.Module) -> nn.Module:
-    """A copy, since what a model keeps of a forward is of no use after vmap.
-
-    On CPUs convolutions take less time where the channels of a pixel are neighbours.
-    """
-    model = copy.deepcopy(model)
-    for parameter in model.parameters():
-        if parameter.dim() == 4:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-    return model
 
 
 def _shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
