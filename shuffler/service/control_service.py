@@ -109,11 +109,9 @@ class ControlService:
             begun.append(self._store.begin_release(request.run_id, request.round))
 
         def finish() -> None:
-            for spool in begun:
-                try:
-                    self._store.finish_release(request.run_id, request.round)
-                finally:  # in another thread, since others wait for the store's
-                    self._readers.submit(spool.free)
+            if begun:
+                about = request.run_id, request.round
+                self._store.finish_release(*about, self._readers.submit)
 
         ended = asyncio.get_running_loop().create_future()
         self.releases.add(ended)

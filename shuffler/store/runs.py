@@ -253,23 +253,34 @@ class RunStore:
         self._file.move(run, entry, RoundState.RELEASING)
         return entry.spool
 
-    def finish_release(self, run_id: str, number: int) -> None:
-        """Deletes a batch that was being released, whether or not all of it was read.
+    def finish_release(
+        self,
+        run_id: str,
+        number: int,
+        submit: Callable[[Callable[[], None]], object] = lambda free: free(),
+    ) -> None:
+        """Destroys a batch that was being released, whether or not all of it was read.
 
-        Its room is not yet free: `RoundSpool.free` gives it back, in any thread.
+        Args:
+            run_id, number: the round.
+            submit: is given what gives the batch's room back, which takes time: to do it in another
+                thread. Left out: it is done at once.
         """
         run = self._runs.get(run_id)
         entry = run.rounds.get(number) if run is not None else None
-        if run is not None and entry is not None and entry.state is RoundState.RELEASING:
-            assert entry.spool is not None
-            with storage_errors():
-                entry.spool.delete()
-            spool, entry.spool = entry.spool, None
-            try:
-                self._file.move(run, entry, RoundState.DONE)
-            except ShufflerRefused:  # the disk is full, and needs the batch's room
-                spool.free()
-                self._file.move(run, entry, RoundState.DONE)
+        if run is None or entry is None or entry.state is not RoundState.RELEASING:
+            return
+        assert entry.spool is not None
+        with storage_errors():
+            entry.spool.delete()
+        spool, entry.spool = entry.spool, None
+        try:
+            self._file.move(run, entry, RoundState.DONE)
+        except ShufflerRefused:  # the disk is full, and needs the batch's room
+            spool.free()
+            self._file.move(run, entry, RoundState.DONE)
+        finally:
+            submit(spool.free)
 
     def end_run(self, run_id: str) -> None:
         """Destroys all batches and the plan of a run; only the used run id is kept."""
