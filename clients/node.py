@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 _TOGETHER = 256  # users whose updates are computed at once, at most
 _ALONE = 7  # so many at most are computed one by one: what vmap imports takes a second
 _NUMBERS_TOGETHER = 2**22  # in their updates, and in their records, at most
-_NORMALS_TOGETHER = 2**18  # drawn at once: they stay in a core's cache
 _LEAST_SECONDS = 1.0  # to submit in, also where local work took as long as the round
 
 
@@ -328,16 +327,10 @@ class Node:
         for group in self._groups(users):
             together, records = np.array([user for user, _ in group]), [each for _, each in group]
             seeds = self._randomness.training_seeds(round, together)
-            updates, noises = self._updates(records, seeds), self._noises(round, together)
-            for update, noise in zip(updates, noises, strict=True):
+            draws = mechanism.draws(self._dimension)
+            noises = self._randomness.standard_normal(round, together, draws)
+            for update, noise in zip(self._updates(records, seeds), noises, strict=True):
                 yield mechanism.report(update, noise)
-
-    def _noises(self, round: int, users: np.ndarray) -> Iterator[np.ndarray]:
-        """The N(0, 1) draws of each user's report."""
-        draws = self.settings.plan.mechanism.draws(self._dimension)
-        size = max(1, _NORMALS_TOGETHER // draws)
-        for part in np.split(users, range(size, len(users), size)):
-            yield from self._randomness.standard_normal(round, part, draws)
 
     def _groups(self, users: np.ndarray) -> Iterator[list[tuple[int, _Records | None]]]:
         """Users with their records, in order, in groups whose updates can be computed at once.

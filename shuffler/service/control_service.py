@@ -145,6 +145,8 @@ class ControlService:
                 yield chunk
         finally:
             reading.cancel()
+            # Where it has failed meanwhile, asyncio would log that nobody looked.
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def EndRun(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
         """Destroys all batches and the plan of a run."""

@@ -30,8 +30,8 @@ class Checks:
     """Makes keyed checksums of what belongs to one place, so that nothing can move.
 
     The content goes through Poly1305 under a key of its own, then the result, with the place,
-    through keyed BLAKE2b, which alone would take eight times as long. Poly1305 under a secret key
-    is a universal hash: two contents that were chosen without the key collide with probability at
+    through keyed BLAKE2b, which alone takes several times as long. Poly1305 under a secret key is a
+    universal hash: two contents that were chosen without the key collide with probability at
     most L / 2^107 for L bytes. What BLAKE2b makes of the result tells nothing of that key (Wegman
     and Carter 1981, "New hash functions and their use in authentication and set equality").
     """

@@ -263,8 +263,8 @@ class RunStore:
 
         Args:
             run_id, number: the round.
-            submit: is given what gives the batch's room back, which takes time: to do it in another
-                thread. Left out: it is done at once.
+            submit: has another thread call what gives the batch's room back, which takes time. Left
+                out: this thread does it.
         """
         run = self._runs.get(run_id)
         entry = run.rounds.get(number) if run is not None else None
@@ -273,14 +273,14 @@ class RunStore:
         assert entry.spool is not None
         with storage_errors():
             entry.spool.delete()
-        spool, entry.spool = entry.spool, None
-        try:
-            self._file.move(run, entry, RoundState.DONE)
-        except ShufflerRefused:  # the disk is full, and needs the batch's room
-            spool.free()
-            self._file.move(run, entry, RoundState.DONE)
-        finally:
-            submit(spool.free)
+            spool, entry.spool = entry.spool, None
+            try:
+                self._file.move(run, entry, RoundState.DONE)
+            except ShufflerRefused:  # the disk is full, and needs the batch's room
+                spool.free()
+                self._file.move(run, entry, RoundState.DONE)
+            finally:
+                submit(spool.free)
 
     def end_run(self, run_id: str) -> None:
         """Destroys all batches and the plan of a run; only the used run id is kept."""

@@ -57,15 +57,14 @@ class Dataset:
         """
         if (self.scale, self.mean, self.std) == (1.0, (0.0,), (1.0,)):
             return raw.float()
-        axes = len(self.input_shape)
-        mean, std = (_channels(values, axes, raw.device) for values in (self.mean, self.std))
+        mean, std = (each.to(raw.device) for each in self._mean_and_std)
         return (raw / self.scale).sub_(mean).div_(std)
 
-
-@functools.lru_cache
-def _channels(values: tuple[float, ...], axes: int, device: torch.device) -> torch.Tensor:
-    """A value for each channel, of a shape that fits records of so many axes."""
-    return torch.tensor(values, device=device).reshape(-1, *([1] * (axes - 1)))
+    @functools.cached_property
+    def _mean_and_std(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a shape that fits records."""
+        shape = (-1, *([1] * (len(self.input_shape) - 1)))
+        return torch.tensor(self.mean).reshape(shape), torch.tensor(self.std).reshape(shape)
 
 
 def digits() -> Dataset:
