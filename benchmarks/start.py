@@ -4,8 +4,8 @@
 
 Every command is started several times, all in turn; the median of the seconds of a processor that
 it took, and of the seconds until it ended, over those of `python -c 'import torch'`. Below, a run
-of one round: seconds until its folder is there, until the round has ended, and until the command
-has; and Ray alone, which the run starts and ends.
+of one round: seconds until the round has ended, and until the command has; beside it plain Flower
+with as many nodes and a model as large, and Ray alone, which both start and end.
 """
 
 from __future__ import annotations
@@ -23,6 +23,36 @@ PROGRAMS = Path(sys.executable).parent
 PLAN = ["--n", "60000", "--gamma", "0.1", "--noise", "5", "--rounds", "5540"]
 WRONG = ["--set", "privacy.delta=2"]
 FIRST_ROUND = ["quickstart", "--set", "privacy.rounds=1"]
+PLAIN_FLOWER = """
+import torch
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.simulation import run_simulation
+
+client_app, server_app = ClientApp(), ServerApp()
+
+@client_app.train()
+def train(message, context):
+    import torch
+    model = torch.nn.Linear(64, 10)
+    model.load_state_dict(message.content["model"].to_torch_state_dict())
+    labels = torch.zeros(40, dtype=torch.long)
+    torch.nn.functional.cross_entropy(model(torch.randn(40, 64)), labels).backward()
+    content = RecordDict({"gradient": ArrayRecord([model.weight.grad.numpy()])})
+    return Message(content, reply_to=message)
+
+@server_app.main()
+def main(grid, context):
+    while len(nodes := list(grid.get_node_ids())) < 20:
+        pass
+    content = RecordDict({"model": ArrayRecord(torch.nn.Linear(64, 10).state_dict())})
+    replies = grid.send_and_receive([Message(content, node, "train") for node in nodes])
+    assert not any(reply.has_error() for reply in replies)
+    print("round 1/1", flush=True)
+
+run_simulation(server_app, client_app, num_supernodes=20)
+"""
 RAY = "import ray; ray.init(include_dashboard=False); ray.shutdown()"
 COMMANDS = {
     "python -c 'import torch'": [sys.executable, "-c", "import torch"],
@@ -43,17 +73,19 @@ def seconds_of(command: list[str]) -> tuple[float, float]:
     return spent - before.children_user - before.children_system, ended - started
 
 
-def seconds_of_a_round(runs: str) -> list[float]:
-    """Until the run's folder is made, until its first round has ended, until the command has."""
-    command = [*COMMANDS["shufl run, misspelt"][:2], *FIRST_ROUND, "--runs", runs]
+def seconds_of_a_round(command: list[str | Path]) -> list[float]:
+    """Until the command says that its first round has ended, and until it ends itself."""
     started, seen = time.monotonic(), []
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as run:
+    given = list(map(str, command))
+    with subprocess.Popen(
+        given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as run:
         assert run.stdout is not None
         for line in run.stdout:
-            if line.startswith(("folder", "round 1/1")):
+            if line.startswith("round 1/1"):
                 seen.append(time.monotonic() - started)
-    if run.returncode != 0 or len(seen) != 2:
-        raise RuntimeError(f"shufl run ended with {run.returncode}")
+    if run.returncode != 0 or not seen:
+        raise RuntimeError(f"{given[0]} ended with {run.returncode}")
     return [*seen, time.monotonic() - started]
 
 
@@ -77,13 +109,18 @@ def main() -> None:
         print(f"| `{name}` | {spent:.2f} | {ended:.2f} | {ended / unit:.2f} |")
     if not given.rounds:
         return
+    shown = {name: [] for name in ("shufl run quickstart", "plain Flower", "Ray alone")}
     with tempfile.TemporaryDirectory() as runs:
-        rounds = [seconds_of_a_round(runs) for _ in range(given.rounds)]
-    ray = [seconds_of([sys.executable, "-c", RAY])[1] for _ in range(given.rounds)]
-    print("\n| `shufl run quickstart`, one round | seconds |\n| --- | ---: |")
-    for place, name in enumerate(("the folder", "the round", "the end")):
-        print(f"| until {name} | {statistics.median(each[place] for each in rounds):.1f} |")
-    print(f"| Ray alone, until its end | {statistics.median(ray):.1f} |")
+        ours = [PROGRAMS / "shufl", "run", *FIRST_ROUND, "--runs", runs]
+        for _ in range(given.rounds):
+            shown["shufl run quickstart"].append(seconds_of_a_round(ours))
+            plain = seconds_of_a_round([sys.executable, "-c", PLAIN_FLOWER])
+            shown["plain Flower"].append(plain)
+            shown["Ray alone"].append(seconds_of([sys.executable, "-c", RAY])[1:])
+    print("\n| one round | until the round ended, s | until the end, s |\n| --- | ---: | ---: |")
+    for name, found in shown.items():
+        *round, end = (f"{statistics.median(each):.1f}" for each in zip(*found, strict=True))
+        print(f"| {name} | {''.join(round)} | {end} |")
 
 
 if __name__ == "__main__":

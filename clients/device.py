@@ -164,7 +164,7 @@ class DeviceLedger:
 
         Args:
             path: of the file; its directory exists.
-            limits: the owner's; None: none, in simulation only.
+            limits: the owner's; None: none, in simulation only, and nothing waits for the disk.
             create: whether a file that is missing is made.
 
         Raises:
@@ -285,7 +285,8 @@ class DeviceLedger:
                     isolation_level=None,
                 )
             ) as connection:
-                connection.execute("PRAGMA synchronous = EXTRA")
+                level = "OFF" if self.limits is None else "EXTRA"
+                connection.execute(f"PRAGMA synchronous = {level}")
                 yield connection
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise ValueError(f"the device's ledger {self.path} cannot be used: {error}") from None

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from shuffler import RoundHeader
 
-_POLL_SECONDS = 0.05
+_LEAST_POLL_SECONDS, _MOST_POLL_SECONDS = 0.005, 0.5
 _REASON_CHARACTERS = 300
 
 
@@ -84,10 +84,16 @@ class Exchange:
             self._waiting.clear()
 
     def wait(self, over: Callable[[], bool]) -> None:
-        """Waits until all nodes have answered, the deadline, or `over`."""
+        """Waits until all nodes have answered, the deadline, or `over`.
+
+        It looks again after a twentieth of the time it has waited, so that a short round is hardly
+        longer for it, and a long one hardly loads the server.
+        """
+        begun = time.monotonic()
         self.hear()
         while self._waiting and not over():
-            time.sleep(_POLL_SECONDS)
+            waited = time.monotonic() - begun
+            time.sleep(min(max(waited / 20, _LEAST_POLL_SECONDS), _MOST_POLL_SECONDS))
             self.hear()
 
 

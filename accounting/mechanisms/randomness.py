@@ -21,8 +21,8 @@ from scipy import special
 # separate Philox keys, so the streams never overlap
 _COIN, _NOISE, _TRAINING, _SUMMED_NOISE, _BLANKETS, _BLANKET_NOISE = 1, 2, 3, 5, 6, 7
 
-_BLOCK = 2**18  # coins drawn at once: they stay in a core's cache
-_NORMALS_AT_ONCE = 2**15  # for the same reason
+_BLOCK = 2**18  # numbers drawn at once: they stay in a core's cache
+_NORMALS_AT_ONCE = 2**15  # of the operating system, for the same reason
 _ZEROS = bytes(8 * _NORMALS_AT_ONCE)
 _NEVER = 2.0**-64  # a probability that is taken for zero
 
@@ -124,7 +124,7 @@ class SeededRandomness:
         normals = np.empty((len(numbers), size), dtype=np.float32)
         stream = self._stream(purpose, round).bit_generator
         start = stream.state  # setting it takes a fifth of the time of making another stream
-        rows = max(1, _NORMALS_AT_ONCE // size)
+        rows = max(1, _BLOCK // size)  # many: threads that call numpy in turn wait for Python
         for first in range(0, len(numbers), rows):
             part = normals[first : first + rows]
             words = np.empty((len(part), -(-size // 2)), dtype=np.uint64)
@@ -132,7 +132,7 @@ class SeededRandomness:
                 start["state"]["counter"][3] = number
                 stream.state = start
                 row[:] = stream.random_raw(len(row))
-            part[:] = _normals(words)[:, :size]
+            _make_normals(words, part)
         return normals
 
     def _stream(self, purpose: int, round: int, block: int = 0) -> np.random.Generator:
@@ -228,18 +228,32 @@ def split_mix(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
     return last
 
 
-def _normals(words: np.ndarray) -> np.ndarray:
-    """Two N(0, 1) draws of each random 64-bit word of (k, w): float32 of shape (k, 2w).
+def _make_normals(words: np.ndarray, normals: np.ndarray) -> None:
+    """Makes N(0, 1) draws, two of each random 64-bit word: by Box and Muller 1958.
 
-    By Box and Muller 1958, a third of the time of numpy's ziggurat. 32 bits decide the radius: no
-    draw lies beyond 6.8, where 1e-11 of the law is.
+    That takes a quarter of the time of numpy's ziggurat. 32 bits decide the radius: no draw lies
+    beyond 6.8, where 1e-11 of the law is.
+
+    Args:
+        words: uint64 of shape (k, w).
+        normals: where they go, float32 of shape (k, 2w) or (k, 2w - 1).
     """
     rows, size = words.shape
-    uniforms = words.view(np.uint32).reshape(rows, 2, size).astype(np.float32) * 2.0**-32
-    radius = np.sqrt(-2 * np.log(uniforms[:, 0] + 2.0**-33))
-    angle = 2 * np.pi * uniforms[:, 1]
-    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
-    return pairs.reshape(rows, 2 * size)
+    halves = words.view(np.uint32).reshape(rows, 2, size)
+    radius, angle = halves[:, 0].astype(np.float32), halves[:, 1].astype(np.float32)
+    radius *= 2.0**-32
+    radius += 2.0**-33
+    np.log(radius, out=radius)
+    radius *= -2
+    np.sqrt(radius, out=radius)
+    angle *= 2.0**-32
+    angle *= 2 * np.pi
+    first, second = normals[:, :size], normals[:, size:]
+    np.cos(angle, out=first)
+    first *= radius
+    rest = second.shape[1]
+    np.sin(angle[:, :rest], out=second)
+    second *= radius[:, :rest]
 
 
 def _system_normals(size: int) -> np.ndarray:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from simulator.experiment import Experiment
 
 _SILENCE = 0x5113  # sets the random numbers of who is away apart from others of the same seed
-_NUMBERS_AT_ONCE = 2**18  # of noise: they stay in a core's cache
+_NUMBERS_AT_ONCE = 2**20  # of noise, summed: four bytes each
 
 Blankets = tuple[int, int, int]
 """Some blankets of a round: which shuffler's, and the numbers of the first and behind the last."""

@@ -202,6 +202,13 @@ def test_what_was_offered_survives_kill_9(tmp_path):
             DeviceLedger(tmp_path / "device.db").offer(header(number), PLAN, 10**9)
 
 
+def test_an_owners_ledger_waits_for_the_disk(tmp_path):
+    """So that a machine that loses power forgets no round; one that is simulated need not."""
+    for path, owner, level in (("owned.db", limits(), 3), ("simulated.db", None, 0)):
+        with DeviceLedger(tmp_path / path, owner)._rows("rw") as rows:
+            assert rows.execute("PRAGMA synchronous").fetchone() == (level,)
+
+
 def test_a_ledger_that_cannot_be_read_or_written_is_no_reason_to_go_on(tmp_path):
     with pytest.raises(ValueError, match="No such file or directory"):
         DeviceLedger(tmp_path / "missing" / "device.db")
