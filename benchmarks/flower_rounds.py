@@ -3,7 +3,7 @@
 The peer is what a Flower user would write without shufl: the same nodes, users, coins, model and
 per-user gradients, but every node sums its gradients and returns the sum in its reply: no clipping,
 noise, sealing or shuffler. *One by one* computes user after user, as a loop does; *together* up to
-256 at once by vmap, as shufl's own nodes do.
+256 at once by vmap, as shufl's own nodes do where the model is small.
 
     python benchmarks/flower_rounds.py mnist --rounds 7
 """

@@ -24,6 +24,7 @@ PLAN = ["--n", "60000", "--gamma", "0.1", "--noise", "5", "--rounds", "5540"]
 WRONG = ["--set", "privacy.delta=2"]
 FIRST_ROUND = ["quickstart", "--set", "privacy.rounds=1"]
 PLAIN_FLOWER = """
+import time
 import torch
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -45,13 +46,14 @@ def train(message, context):
 @server_app.main()
 def main(grid, context):
     while len(nodes := list(grid.get_node_ids())) < 20:
-        pass
+        time.sleep(0.01)
     content = RecordDict({"model": ArrayRecord(torch.nn.Linear(64, 10).state_dict())})
     replies = grid.send_and_receive([Message(content, node, "train") for node in nodes])
     assert not any(reply.has_error() for reply in replies)
     print("round 1/1", flush=True)
 
-run_simulation(server_app, client_app, num_supernodes=20)
+resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+run_simulation(server_app, client_app, num_supernodes=20, backend_config=resources)
 """
 RAY = "import ray; ray.init(include_dashboard=False); ray.shutdown()"
 COMMANDS = {

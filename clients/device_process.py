@@ -45,6 +45,8 @@ def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) 
     """
     if settings.users is None or settings.ledger is None or not settings.reply_after > 0:
         raise ValueError("a deployed node needs users, a device's ledger, and reply_after")
+    if settings.ledger(settings.number).limits is None:
+        raise ValueError("a deployed node's ledger needs the limits of the device's owner")
     server = grpc.server(
         ThreadPoolExecutor(_THREADS),
         options=OPTIONS,

@@ -39,7 +39,7 @@ from shuffler import (
 log = logging.getLogger(__name__)
 
 
-_TOGETHER = 256  # users whose updates are computed at once, at most
+_TOGETHER = 256  # records of users whose updates are computed at once, at most
 _ALONE = 7  # so many at most are computed one by one: what vmap imports takes a second
 _NUMBERS_TOGETHER = 2**22  # in their updates, and in their records, at most
 _LEAST_SECONDS = 1.0  # to submit in, also where local work took as long as the round
@@ -350,7 +350,8 @@ class Node:
                 self._failed(error)
                 yield [(user, None)]
                 continue
-            most = 1 if self._alone else min(_NUMBERS_TOGETHER // size, _TOGETHER)
+            fit = min(_NUMBERS_TOGETHER // size, _TOGETHER // max(1, len(features)))
+            most = 1 if self._alone else fit
             if group and (len(group) >= most or group[0][1][0].shape != features.shape):
                 yield group
                 group = []

@@ -92,8 +92,9 @@ class Exchange:
         begun = time.monotonic()
         self.hear()
         while self._waiting and not over():
-            waited = time.monotonic() - begun
-            time.sleep(min(max(waited / 20, _LEAST_POLL_SECONDS), _MOST_POLL_SECONDS))
+            now = time.monotonic()
+            pause = min(max((now - begun) / 20, _LEAST_POLL_SECONDS), _MOST_POLL_SECONDS)
+            time.sleep(max(0.0, min(pause, self._deadline - now)))
             self.hear()
 
 

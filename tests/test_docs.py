@@ -1,6 +1,7 @@
 """The documents are true of the code where a test can tell, link to what exists, and keep form."""
 
 import contextlib
+import csv
 import io
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.main import get_command
 from accounting import ACCOUNTANTS
 from simulator.cli.__main__ import app
 from simulator.config import Config
+from simulator.tables import epsilon_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -115,3 +117,18 @@ def test_sharp_edges_are_rated_and_sorted_within_each_group():
         assert rated and len(rated) == group.count("\n### ")
         products = [RATES[likelihood] * RATES[damage] for likelihood, damage in rated]
         assert products == sorted(products, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "table", sorted((ROOT / "docs" / "results").glob("*.csv")), ids=lambda path: path.stem
+)
+def test_no_epsilon_of_a_published_page_is_below_those_of_its_runs(table):
+    most = {}
+    with table.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for name, epsilon in row.items():
+                if name.startswith("epsilon_") and epsilon:
+                    key = row["series"], row["value"], name
+                    most[key] = max(most.get(key, 0.0), float(epsilon))
+    cells = {cell.strip() for cell in text_of(table.with_suffix(".md")).split("|")}
+    assert most and {epsilon_text(epsilon) for epsilon in most.values()} <= cells

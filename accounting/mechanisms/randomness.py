@@ -99,7 +99,7 @@ class SeededRandomness:
         return _below(self._stream(_COIN, round).random, users, rate)
 
     def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
-        """From the stream of each of (seed, round, user), whoever else is asked; see `_normals`."""
+        """From the stream of (seed, round, user), whoever else is asked; see `_make_normals`."""
         return self._noise(_NOISE, round, users, size)
 
     def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:

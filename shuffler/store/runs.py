@@ -13,12 +13,14 @@ that `begin_release` handed out.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accounting.mechanisms import Randomness, SystemRandomness
 from shuffler.store.floor import Floor
@@ -47,6 +49,8 @@ _MAX_WAITING = 4  # closed batches of a run that were not fetched
 _KEPT_OVER = 8  # finished rounds of a run that are remembered; the latest always is
 _BYTES_PER_USER = 32  # of the set of those who have reported
 _RESERVE_BYTES = 128 * 2**10
+
+_Answer = TypeVar("_Answer")
 
 
 class RunStore:
@@ -94,6 +98,7 @@ class RunStore:
         self._quota = quota or Quota()
         self._disk = Disk(directory, reserve_bytes)
         self._runs: dict[str, Run] = {}
+        self._freeing: set[Future[None]] = set()  # the room of released batches
         self.batches = OpenBatches(self._runs, self._disk, self._randomness)
         with ExitStack() as files:
             files.callback(os.close, claim_directory(directory))
@@ -144,11 +149,11 @@ class RunStore:
         that read and change runs are handed to `in_turn`, which does them in the store's thread.
         """
         about = run_id, number, model_digest, public_key
-        run, entry = in_turn(lambda: self._begin_round(*about))
+        run, entry = self._with_room(lambda: in_turn(lambda: self._begin_round(*about)))
         try:
             # The file before the entry: a crash in between leaves a file that nobody names.
             with storage_errors():
-                self._disk.require(self._least_bytes(run))
+                self._with_room(lambda: self._disk.require(self._least_bytes(run)))
                 entry.spool = self._open_spool(run, entry)
             in_turn(lambda: self._enter_round(run, entry))
         finally:
@@ -158,6 +163,17 @@ class RunStore:
                 with suppress(OSError):
                     delete_batch(_path(self._directory, run, entry))
             run.opening = None
+
+    def _with_room(self, step: Callable[[], _Answer]) -> _Answer:
+        """Takes a step for which room may lack until that of released batches is given back."""
+        try:
+            return step()
+        except ShufflerRefused as refused:
+            freeing = list(self._freeing)
+            if refused.reason is not Refusal.STORAGE_FULL or not freeing:
+                raise
+        wait(freeing)
+        return step()
 
     def _begin_round(
         self, run_id: str, number: int, model_digest: str, public_key: bytes
@@ -257,9 +273,11 @@ class RunStore:
         self,
         run_id: str,
         number: int,
-        submit: Callable[[Callable[[], None]], object] = lambda free: free(),
+        submit: Callable[[Callable[[], None]], Future[None] | None] = lambda free: free(),
     ) -> None:
         """Destroys a batch that was being released, whether or not all of it was read.
+
+        Its room counts as taken until it has been given back.
 
         Args:
             run_id, number: the round.
@@ -270,17 +288,22 @@ class RunStore:
         entry = run.rounds.get(number) if run is not None else None
         if run is None or entry is None or entry.state is not RoundState.RELEASING:
             return
-        assert entry.spool is not None
+        if entry.spool is None:  # its run was to be ended, and could not be
+            self._file.move(run, entry, RoundState.DONE)
+            return
+        free = functools.partial(_free, entry, entry.spool)
         with storage_errors():
             entry.spool.delete()
-            spool, entry.spool = entry.spool, None
             try:
                 self._file.move(run, entry, RoundState.DONE)
             except ShufflerRefused:  # the disk is full, and needs the batch's room
-                spool.free()
+                free()
                 self._file.move(run, entry, RoundState.DONE)
             finally:
-                submit(spool.free)
+                freeing = submit(free)
+                if freeing is not None:
+                    self._freeing.add(freeing)
+                    freeing.add_done_callback(self._freeing.discard)
 
     def end_run(self, run_id: str) -> None:
         """Destroys all batches and the plan of a run; only the used run id is kept."""
@@ -407,12 +430,20 @@ def _path(directory: Path, run: Run, entry: Round) -> Path:
 def _close_batches(runs: dict[str, Run]) -> None:
     for run in runs.values():
         for entry in run.rounds.values():
-            if entry.spool is not None:
-                entry.spool.close()
+            if (spool := entry.spool) is not None:
+                spool.close()
+
+
+def _free(entry: Round, spool: RoundSpool) -> None:
+    """Gives the room of a deleted batch back, in whatever thread."""
+    try:
+        spool.free()
+    finally:
+        entry.spool = None
 
 
 def _destroy(entry: Round) -> None:
-    if entry.spool is not None:
+    if (spool := entry.spool) is not None:
         with storage_errors():
-            entry.spool.destroy()
+            spool.destroy()
         entry.spool = None

@@ -247,7 +247,8 @@ class RoundSpool:
 
     def free(self) -> None:
         """Gives back the room of deleted files, which may take a second for each GB."""
-        deleted, self._deleted = self._deleted, None
+        with self._lock:
+            deleted, self._deleted = self._deleted, None
         if deleted is not None:
             with deleted:
                 self._file.erase()

@@ -154,7 +154,9 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool]:
         )
     if not ledger.entries or not (folder / "model.pt").exists():
         raise ValueError(f"{folder} has released no histogram yet")
-    (row,) = read_rows(folder / "metrics.jsonl")
+    row = next(iter(read_rows(folder / "metrics.jsonl")), None)
+    if row is None:
+        raise ValueError(f"{folder} has no row in its metrics.jsonl that says how many were there")
     if row["outcome"] != "released":
         raise ValueError(f"{folder} has released no histogram: its only round failed")
     shufflers = load(str(folder / "config.toml")).shuffler.number

@@ -22,7 +22,7 @@ from simulator.names import DATASETS
 from simulator.section import ConfigError, find, one_line, readers_code
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dataset:
     """A classification dataset in memory.
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from simulator.experiment import Experiment
 
 _SILENCE = 0x5113  # sets the random numbers of who is away apart from others of the same seed
-_NUMBERS_AT_ONCE = 2**20  # of noise, summed: four bytes each
+_NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 
 Blankets = tuple[int, int, int]
 """Some blankets of a round: which shuffler's, and the numbers of the first and behind the last."""
@@ -342,9 +342,10 @@ class ReportSum:
         return total
 
     def _parts(self, blankets: Blankets) -> list[Blankets]:
-        """The same blankets in parts whose noise stays in a core's cache."""
+        """The same blankets in parts, one for each thread or more."""
         shuffler, first, last = blankets
-        step = max(1, _NUMBERS_AT_ONCE // self._dimension)
+        share = -(-(last - first) // torch.get_num_threads())
+        step = max(1, min(share, _NUMBERS_AT_ONCE // self._dimension))
         return [(shuffler, at, min(at + step, last)) for at in range(first, last, step)]
 
     def _sum_blankets(self, round: int, blankets: Blankets) -> np.ndarray:

@@ -177,22 +177,31 @@ def accuracy_table(grid: Grid, results: list[Result]) -> Table:
 
 
 def plan_table(grid: Grid, results: list[tuple[Point, Result]]) -> Table:
-    """The privacy plan and ε of the first seed's runs."""
-    first = [result for point, result in results if point.seed == grid.seeds[0]]
-    given = {name for result in first for name in result["epsilon"]}
+    """The privacy plan of the runs that differ in their seed alone, and the largest ε of them."""
+    alike: dict[tuple[str, str], list[Result]] = {}
+    for _, result in results:
+        alike.setdefault((result["series"], shown(result["value"])), []).append(result)
+    given = {name for _, result in results for name in result["epsilon"]}
     names = [name for name in ACCOUNTANTS if name in given] + sorted(given.difference(ACCOUNTANTS))
     heads = ("γ", "z", "λ", "rounds", "δ", "neighbours", "halted by", *(f"ε {n}" for n in names))
     rows = [["series", grid.label, *heads]]
-    for result in first:
+    for (series, value), made in alike.items():
+        result = made[0]
         rows.append([
-            result["series"],
-            shown(result["value"]),
+            series,
+            value,
             *("–" if result[key] is None else f"{result[key]:.4g}" for key in _NUMBERS),
             result["adjacency"],
             result["accountant"],
-            *(epsilon_text(result["epsilon"].get(name)) for name in names),
+            *(epsilon_text(_largest_epsilon(made, name)) for name in names),
         ])  # fmt: skip
     return rows
+
+
+def _largest_epsilon(results: list[Result], accountant: str) -> float | None:
+    """None where the accountant prices none of them."""
+    given = [result["epsilon"].get(accountant) for result in results]
+    return max((epsilon for epsilon in given if epsilon is not None), default=None)
 
 
 def coverage_table(results: list[Result]) -> Table:
@@ -227,9 +236,9 @@ def _made(grid: Grid, results: list[Result], series: Series, value: float | str)
 
 
 def _summary(results: list[Result]) -> tuple[float, float, float, float]:
-    """Mean, lowest and highest accuracy in percent; the first seed's ε, not a number if none."""
+    """Mean, lowest and highest accuracy in percent; the largest ε, not a number if none."""
     accuracies = [100 * result["accuracy"] for result in results]
-    epsilon = results[0]["epsilon"].get(results[0]["accountant"])
+    epsilon = _largest_epsilon(results, results[0]["accountant"])
     lowest, highest = min(accuracies), max(accuracies)
     return statistics.fmean(accuracies), lowest, highest, math.nan if epsilon is None else epsilon
 

@@ -8,12 +8,20 @@ import multiprocessing
 import random
 import shutil
 import signal
+import threading
 
 import pytest
 from client_world import Round, reply_content
 from rounds import make_plan
 
-from clients import DeviceLedger, DeviceLimits, RoundRefused, app, load_device
+from clients import (
+    DeviceLedger,
+    DeviceLimits,
+    RoundRefused,
+    app,
+    load_device,
+    serve_device,
+)
 from shuffler import ControlClient, RoundHeader, ShufflerProcess
 
 PLAN = make_plan(
@@ -200,6 +208,17 @@ def test_what_was_offered_survives_kill_9(tmp_path):
     for number in range(1, answered + 1):
         with pytest.raises(RoundRefused, match="round must be above"):
             DeviceLedger(tmp_path / "device.db").offer(header(number), PLAN, 10**9)
+
+
+def test_no_deployed_node_has_a_ledger_without_an_owners_limits(tmp_path):
+    settings = dataclasses.replace(
+        Round("127.0.0.1:1", None, None, "run").settings,
+        users=4,
+        reply_after=1.0,
+        ledger=lambda number: DeviceLedger(tmp_path / "device.db"),
+    )
+    with pytest.raises(ValueError, match="ledger needs the limits of the device's owner"):
+        serve_device(settings, tmp_path / "socket", threading.Event())
 
 
 def test_an_owners_ledger_waits_for_the_disk(tmp_path):

@@ -34,6 +34,12 @@ def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     names = shufl("histogram", folder, "--categories", "a,b")
     assert names.returncode == 2
     assert "--categories must be 10, as the run has, got 2" in names.stderr
+    (folder / "metrics.jsonl").write_text("")
+    unknown = shufl("histogram", folder)
+    assert unknown.returncode == 2
+    assert unknown.stderr == (
+        f"error: {folder} has no row in its metrics.jsonl that says how many were there\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import secrets
 import sqlite3
 import stat
 import tempfile
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from tiny_disk import fill
 
 from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shuffler.store.checks import CHECK_BYTES
+from shuffler.store.quota import Quota
 from shuffler.store.runs import RunStore
 from shuffler.store.runs_file import RunsFile
 from shuffler.store.spool import RoundSpool
@@ -483,6 +486,64 @@ def test_ending_a_run_while_it_is_released_stops_the_release(tmp_path):
     with pytest.raises(ShufflerRefused):
         spool.next_chunk(2 * 64)
     store.finish_release("run", 1)
+    store.close()
+
+
+def test_a_release_ends_where_ending_the_run_has_failed(tmp_path, monkeypatch):
+    store = RunStore(tmp_path)
+    digest = store.create_run("run", plan(), 64)
+    store.open_round("run", 1, "model", PUBLIC_KEY)
+    store.batches.accept([report(1, digest)])
+    store.close_round("run", 1)
+    store.begin_release("run", 1)
+    with monkeypatch.context() as patch:
+        full = ShufflerRefused(Refusal.STORAGE_FULL, "full")
+        patch.setattr(RunsFile, "end_run", lambda *_: (_ for _ in ()).throw(full))
+        with pytest.raises(ShufflerRefused, match="full"):
+            store.end_run("run")
+    store.finish_release("run", 1)
+    store.open_round("run", 2, "model", PUBLIC_KEY)
+    store.end_run("run")
+    store.close()
+
+
+def test_the_room_of_a_released_batch_is_taken_until_it_is_given_back(tmp_path):
+    """A round for which it lacks waits for it; where nothing is given back, it is refused."""
+    most = 1000 * (32 + 4096)
+    store = RunStore(tmp_path, quota=Quota(disk_bytes=most))
+    digest = store.create_run("run", plan(1000), 64)
+    store.open_round("run", 1, "model", PUBLIC_KEY)
+    store.batches.accept([report(1, digest)])
+    store.close_round("run", 1)
+    store.begin_release("run", 1)
+    with pytest.raises(ShufflerRefused) as refused:
+        store.open_round("run", 2, "model", PUBLIC_KEY)
+    assert refused.value.reason is Refusal.STORAGE_FULL
+    may_free, waits = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as threads:
+
+        def submit(free):
+            def later():
+                assert may_free.wait(60)
+                free()
+
+            return threads.submit(later)
+
+        def in_turn(step):
+            try:
+                return step()
+            except ShufflerRefused:
+                waits.set()
+                raise
+
+        store.finish_release("run", 1, submit)
+        opening = threads.submit(store.open_round, "run", 2, "model", PUBLIC_KEY, in_turn)
+        assert waits.wait(60)
+        with pytest.raises(TimeoutError):
+            opening.result(0.1)
+        may_free.set()
+        opening.result(60)
+    assert store.open_rounds() == [("run", 2)]
     store.close()
 
 

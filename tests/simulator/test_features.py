@@ -1,6 +1,7 @@
 """Features: the scattering transform, maps of one's own, and the file that processes share."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,6 +129,13 @@ def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=f"^data.features own_maps:{name} {message}"):
             load_records("digits", f"own_maps:{name}")
     del sys.modules["own_maps"]
+
+
+def test_a_dataset_of_ones_own_may_have_lists_for_its_mean_and_deviation(fresh):
+    given = replace(load_dataset("digits"), mean=[0.3], std=[0.2])
+    whole = replace(given, mean=(0.3,), std=(0.2,))
+    ours, theirs = (features._mapped(each, "scattering") for each in (given, whole))
+    assert torch.equal(ours.test_features, theirs.test_features)
 
 
 def test_an_unknown_map_is_one_line():
