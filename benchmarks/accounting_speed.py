@@ -27,6 +27,7 @@ from rich.table import Table
 import accounting
 from accounting.numerics import moments
 from accounting.numerics import renyi as rdp_bounds
+from simulator.tables import epsilon_text
 
 RATE, NOISE, SIGMA = 0.1, 5.0, 5.0
 MANY = 10**9
@@ -187,7 +188,7 @@ def shown(name: str, result: dict[str, Any]) -> list[str]:
         kind, f"{kind}, n = {int(value):.6g}"
     )
     ratio = f"{result['published'] / result['seconds']:.3g}" if "published" in result else ""
-    epsilon = f"{result['epsilon']:.4g}" if "epsilon" in result else ""
+    epsilon = epsilon_text(result["epsilon"]) if "epsilon" in result else ""
     cells = [time_of(key) for key in ("seconds", "mean", "worst", "published")]
     return [label, epsilon, *cells, ratio, f"{result['mib']:.0f}"]
 

@@ -36,7 +36,7 @@ $ python benchmarks/figure_1b.py runs/mnist-… docs/results
 The setting of the paper: {users} users with one record each, γ = {rate:g}, σ = {noise:g},
 C = {clip:g}, a small CNN of {parameters} parameters, no features, no blankets, {adjacency}
 adjacency, δ = 1/n; seed {seed}, with torch {torch} and Python {python}. The paper ends with about
-{printed} % at ε = {end:g} by Theorem 3, here it is {accuracy:.1f} % at {epsilon:.4g}.
+{printed} % at ε = {end:g} by Theorem 3, here it is {accuracy:.1f} % at {epsilon}.
 
 The other accountants price the same run: `theorem3`, `rdp` and `pld` for the homogeneous pair,
 `crowd` and `local` for every pair. `blanket` counts on blankets, and so has no number here; what
@@ -83,7 +83,7 @@ def main() -> None:
         printed=PUBLISHED_ACCURACY,
         end=PUBLISHED_EPSILON,
         accuracy=100 * rows[-1]["accuracy"],
-        epsilon=rows[-1]["epsilon"],
+        epsilon=epsilon_text(rows[-1]["epsilon"]),
         table="\n".join(f"| {' | '.join(line)} |" for line in lines),
     )
     (given.folder / "figure-1b.md").write_text(text, encoding="utf-8")

@@ -266,7 +266,7 @@ def make_folder(runs: Path, experiment: Experiment) -> Path:
 def _strength(plan: PrivacyPlan) -> str:
     """What one report's noise is worth by itself."""
     if not isinstance(plan.mechanism, GaussianMechanism):
-        return f"{plan.mechanism.name} of ε₀ = {plan.mechanism.local_epsilon:.4g}"
+        return f"{plan.mechanism.name} of ε₀ = {epsilon_text(plan.mechanism.local_epsilon)}"
     return f"σ = {plan.sigma:g}"
 
 

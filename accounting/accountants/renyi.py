@@ -135,7 +135,7 @@ class Theorem3Accountant(RdpShuffleAccountant):
             max_order: Highest Rényi order; 256 if None.
             capped: Whether no order costs more than Theorem 1's with all n users, which bounds
                 every check-in rate and every number of reports (docs/theory.md, section 3). Not
-                the published bound then: 0.213 in the published setting, not 9.617.
+                the published bound then: 0.214 in the published setting, not 9.618.
 
         Raises:
             ValueError: A value outside its range.

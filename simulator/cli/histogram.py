@@ -15,7 +15,7 @@ from rich.table import Table
 from simulator.cli import options
 from simulator.cli.options import needed
 from simulator.plots import draw
-from simulator.tables import epsilon_rows, print_epsilons, too_few_present
+from simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
 if TYPE_CHECKING:
     import numpy as np
@@ -176,8 +176,9 @@ def _print(
     console: Console, names: list[str], found: Histogram, true: np.ndarray | None, plan: PrivacyPlan
 ) -> None:
     console.print(
-        f"{plan.users} users; reports of ε₀ = {plan.mechanism.local_epsilon:.4g}, true with "
-        f"probability {plan.mechanism.truth:.4g}; {plan.shuffler_blankets:.4g} blankets expected",
+        f"{plan.users} users; reports of ε₀ = {epsilon_text(plan.mechanism.local_epsilon)}, "
+        f"true with probability {plan.mechanism.truth:.4g}; "
+        f"{plan.shuffler_blankets:.4g} blankets expected",
         highlight=False,
         soft_wrap=True,
     )
