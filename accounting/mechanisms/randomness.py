@@ -124,7 +124,7 @@ class SeededRandomness:
         normals = np.empty((len(numbers), size), dtype=np.float32)
         stream = self._stream(purpose, round).bit_generator
         start = stream.state  # setting it takes a fifth of the time of making another stream
-        rows = max(1, _BLOCK // size)  # many: threads that call numpy in turn wait for Python
+        rows = max(1, _BLOCK // size)  # many: the fewer calls, the less threads wait for each other
         for first in range(0, len(numbers), rows):
             part = normals[first : first + rows]
             words = np.empty((len(part), -(-size // 2)), dtype=np.uint64)

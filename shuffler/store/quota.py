@@ -18,8 +18,9 @@ class Quota:
         runs: that have not ended.
         open_rounds: in all of its runs.
         disk_bytes: that the batches of its runs may take; None: as much as there is. A batch counts
-            with all that could come into it, from its opening until its release: a server that
-            opens rounds until it is refused must not learn how many reports have come.
+            with all that could come into it, from its opening until its room is given back after
+            its release: a server that opens rounds until it is refused must not learn how many
+            reports have come.
     """
 
     runs: int = sys.maxsize

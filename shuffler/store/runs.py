@@ -165,7 +165,7 @@ class RunStore:
             run.opening = None
 
     def _with_room(self, step: Callable[[], _Answer]) -> _Answer:
-        """Takes a step for which room may lack until that of released batches is given back."""
+        """Takes a step; if room is wanting, again once that of released batches is given back."""
         try:
             return step()
         except ShufflerRefused as refused:

@@ -156,7 +156,7 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool]:
         raise ValueError(f"{folder} has released no histogram yet")
     row = next(iter(read_rows(folder / "metrics.jsonl")), None)
     if row is None:
-        raise ValueError(f"{folder} has no row in its metrics.jsonl that says how many were there")
+        raise ValueError(f"{folder}/metrics.jsonl has no row that tells how many were present")
     if row["outcome"] != "released":
         raise ValueError(f"{folder} has released no histogram: its only round failed")
     shufflers = load(str(folder / "config.toml")).shuffler.number

@@ -182,9 +182,9 @@ def test_the_owners_plans_are_accepted(tmp_path):
 
 
 def offer_until_killed(path, queue):
-    ledger = DeviceLedger(path)
+    ledger = DeviceLedger(path, limits(most_epsilon=1e9))
     for number in range(1, 100_000):
-        ledger.offer(header(number), PLAN, 10**9)
+        ledger.offer(header(number), PLAN, 10**5)
         queue.put(number)
 
 
@@ -207,7 +207,7 @@ def test_what_was_offered_survives_kill_9(tmp_path):
     assert run.offered >= answered
     for number in range(1, answered + 1):
         with pytest.raises(RoundRefused, match="round must be above"):
-            DeviceLedger(tmp_path / "device.db").offer(header(number), PLAN, 10**9)
+            DeviceLedger(tmp_path / "device.db").offer(header(number), PLAN, 10**5)
 
 
 def test_no_deployed_node_has_a_ledger_without_an_owners_limits(tmp_path):

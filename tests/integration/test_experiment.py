@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from run_world import children, running, same_model, shufl, shufl_command, tiny_config, wait_until
 
+from simulator.grid.page import plan_table
 from simulator.grid.points import read_result, write_result
 from simulator.grid.rows import take_over_rows, write_rows
 from simulator.grid.settings import load_grid
@@ -283,3 +285,17 @@ def test_every_grid_that_ships_is_whole():
     names = str(no.value).partition("one of ")[2].split(", ")
     for name in names:
         assert load_grid(name)[1].points()
+
+
+def test_the_page_has_the_largest_epsilon_of_runs_that_differ_in_their_seed():
+    """Another seed's run may be of another commit, whose accountant said more."""
+    about = {"series": "ours", "value": 1.0, "adjacency": "replace", "accountant": "pld"}
+    about |= {"check_in_rate": 0.1, "noise_multiplier": 1.0, "shuffler_blankets": 0.0}
+    about |= {"rounds": 10, "delta": 1e-5}
+    given = [{"pld": 1.0, "crowd": 4.33641}, {"pld": 0.9, "crowd": 4.34087}, {"pld": 1.0}]
+    results = [(None, about | {"epsilon": epsilon}) for epsilon in given]
+    heads, *rows = plan_table(SimpleNamespace(label="ε"), results)
+    assert [dict(zip(heads, row, strict=True)) for row in rows] == [
+        {"series": "ours", "ε": "1", "γ": "0.1", "z": "1", "λ": "0", "rounds": "10", "δ": "1e-05"}
+        | {"neighbours": "replace", "halted by": "pld", "ε pld": "1", "ε crowd": "4.341"}
+    ]

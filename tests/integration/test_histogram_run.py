@@ -38,7 +38,7 @@ def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     unknown = shufl("histogram", folder)
     assert unknown.returncode == 2
     assert unknown.stderr == (
-        f"error: {folder} has no row in its metrics.jsonl that says how many were there\n"
+        f"error: {folder}/metrics.jsonl has no row that tells how many were present\n"
     )
 
 

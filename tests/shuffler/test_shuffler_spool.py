@@ -46,6 +46,17 @@ def report(user: int, digest: str, round: int = 1, length: int = 64, run_id: str
     return shuffler_world.report(digest, user, bytes([user % 256]) * length, round, run_id)
 
 
+def releasing(place: Path, **settings) -> RunStore:
+    """A store in which a batch of one report is being released."""
+    store = RunStore(place, **settings)
+    digest = store.create_run("run", plan(1000), 64)
+    store.open_round("run", 1, "model", PUBLIC_KEY)
+    store.batches.accept([report(1, digest)])
+    store.close_round("run", 1)
+    store.begin_release("run", 1)
+    return store
+
+
 def read(spool: RoundSpool, limit: int = 3 * 64) -> list[bytes]:
     """Everything, in chunks of `limit` bytes; longer reports in pieces."""
     reports, pieces = [], []
@@ -360,12 +371,7 @@ def test_a_restart_keeps_open_and_closed_rounds_and_deletes_leftovers(tmp_path):
 
 
 def test_a_crash_while_releasing_loses_the_batch(tmp_path):
-    store = RunStore(tmp_path)
-    digest = store.create_run("run", plan(), 64)
-    store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.batches.accept([report(1, digest)])
-    store.close_round("run", 1)
-    store.begin_release("run", 1)
+    store = releasing(tmp_path)
     store.close()
     store = RunStore(tmp_path)
     with pytest.raises(ShufflerRefused) as refused:
@@ -449,12 +455,7 @@ def test_after_a_crash_while_releasing_it_starts_on_a_disk_that_others_filled(
 ):
     """Deleting makes room for the entry; where it does not, the round is over all the same."""
     place = tiny_disk / "spool"
-    store = RunStore(place)
-    digest = store.create_run("run", plan(1000), 64)
-    store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.batches.accept([report(1, digest)])
-    store.close_round("run", 1)
-    store.begin_release("run", 1)
+    store = releasing(place)
     store.close()
     filler = fill(tiny_disk)
     with monkeypatch.context() as patch:
@@ -490,12 +491,7 @@ def test_ending_a_run_while_it_is_released_stops_the_release(tmp_path):
 
 
 def test_a_release_ends_where_ending_the_run_has_failed(tmp_path, monkeypatch):
-    store = RunStore(tmp_path)
-    digest = store.create_run("run", plan(), 64)
-    store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.batches.accept([report(1, digest)])
-    store.close_round("run", 1)
-    store.begin_release("run", 1)
+    store = releasing(tmp_path)
     with monkeypatch.context() as patch:
         full = ShufflerRefused(Refusal.STORAGE_FULL, "full")
         patch.setattr(RunsFile, "end_run", lambda *_: (_ for _ in ()).throw(full))
@@ -510,12 +506,7 @@ def test_a_release_ends_where_ending_the_run_has_failed(tmp_path, monkeypatch):
 def test_the_room_of_a_released_batch_is_taken_until_it_is_given_back(tmp_path):
     """A round for which it lacks waits for it; where nothing is given back, it is refused."""
     most = 1000 * (32 + 4096)
-    store = RunStore(tmp_path, quota=Quota(disk_bytes=most))
-    digest = store.create_run("run", plan(1000), 64)
-    store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.batches.accept([report(1, digest)])
-    store.close_round("run", 1)
-    store.begin_release("run", 1)
+    store = releasing(tmp_path, quota=Quota(disk_bytes=most))
     with pytest.raises(ShufflerRefused) as refused:
         store.open_round("run", 2, "model", PUBLIC_KEY)
     assert refused.value.reason is Refusal.STORAGE_FULL

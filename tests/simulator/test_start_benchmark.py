@@ -8,9 +8,13 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "start.py"
 
 
 def test_it_prints_a_row_for_each_command():
-    command = [sys.executable, str(SCRIPT), "--repeats", "1", "--rounds", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=140)
+    command = [sys.executable, str(SCRIPT), "--repeats", "1", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| `")]
     assert len(rows) == 6
     assert all(float(row.split("|")[2]) > 0 for row in rows)
+    for name in ("shufl run quickstart", "plain Flower"):
+        (row,) = [line for line in done.stdout.splitlines() if line.startswith(f"| {name} |")]
+        round, end = map(float, row.strip("|").split("|")[1:])
+        assert 0 < round < end
