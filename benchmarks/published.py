@@ -95,7 +95,7 @@ def main() -> None:
             axes.plot(rounds, values, marker=".", label=name)
         axes.axhline(float(HALTED), color="gray", linestyle=":", label=f"published end, {HALTED}")
         axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel="ε", title="Figure 1(a)")
-        axes.legend()
+        axes.figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     figure = [
         [str(count), *(epsilon_text(values[index]) for values in curves.values())]
         for index, count in enumerate(rounds)
