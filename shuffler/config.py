@@ -142,7 +142,7 @@ class ShufflerConfig(_Section):
             is refused: on another disk than the spool, not in the same backup. Left out: in the
             directory itself, where it is restored with it.
         spool: directory for accepted reports. May be left out with `--exit-with-parent` only: then
-            a temporary one, removed at exit.
+            a temporary one, removed at exit, in which nothing waits for the disk.
         log_file: where the log is appended; left out: standard error.
         log_megabytes: a log file that grows beyond is renamed to `log_file`.1 and another is begun;
             0: never.

@@ -75,7 +75,8 @@ class ShufflerProcess:
 
         Args:
             spool: where accepted reports are kept, also for a later start on the same directory.
-                Default: a temporary directory that goes with the process.
+                Default: a temporary directory that goes with the process; nothing there waits for
+                the disk.
             listen: `HOST:PORT`; port 0 picks a free one.
             log_file: where the shuffler logs.
             metrics: `HOST:PORT` for Prometheus.

@@ -27,6 +27,7 @@ from shuffler.service.log import Log
 from shuffler.service.operations import Metrics
 from shuffler.service.server import ShufflerServer
 from shuffler.store.runs import RunStore
+from shuffler.store.storage import without_syncs
 from shuffler.wire.channel import READY, TOKEN_VARIABLE
 from shuffler.wire.errors import ShufflerError
 
@@ -64,6 +65,7 @@ def serve(config: Path, exit_with_parent: bool) -> None:
             log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
             spool = settings.spool
             if spool is None:
+                stack.enter_context(without_syncs())
                 spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
             randomness = make_randomness(settings.simulation_seed)
             store = RunStore(

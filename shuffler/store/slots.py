@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shuffler.store.checks import CHECK_BYTES, Checks
 from shuffler.store.spool_rows import TakenSlots
-from shuffler.store.storage import PAGE_BYTES, DamagedFile, Disk, storage_verdict
+from shuffler.store.storage import PAGE_BYTES, DamagedFile, Disk, storage_verdict, syncs
 from shuffler.wire.errors import Verdict
 
 _BLOCK_BYTES = 4096  # of a file system; no two slots share one, unless several fit into it
@@ -123,6 +123,8 @@ class SlotFile:
 
     def sync(self) -> None:
         """Brings all that was written to the disk."""
+        if not syncs():
+            return
         try:
             os.fdatasync(self.descriptor)
         except OSError:
@@ -205,8 +207,8 @@ class Slot:
                 self._check.update(piece)
             last = [self._check.digest()] if self._next + length == self._end else []
             _write_at(self._descriptor, [*pieces, *last], self._next)
-            # Starts writing back at once, so that the sync in `add` finds little left to wait for.
-            os.posix_fadvise(self._descriptor, self._next, length, os.POSIX_FADV_DONTNEED)
+            if syncs():  # starts writing back at once: the one in `add` finds little left to do
+                os.posix_fadvise(self._descriptor, self._next, length, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self.verdict = storage_verdict(error)
         self._next += length

@@ -17,8 +17,9 @@ PAGE_BYTES = 4096
 
 _SETTINGS = (
     *(f"page_size={PAGE_BYTES}", "locking_mode=EXCLUSIVE", "journal_mode=TRUNCATE"),
-    *("synchronous=FULL", "secure_delete=ON", "temp_store=MEMORY"),
+    *("secure_delete=ON", "temp_store=MEMORY"),
 )
+_syncs = True  # whether what is written must survive a power cut
 _VERSIONS_START, _VERSIONS_END, _VERSIONS = 18, 20, b"\1\1"  # of writing and reading, in a header
 _DAMAGE = {  # `ERROR`: a table or a column is not there
     sqlite3.SQLITE_ERROR,
@@ -49,6 +50,22 @@ def damage() -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _DAMAGE:
             raise DamagedFile(str(error)) from error
         raise
+
+
+@contextmanager
+def without_syncs() -> Iterator[None]:
+    """Has nothing that this process stores wait for the disk, for a directory that goes with it."""
+    global _syncs
+    _syncs = False
+    try:
+        yield
+    finally:
+        _syncs = True
+
+
+def syncs() -> bool:
+    """Whether what is written is to be brought to the disk before it is acknowledged."""
+    return _syncs
 
 
 def exists(path: Path) -> bool:
@@ -119,7 +136,7 @@ def connect(path: Path) -> sqlite3.Connection:
             raise DamagedFile("its header is not what was written")
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
-        for setting in _SETTINGS:
+        for setting in (*_SETTINGS, "synchronous=FULL" if _syncs else "synchronous=OFF"):
             connection.execute(f"PRAGMA {setting}")
     except BaseException:
         connection.close()
@@ -223,6 +240,8 @@ class Disk:
 
 def sync_directory(directory: Path) -> None:
     """Makes names that were added to or removed from the directory durable."""
+    if not _syncs:
+        return
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

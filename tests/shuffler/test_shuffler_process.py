@@ -20,6 +20,7 @@ from shuffler.__main__ import main
 from shuffler.callers import Role
 from shuffler.cli import shuffler_command
 from shuffler.keys import Authority
+from shuffler.store.storage import syncs
 from shuffler.wire.channel import parse_address
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +173,22 @@ def test_a_store_that_refuses_at_the_start_is_one_line(command, monkeypatch: pyt
     done = command(PLAIN + SPOOL)
     assert done.returncode == 2
     assert done.stderr == "shuffler: STORAGE_FULL: the disk is full\n"
+
+
+@pytest.mark.parametrize("spool", [SPOOL, ""])
+def test_only_a_spool_that_stays_is_brought_to_the_disk(
+    spool: str, command, monkeypatch: pytest.MonkeyPatch
+):
+    found = []
+
+    def look(*_, **__):
+        found.append(syncs())
+        raise ShufflerRefused(Refusal.STORAGE_FULL)
+
+    monkeypatch.setattr("shuffler.serving.RunStore", look)
+    command(PLAIN + spool, "--exit-with-parent")
+    assert found == [spool != ""]
+    assert syncs()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

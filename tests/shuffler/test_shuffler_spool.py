@@ -31,6 +31,7 @@ from shuffler.store.quota import Quota
 from shuffler.store.runs import RunStore
 from shuffler.store.runs_file import RunsFile
 from shuffler.store.spool import RoundSpool
+from shuffler.store.storage import connect, without_syncs
 
 # Every chi-square test below fails by chance once in a million runs.
 FALSE_ALARM = 1e-6
@@ -273,6 +274,26 @@ def test_a_failed_sync_spoils_the_reports_that_were_being_written(tmp_path, monk
     assert spool.add([("a", 1, before[1])]) == [Verdict.ACCEPTED]
     assert sorted(read(spool, 10_000)) == sorted([before[0], before[1], *before[4:]])
     spool.destroy()
+
+
+def test_a_spool_that_goes_with_its_process_waits_for_no_disk(tmp_path, monkeypatch):
+    def fails(*_: object) -> None:
+        raise AssertionError("it waits")
+
+    with monkeypatch.context() as patch, without_syncs():
+        for name in ("fsync", "fdatasync", "posix_fadvise"):
+            patch.setattr(os, name, fails)
+        spool = RoundSpool(tmp_path / "batch.db", 10_000, 2)
+        slot = spool.reserve()
+        slot.append([bytes(10_000)])
+        assert spool.add([("a", 0, slot), ("a", 1, bytes(10_000))]) == [Verdict.ACCEPTED] * 2
+        assert len(read(spool, 10_000)) == 2
+        spool.destroy()
+    connection = connect(tmp_path / "other.db")
+    assert connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL again
+    with without_syncs():
+        connection = connect(tmp_path / "another.db")
+    assert connection.execute("PRAGMA synchronous").fetchone() == (0,)
 
 
 def test_a_report_in_very_many_pieces_is_written(tmp_path):
