@@ -17,7 +17,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
-from shuffler.store.storage import DamagedFile, exists, sync_directory
+from shuffler.store.storage import DamagedFile, exists, sync_directory, syncs
 
 CHECK_BYTES = 16
 """Length in bytes of a checksum."""
@@ -154,6 +154,7 @@ def _write(path: Path, key: bytes, generation: int) -> None:
     with os.fdopen(descriptor, "w") as file:
         json.dump(content | {"check": _sum(content)}, file)
         file.flush()
-        os.fsync(file.fileno())
+        if syncs():
+            os.fsync(file.fileno())
     new.rename(path)
     sync_directory(path.parent)

@@ -289,6 +289,7 @@ def test_a_spool_that_goes_with_its_process_waits_for_no_disk(tmp_path, monkeypa
         assert spool.add([("a", 0, slot), ("a", 1, bytes(10_000))]) == [Verdict.ACCEPTED] * 2
         assert len(read(spool, 10_000)) == 2
         spool.destroy()
+        releasing(tmp_path / "store").close()
     connection = connect(tmp_path / "other.db")
     assert connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL again
     with without_syncs():
