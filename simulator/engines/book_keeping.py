@@ -225,10 +225,9 @@ def _weight(weight, bias, inputs, output_gradients, kernel=(1, 1)):
         return
     gradients = inputs.new_empty(users, groups, q, p)
     size = users_at_a_time(groups * t * p, inputs.device)
-    for a, g, out in zip(
-        *(x.split(size) for x in (inputs, output_gradients, gradients)), strict=True
-    ):
-        torch.matmul(g.mT, a.reshape(len(a), groups, t, p), out=out)
+    parts = (x.split(size) for x in (inputs, output_gradients.mT, gradients))
+    for a, g, out in zip(*parts, strict=True):
+        torch.matmul(g, a.reshape(-1, groups, t, p), out=out)
     yield (weight,), Dense(gradients.flatten(1), kernel)
     yield (bias,), Dense(output_gradients.sum(2).flatten(1))
 

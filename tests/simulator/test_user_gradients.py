@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from accounting.mechanisms import clip
 from clients import LocalTraining, local_update, record_orders, user_updates
-from simulator.engines.gradient_forms import Clipping
+from simulator.engines.gradient_forms import Clipping, squared_lengths_of
 from simulator.engines.user_gradients import (
     call_in,
     clipped_sum,
@@ -383,6 +383,18 @@ def test_many_different_words_are_measured_at_once(device, monkeypatch):
     assert_same_sum(model, features, labels, 1e-3, device)
     monkeypatch.setattr("simulator.engines.user_gradients.clipped_sum", never)
     together(model, features, labels, 1e-3, device)
+
+
+@pytest.mark.parametrize("size", [1, 10, 64, 65, 127, 784, 1009, 8192, 2**20])
+def test_squared_lengths_err_by_4e_6_at_most(size, device):
+    """However many squares there are; equal ones are rounded alike."""
+    torch.manual_seed(size)
+    equal = (torch.rand(40, 1) + 0.5).expand(40, size)[: max(2, 2**22 // size)]
+    uneven = torch.randn(len(equal), size) * torch.logspace(-6, 6, size)
+    for vectors in (equal, uneven, equal.cumsum(1)):
+        exact = vectors.double().square().sum(1)
+        measured = squared_lengths_of(vectors.to(device)).cpu()
+        torch.testing.assert_close(measured, exact, rtol=4e-6, atol=0.0)
 
 
 def test_a_share_is_at_most_the_clip_norm_where_its_sum_is_rounded_one_way(device):
