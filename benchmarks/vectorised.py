@@ -45,7 +45,7 @@ from torch.nn import functional
 from accounting.mechanisms import SeededRandomness
 from simulator.config import Config, load
 from simulator.engines.memory import keep_freed_memory
-from simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
+from simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
 from simulator.experiment import Experiment, prepare
 from simulator.records import read_rows
 from simulator.run import run
@@ -53,6 +53,7 @@ from simulator.run import run
 _PAUSE_SECONDS = 0.3  # OpenMP's threads spin for a while after their work
 _TURN_SECONDS = 0.5
 _ROUNDS_A_TURN = 10**6  # at most; so that each has its own number
+_ENDS = contextlib.ExitStack()  # Ray, where a path's process has started it
 _LIMITS = "plain, a batch a core", "plain, torch's threads"  # the faster is 1
 
 Play = Callable[[int], int]
@@ -60,12 +61,13 @@ Play = Callable[[int], int]
 
 
 def vectorised(config: Config, noise: str, method: str | None = None) -> Play:
-    """A round of the engine; its gradients by `method` if it is given."""
+    """A round of the engine, in this process or by Ray workers; its gradients by `method`."""
     simulation = config.simulation.model_copy(update={"noise": noise})
     engine = VectorisedEngine(prepare(config.model_copy(update={"simulation": simulation})))
     settings = replace(engine.settings, method=method or engine.settings.method)
     model = settings.make_model()
-    rounds = VectorisedRounds(settings, ReportSum(settings, engine.load_users()).sum)
+    engine.settings = settings
+    rounds = VectorisedRounds(settings, _ENDS.enter_context(engine._sum_reports()))
     return lambda round: rounds(round, model).aggregate.reports
 
 
@@ -240,16 +242,18 @@ def serve(path: str, config: Config, connection: Connection) -> None:
             speeds.append(users / (now - started))
             ends = now + _TURN_SECONDS if len(speeds) == 1 else ends
         connection.send((float(np.median(speeds[1:])), peak_megabytes(on_gpu)))
+    _ENDS.close()
 
 
 def peak_megabytes(on_gpu: bool) -> float:
-    """Resident, of this process and its children together; or torch's on the GPU."""
+    """Resident, of this process and all below it together; or torch's on the GPU."""
     if on_gpu:
         return torch.cuda.max_memory_allocated() / 2**20
     total = 0
-    for process in (multiprocessing.current_process(), *multiprocessing.active_children()):
-        status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
-        total += int(status.partition("VmHWM:")[2].split()[0])
+    for process in tree():
+        with contextlib.suppress(OSError):  # it has ended
+            status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+            total += int(status.partition("VmHWM:")[2].split()[0])
     return total / 1024
 
 
@@ -315,17 +319,25 @@ def on_flower(config: Config, rounds: int) -> list[tuple[float, float]]:
 
 def tree_megabytes() -> float:
     """Memory now of this process and all below it, what they share counted once (PSS)."""
-    parents, sizes = {}, {}
+    total = 0
+    for process in tree():
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
+            rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
+            total += int(rollup.partition("\nPss:")[2].split()[0])
+    return total / 1024
+
+
+def tree() -> set[int]:
+    """This process and all below it."""
+    parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or is not ours
+        with contextlib.suppress(OSError):  # it has ended
             after_name = (folder / "stat").read_text().rpartition(")")[2].split()
             parents[int(folder.name)] = int(after_name[1])
-            rollup = (folder / "smaps_rollup").read_text()
-            sizes[int(folder.name)] = int(rollup.partition("\nPss:")[2].split()[0])
-    tree = {os.getpid()}
-    while new := {process for process, parent in parents.items() if parent in tree} - tree:
-        tree |= new
-    return sum(sizes.get(process, 0) for process in tree) / 1024
+    found = {os.getpid()}
+    while new := {process for process, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found
 
 
 def main() -> None:
