@@ -4,8 +4,9 @@
 
 Every command is started several times, all in turn; the median of the seconds of a processor that
 it took, and of the seconds until it ended, over those of `python -c 'import torch'`. Below, a run
-of one round: seconds until the round has ended, and until the command has; beside it plain Flower
-with as many nodes and a model as large, and Ray alone, which both start and end.
+of one round: seconds until the round has ended, those of all processors that were busy until then,
+whoever kept them so, and seconds until the command has ended; beside it plain Flower with as many
+nodes and a model as large, and Ray alone, which both start and end.
 """
 
 from __future__ import annotations
@@ -75,9 +76,15 @@ def seconds_of(command: list[str]) -> tuple[float, float]:
     return spent - before.children_user - before.children_system, ended - started
 
 
+def busy_seconds() -> float:
+    """Of all processors of this machine since it started."""
+    user, nice, system, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
 def seconds_of_a_round(command: list[str | Path]) -> list[float]:
-    """Until the command says that its first round has ended, and until it ends itself."""
-    started, seen = time.monotonic(), []
+    """Until the command says that its first round has ended, busy until then, until it ends."""
+    started, before, seen = time.monotonic(), busy_seconds(), []
     given = list(map(str, command))
     with subprocess.Popen(
         given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -85,7 +92,7 @@ def seconds_of_a_round(command: list[str | Path]) -> list[float]:
         assert run.stdout is not None
         for line in run.stdout:
             if line.startswith("round 1/1"):
-                seen.append(time.monotonic() - started)
+                seen += [time.monotonic() - started, busy_seconds() - before]
     if run.returncode != 0 or not seen:
         raise RuntimeError(f"{given[0]} ended with {run.returncode}")
     return [*seen, time.monotonic() - started]
@@ -118,11 +125,14 @@ def main() -> None:
             shown["shufl run quickstart"].append(seconds_of_a_round(ours))
             plain = seconds_of_a_round([sys.executable, "-c", PLAIN_FLOWER])
             shown["plain Flower"].append(plain)
-            shown["Ray alone"].append(seconds_of([sys.executable, "-c", RAY])[1:])
-    print("\n| one round | until the round ended, s | until the end, s |\n| --- | ---: | ---: |")
+            before = busy_seconds()
+            _, ended = seconds_of([sys.executable, "-c", RAY])
+            shown["Ray alone"].append([ended, busy_seconds() - before, ended])
+    print("\n| one round | until the round ended, s | busy until then, s | until the end, s |")
+    print("| --- | ---: | ---: | ---: |")
     for name, found in shown.items():
-        *round, end = (f"{statistics.median(each):.1f}" for each in zip(*found, strict=True))
-        print(f"| {name} | {''.join(round)} | {end} |")
+        medians_of = (f"{statistics.median(each):.1f}" for each in zip(*found, strict=True))
+        print(f"| {name} | {' | '.join(medians_of)} |")
 
 
 if __name__ == "__main__":
