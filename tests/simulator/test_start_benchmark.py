@@ -16,5 +16,5 @@ def test_it_prints_a_row_for_each_command():
     assert all(float(row.split("|")[2]) > 0 for row in rows)
     for name in ("shufl run quickstart", "plain Flower"):
         (row,) = [line for line in done.stdout.splitlines() if line.startswith(f"| {name} |")]
-        round, end = map(float, row.strip("|").split("|")[1:])
-        assert 0 < round < end
+        round, busy, end = map(float, row.strip("|").split("|")[1:])
+        assert 0 < round < end and busy > 0
