@@ -251,7 +251,7 @@ def peak_megabytes(on_gpu: bool) -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     total = 0
     for process in tree():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError, IndexError):  # it has ended
             status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
             total += int(status.partition("VmHWM:")[2].split()[0])
     return total / 1024
@@ -321,7 +321,7 @@ def tree_megabytes() -> float:
     """Memory now of this process and all below it, what they share counted once (PSS)."""
     total = 0
     for process in tree():
-        with contextlib.suppress(OSError):  # it has ended, or is not ours
+        with contextlib.suppress(OSError, IndexError):  # it has ended, or is not ours
             rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
             total += int(rollup.partition("\nPss:")[2].split()[0])
     return total / 1024
@@ -332,7 +332,8 @@ def tree() -> set[int]:
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+            stat = (folder / "stat").read_text(errors="replace")
+            after_name = stat.rpartition(")")[2].split()
             parents[int(folder.name)] = int(after_name[1])
     found = {os.getpid()}
     while new := {process for process, parent in parents.items() if parent in found} - found:

@@ -159,6 +159,9 @@ class World(Rehearsal):
         if not path.exists():
             return []
         with contextlib.closing(sqlite3.connect(path)) as ledger:
+            tables = ledger.execute("SELECT name FROM sqlite_master").fetchall()
+            if ("rounds",) not in tables:  # the file is there before its tables are
+                return []
             return [round for (round,) in ledger.execute("SELECT round FROM rounds ORDER BY 1")]
 
     @property

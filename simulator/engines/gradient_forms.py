@@ -17,7 +17,8 @@ from scipy import special
 
 from accounting.mechanisms import LdpSgd
 
-_SQUARES = 64  # summed in float32, at most
+_FLOAT32 = torch.finfo(torch.float32)
+_SQUARES = 64  # summed in float32
 
 Tensors = dict[str, torch.Tensor]
 """Parameters by name, or one such tensor for each of k users: shape (k, ...)."""
@@ -63,8 +64,8 @@ class Products:
     sum itself, in float32, by some 1e-7 b, or 2e-6 b where the products are such that hundreds are
     rounded alike. While a user's scale times b is at most 10 C, its clipped update is therefore no
     longer than C (1 + 2e-5). Users of whom more cancels are left to vmap, which measures the very
-    numbers that it sums. So are users with inputs above 1e19, whose squares are too large for
-    float32: a scaled g_t is wrong by 1e-45 an entry where it is hardly a float32, and a_t
+    numbers that it sums. So are users with inputs above 1e19, whose squared length float32 could
+    not hold: a scaled g_t is wrong by 1e-45 an entry where it is hardly a float32, and a_t
     multiplies that. To 1e-26 an entry, which is little of a C of 1e-18, the least that
     `simulator.config` takes.
 
@@ -82,10 +83,10 @@ class Products:
 
     def squared_lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared norms, and b^2 or infinity for a user left to vmap: float64 of shape (k,)."""
-        one = squared_lengths_of(self.inputs, self.bias)
+        one = squared_lengths_of(self.inputs, self.bias).float()  # or infinity
         other = squared_lengths_of(self.output_gradients)
         if self.inputs.shape[2] == 1:
-            norms = one.mul_(other).sum((1, 2))
+            norms = (one * other).sum((1, 2))
             return norms, norms
         bounds = (one * other).sqrt_().sum(2).square_().sum(1)
         a, g = self.inputs.double(), self.output_gradients.double()
@@ -170,15 +171,20 @@ def squared_lengths_of(vectors: torch.Tensor, more: float = 0.0) -> torch.Tensor
     """Squared lengths along the last axis, plus `more`, as float64.
 
     Those of float32 vectors err by 4e-6 of their value at most, in whatever order torch sums:
-    no more than 64 squares in float32, which is much faster than in float64. Squares too small for
-    float32 are made up for; one too large makes the sum infinite.
+    up to 64 squares at a time in float32, which is much faster than in float64, and fewer than 64
+    in float64. Squares too small for float32 are made up for; too large ones may make the sum
+    infinite.
     """
     size = vectors.shape[-1]
     if size > _SQUARES:
-        piece = next(each for each in range(_SQUARES, 0, -1) if size % each == 0)
-        vectors = torch.linalg.vector_norm(vectors.unflatten(-1, (-1, piece)), dim=-1)
+        divisors = (each for each in range(_SQUARES, _SQUARES // 2, -1) if size % each == 0)
+        piece = next(divisors, _SQUARES)
+        whole = size - size % piece
+        pieces = vectors[..., :whole].unflatten(-1, (-1, piece))
+        lengths = torch.linalg.vector_norm(pieces, dim=-1)
+        vectors = lengths if whole == size else torch.cat([lengths, vectors[..., whole:]], dim=-1)
     sums = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64).square_()
-    return sums.add_(more + size * torch.finfo(torch.float32).tiny)
+    return sums.add_(more + size * _FLOAT32.tiny)
 
 
 def _in_order(total: torch.Tensor, kernel: tuple[int, int]) -> torch.Tensor:

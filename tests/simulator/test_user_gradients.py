@@ -439,6 +439,24 @@ def test_a_share_is_at_most_the_least_clip_norm_where_scaled_gradients_are_hardl
         assert np.linalg.norm(share.astype(float)) <= 1e-18 * (1 + 2e-5)
 
 
+@pytest.mark.parametrize("records", [1, 3])
+@pytest.mark.parametrize("width", [1, 10, 64, 97, 128])
+def test_a_share_is_at_most_the_clip_norm_whatever_the_width_of_huge_records(
+    width, records, device
+):
+    """Scaled to the clip norm, the gradient of the layer's output is hardly a float32."""
+    model = nn.Linear(width, 10, bias=False)
+    labels = torch.ones(1, records, dtype=torch.int64)
+    for size in (1e36, 1e37, 1e38):
+        features = torch.full((1, records, width), size / width**0.5)
+        for clip_norm in (1e-3, 1e-5, 1e-7):
+            for score in torch.linspace(0.0, 80.0, 41).tolist():
+                model.weight.data.zero_()
+                model.weight.data[1] = score / size / width**0.5
+                share = together(model, features, labels, clip_norm, device)
+                assert np.linalg.norm(share.astype(float)) <= clip_norm * (1 + 2e-5)
+
+
 @pytest.mark.parametrize(
     ("clip_norm", "records", "precision"),
     [
