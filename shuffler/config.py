@@ -173,6 +173,8 @@ class ShufflerConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.generation is not None and self.spool is None:
+            raise ValueError("generation is given and spool, whose age it tells, is missing")
         loopback = parse_address(self.listen)[2]
         if self.metrics is not None and not parse_address(self.metrics)[2]:
             raise ValueError(f"metrics only on a loopback address, got {self.metrics!r}")

@@ -17,7 +17,9 @@ from scipy import special
 
 from accounting.mechanisms import LdpSgd
 
-_FLOAT32 = torch.finfo(torch.float32)
+FLOAT32 = torch.finfo(torch.float32)
+"""What the type of gradients can hold."""
+
 _SQUARES = 64  # summed in float32
 
 Tensors = dict[str, torch.Tensor]
@@ -184,7 +186,7 @@ def squared_lengths_of(vectors: torch.Tensor, more: float = 0.0) -> torch.Tensor
         lengths = torch.linalg.vector_norm(pieces, dim=-1)
         vectors = lengths if whole == size else torch.cat([lengths, vectors[..., whole:]], dim=-1)
     sums = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64).square_()
-    return sums.add_(more + size * _FLOAT32.tiny)
+    return sums.add_(more + size * FLOAT32.tiny)
 
 
 def _in_order(total: torch.Tensor, kernel: tuple[int, int]) -> torch.Tensor:

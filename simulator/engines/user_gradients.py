@@ -22,6 +22,7 @@ from torch.func import functional_call
 from clients import LocalTraining, user_updates
 from simulator.engines.book_keeping import autocast, gradients_of_users, names_of
 from simulator.engines.gradient_forms import (
+    FLOAT32,
     Clipping,
     Dense,
     Gradients,
@@ -36,7 +37,6 @@ from simulator.engines.table import Precision
 Method = Literal["book-keeping", "vmap"]
 """How users' gradients are computed."""
 
-_FLOAT32 = torch.finfo(torch.float32)
 _CANCELLATION = 10.0  # see `Products`
 
 
@@ -77,7 +77,7 @@ def clipped_sum_of_updates(
     norms, bounds = lengths(gradients)
     scales = clipping.scales(norms)
     # Of the others float32 may not hold an entry, or only few digits of the scale.
-    sure = bounds <= min(_FLOAT32.max, clipping.clip_norm / _FLOAT32.tiny)
+    sure = bounds <= min(FLOAT32.max, clipping.clip_norm / FLOAT32.tiny)
     if bounds is not norms:
         sure &= scales.abs() * bounds <= _CANCELLATION * clipping.clip_norm
     if sure.all():

@@ -51,6 +51,7 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         ('listen = "127.0.0.1:70000"\n' + TLS, TOKEN, "an address is HOST:PORT"),
         (SPOOL + TLS, TOKEN, "No such file"),
         (PLAIN, TOKEN, "spool is missing"),
+        (PLAIN + 'generation = "age"', TOKEN, "generation is given and spool, whose age it tells"),
         ('[tls]\nkey = "/no"', TOKEN, "tls.certificate is missing"),
         (PLAIN + 'spool = "/proc/nowhere"', TOKEN, "/proc/nowhere"),
         (PLAIN + 'spool = "/dev/null"', TOKEN, "/dev/null"),
