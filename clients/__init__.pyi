@@ -1,6 +1,7 @@
 from .app import make_client_app
 from .device import DeviceLedger, DeviceLimits, RoundRefused, load_device
 from .device_process import serve_device
+from .module_state import ModuleState, StateError
 from .node import Announcement, Node, ReportFailed
 from .settings import ClientSettings, LocalTraining, UserRecords
 from .update import local_update, record_orders, user_updates
@@ -11,9 +12,11 @@ __all__ = [
     "DeviceLedger",
     "DeviceLimits",
     "LocalTraining",
+    "ModuleState",
     "Node",
     "ReportFailed",
     "RoundRefused",
+    "StateError",
     "UserRecords",
     "load_device",
     "local_update",

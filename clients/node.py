@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import threading
@@ -22,6 +21,7 @@ from accounting import rounds_within_budget
 from accounting.mechanisms import Randomness, make_randomness
 from accounting.validation import Seconds
 from clients.device import DeviceLedger, RoundRefused
+from clients.module_state import ModuleState
 from clients.settings import ClientSettings
 from clients.update import local_update, record_orders, user_updates
 from shuffler import (
@@ -126,7 +126,7 @@ class Node:
         self._ledgers: dict[int, DeviceLedger] = {}
         self._work = threading.Lock()  # a round may still be at work when the next one comes
         self._failures: dict[int, Exception] = {}  # of work that went on after an answer, by node
-        self._alone = False  # whether the model's updates cannot be computed together
+        self._alone = not settings.together  # updates cannot be computed together
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
     @functools.cached_property
@@ -351,8 +351,7 @@ class Node:
                 yield [(user, None)]
                 continue
             fit = min(_NUMBERS_TOGETHER // size, _TOGETHER // max(1, len(features)))
-            most = 1 if self._alone else fit
-            if group and (len(group) >= most or group[0][1][0].shape != features.shape):
+            if group and (len(group) >= fit or group[0][1][0].shape != features.shape):
                 yield group
                 group = []
             group.append((user, records))
@@ -384,11 +383,12 @@ class Node:
             else:
                 yield from together
                 return
+        state = ModuleState(self._model)
         for each, seed in zip(records, seeds.tolist(), strict=True):
             update = np.zeros(self._dimension, dtype=np.float32)
             if each is not None:
                 try:
-                    update = local_update(self._model, *each, training, seed)
+                    update = local_update(self._model, *each, training, seed, state)
                 except _ERRORS as error:
                     self._failed(error)
             yield update
@@ -400,10 +400,9 @@ class Node:
         orders = None
         if training.algorithm != "fedsgd":
             orders = record_orders(seeds, training.local_epochs, labels.shape[1])
-        model = copy.deepcopy(self._model)  # what it keeps of a forward is of no use after vmap
         with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
             warnings.simplefilter("ignore", UserWarning)
-            updates = user_updates(model, features, labels, training, orders).values()
+            updates = user_updates(self._model, features, labels, training, orders).values()
         return torch.cat([each.flatten(1) for each in updates], dim=1).numpy()
 
 

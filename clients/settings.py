@@ -54,6 +54,7 @@ class ClientSettings:
         users: for how many users a deployed node speaks, whose ids are 0 to `users` - 1 in its
             certificate. None: in a simulation, where nodes share the plan's users.
         number: a deployed node's, from 0, which decides its shuffler.
+        together: whether the model gives the same updates when users' are computed together.
     """
 
     run_id: str | None
@@ -67,3 +68,4 @@ class ClientSettings:
     reply_after: float = 0.0
     users: int | None = None
     number: int = 0
+    together: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import numpy as np
@@ -9,9 +10,10 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from accounting.mechanisms import split_mix
+from clients.module_state import ModuleState, StateError
 from clients.settings import LocalTraining
 
 
@@ -21,8 +23,12 @@ def local_update(
     labels: torch.Tensor,
     training: LocalTraining,
     seed: int,
+    state: ModuleState | None = None,
 ) -> np.ndarray:
-    """A descent direction from one user's records; `model` keeps its parameters.
+    """A descent direction from one user's records.
+
+    It is a function of what `model` holds, these records and the seed: whatever the forward changes
+    in the module is put back, and it gets a copy of the records.
 
     `fedsgd`: the gradient of the mean cross-entropy over all the user's records at the model.
     `fedavg`: old parameters minus the parameters after `local_epochs` epochs of SGD, so that the
@@ -34,26 +40,33 @@ def local_update(
         features: shape (r, ...), the user's r records.
         labels: int64 of shape (r,).
         training: which of the two, and its steps.
-        seed: in [0, 2^64), of everything random in local training: `record_orders`, dropout.
+        seed: in [0, 2^64), of everything random in local training: `record_orders`, dropout, and
+            what the model draws from Python's and numpy's own generators.
+        state: the model's, if it has been taken already.
 
     Returns:
         float32 of shape (d,), d the number of parameters.
+
+    Raises:
+        StateError: the model changes something in itself that cannot be put back.
     """
+    state = state or ModuleState(model)
     # Not torch.manual_seed: for every kind of accelerator not in use it also queues a call with its
     # stack trace, for ever.
     torch.default_generator.manual_seed(seed)
-    if training.algorithm == "fedsgd":
-        return _gradient(model, features, labels)
-    start = parameters_to_vector(model.parameters()).detach().clone()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     try:
+        if training.algorithm == "fedsgd":
+            return _gradient(model, features.clone(), labels)
+        start = parameters_to_vector(model.parameters()).detach()
         (orders,) = record_orders(
             np.array([seed], dtype=np.uint64), training.local_epochs, len(labels)
         ).unbind(1)
         _local_epochs(model, features, labels, training, orders)
-        end = parameters_to_vector(model.parameters()).detach()
-        return (start - end).numpy()
+        return (start - parameters_to_vector(model.parameters()).detach()).numpy()
     finally:
-        vector_to_parameters(start, model.parameters())
+        state.restore()
 
 
 def user_updates(
@@ -64,9 +77,9 @@ def user_updates(
     orders: torch.Tensor | None = None,
     call: Callable[..., torch.Tensor] = functional_call,
 ) -> dict[str, torch.Tensor]:
-    """`local_update` of k users at once, by vmap; `model` keeps its parameters.
+    """`local_update` of k users at once, by vmap; `model` stays as it is.
 
-    No user's update depends on another's records; rounding errors of float32 do.
+    Updates are independent across users, except for float32 rounding.
 
     Args:
         model: the round's model; nobody else's meanwhile.
@@ -82,7 +95,9 @@ def user_updates(
 
     Raises:
         RuntimeError: the model draws random numbers, or torch cannot vectorise it.
+        StateError: it keeps something of one step of local training until the next.
     """
+    state = ModuleState(model)
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
     exact = next(iter(start.values())).dtype
 
@@ -93,20 +108,25 @@ def user_updates(
         return functional.cross_entropy(scores.to(exact), targets)
 
     together = vmap(grad(loss), in_dims=(None, 0, 0))  # faster: everybody's parameters the same
-    if training.algorithm == "fedsgd":
-        return together(start, features, labels)
-    apart = vmap(grad(loss))
-    everyone = torch.arange(len(labels), device=labels.device)[:, None]
-    local = start
-    for order in orders.to(labels.device):
-        for batch in order.split(training.local_batch_size, dim=1):
-            gradients = together if local is start else apart
-            steps = gradients(local, features[everyone, batch], labels[everyone, batch])
-            local = {
-                name: value - training.local_learning_rate * steps[name]
-                for name, value in local.items()
-            }
-    return {name: start[name] - value for name, value in local.items()}
+    try:
+        if training.algorithm == "fedsgd":
+            return together(start, features.clone(), labels)
+        apart = vmap(grad(loss))
+        everyone = torch.arange(len(labels), device=labels.device)[:, None]
+        local = start
+        for order in orders.to(labels.device):
+            for batch in order.split(training.local_batch_size, dim=1):
+                gradients = together if local is start else apart
+                steps = gradients(local, features[everyone, batch], labels[everyone, batch])
+                if changed := state.restore():  # read outside vmap, it would mix users
+                    raise StateError(f"the model keeps {changed[0]} from one step to the next")
+                local = {
+                    name: value - training.local_learning_rate * steps[name]
+                    for name, value in local.items()
+                }
+        return {name: start[name] - value for name, value in local.items()}
+    finally:
+        state.restore()
 
 
 def record_orders(seeds: np.ndarray, epochs: int, records: int) -> torch.Tensor:

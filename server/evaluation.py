@@ -32,7 +32,7 @@ def evaluate(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> 
     model = copy.deepcopy(model).to(features.device).eval()
     correct, loss = 0, 0.0
     for batch, target in zip(features.split(_BATCH), labels.split(_BATCH), strict=True):
-        scores = model(batch)
+        scores = model(batch.clone())  # which a forward may change in place
         correct += int((scores.argmax(dim=1) == target).sum())
         loss += float(functional.cross_entropy(scores, target, reduction="sum"))
     return Evaluation(correct / len(labels), loss / len(labels))

@@ -20,14 +20,15 @@ from accounting import (
     rounds_within_budget,
 )
 from accounting.mechanisms import MECHANISMS, Mechanism
-from clients import LocalTraining, local_update
+from clients import LocalTraining
 from server import AGGREGATORS, Aggregator, Optimiser
 from simulator.config import Config, Privacy
 from simulator.data.datasets import Dataset, load_dataset
 from simulator.data.features import load_records
 from simulator.data.partition import load_user_records, records_per_user
 from simulator.models import build_model
-from simulator.section import ConfigError, readers_code
+from simulator.section import ConfigError
+from simulator.trial import try_users
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,14 @@ class Experiment:
         plan: the privacy plan.
         halting_round: rounds the budget allows under the plan's accountant, at least 1.
         parameters: number of model parameters d.
+        together: whether users' updates may be computed together; see `try_users`.
     """
 
     config: Config
     plan: PrivacyPlan
     halting_round: int
     parameters: int
+    together: bool = True
 
     @property
     def seed(self) -> int | None:
@@ -55,6 +58,12 @@ class Experiment:
     def dataset(self) -> Dataset:
         """The data, mapped to features if there is a map."""
         return load_records(self.config.data.dataset, self.config.data.features)
+
+    @property
+    def records(self) -> int:
+        """How many records each user has."""
+        records = len(self.dataset.train_labels)
+        return records_per_user(records, self.plan.users, self.config.data.partition)
 
     @property
     def shuffler_of(self) -> functools.partial:
@@ -137,9 +146,7 @@ def prepare(config: Config) -> Experiment:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     experiment = Experiment(config, plan, halting_round=0, parameters=0)
-    model = experiment.make_model()
-    _try_training(model, experiment)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in experiment.make_model().parameters())
     halting_round = rounds_within_budget(plan)
     if halting_round == 0:
         one = plan.make_accountant().compose(plan.event()).get_epsilon(plan.delta)
@@ -147,7 +154,9 @@ def prepare(config: Config) -> Experiment:
             f"privacy.target_epsilon must be at least {one * 1.001:.4g}, the {plan.accountant} "
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
-    return replace(experiment, halting_round=halting_round, parameters=parameters)
+    together = try_users(experiment.make_model, experiment.local_training, experiment.records)
+    decided = {"halting_round": halting_round, "parameters": parameters, "together": together}
+    return replace(experiment, **decided)
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
@@ -255,19 +264,6 @@ def local_training(config: Config) -> LocalTraining:
         training.local_learning_rate,
         training.local_batch_size,
     )
-
-
-def _try_training(model: torch.nn.Module, experiment: Experiment) -> None:
-    """Computes one update from one blank record.
-
-    Raises:
-        ConfigError: it fails.
-    """
-    dataset = experiment.dataset
-    blank = dataset.inputs(torch.zeros_like(dataset.train_features[:1]))
-    label = torch.zeros(1, dtype=torch.int64)
-    with readers_code(f"model {experiment.config.model.name} could not be trained on one record"):
-        local_update(model.train(), blank, label, experiment.local_training, seed=0)
 
 
 def _resolve(config: Config, dataset: Dataset) -> Config:

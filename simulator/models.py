@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from simulator.section import ConfigError, find, readers_code
+from clients import ModuleState
+from simulator.section import ConfigError, find, one_line, readers_code
 
 
 def logistic_regression(input_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -89,8 +90,8 @@ def build_model(
 
     Raises:
         ConfigError: unknown name, wrong options, an output of the wrong shape, nothing to train,
-            parameters that are frozen, not float32 or not finite, or memory of the records seen
-            (batch norm).
+            parameters that are frozen, not float32 or not finite, buffers that change (batch norm)
+            or that numpy cannot hold.
     """
     make = find("model", name, MODELS)
     with torch.random.fork_rng():
@@ -103,6 +104,7 @@ def build_model(
         raise ConfigError(
             f"model {name} must give {classes} scores a record, got shape {shape[1:]}"
         )
+    _refuse_what_cannot_be_sent(name, model)
     _refuse_what_is_not_trained(name, model)
     _refuse_what_mixes_users(name, model, input_shape)
     return model
@@ -112,18 +114,12 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
     """Every parameter is in every report, with noise on it.
 
     Raises:
-        ConfigError: there are no parameters, or some are frozen, not finite, or of another type
-            than the estimate that the server steps by.
+        ConfigError: there are no parameters, or some are frozen or not finite.
     """
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ConfigError(f"model {name} has no parameters to train")
     for path, parameter in parameters.items():
-        if parameter.dtype != torch.float32:
-            raise ConfigError(
-                f"model {name} keeps {path} as {parameter.dtype}: keep it as torch.float32, and "
-                "compute in what you like"
-            )
         if not parameter.isfinite().all():
             raise ConfigError(f"model {name} must start with finite numbers, got others in {path}")
         if not parameter.requires_grad:
@@ -145,13 +141,36 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int
                 f"model {name} has batch norm ({path}): its running statistics mix users' records "
                 "and no noise protects them; use group norm or layer norm"
             )
-    before = {path: buffer.clone() for path, buffer in model.named_buffers()}
-    if before:
-        with readers_code(f"model {name} could not be tried on two records"), torch.no_grad():
-            model.train()(torch.ones(2, *input_shape))
-        for path, buffer in model.named_buffers():
-            if not torch.equal(before[path], buffer):
-                raise ConfigError(
-                    f"model {name} changes its buffer {path} in training: that carries one user's "
-                    "records into another's update"
-                )
+    with readers_code(f"model {name} could not be tried on two records"), torch.no_grad():
+        state = ModuleState(model.train())
+        model(torch.ones(2, *input_shape))
+        changed = state.restore()
+    for path, _ in model.named_buffers():
+        if path in changed:
+            raise ConfigError(
+                f"model {name} changes its buffer {path} in training: that carries one user's "
+                "records into another's update"
+            )
+
+
+def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
+    """The server steps by float32, broadcasts all of a model's state and compares digests of it.
+
+    Raises:
+        ConfigError: a parameter is of another type, or numpy cannot hold a buffer.
+    """
+    for path, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"model {name} keeps {path} as {parameter.dtype}: keep it as torch.float32, and "
+                "compute in what you like"
+            )
+    for path, value in model.state_dict().items():
+        try:
+            value.numpy(force=True)
+        except (TypeError, RuntimeError, AttributeError) as error:
+            kind = getattr(value, "dtype", type(value).__name__)
+            raise ConfigError(
+                f"model {name} must keep {path} as a dense tensor of a type that numpy has, got "
+                f"{kind}: {one_line(error)}"
+            ) from error

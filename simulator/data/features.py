@@ -96,7 +96,7 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
     make = find("data.features", name, FEATURES)
     failure = f"data.features {name} could not map records of shape {tuple(records.shape[1:])}"
     with readers_code(failure), torch.no_grad():
-        features = make(records)
+        features = make(records.clone())  # which it may change in place
     kind = getattr(features, "dtype", type(features).__name__)
     if kind != torch.float32 or features.dim() < 2 or len(features) != len(records):
         got = f"{kind} of shape {tuple(getattr(features, 'shape', ()))}"
@@ -115,9 +115,9 @@ def _shape_of_one(dataset: Dataset, name: str) -> torch.Size:
     Raises:
         ConfigError: the map fails, or a record's features depend on the record beside it.
     """
-    few = dataset.inputs(dataset.train_features[:2])
-    together = map_records(name, few)
+    few = dataset.inputs(dataset.train_features[:_RECORDS_AT_ONCE])
     alone = [map_records(name, record) for record in few.split(1)]
+    together = map_records(name, few)
     alike = all(each.shape[1:] == together.shape[1:] for each in alone)
     if not alike or not torch.allclose(torch.cat(alone), together, rtol=1e-3, atol=1e-5):
         raise ConfigError(

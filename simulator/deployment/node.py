@@ -19,6 +19,7 @@ from simulator.deployment.sites import NodeSite, check_cover
 from simulator.experiment import data_seed, local_training, plan_of
 from simulator.models import build_model
 from simulator.section import READERS_ERRORS, ConfigError, find, one_line
+from simulator.trial import try_users
 
 
 def serve_node(site: NodeSite, folder: Path, stop: threading.Event) -> None:
@@ -48,6 +49,7 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
     """
     config = load(site.config)
     plan, make_model, load_users = check_data(site, folder, config)
+    training = local_training(config)
     credentials = site.credentials
     device = load_device(Path(site.device))
     return ClientSettings(
@@ -55,13 +57,14 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
         plan=plan,
         make_model=make_model,
         load_users=load_users,
-        training=local_training(config),
+        training=training,
         shufflers=tuple((address, credentials) for address in site.shufflers),
         seed=None,
         ledger=lambda number: device,
         reply_after=site.reply_after,
         users=site.users,
         number=site.number,
+        together=try_users(make_model, training, training.local_batch_size + 1),
     )
 
 

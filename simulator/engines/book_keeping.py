@@ -57,7 +57,7 @@ def gradients_of_users(
     exact = features.dtype
     with torch.enable_grad():
         with _Tape() as tape, autocast(features.device, precision):
-            scores = model(features.flatten(0, 1)).to(exact)
+            scores = model(features.flatten(0, 1).clone()).to(exact)  # it may change them
         loss = functional.cross_entropy(scores, labels.flatten(), reduction="sum") / records
     output_gradients = torch.autograd.grad(loss, [output for *_, output in tape.calls])
     gradients: Gradients = {}

@@ -80,6 +80,7 @@ class FlowerEngine:
             training=experiment.local_training,
             seed=experiment.seed,
             reply_after=simulation.reply_after,
+            together=experiment.together,
         )
 
     def run(

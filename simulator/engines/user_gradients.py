@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from clients import LocalTraining, user_updates
+from clients import LocalTraining, ModuleState, user_updates
 from simulator.engines.book_keeping import autocast, gradients_of_users, names_of
 from simulator.engines.gradient_forms import (
     FLOAT32,
@@ -33,11 +33,13 @@ from simulator.engines.gradient_forms import (
     weighted_sum,
 )
 from simulator.engines.table import Precision
+from simulator.trial import agrees_one_by_one, made_up
 
 Method = Literal["book-keeping", "vmap"]
 """How users' gradients are computed."""
 
 _CANCELLATION = 10.0  # see `Products`
+_SHOWN = 8  # users whose gradients a trial compares, spread over all that are computed at once
 
 
 @torch.no_grad()
@@ -94,13 +96,16 @@ def fastest_method(
     training: LocalTraining,
     device: str = "cpu",
     precision: Precision = "float32",
+    users: int = 64,
+    records: int = 2,
 ) -> Method:
     """Book-keeping where it does this model, else vmap; found by trying both.
 
     Each is tried where and in the precision that it will be used. Parameters and records are
     random, those of the users of very different size, or of tokens 0 and 1 for a model that looks
-    its records up. The two are compared on the CPU in float64: a model that mixes the records of a
-    batch, or uses a parameter elsewhere than in its layer, shows it.
+    its records up. A few users' gradients by vmap are compared with those one by one; and those by
+    book-keeping with vmap's, in float64, for several numbers of users at once: a model that mixes
+    the records of a batch, or uses a parameter elsewhere than in its layer, shows it.
 
     Args:
         model: in training mode, on the CPU; it stays as it is.
@@ -109,24 +114,25 @@ def fastest_method(
         training: one gradient, or local epochs, which only vmap does.
         device: where updates will be computed.
         precision: in which.
+        users: the most that are ever computed at once.
+        records: of each user.
 
     Raises:
         RuntimeError: not even vmap does this model.
     """
-    users, records = 4, 2
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(users, records, *input_shape, generator=generator)
-    features *= torch.logspace(-2, 1, users).reshape(-1, *[1] * (features.dim() - 1))
-    try:
-        with torch.no_grad():  # and a copy, for a model may keep what it computed
-            copy.deepcopy(model)(features.flatten(0, 1))
-    except IndexError:
-        features = features.gt(0.0).float()
-    labels = torch.randint(classes, (users, records), generator=generator)
-    orders = torch.arange(records).expand(training.local_epochs, users, records)
+    few = min(users, 4)
+    given = made_up(model, input_shape, classes, users * records)
+    features, labels = (each.unflatten(0, (users, records)) for each in given)
+    orders = torch.arange(records).expand(training.local_epochs, few, records)
+    model = copy.deepcopy(model)
+    if not agrees_one_by_one(model, features[:few], labels[:few], training):
+        raise RuntimeError(
+            "users computed together get other updates than one by one: the model draws random "
+            "numbers, or keeps something of a step"
+        )
 
     def attempt(method: Method) -> None:
-        there = (tensor.to(device) for tensor in (features, labels))
+        there = (tensor[:few].to(device) for tensor in (features, labels))
         own = ready_for(method, model, device)
         clipped_sum_of_updates(method, own, *there, training, orders, Clipping(1.0), precision)
 
@@ -135,8 +141,12 @@ def fastest_method(
         return "vmap"
     try:
         attempt("book-keeping")
-        exact = ready_for("book-keeping", model).double()
-        return "book-keeping" if _agrees(exact, features.double(), labels) else "vmap"
+        exact = ready_for("book-keeping", model, device).double()
+        return (
+            "book-keeping"
+            if _agrees(exact, features.to(device).double(), labels.to(device))
+            else "vmap"
+        )
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
 
@@ -158,16 +168,26 @@ def _agrees(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> b
     """
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    before = [dict(vars(module)) for module in model.modules()]
-    kept = gradients_of_users(model, names_of(model), features, labels, "float32")
-    if before != [vars(module) for module in model.modules()]:
-        return False
-    alone = torch.eye(len(labels), dtype=features.dtype)
-    updates = user_updates(model, features, labels, LocalTraining())
-    ours = torch.stack([weighted_sum(kept, one, updates) for one in alone])
-    theirs = torch.cat([update.flatten(1) for update in updates.values()], dim=1)
-    return torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9)
+        parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    state = ModuleState(model)
+    most = len(labels)
+    for users in sorted({1, min(4, most), most // 2 + 1, max(1, most - 1), most}):
+        kept = gradients_of_users(
+            model, names_of(model), features[:users], labels[:users], "float32"
+        )
+        if state.restore():
+            return False
+        shown = torch.linspace(0, users - 1, min(users, _SHOWN)).round().long().to(labels.device)
+        chosen = torch.zeros(users, dtype=torch.bool, device=labels.device)
+        chosen[shown] = True
+        kept = only(kept, chosen)
+        updates = user_updates(model, features[shown], labels[shown], LocalTraining())
+        alone = torch.eye(len(shown)).to(features)
+        ours = torch.stack([weighted_sum(kept, one, updates) for one in alone])
+        theirs = torch.cat([update.flatten(1) for update in updates.values()], dim=1)
+        if not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9):
+            return False
+    return True
 
 
 def call_in(precision: Precision) -> Callable[..., torch.Tensor]:

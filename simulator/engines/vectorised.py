@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import threading
 import warnings
@@ -22,7 +23,7 @@ from torch import nn
 
 from accounting import PrivacyPlan
 from accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler
-from clients import LocalTraining, record_orders
+from clients import LocalTraining, ModuleState, record_orders
 from server import (
     MOST_INCOMPLETE,
     Aggregate,
@@ -190,18 +191,24 @@ def _check_machine(keys: VectorisedKeys) -> None:
     check_cluster()
 
 
+def _most_at_once(keys: VectorisedKeys) -> int:
+    """The most users whose updates are computed at once: few blocks have more, and are cut."""
+    return keys.users_per_chunk + math.ceil(4 * math.sqrt(keys.users_per_chunk))
+
+
 def _method(experiment: Experiment, keys: VectorisedKeys) -> Method:
     """How users' gradients are computed fastest.
 
     Raises:
         ConfigError: torch cannot vectorise the model.
     """
-    dataset, training = experiment.dataset, experiment.local_training
-    about = dataset.input_shape, dataset.classes, training, keys.device, keys.precision
+    _, input_shape, classes, *_ = experiment.make_model.args
+    about = input_shape, classes, experiment.local_training, keys.device, keys.precision
+    most = min(_most_at_once(keys), experiment.plan.users)
     try:
         with warnings.catch_warnings():  # of a vmap that is slow, and may not be used
             warnings.simplefilter("ignore", UserWarning)
-            return fastest_method(experiment.make_model().train(), *about)
+            return fastest_method(experiment.make_model().train(), *about, most, experiment.records)
     except READERS_ERRORS as error:
         raise ConfigError(
             f"model {experiment.config.model.name} cannot be vectorised over users in "
@@ -301,6 +308,7 @@ class ReportSum:
         self._randomness = make_randomness(self._seed)
         self._noise_in_reports = settings.keys.noise == "report"
         self._block = settings.users_per_block
+        self._most_at_once = _most_at_once(settings.keys)
         keep_freed_memory()
         self._threads = ThreadPoolExecutor(
             torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
@@ -333,8 +341,14 @@ class ReportSum:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         blocks = np.split(users, np.flatnonzero(np.diff(users // self._block)) + 1)
+        state = ModuleState(self._model)
         for part in self._threads.map(functools.partial(self._sum_block, round), blocks):
             total += part
+        if changed := state.restore():  # which threads share, under book-keeping
+            raise RoundFailed(
+                f"round {round}: the model changes {changed[0]}, as it did in no trial; "
+                'simulation.engine = "flower" can run it'
+            )
         if self._noise_in_reports:
             parts = [part for each in blankets for part in self._parts(each)]
             for part in self._threads.map(functools.partial(self._sum_blankets, round), parts):
@@ -361,23 +375,8 @@ class ReportSum:
     def _sum_block(self, round: int, users: np.ndarray) -> np.ndarray:
         """The sum of the reports of one block's users, int64 of shape (d,)."""
         total = torch.zeros(self._dimension)
-        if len(users):
-            features, labels = self._records(users)
-            orders = self._orders(round, users, labels.shape[1])
-            mechanism, draw = self._plan.mechanism, self._randomness.standard_normal
-            clipping = Clipping(mechanism.clip_norm)
-            if isinstance(mechanism, LdpSgd):  # `noise = "aggregate"` adds all the rest
-                draws = draw(round, users, 2), self._dimension, features.device
-                clipping = RandomSides.drawn(mechanism, *draws)
-            given = features, labels, self._training, orders, clipping, self._precision
-            try:
-                with self._turn:
-                    total = clipped_sum_of_updates(self._method, self._model, *given).cpu()
-            except READERS_ERRORS as error:  # of the model
-                raise RoundFailed(
-                    f"round {round}: computing updates failed: {type(error).__name__}: "
-                    f"{one_line(error)}"
-                ) from error
+        for at in range(0, len(users), self._most_at_once):
+            total += self._sum_of_updates(round, users[at : at + self._most_at_once])
         if self._noise_in_reports:
             noise = np.zeros(self._dimension)
             scale = self._plan.mechanism.noise_deviation(self._dimension)
@@ -387,6 +386,25 @@ class ReportSum:
             total = total + torch.from_numpy(scale * noise)
         units = np.divide(total.numpy(), self._plan.mechanism.unit(self._dimension), dtype=float)
         return np.rint(units, out=units).astype(np.int64)
+
+    def _sum_of_updates(self, round: int, users: np.ndarray) -> torch.Tensor:
+        """The sum of these users' clipped updates, float32 of shape (d,)."""
+        features, labels = self._records(users)
+        orders = self._orders(round, users, labels.shape[1])
+        mechanism, draw = self._plan.mechanism, self._randomness.standard_normal
+        clipping = Clipping(mechanism.clip_norm)
+        if isinstance(mechanism, LdpSgd):  # `noise = "aggregate"` adds all the rest
+            draws = draw(round, users, 2), self._dimension, features.device
+            clipping = RandomSides.drawn(mechanism, *draws)
+        given = features, labels, self._training, orders, clipping, self._precision
+        try:
+            with self._turn:
+                return clipped_sum_of_updates(self._method, self._model, *given).cpu()
+        except READERS_ERRORS as error:  # of the model
+            raise RoundFailed(
+                f"round {round}: computing updates failed: {type(error).__name__}: "
+                f"{one_line(error)}"
+            ) from error
 
     def _orders(self, round: int, users: np.ndarray, records: int) -> torch.Tensor | None:
         """The order of each user's records in its local epochs, as `local_update` has it."""

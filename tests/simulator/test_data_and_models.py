@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from shuffler import model_digest
 from simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
 from simulator.data.held_out import held_out
 from simulator.data.partition import load_user_records, partition
@@ -340,6 +341,39 @@ def test_models_that_cannot_be_used_say_why(name, message):
     with pytest.raises(ConfigError, match=message) as error:
         build_model(name, (1, 8, 8), 10, 0)
     assert "\n" not in str(error.value)
+
+
+class NetWithBuffer(nn.Module):
+    def __init__(self, input_shape, classes, value):
+        super().__init__()
+        self.linear = nn.Linear(64, classes)
+        self.register_buffer("mask", value)
+
+    def forward(self, records):
+        return self.linear(records.flatten(1))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.float8_e4m3fn),
+        torch.eye(3).to_sparse(),
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+        torch.ones(2, device="meta"),
+    ],
+    ids=["bfloat16", "float8", "sparse", "quantised", "meta"],
+)
+def test_a_buffer_that_numpy_cannot_hold_is_refused(value):
+    with pytest.raises(ConfigError, match="must keep mask as a dense tensor of a type") as error:
+        build_model(f"{__name__}:NetWithBuffer", (1, 8, 8), 10, 0, {"value": value})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [torch.tensor([torch.nan, -torch.inf]), torch.ones(0)])
+def test_other_buffers_are_taken(value):
+    model = build_model(f"{__name__}:NetWithBuffer", (1, 8, 8), 10, 0, {"value": value})
+    assert model_digest(model.state_dict())
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

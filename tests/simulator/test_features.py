@@ -106,9 +106,16 @@ def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
         "import sys, torch\n"
         "def exits(records): sys.exit()\n"
         "def ragged(records): return records.flatten(1)[:, : 3 + len(records)]\n"
-        "def widens(records): return records.flatten(1)[:, : 3 + (len(records) > 2)]\n"
+        "def widens(records): return records.flatten(1)[:, : 3 + (len(records) == 29)]\n"
         "def halves(records): return records.flatten(1)[:, ::2].clone()\n"
         "def mixes(records): return (records - records.mean(0)).flatten(1)\n"
+        "def mixes_long(records): return (records - (records.mean(0) if len(records) > 9 else 0))"
+        ".flatten(1)\n"
+        "def changes(records): return records.mul_(2).flatten(1)\n"
+        "seen = []\n"
+        "def remembers(records):\n"
+        "    seen.append(records.mean())\n"
+        "    return (records - seen[-2 if len(seen) > 1 else -1]).flatten(1)\n"
         "def wide(records): return records.double()\n"
         "def broken(records): return records.flatten(1) / 0\n"
     )
@@ -116,9 +123,13 @@ def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
     mapped = load_records("digits", "own_maps:halves")
     raw = load_dataset("digits")
     assert torch.equal(mapped.test_features, raw.inputs(raw.test_features).flatten(1)[:, ::2])
+    changed = load_records("digits", "own_maps:changes")
+    assert torch.equal(changed.test_features, 2 * raw.inputs(raw.test_features).flatten(1))
     assert not fresh.exists()
     for name, message in {
         "mixes": "must map each record by itself",
+        "mixes_long": "must map each record by itself",
+        "remembers": "must map each record by itself",
         "ragged": "must map each record by itself",
         "widens": r"must give features of shape \(3,\) for every record .* got \(4,\)",
         "wide": "must give float32 features",

@@ -1,6 +1,7 @@
 """The clipped sum of many users' updates, by book-keeping or by vmap: that of one after another."""
 
 import copy
+import random
 
 import numpy as np
 import pytest
@@ -216,6 +217,7 @@ class Odd(nn.Module):
             if kind in ("parameter of no layer", "adds to some records")
             else 1.0
         )
+        self.list = [0]
         if kind == "looks up by frequency":
             self.table = nn.Parameter(torch.randn(2, 1))
         if kind == "tied":
@@ -228,8 +230,16 @@ class Odd(nn.Module):
         x = records.flatten(1)
         if self.kind in ("mixes users", "starts without gradients"):
             x = x - x.mean(0)
+        if self.kind == "mixes long batches" and len(x) > 100:
+            x = x - x.mean(0)
+        if self.kind == "mixes odd batches" and len(x) % 2:
+            x = x.roll(1, 0)
+        if self.kind == "mixes the end" and len(x) > 50:
+            x = torch.cat([x[:-2], x[-2:].flip(0)])
         if self.kind == "keeps state":
             self.seen = x
+        if self.kind == "keeps a list":
+            self.list.append(len(x))
         if self.kind == "reorders":
             x = x.flip(0)
         if self.kind == "adds to some records":
@@ -254,13 +264,25 @@ class Odd(nn.Module):
     [
         "used twice", "used elsewhere", "tied", "parameter of no layer", "mixes users",
         "starts without gradients", "keeps state", "keeps a hidden layer", "reorders",
-        "looks up by frequency", "adds to some records",
+        "looks up by frequency", "adds to some records", "mixes long batches", "mixes odd batches",
+        "mixes the end", "keeps a list",
     ],
 )  # fmt: skip
 def test_other_models_are_left_to_vmap(kind):
     torch.manual_seed(0)
-    assert fastest_method(Odd("plain").train(), (1, 4, 4), 3, GRADIENT) == "book-keeping"
-    assert fastest_method(Odd(kind).train(), (1, 4, 4), 3, GRADIENT) == "vmap"
+    real = {"users": 101, "records": 1}
+    assert fastest_method(Odd("plain").train(), (1, 4, 4), 3, GRADIENT, **real) == "book-keeping"
+    assert fastest_method(Odd(kind).train(), (1, 4, 4), 3, GRADIENT, **real) == "vmap"
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_models_that_draw_random_numbers_are_refused(draw):
+    class Draws(nn.Linear):
+        def forward(self, records):
+            return super().forward(records * draw())
+
+    with pytest.raises(RuntimeError, match="other updates than one by one"):
+        fastest_method(Draws(4, 3).train(), (4,), 3, GRADIENT)
 
 
 @pytest.mark.parametrize("training", [GRADIENT, LocalTraining("fedavg", local_epochs=1)])

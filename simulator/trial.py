@@ -1,0 +1,152 @@
+"""Trials of a reader's model before a run: a user's update must be a function of its own records.
+
+What a forward leaves in the module is put back before the next user (`clients.ModuleState`).
+What it leaves elsewhere, in a class, a Python module or a cache, cannot be put back. Nor can the
+next number of a generator that nobody seeds. Both show when the same users' updates are computed in
+two processes, in one of them in the reverse order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
+from simulator.models import MODELS
+from simulator.section import READERS_ERRORS, ConfigError, one_line, readers_code
+
+_OTHER_PROCESS = """
+import pickle, sys
+sys.path = pickle.load(sys.stdin.buffer)
+from simulator.trial import _write_updates
+_write_updates(*pickle.load(sys.stdin.buffer))
+"""
+
+
+def try_users(make_model: functools.partial, training: LocalTraining, records: int) -> bool:
+    """Refuses a model that gives a user another update after other users than before them.
+
+    Args:
+        make_model: `build_model` with its arguments. The models here need no trial.
+        training: the plan's own.
+        records: the most that a user has.
+
+    Returns:
+        Whether computing users together gives the same updates as computing one by one.
+
+    Raises:
+        ConfigError: other users change a user's update, or the model fails.
+    """
+    name, input_shape, classes, *_ = make_model.args
+    if name in MODELS:
+        return True
+    sizes = records, 1, records // 2 + 1, records
+    with readers_code(f"model {name} could not be trained on made-up records"):
+        given = made_up(make_model().train(), input_shape, classes, sum(sizes))
+        users = list(zip(*(each.split(sizes) for each in given), itertools.count(), strict=False))
+        forwards = _updates(make_model, training, users)
+    backwards = _in_another_process(name, (make_model, training, users[::-1]))[::-1]
+    for one, other in zip(forwards, backwards, strict=True):
+        if not _close(one, other, 1e-5):
+            raise ConfigError(
+                f"model {name} gives a user another update after other users than before them: it "
+                "must keep nothing outside itself (in its class, a global, a cache or a file), and "
+                "draw random numbers only from the generators of torch, numpy and Python that "
+                "torch.manual_seed, numpy.random.seed and random.seed set"
+            )
+    alike = (torch.stack(each) for each in list(zip(users[0], users[-1], strict=True))[:2])
+    try:
+        return agrees_one_by_one(make_model().train(), *alike, training)
+    except READERS_ERRORS:
+        return False
+
+
+def made_up(
+    model: nn.Module, input_shape: tuple[int, ...], classes: int, records: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Records that a model takes: random numbers of very different size, or tokens 0 and 1."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (records,), generator=generator)
+    features = torch.randn(records, *input_shape, generator=generator)
+    sizes = 10 ** (3 * torch.rand(records, generator=generator) - 2)
+    features *= sizes.reshape(-1, *[1] * len(input_shape))
+    state = ModuleState(model)
+    try:
+        with torch.no_grad():
+            model(features.clone())
+    except IndexError:
+        features = features.gt(0.0).float()
+    finally:
+        state.restore()
+    return features, labels
+
+
+def agrees_one_by_one(
+    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, training: LocalTraining
+) -> bool:
+    """Whether `user_updates` gives these users what `local_update` does.
+
+    Raises:
+        RuntimeError: torch cannot vectorise the model, or it draws torch's random numbers.
+    """
+    seeds = np.arange(len(labels), dtype=np.uint64)
+    orders = record_orders(seeds, training.local_epochs, labels.shape[1])
+    with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
+        warnings.simplefilter("ignore", UserWarning)
+        together = user_updates(model, features, labels, training, orders).values()
+    users = zip(features, labels, seeds.tolist(), strict=True)
+    alone = (local_update(model, *of_user, training, seed) for *of_user, seed in users)
+    flat = torch.cat([update.flatten(1) for update in together], dim=1).numpy()
+    return all(_close(*pair, 1e-3) for pair in zip(flat, alone, strict=True))
+
+
+def _updates(
+    make_model: functools.partial, training: LocalTraining, users: list
+) -> list[np.ndarray]:
+    """The updates of users, one after another: of each its features, labels and seed."""
+    model = make_model().train()
+    return [local_update(model, *records, training, seed) for *records, seed in users]
+
+
+def _in_another_process(name: str, given: tuple) -> list[np.ndarray]:
+    """`_updates`, where nobody's was computed before."""
+    with tempfile.TemporaryDirectory(prefix="shufl-") as folder:
+        path = Path(folder, "updates")
+        ended = subprocess.run(
+            [sys.executable, "-c", _OTHER_PROCESS],
+            input=pickle.dumps(sys.path) + pickle.dumps((path, given)),
+            capture_output=True,
+        )
+        if not path.exists():
+            raise ConfigError(
+                f"model {name} could not be tried in a process of its own, which ended with "
+                f"{ended.returncode}: {ended.stderr.decode(errors='replace').strip()[-300:]}"
+            )
+        updates: list[np.ndarray] | str = pickle.loads(path.read_bytes())
+    if isinstance(updates, str):
+        raise ConfigError(f"model {name} could not be trained in a process of its own: {updates}")
+    return updates
+
+
+def _write_updates(path: Path, given: tuple) -> None:
+    try:
+        updates: list[np.ndarray] | str = _updates(*given)
+    except READERS_ERRORS as error:
+        updates = one_line(error)
+    path.write_bytes(pickle.dumps(updates))
+
+
+def _close(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
+    """Whether two updates differ by this part of their length at most; NaN equals NaN."""
+    scale = np.linalg.norm(np.nan_to_num(one.astype(float)))
+    return np.allclose(one, other, rtol=0, atol=tolerance * scale + 1e-12, equal_nan=True)

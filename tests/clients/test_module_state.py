@@ -1,0 +1,128 @@
+"""A user's update is a function of the model, its own records and the seed alone."""
+
+import functools
+import types
+
+import numpy as np
+import pytest
+import remembering_models as models
+import torch
+from torch import nn
+
+from clients import LocalTraining, ModuleState, Node, StateError, local_update, user_updates
+from simulator.models import build_model
+from simulator.section import ConfigError
+from simulator.trial import agrees_one_by_one, try_users
+
+TRAININGS = [LocalTraining(), LocalTraining("fedavg", local_epochs=2, local_batch_size=2)]
+_GENERATOR = torch.Generator().manual_seed(0)
+A, B = (
+    (torch.randn(3, 4, generator=_GENERATOR) * size, torch.tensor([0, 1, 2])) for size in (5.0, 1.0)
+)
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return kind().train()
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=["fedsgd", "fedavg"])
+@pytest.mark.parametrize("kind", [*models.IN_THE_MODULE, models.GlobalGenerators])
+def test_nothing_of_one_users_records_is_left_for_the_next(kind, training):
+    alone = local_update(make(kind), *B, training, seed=2)
+    model = make(kind)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(3):
+        local_update(model, *A, training, seed=1)
+    assert np.array_equal(local_update(model, *B, training, seed=2), alone)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "kind", [each for each in models.IN_THE_MODULE if each not in models.NOT_TOGETHER]
+)
+def test_the_users_of_a_node_get_what_each_alone_gets(kind):
+    """The steps of a Flower node behind its messages: one by one, and as many as are grouped."""
+    node = Node.__new__(Node)
+    node.settings = types.SimpleNamespace(training=TRAININGS[1], seed=3)
+    node._dimension, node._alone = 15, False
+    for count in (3, 20):
+        node._model = make(kind)
+        users, seeds = ([A, B] * count)[:count], np.arange(count, dtype=np.uint64)
+        together = list(node._updates(users, seeds))
+        for update, records, seed in zip(together, users, seeds.tolist(), strict=True):
+            alone = local_update(make(kind), *records, TRAININGS[1], seed)
+            np.testing.assert_allclose(update, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_users_computed_together_share_no_state_of_local_epochs():
+    orders = torch.arange(3).expand(2, 2, 3)
+    features, labels = (torch.stack(each) for each in zip(A, B, strict=True))
+    with pytest.raises(StateError, match="keeps bank from one step to the next"):
+        user_updates(make(models.List), features, labels, TRAININGS[1], orders)
+
+
+@pytest.mark.slow  # each starts a process
+@pytest.mark.parametrize("kind", models.ELSEWHERE)
+def test_a_model_that_keeps_something_elsewhere_is_refused(kind):
+    name = f"remembering_models:{kind.__name__}"
+    with pytest.raises(ConfigError, match=f"model {name} gives a user another update after"):
+        try_users(make_model(name), LocalTraining(), records=3)
+
+
+@pytest.mark.slow
+def test_a_trial_says_which_models_may_be_computed_together():
+    assert not try_users(make_model("remembering_models:Attribute"), TRAININGS[1], 3)
+    pair = [torch.stack(each) for each in zip(A, B, strict=True)]
+    assert agrees_one_by_one(make(models.Attribute), *pair, TRAININGS[0])
+    for kind in (models.GlobalGenerators, *models.NOT_TOGETHER):
+        assert not agrees_one_by_one(make(kind), *pair, TRAININGS[1])
+
+
+def make_model(name):
+    return functools.partial(build_model, name, (4,), 3, 0, {})
+
+
+def test_restoring_names_what_had_changed():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model.steps, model.nothing, model.mask = 0, [], torch.tensor([float("nan")])
+    state = ModuleState(model)
+    assert state.restore() == []
+    model.steps = 1
+    model.nothing.append(3)
+    model[1].weight.data.zero_()
+    model[0].bias.requires_grad_(False)
+    changed = state.restore()
+    assert sorted(changed) == ["0.bias", "1.weight", "nothing", "steps"]
+    assert (model.steps, model.nothing, state.restore()) == (0, [], [])
+    assert model[0].bias.requires_grad and model[1].weight.any()
+
+
+def test_what_cannot_be_put_back_is_refused():
+    class Iterates(models.Model):
+        def start(self):
+            self.numbers = iter([1.0, 2.0, 3.0])
+
+        def seen(self, mean):
+            return next(self.numbers)
+
+    with pytest.raises(StateError, match=r"numbers \(list_iterator\) changes and cannot be put"):
+        local_update(make(Iterates), *A, LocalTraining(), seed=0)
+    model = make(models.Attribute)
+    model.read = (line for line in "abc")
+    with pytest.raises(StateError, match=r"read \(generator\) is nothing whose state"):
+        ModuleState(model)
+
+
+class ChangesItsInput(models.Model):
+    def forward(self, records):
+        return self.layer(records.sub_(0.5).mul_(2.0))
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=["fedsgd", "fedavg"])
+def test_a_forward_gets_a_copy_of_the_records(training):
+    features, labels = A[0].clone(), A[1]
+    stacked, orders = features.clone()[None], torch.arange(3).expand(2, 1, 3)
+    local_update(make(ChangesItsInput), features, labels, training, seed=0)
+    user_updates(make(ChangesItsInput), stacked, labels[None], training, orders)
+    assert torch.equal(features, A[0]) and torch.equal(stacked[0], A[0])
