@@ -142,11 +142,7 @@ def fastest_method(
     try:
         attempt("book-keeping")
         exact = ready_for("book-keeping", model, device).double()
-        return (
-            "book-keeping"
-            if _agrees(exact, features.to(device).double(), labels.to(device))
-            else "vmap"
-        )
+        return "book-keeping" if _agrees(exact, features.double(), labels) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
 
@@ -168,7 +164,7 @@ def _agrees(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> b
     """
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     state = ModuleState(model)
     most = len(labels)
     for users in sorted({1, min(4, most), most // 2 + 1, max(1, most - 1), most}):
@@ -177,12 +173,12 @@ def _agrees(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> b
         )
         if state.restore():
             return False
-        shown = torch.linspace(0, users - 1, min(users, _SHOWN)).round().long().to(labels.device)
-        chosen = torch.zeros(users, dtype=torch.bool, device=labels.device)
+        shown = torch.linspace(0, users - 1, min(users, _SHOWN)).round().long()
+        chosen = torch.zeros(users, dtype=torch.bool)
         chosen[shown] = True
         kept = only(kept, chosen)
         updates = user_updates(model, features[shown], labels[shown], LocalTraining())
-        alone = torch.eye(len(shown)).to(features)
+        alone = torch.eye(len(shown), dtype=features.dtype)
         ours = torch.stack([weighted_sum(kept, one, updates) for one in alone])
         theirs = torch.cat([update.flatten(1) for update in updates.values()], dim=1)
         if not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9):
