@@ -13,7 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_world import children, running, same_model, shufl, shufl_command, tiny_config, wait_until
+from run_world import (
+    LIMIT,
+    children,
+    running,
+    same_model,
+    shufl,
+    shufl_command,
+    tiny_config,
+    wait_until,
+)
 
 from simulator.grid.page import plan_table
 from simulator.grid.points import read_result, write_result
@@ -73,12 +82,12 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     pages = tmp_path / "pages"
     command = ["experiment", grid, "--results", results, "--pages", pages]
     process = subprocess.Popen(shufl_command(*command), stdout=subprocess.DEVNULL)
-    wait_until(lambda: list(folder.glob("*/result.json")), 120, "a point to end")
+    wait_until(lambda: list(folder.glob("*/result.json")), LIMIT, "a point to end")
     started = [pid for pid, name in descendants(process.pid).items() if "Agent" not in name]
     process.kill()
     process.wait()
     # Some of Ray's processes look for its dead server for a minute before they end.
-    wait_until(lambda: not any(map(running, started)), 180, "Ray's processes to end")
+    wait_until(lambda: not any(map(running, started)), LIMIT, "Ray's processes to end")
     done = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
     assert 1 <= len(done) < 6
 
@@ -146,10 +155,13 @@ def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path, interrupt
     process = subprocess.Popen(
         shufl_command(*command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout.readline().startswith("8 points, 0 of them")
-    wait_until(lambda: "ray::play" in str(descendants(process.pid)), 120, "a run to begin")
-    process.send_signal(interrupt)
-    _, errors = process.communicate(timeout=120)
+    try:
+        assert process.stdout.readline().startswith("8 points, 0 of them")
+        wait_until(lambda: "ray::play" in str(descendants(process.pid)), LIMIT, "a run to begin")
+        process.send_signal(interrupt)
+        _, errors = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert errors == "error: interrupted; the same command goes on\n"
     assert [path.name for path in pages.iterdir()] == ["tiny-grid.md"]
