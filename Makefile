@@ -10,7 +10,7 @@ run: .venv/ready
 test: .venv/ready lint  # three workers for two cores: two begin with the deployments, which mostly wait
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-nightly: .venv/ready  ## what `make test` tries a little, at length, and the benchmark scripts: an hour
+nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; benchmark scripts: about an hour
 	$(BIN)/pytest -m nightly
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit

@@ -127,4 +127,4 @@ def print_error(error: BaseException) -> None:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, click.ClickException):
         text = error.format_message()
-    typer.echo(f"error: {one_line(text)}", err=True)
+    typer.echo(f"error: {one_line(text) or type(error).__name__}", err=True)
