@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check lint experiments bench load soak proto mnist clean
+.PHONY: run test nightly check lint experiments bench load proto mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
-test: .venv/ready lint  # three workers for two cores: one has the deployments, which mostly wait
+test: .venv/ready lint  # three workers for two cores: two begin with the deployments, which mostly wait
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; benchmark scripts: about an hour
+	$(BIN)/pytest -m nightly
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
@@ -35,15 +38,8 @@ bench: .venv/ready  ## users a second of the vectorised engine and its peers: so
 	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.users_per_chunk=1000 \
 		--set privacy.check_in_rate=0.5 --set privacy.target_epsilon=1e6 --only plain --only "vectorised, aggregate" --only "opacus, ghost"
 
-flips: .venv/ready  ## 10 000 flipped bits in the files of a shuffler: some ten minutes
-	SHUFL_BIT_FLIPS=10000 $(BIN)/pytest tests/attacks/test_bit_flips.py
-
 load: .venv/ready  ## a shuffler under a flood: 300 nodes, 5 000 bare connections, 20 000 calls; a minute
 	$(BIN)/python benchmarks/shuffler_load.py
-
-soak: .venv/ready  ## deployments here: full disks, a network that fails, random kills: some forty-five minutes
-	SHUFL_SOAK_ROUNDS=100 SHUFL_SOAK_NODES=5 $(BIN)/pytest -s tests/integration/test_deployment_faults.py \
-		tests/integration/test_deployment_soak.py
 
 proto: .venv/ready
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. shuffler/wire/shuffler.proto

@@ -21,12 +21,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import dp_accounting
-from rich.console import Console
 from rich.table import Table
 
 import accounting
 from accounting.numerics import moments
 from accounting.numerics import renyi as rdp_bounds
+from simulator.console import Console
 from simulator.tables import epsilon_text
 
 RATE, NOISE, SIGMA = 0.1, 5.0, 5.0

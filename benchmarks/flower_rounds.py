@@ -21,12 +21,12 @@ import torch
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
-from rich.console import Console
 from rich.table import Table
 
 from accounting.mechanisms import SeededRandomness
 from clients import local_update, user_updates
 from simulator.config import load
+from simulator.console import Console
 from simulator.engines.base import start_ray
 from simulator.engines.flower import run_on_flower
 from simulator.experiment import Experiment, prepare

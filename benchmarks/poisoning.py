@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -46,6 +45,7 @@ from shuffler import (
     sealed_length,
 )
 from simulator.config import load
+from simulator.console import Console
 from simulator.experiment import Experiment, prepare
 
 ATTACKS = {

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from accounting.mechanisms import make_randomness
 from simulator.config import load
+from simulator.console import Console
 from simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
 from simulator.experiment import prepare
 

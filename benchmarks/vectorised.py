@@ -38,12 +38,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 
 from accounting.mechanisms import SeededRandomness
 from simulator.config import Config, load
+from simulator.console import Console
 from simulator.engines.memory import keep_freed_memory
 from simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
 from simulator.experiment import Experiment, prepare

@@ -5,6 +5,7 @@ import sys
 import click
 import typer
 
+from accounting.lines import one_line
 from shuffler.cli import shuffler_command
 
 
@@ -16,7 +17,7 @@ def main() -> int:
     try:
         return command.main(prog_name="python -m shuffler", standalone_mode=False) or 0
     except click.ClickException as error:
-        click.echo(f"shuffler: {error.format_message()}", err=True)
+        click.echo(f"shuffler: {one_line(error.format_message())}", err=True)
         return 2
     except click.Abort:
         return 130

@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from accounting.lines import one_line
 from shuffler.callers import Role, fingerprint_of
 from shuffler.keys import (
     MAX_DAYS,
@@ -114,5 +115,5 @@ def _one_line() -> Iterator[None]:
             wrong = f"{error.filename} exists already"
         elif isinstance(error, OSError):
             wrong = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
-        typer.echo(f"keys: {wrong}", err=True)
+        typer.echo(f"keys: {one_line(wrong)}", err=True)
         raise typer.Exit(2) from None

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import typer
 
+from accounting.lines import one_line
 from accounting.mechanisms import make_randomness
 from shuffler.callers import Revoked
 from shuffler.config import ShufflerConfig, load_config
@@ -86,7 +87,7 @@ def serve(config: Path, exit_with_parent: bool) -> None:
             watched = parent if exit_with_parent else None
             asyncio.run(_serve(make_server, settings, revoked, log, watched))
         except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
-            typer.echo(f"shuffler: {error}", err=True)
+            typer.echo(f"shuffler: {one_line(str(error))}", err=True)
             raise typer.Exit(2) from None
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import time
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from server import RoundRecord
+from simulator.console import Console
 from simulator.tables import epsilon_text
 
 
@@ -20,13 +20,13 @@ class RoundProgress:
         self._rounds = rounds
         self._played = 0
         self._target = target_epsilon
-        self._accuracy: float | None = None
+        self._accuracy = ""
         self._started: float | None = None
         self._every = max(1, rounds // 20)
         self._bar = Progress(
-            TextColumn("round {task.completed:>4.0f}/{task.total:.0f}"),
+            TextColumn("round {task.completed:>4.0f}/{task.total:.0f}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             console=console,
             disable=not console.is_terminal,
         )
@@ -47,9 +47,10 @@ class RoundProgress:
             every_pair: ε so far by `blanket`, where another accountant halts; None: not shown.
         """
         first = self._started is None
+        accuracy = self._accuracy  # of an earlier round, which it names
         if record.accuracy is not None:
-            self._accuracy = record.accuracy
-        accuracy = "" if self._accuracy is None else f"  accuracy {self._accuracy:.1%}"
+            accuracy = f"  accuracy {record.accuracy:.1%}"
+            self._accuracy = f"{accuracy} in round {record.round}"
         reports = f"{record.reports} reports" if record.outcome == "released" else record.outcome
         status = f"{reports}{accuracy}  ε {epsilon_text(record.epsilon)} of {self._target:g}"
         if every_pair is not None:

@@ -6,11 +6,11 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from accounting import epsilon_table
 from server import RunResult
+from simulator.console import Console
 from simulator.engines import Engine
 from simulator.experiment import Experiment
 from simulator.tables import STOPPED, epsilon_rows, print_epsilons

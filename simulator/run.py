@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pydantic_core import to_json
-from rich.console import Console
+from rich.text import Text
 
 from accounting import GaussianMechanism, Ledger, LedgerError, PrivacyPlan
 from server import (
@@ -24,6 +24,7 @@ from server import (
     load_checkpoint,
 )
 from simulator.config import Config, dumps, load
+from simulator.console import Console
 from simulator.data.datasets import dataset_digest
 from simulator.engines import ENGINES, Engine, interrupts
 from simulator.experiment import Experiment, prepare
@@ -293,4 +294,4 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
 
 
 def _print_fact(console: Console, name: str, text: str) -> None:
-    console.print(f"[bold]{name:8}[/bold] {text}", highlight=False, soft_wrap=True)
+    console.print(Text(f"{name:8}", style="bold"), text, highlight=False, soft_wrap=True)

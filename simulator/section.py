@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from accounting import lines
 from accounting.validation import Record
 
 
@@ -57,7 +58,7 @@ def readers_code(failure: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, without its line breaks; its kind if it says nothing."""
+    """What an exception says, in one printable line; its kind if it says nothing."""
     if isinstance(error, SystemExit):
         return f"it calls sys.exit({error.code!r})"
-    return " ".join(str(error).split()) or type(error).__name__
+    return lines.one_line(str(error)) or type(error).__name__

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
+
+from simulator.console import Console
 
 if TYPE_CHECKING:
     from accounting import EpsilonRow, PrivacyPlan

@@ -18,15 +18,17 @@ settings.register_profile("same", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 _DEPLOYMENTS = "test_deployment", "test_strangers"
+_LONGEST = "test_deployment_kills"  # takes about as long as the other deployments together
 
 _WITH_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
 
 class _Files(LoadFileScheduling):
-    """One worker has the tests of a file, one all deployments: two at a time are too many."""
+    """A worker has the tests of a file; of deployments, of some ten processes each, two go on."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "deployments" if _is_deployment(nodeid) else super()._split_scope(nodeid)
+        together = _is_deployment(nodeid) and _LONGEST not in nodeid
+        return "deployments" if together else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -39,7 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts first what takes longest, so that the workers of `make test` end together."""
 
     def rank(item: pytest.Item) -> int:
-        return 0 if _is_deployment(item.nodeid) else 1 if "integration" in item.nodeid else 2
+        if _is_deployment(item.nodeid):
+            return 0 if _LONGEST in item.nodeid else 1
+        return 2 if "integration" in item.nodeid else 3
 
     items.sort(key=rank)
 

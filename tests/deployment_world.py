@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from run_world import children, json_lines, shufl_command
+from run_world import LIMIT, children, json_lines, shufl_command
 
 from accounting import Ledger, PrivacyPlan
 from simulator.config import load
@@ -45,6 +45,7 @@ def deployment_of(
     shufflers: int = 1,
     users: int = 3,
     hidden: int = 64,
+    reply_after: float = 0.5,
     privacy: dict[str, Any] | None = None,
     **server: Any,
 ) -> Deployment:
@@ -56,6 +57,8 @@ def deployment_of(
         rounds: the plan's last.
         users: of each node.
         hidden: the model's width; at 8192 it has 2.4 MB.
+        reply_after: seconds after which a node answers, whether its reports are in or not: on a
+            busy machine 0.5 is too short for them, and a test must not count on what is released.
         privacy: keys of `[privacy]` that are others than usual.
         server: keys of `[server]` that are.
     """
@@ -77,7 +80,7 @@ def deployment_of(
                 for number in range(1, shufflers + 1)
             ],
             "nodes": [
-                {"name": f"ward-{number}", "users": users, "reply_after": 0.5}
+                {"name": f"ward-{number}", "users": users, "reply_after": reply_after}
                 for number in range(1, nodes + 1)
             ],
         }
@@ -95,7 +98,7 @@ class World(Rehearsal):
             nodes, rounds, about: as for `deployment_of`.
             proxied: as for `Rehearsal`.
         """
-        usual = {"least_nodes": max(1, nodes - 1), "round_timeout": 20.0, "patience": 90.0}
+        usual = {"least_nodes": max(1, nodes - 1), "round_timeout": 20.0, "patience": LIMIT}
         deployment = deployment_of(base, nodes, rounds, **(usual | about))
         super().__init__(deployment, base, base / "s", proxied)
         self.server = self.folder / "server"
@@ -124,7 +127,7 @@ class World(Rehearsal):
         """Goes on with the one run there is."""
         self.run("--resume", self.run_folder)
 
-    def finish(self, seconds: float = 240) -> tuple[int, str, str]:
+    def finish(self, seconds: float = LIMIT) -> tuple[int, str, str]:
         """Waits for the command to end."""
         assert self.command is not None
         out, err = self.command.communicate(timeout=seconds)
@@ -181,7 +184,7 @@ class World(Rehearsal):
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def wait_for_round(self, round: int, seconds: float = 200) -> None:
+    def wait_for_round(self, round: int, seconds: float = LIMIT) -> None:
         """Waits until a round has ended."""
         deadline = time.monotonic() + seconds
         while not any(row["round"] >= round for row in self.rows):

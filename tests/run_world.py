@@ -13,6 +13,9 @@ from rounds import check_in
 
 from accounting import make_accountant
 
+LIMIT = 600
+"""Seconds in which anything that is waited for happens, however busy the machine is."""
+
 USERS, RATE, NOISE = 60, 0.5, 1.0
 
 CONFIG = f"""
@@ -68,7 +71,7 @@ def shufl_command(*arguments):
 
 def shufl(*arguments, **options):
     return subprocess.run(
-        shufl_command(*arguments), capture_output=True, text=True, timeout=240, **options
+        shufl_command(*arguments), capture_output=True, text=True, timeout=LIMIT, **options
     )
 
 
@@ -121,6 +124,8 @@ def running(pid):
 
 
 def wait_until(condition, seconds, what):
+    """Waits for a state, for LIMIT seconds at least: a busy machine takes longer than `seconds`."""
+    seconds = max(seconds, LIMIT)
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -168,7 +173,7 @@ class LongRun:
         wait_until(enough, 120, f"{rounds} rounds")
         self.spawned = children(self.process.pid)
 
-    def finish(self, seconds=60):
+    def finish(self, seconds=LIMIT):
         out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
 

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
+from click.exceptions import NoArgsIsHelpError
 
 from shuffler.cli import shuffler_command
 from shuffler.keys_cli import keys_app
@@ -128,12 +130,12 @@ def _run(
         loaded = None if config is None else load(config, overrides)
     except ConfigError as error:
         fail(error)
-    from rich.console import Console
     from torch import OutOfMemoryError
 
     from accounting import LedgerError
     from server import CheckpointError, RoundFailed
     from shuffler import ShufflerError
+    from simulator.console import Console
     from simulator.engines import EngineFailed
     from simulator.records import MetricsError
     from simulator.run import resume_run, run
@@ -188,7 +190,12 @@ def main() -> None:
         if stream is not None:  # None: the shell has closed it
             stream.reconfigure(errors="replace")
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except NoArgsIsHelpError as error:  # which has shown the help
+        sys.exit(error.exit_code)
+    except click.ClickException as error:  # an option that there is not, a value of another type
+        print_error(error)
+        sys.exit(error.exit_code)
     except OSError as error:  # that no command answers, such as a full disk where it prints to
         print_error(error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries once more, and complains

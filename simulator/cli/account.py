@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from simulator.cli import options
 from simulator.cli.options import needed
+from simulator.console import Console
 from simulator.plots import check_format, draw
 from simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 

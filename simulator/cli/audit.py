@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from simulator.cli import options
 from simulator.cli.account import make_event
+from simulator.console import Console
 
 Accountants = Annotated[
     list[str] | None,
@@ -156,7 +157,7 @@ def _print_table(checks: dict[str, Any], epsilon: float, confidence: float) -> N
             f"{check.claimed_delta:.4g}",
             f"{check.worst.delta_lower:.4g}",
             check.worst.placement,
-            "[red]violated[/red]" if check.violated else "not refuted",
+            Text("violated", style="red") if check.violated else "not refuted",
             "every pair" if check.holds_for == "every pair" else "the homogeneous pair",
         )
     Console().print(table)

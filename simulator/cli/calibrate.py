@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from simulator.cli import options
 from simulator.cli.account import make_event
+from simulator.console import Console
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def calibrate_command(
     for key, value in result.items():
         if value is not None:
             shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-            table.add_row(f"[bold]{key}[/bold]" if key in missing else key, shown)
+            table.add_row(Text(key, style="bold" if key in missing else ""), shown)
     Console().print(table)
 
 

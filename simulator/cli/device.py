@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from simulator.cli import options
+from simulator.console import Console
 from simulator.tables import epsilon_text
 
 device_app = typer.Typer(

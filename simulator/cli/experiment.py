@@ -35,8 +35,7 @@ def experiment_command(
     command goes on.
     """
     sys.path += [str(Path(__file__).resolve().parents[2]), str(Path.cwd())]
-    from rich.console import Console
-
+    from simulator.console import Console
     from simulator.engines import EngineFailed
     from simulator.grid.page import finished, keep_grid, write_page
     from simulator.grid.rows import take_over_rows

@@ -12,6 +12,8 @@ import typer
 from click.core import ParameterSource
 from pydantic_core import to_json
 
+from accounting.lines import one_line
+
 Users = Annotated[int | None, typer.Option("--n", help="Eligible users n.")]
 Rate = Annotated[float | None, typer.Option("--gamma", help="Check-in rate γ in (0, 1].")]
 Noise = Annotated[float | None, typer.Option("--noise", help="Noise multiplier z.")]
@@ -123,4 +125,6 @@ def print_error(error: BaseException) -> None:
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    typer.echo(f"error: {' '.join(text.split())}", err=True)
+    elif isinstance(error, click.ClickException):
+        text = error.format_message()
+    typer.echo(f"error: {one_line(text) or type(error).__name__}", err=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from simulator.cli import options
+from simulator.console import Console
 
 
 def plan_command(

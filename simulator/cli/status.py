@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from simulator.cli import options
+from simulator.console import Console
 from simulator.tables import epsilon_text
 
 
@@ -44,14 +43,14 @@ def status_command(
     left = f", {status.seconds_left / 60:.0f} minutes left" if status.seconds_left else ""
     facts.add_row("run", f"{status.folder}: {status.state}{left}")
     if status.why:
-        facts.add_row("stopped by", escape(status.why))
+        facts.add_row("stopped by", status.why)
     facts.add_row("rounds", f"{status.rounds} of {status.allowed}")
     spent = epsilon_text(status.epsilon)
     facts.add_row("ε", f"{spent} of {status.target:g} by {status.accountant}")
     if status.accuracy is not None:
-        facts.add_row("test accuracy", f"{100 * status.accuracy:.2f}%")
+        facts.add_row("last test accuracy", f"{100 * status.accuracy:.2f}%")
     for address, trouble in status.shufflers.items():
-        facts.add_row(f"shuffler {address}", escape(trouble) or "well")
+        facts.add_row(f"shuffler {address}", trouble or "well")
     console.print(facts)
     if not status.nodes:
         console.print("nodes: none known; a simulation has none, nor has a run without a round")
@@ -63,7 +62,7 @@ def status_command(
             node["name"] or str(node["number"]),
             "" if users is None else str(users),
             f"{seconds:.0f} s" if seconds else "",
-            escape(node["trouble"]),
+            node["trouble"],
         )
     console.print(table)
 

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from rich.console import Console
 
 from accounting import Ledger, LedgerError
 from server import (
@@ -39,6 +38,7 @@ from server import (
 )
 from shuffler import ShufflerError
 from simulator.config import Config, load
+from simulator.console import Console
 from simulator.deployment.sites import (
     CONSOLE_FILE,
     OUTCOME_FILE,
@@ -103,7 +103,7 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
 
         def make_engine(experiment: Experiment) -> DeployedEngine:
             def tell(line: str) -> None:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(line, highlight=False, soft_wrap=True)
 
             return DeployedEngine(experiment, site, grid, tell)
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from simulator.section import one_line
+
 if TYPE_CHECKING:
     from server import RoundRecord, RunResult, TrainingSettings
     from simulator.experiment import Experiment
@@ -83,7 +85,7 @@ def start_ray() -> None:
         options = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # Ray's own has no class of its own
-        raise EngineFailed(f"Ray does not start: {' '.join(str(error).split())}") from error
+        raise EngineFailed(f"Ray does not start: {one_line(error)}") from error
     finally:
         os.chdir(here)
         if path is None:

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, ValidationError
 from pydantic_core import to_json
-from rich.console import Console
 
 from accounting.validation import NotNegative, Probability, Rate, Record, first_mistake
 from server import CheckpointError
 from simulator.config import dumps
+from simulator.console import Console
 from simulator.grid.settings import Point
 from simulator.records import MetricsError, read_rows
 from simulator.run import resume_run, run

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from simulator.console import Console
 from simulator.engines.base import EngineFailed, interrupts, start_ray
 from simulator.grid.points import play, read_result
 from simulator.grid.settings import Point

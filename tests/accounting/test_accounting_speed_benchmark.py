@@ -32,6 +32,7 @@ def test_the_published_algorithm_is_enumerated_fully(script):
         assert script.enumerated_log_moment(50, 2.0, order) == pytest.approx(float(truth), rel=1e-9)
 
 
+@pytest.mark.nightly
 def test_the_script_prints_a_row_for_each_thing_asked_for():
     command = [sys.executable, str(SCRIPT), "--users=300", "--rounds=5", "--guarded=4"]
     command += ["--order=10", "--only=theorem3,partitions"]

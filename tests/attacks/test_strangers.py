@@ -27,7 +27,7 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
-from run_world import wait_until
+from run_world import LIMIT, wait_until
 
 from shuffler.keys import make_flower_key
 from simulator.deployment.plan import flower_environment
@@ -36,7 +36,6 @@ from simulator.deployment.rehearse import free_ports
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed"),
-    pytest.mark.timeout(280),
 ]
 _PROTOBUF = {"content-type": "application/protobuf"}
 
@@ -55,9 +54,9 @@ class Stranger:
         """Status of a request without any credential, whose path is sent as it is."""
         if tls:
             trusted = ssl.create_default_context(cafile=self.authority)
-            connection = HTTPSConnection(address, context=trusted, timeout=60)
+            connection = HTTPSConnection(address, context=trusted, timeout=LIMIT)
         else:
-            connection = HTTPConnection(address, timeout=60)
+            connection = HTTPConnection(address, timeout=LIMIT)
         with closing(connection):
             connection.request("POST", path, content, _PROTOBUF)
             return connection.getresponse().status
@@ -179,7 +178,7 @@ def test_long_and_slow_requests_end_at_the_proxy(world):
     trusted = ssl.create_default_context(cafile=world.authority)
     host, port = world.proxy.split(":")
     with (
-        socket.create_connection((host, int(port)), timeout=120) as plain,
+        socket.create_connection((host, int(port)), timeout=LIMIT) as plain,
         trusted.wrap_socket(plain, server_hostname=host) as slow,
     ):
         slow.sendall(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n".encode())
@@ -242,7 +241,7 @@ def _refused_supernode(world: Stranger, key: Path) -> None:
             start_new_session=True,
         )
         try:
-            assert process.wait(90) != 0
+            assert process.wait(LIMIT) != 0
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what it has started

@@ -1,8 +1,7 @@
-"""Full disks, and a network that is slow and cut, in a deployment of processes: `make soak`."""
+"""Full disks, and a network that is slow and cut, in a deployment of processes."""
 
 import contextlib
 import dataclasses
-import os
 import re
 import signal
 import socket
@@ -12,7 +11,7 @@ import time
 
 import pytest
 from deployment_world import World
-from run_world import wait_until
+from run_world import LIMIT, wait_until
 from tiny_disk import fill, tiny_disk_at
 
 from simulator.deployment.plan import node_processes
@@ -61,7 +60,7 @@ def wait_for_users(world: World, users: int) -> int:
         rows = [row for row in world.rows if row["round"] > since]
         return [row["round"] for row in rows if row["users_present"] == users]
 
-    wait_until(lambda: found() or world.command.poll() is not None, 150, f"{users} users")
+    wait_until(lambda: found() or world.command.poll() is not None, LIMIT, f"{users} users")
     assert found(), world.tell()
     return found()[0]
 
@@ -93,8 +92,7 @@ def world(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("SHUFL_SOAK_ROUNDS" not in os.environ, reason="four minutes: in `make soak`")
-@pytest.mark.timeout(480)
+@pytest.mark.nightly
 def test_a_run_goes_on_though_disks_fill_and_a_network_fails(world):
     filler = fill(world.disks["ward-3"])
     before = wait_for_users(world, 6)

@@ -1,4 +1,4 @@
-"""Random kills and stalls at every stage of a round: `make soak`, with a short smoke of it here."""
+"""Random kills and stalls at every stage of a round: a short smoke, and by night sixty rounds."""
 
 import contextlib
 import os
@@ -10,11 +10,8 @@ from collections import Counter
 import pytest
 from deployment_world import World
 
-ROUNDS = int(os.environ.get("SHUFL_SOAK_ROUNDS", "2"))
-NODES = int(os.environ.get("SHUFL_SOAK_NODES", "2"))
 SEED = int(os.environ.get("SHUFL_SOAK_SEED", "1"))
 STALL_SECONDS = 8.0
-MOST_HURTS = 2 * ROUNDS
 PRIVACY = {"target_epsilon": 1e6, "check_in_rate": 0.5, "shuffler_blankets": 200.0}
 
 
@@ -46,10 +43,13 @@ def hurt(world, chance):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120 * ROUNDS + 300)
-def test_whatever_is_killed_the_ledger_counts_what_was_released(tmp_path):
+@pytest.mark.timeout(7500)
+@pytest.mark.parametrize(
+    ("nodes", "rounds"), [(2, 2), pytest.param(5, 60, marks=pytest.mark.nightly)]
+)
+def test_whatever_is_killed_the_ledger_counts_what_was_released(tmp_path, nodes, rounds):
     chance, done = random.Random(SEED), []
-    with World(tmp_path, NODES, ROUNDS, shufflers=2, users=40, privacy=PRIVACY) as world:
+    with World(tmp_path, nodes, rounds, shufflers=2, users=40, privacy=PRIVACY) as world:
         world.run()
         world.wait_for_round(1)
         while True:
@@ -57,7 +57,7 @@ def test_whatever_is_killed_the_ledger_counts_what_was_released(tmp_path):
             while world.command.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
             if world.command.poll() is None:
-                if len(done) < MOST_HURTS:
+                if len(done) < 2 * rounds:
                     done.append(hurt(world, chance))
                 continue
             code, _, err = world.finish()
@@ -67,13 +67,13 @@ def test_whatever_is_killed_the_ledger_counts_what_was_released(tmp_path):
             world.wait_for_superlink()
             world.resume()
         released = sum(row["outcome"] == "released" for row in world.rows)
-        print(f"{released} of {ROUNDS} rounds were released;", dict(sorted(Counter(done).items())))
-        rounds = [row["round"] for row in world.rows]
-        assert len(rounds) == len(set(rounds))
-        assert world.rounds_spent == list(range(1, ROUNDS + 1))
-        assert set(rounds) <= set(world.rounds_spent)
-        assert all(row["reports"] <= NODES * 40 + 2 * 900 for row in world.rows)
+        print(f"{released} of {rounds} rounds were released;", dict(sorted(Counter(done).items())))
+        ended = [row["round"] for row in world.rows]
+        assert len(ended) == len(set(ended))
+        assert world.rounds_spent == list(range(1, rounds + 1))
+        assert set(ended) <= set(world.rounds_spent)
+        assert all(row["reports"] <= nodes * 40 + 2 * 900 for row in world.rows)
         for node in world.deployment.nodes:
             offered = world.rounds_offered(node.name)
-            assert len(offered) == len(set(offered)) <= ROUNDS
+            assert len(offered) == len(set(offered)) <= rounds
             assert set(offered) <= set(world.rounds_spent)

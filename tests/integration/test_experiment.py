@@ -13,7 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_world import children, running, same_model, shufl, shufl_command, tiny_config, wait_until
+from run_world import (
+    LIMIT,
+    children,
+    running,
+    same_model,
+    shufl,
+    shufl_command,
+    tiny_config,
+    wait_until,
+)
 
 from simulator.grid.page import plan_table
 from simulator.grid.points import read_result, write_result
@@ -36,7 +45,7 @@ seeds = [3, 4]
 [[series]]
 name = "Fast!"
 [[series]]
-name = "impossible"
+name = "[red]impossible"
 each = [{}, {"privacy.target_epsilon" = 1e-6}]
 """
 
@@ -73,12 +82,12 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     pages = tmp_path / "pages"
     command = ["experiment", grid, "--results", results, "--pages", pages]
     process = subprocess.Popen(shufl_command(*command), stdout=subprocess.DEVNULL)
-    wait_until(lambda: list(folder.glob("*/result.json")), 120, "a point to end")
+    wait_until(lambda: list(folder.glob("*/result.json")), LIMIT, "a point to end")
     started = [pid for pid, name in descendants(process.pid).items() if "Agent" not in name]
     process.kill()
     process.wait()
     # Some of Ray's processes look for its dead server for a minute before they end.
-    wait_until(lambda: not any(map(running, started)), 180, "Ray's processes to end")
+    wait_until(lambda: not any(map(running, started)), LIMIT, "Ray's processes to end")
     done = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
     assert 1 <= len(done) < 6
 
@@ -86,18 +95,18 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     assert again.returncode == 1
     assert again.stderr == f"error: 2 of 8 points failed, see {pages}/tiny-grid.md\n"
     assert f"8 points, {len(done)} of them already there" in again.stdout
-    assert again.stdout.count("impossible, 2, seed 3: failed: privacy.target_epsilon must be") == 1
+    assert again.stdout.count("  [red]impossible, 2, seed 3: failed: privacy.target_epsilon ") == 1
     assert {path: path.stat().st_mtime_ns for path in done} == done
     page = (pages / "tiny-grid.md").read_text()
-    assert "- impossible, 2, seed 4: privacy.target_epsilon must be at least" in page
+    assert "- [red]impossible, 2, seed 4: privacy.target_epsilon must be at least" in page
     with (pages / "tiny-grid.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {(row["series"], row["value"], row["seed"]) for row in rows} == {
         (series, z, seed)
-        for series in ("Fast!", "impossible")
+        for series in ("Fast!", "[red]impossible")
         for z in ("1.0", "2.0")
         for seed in ("3", "4")
-    } - {("impossible", "2.0", "3"), ("impossible", "2.0", "4")}
+    } - {("[red]impossible", "2.0", "3"), ("impossible", "2.0", "4")}
     mean = sum(float(row["accuracy"]) for row in rows if row["value"] == "2.0") / 2
     assert f"{100 * mean:.2f} (" in next(
         line for line in page.splitlines() if line.startswith("| Fast! | ")
@@ -146,10 +155,13 @@ def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path, interrupt
     process = subprocess.Popen(
         shufl_command(*command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout.readline().startswith("8 points, 0 of them")
-    wait_until(lambda: "ray::play" in str(descendants(process.pid)), 120, "a run to begin")
-    process.send_signal(interrupt)
-    _, errors = process.communicate(timeout=120)
+    try:
+        assert process.stdout.readline().startswith("8 points, 0 of them")
+        wait_until(lambda: "ray::play" in str(descendants(process.pid)), LIMIT, "a run to begin")
+        process.send_signal(interrupt)
+        _, errors = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert errors == "error: interrupted; the same command goes on\n"
     assert [path.name for path in pages.iterdir()] == ["tiny-grid.md"]
@@ -242,7 +254,7 @@ def test_more_processors_than_there_are_is_one_line(tmp_path):
 
 
 def test_series_whose_names_differ_in_no_letter_have_folders_of_their_own(tmp_path):
-    text = write_grid(tmp_path, 3).read_text().replace("Fast!", "γ").replace("impossible", "λ")
+    text = write_grid(tmp_path, 3).read_text().replace("Fast!", "γ").replace("[red]impossible", "λ")
     (tmp_path / "tiny-grid.toml").write_text(text)
     keys = [point.key for point in load_grid(str(tmp_path / "tiny-grid.toml"))[1].points()]
     assert len(set(keys)) == len(keys)

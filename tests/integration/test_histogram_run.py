@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 from run_world import only_folder, shufl
+from typer.testing import CliRunner
 
+from simulator.cli.__main__ import app
 from simulator.data.datasets import load_dataset
 
 
@@ -42,6 +44,10 @@ def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     )
 
 
+def in_process(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -58,22 +64,22 @@ def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_one_line(tmp_path, setting, message):
-    done = shufl("run", "histogram", "--set", setting, "--runs", tmp_path / "runs")
-    assert done.returncode == 2
+    done = in_process("run", "histogram", "--set", setting, "--runs", tmp_path / "runs")
+    assert done.exit_code == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
 def test_what_is_no_histogram_is_refused(tmp_path):
-    done = shufl("histogram", tmp_path)
-    assert done.returncode == 2
+    done = in_process("histogram", tmp_path)
+    assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("flag", [("--column", "town"), ("--other",), ("--delta", "1/n")])
 def test_a_flag_that_a_run_folder_makes_idle_is_refused(tmp_path, flag):
-    done = shufl("histogram", tmp_path, *flag)
-    assert done.returncode == 2
+    done = in_process("histogram", tmp_path, *flag)
+    assert done.exit_code == 2
     assert done.stderr.startswith(f"error: {flag[0]} must be left out with a run folder")
     assert done.stderr.count("\n") == 1

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_world import children, wait_until
+from run_world import LIMIT, children, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(
@@ -61,7 +61,6 @@ def check_printed(shown, printed, command):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_command_prints_what_the_page_says(place):
     assert sorted(path.name for path in place.iterdir()) == [
         "deployment.toml", "experiment.toml", "over-epsilon.toml", "wards.py"
@@ -89,7 +88,6 @@ def test_every_command_prints_what_the_page_says(place):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_rehearsal_begins_and_ends_as_the_page_says(place):
     ((command, shown),) = (
         pair for _, label, text in BLOCKS if label == "rehearsal" for pair in commands(text)
@@ -104,9 +102,9 @@ def test_the_rehearsal_begins_and_ends_as_the_page_says(place):
         wait_until(lambda: "round 1/100" in out.read_text(), 200, "a round")
         started = children(process.pid)
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        process.wait(LIMIT)
         check_printed(shown, out.read_text(), command)
         wait_until(lambda: not any(map(os.path.exists, map("/proc/{}".format, started))), 20, "end")
     finally:
         process.terminate()  # which ends all that it started
-        process.wait(60)
+        process.wait(LIMIT)

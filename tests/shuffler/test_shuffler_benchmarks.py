@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -19,7 +21,6 @@ def played(script, *arguments):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_no_report_is_lost_under_a_small_flood():
     numbers = ("--nodes", "20", "--connections", "300", "--calls", "500", "--rest", "0")
     rows = [line.split() for line in played("shuffler_load.py", *numbers).splitlines()[1:]]
@@ -28,7 +29,6 @@ def test_no_report_is_lost_under_a_small_flood():
     ]
 
 
-@pytest.mark.slow
 def test_throughput_is_measured_with_and_without_blankets(tmp_path):
     results = tmp_path / "results.json"
     numbers = ("--payloads", "1000", "--reports", "50", "--rounds", "1", "--json", str(results))

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vectorised.py"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

@@ -1,0 +1,69 @@
+"""A deployment on loopback whose processes are killed one after the other."""
+
+import re
+
+import pytest
+from deployment_world import World
+from run_world import LIMIT, wait_until
+
+from accounting import rounds_within_budget
+
+PRIVACY = {  # allows twelve rounds
+    "target_epsilon": 1.48,
+    "check_in_rate": 0.5,
+    "noise_multiplier": 0.8,
+    "shuffler_blankets": 200.0,
+}
+
+
+@pytest.mark.slow
+def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_predicts(tmp_path):
+    """A node, a shuffler, the ServerApp and the SuperLink are killed, one after the other."""
+    with World(
+        tmp_path, nodes=3, rounds=1000, shufflers=2, users=200, round_timeout=LIMIT, privacy=PRIVACY
+    ) as world:
+        world.run()
+        wait_until(lambda: len(world.rounds_offered("ward-3")) >= 2, LIMIT, "ward-3 to take part")
+        world.kill("ward-3")
+        last = world.rounds_offered("ward-3")[-1]
+
+        world.wait_for_round(last + 1)
+        world.kill_process("shuffler-2", "shuffler")
+        world.wait_for_round(last + 3)
+        assert all(row["users_present"] <= 400 for row in world.rows if row["round"] > last)
+        before = len(world.rounds_spent)
+        status = world.status()
+        assert (status["state"], status["allowed"], status["seconds_left"] > 0) == (
+            ("running", rounds_within_budget(world.plan), True)
+        )
+        assert before <= status["rounds"] <= len(world.rounds_spent)
+        silent = {node["number"]: node["silent_seconds"] for node in status["nodes"]}
+        assert silent[2] > 0
+        assert set(status["shufflers"].values()) == {""}
+        world.start_node("ward-3")
+
+        world.wait_for_round(last + 4)
+        world.kill_server_app()
+        code, _, err = world.finish()
+        assert code == 1
+        assert re.fullmatch(r"error: .*--resume .* goes on with it\n", err), err
+        world.resume()
+
+        world.wait_for_round(last + 6)
+        world.kill_process("server", "superlink")
+        code, _, err = world.finish()
+        assert (code, len(err.splitlines())) == (1, 1), err
+        world.wait_for_superlink()
+        world.resume()
+        code, out, err = world.finish()
+        assert (code, err) == (0, ""), world.tell()
+
+        plan, rounds = world.plan, rounds_within_budget(world.plan)
+        assert world.rounds_spent == list(range(1, rounds + 1))
+        ended = [row["round"] for row in world.rows if row["outcome"] != "lost"]
+        assert len(ended) == len(set(ended)) >= rounds - 4  # what was under way was lost
+        assert world.rows[-1]["epsilon"] <= plan.target_epsilon
+        assert world.rounds_offered("ward-3")[-1] > last + 4  # it is in again
+        assert "privacy budget: one more round would exceed it" in out
+        status = world.status()
+        assert (status["state"], status["why"], status["rounds"]) == ("ended", "budget", rounds)

@@ -1,0 +1,146 @@
+"""What is printed is what is meant: no markup from outside, one line an error, no old accuracy."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+
+import click
+import pytest
+import typer
+from rich import markup
+from rich.table import Table
+from rich.text import Text
+from run_world import shufl_command
+from typer.testing import CliRunner
+
+from accounting.lines import one_line
+from server import RoundRecord
+from simulator.cli.__main__ import app
+from simulator.cli.options import print_error
+from simulator.console import Console
+from simulator.progress import RoundProgress
+
+OUTSIDE = ["pip install 'shufl[bench]'", "[red]x", "[/]", "a:cat:b", "\\[bold]y", "[@click=z]w"]
+
+
+def printed(*what, **options):
+    file = io.StringIO()
+    Console(file=file, width=200, force_terminal=True, color_system=None).print(*what, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("text", OUTSIDE)
+def test_text_from_outside_is_printed_as_it_is(text):
+    assert printed(text) == f"{text}\n"
+    table = Table(title=text)
+    table.add_column(text, footer=text)
+    table.add_column(Text("ours", style="red"))
+    table.add_row(text, Text(text))
+    assert printed(table).count(text) == 4
+
+
+def test_escape_codes_are_shown_and_do_nothing():
+    shown = printed("a\x1b[31mb\nc\u202ed", Text("e"))
+    assert shown == "a\\x1b[31mb\\nc\\u202ed e\n"
+
+
+def test_every_help_text_is_shown_whole():
+    """Of these typer makes rich markup."""
+
+    def texts(command):
+        yield command.help or ""
+        yield from (getattr(each, "help", None) or "" for each in command.params)
+        for inner in getattr(command, "commands", {}).values():
+            yield from texts(inner)
+
+    found = list(texts(typer.main.get_command(app)))
+    assert len(found) > 100
+    assert [markup.render(text).plain for text in found] == found
+
+
+@pytest.mark.slow
+def test_a_run_and_its_status_name_a_folder_with_brackets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    sets = ["simulation.engine=vectorised", "privacy.rounds=2", "training.evaluate_every=2"]
+    given = [f"--set={setting}" for setting in sets]
+    done = CliRunner().invoke(app, ["run", "quickstart", "--runs", "[red]x", *given])
+    assert done.exit_code == 0, done.output
+    (folder,) = (tmp_path / "[red]x").iterdir()
+    assert done.stdout.count(str(folder)) == 2  # at the start and in the closing table
+    first = next(line for line in done.stdout.splitlines() if line.startswith("round 1/2"))
+    last = next(line for line in done.stdout.splitlines() if line.startswith("round 2/2"))
+    assert "accuracy" not in first and re.search(r" accuracy \d+\.\d%  ε", last)
+    done = CliRunner().invoke(app, ["status", f"[red]x/{folder.name}"])
+    assert f" [red]x/{folder.name}: ended" in done.stdout
+
+
+def of_round(round, accuracy):
+    return RoundRecord(
+        round, 0.5, "released", 9, 9, 9, 0, {}, 0, accuracy, None if accuracy is None else 1.0, 1.0
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_accuracy_is_of_its_round_or_names_an_earlier_one(is_terminal):
+    file = io.StringIO()
+    console = Console(file=file, width=200, force_terminal=is_terminal, color_system=None)
+    shown = []
+    with RoundProgress(console, 4, 1.0) as progress:
+        for round, accuracy in enumerate([None, 0.25, None, 0.75], 1):
+            progress(of_round(round, accuracy))
+            progress._bar.refresh()
+            shown.append(re.findall(r"accuracy .*?%[^ε]*(?=  ε)", file.getvalue())[-1:])
+    assert shown == [
+        [], ["accuracy 25.0%"], ["accuracy 25.0% in round 2"], ["accuracy 75.0%"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("one\ntwo\r\n  three\u2028four\x1b[31m\x9b0mfive\u202e"),
+        OSError(2, "No such\nfile", "a\nb\x1b[31m"),
+        click.BadParameter("one\ntwo\tthree"),
+        RuntimeError("long " * 100_000),
+        TimeoutError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_is_one_short_printable_line(error, capsys):
+    print_error(error)
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.endswith("\n")
+    assert err[:-1].isprintable() and len("error: \n") < len(err) <= 1100
+
+
+def test_a_long_line_keeps_both_its_ends_and_is_not_cut_twice():
+    once = one_line("begin " + "x" * 5000 + "\n end")
+    assert once.startswith("begin xxx") and once.endswith("xxx end") and len(once) == 1000
+    assert one_line(once) == once
+    assert one_line("as \\x1b it is") == "as \\x1b it is"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        (["run", "a\nb\x1b[31m.toml"], "error: a b\\x1b[31m.toml cannot be read: "),
+        (["plan", "--users", "f\nive"], "error: Invalid value for '--users': 'f"),
+        (["run", "--no-such\n\x1b[31mthing"], "error: No such option '--no-such"),
+        (["no\nsuch"], "error: No such command 'no"),
+        (["account", "--n", "10"], "error: "),
+        (["keys", "sign", "no\nfolder", "a.csr", "--role", "node"], "keys: a.csr"),
+        (["keys", "sign", "x", "a.csr", "--role", "wrong"], "error: Invalid value for '--role'"),
+        (["shuffler", "--config", "no\nfile\x1b[31m"], "shuffler: no file\\x1b[31m"),
+    ],
+)
+def test_a_command_answers_a_mistake_in_one_printable_line(arguments, start, tmp_path):
+    done = subprocess.run(
+        shufl_command(*arguments), cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(start) and done.stderr.endswith("\n")
+    assert done.stderr[:-1].isprintable(), done.stderr
