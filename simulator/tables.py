@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+from accounting.digits import rounded_down, rounded_up
 
 if TYPE_CHECKING:
     from accounting import EpsilonRow, PrivacyPlan
@@ -74,16 +75,10 @@ def holds_for(row: dict[str, Any]) -> str:
     if row["warning"]:
         text += f" ({row['warning']})"
     if row.get("lower_bound"):
-        text += f"; at least {_four_digits(row['lower_bound'], ROUND_FLOOR)} for this pair"
+        text += f"; at least {rounded_down(row['lower_bound'])} for this pair"
     return text
 
 
 def epsilon_text(epsilon: float | None) -> str:
     """Four digits of an ε, rounded up, or a dash of an accountant that does not price it."""
-    return "–" if epsilon is None else _four_digits(epsilon, ROUND_CEILING)
-
-
-def _four_digits(value: float, rounding: str) -> str:
-    """Rounded in one direction, but for what lies within the errors of floating point."""
-    digits = Context(prec=12).create_decimal_from_float(value)
-    return f"{float(Context(prec=4, rounding=rounding).plus(digits)):.4g}"
+    return "–" if epsilon is None else rounded_up(epsilon)
