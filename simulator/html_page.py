@@ -17,10 +17,10 @@ from typing import Any
 import jinja2
 from pydantic import ValidationError
 
-from accounting import Ledger, PrivacyPlan, epsilon_table
+from accounting import PrivacyPlan, epsilon_table
 from accounting.validation import first_mistake, read_toml
 from simulator.plots import plot_accuracy_epsilon, plot_rounds
-from simulator.records import MetricsError, read_rows
+from simulator.records import check_ledger, read_run, rounds_told
 from simulator.tables import STOPPED, epsilon_rows, epsilon_text, holds_for, too_few_present
 
 Table = list[list[str]]
@@ -66,8 +66,6 @@ def page_of(folder: Path) -> str:
             return _of_run(folder)
         if (folder / "grid.json").is_file():
             return _of_grid(folder)
-    except MetricsError as error:
-        raise ValueError(str(error)) from error
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} has a damaged file: {error}") from error
     raise ValueError(
@@ -79,9 +77,13 @@ def page_of(folder: Path) -> str:
 def _of_run(folder: Path) -> str:
     plan = PrivacyPlan.from_json((folder / "plan.json").read_bytes())
     config = (folder / "config.toml").read_text(encoding="utf-8")
-    rows, summary = read_rows(folder / "metrics.jsonl"), _json(folder / "summary.json")
-    ledger = folder / "ledger.jsonl"
-    entries = Ledger.read(ledger).entries if ledger.exists() else ()
+    if (folder / "ledger.jsonl").exists():
+        ledger, rows = read_run(folder)
+        entries = ledger.entries
+    else:  # before its first round
+        check_ledger(folder, 0, rounds_told(folder))
+        rows, entries = [], []
+    summary = _json(folder / "summary.json")
     if summary is not None and summary["rounds"] != len(entries):
         summary = None  # of an earlier end: the run goes on, or was killed after it was resumed
     if summary is None:

@@ -30,7 +30,7 @@ from simulator.experiment import Experiment, prepare
 from simulator.names import DATASETS
 from simulator.plots import plot_accuracy_epsilon
 from simulator.progress import RoundProgress
-from simulator.records import RunRecorder
+from simulator.records import RunRecorder, check_ledger, rounds_told
 from simulator.report import print_summary, summarise
 from simulator.section import ConfigError
 from simulator.tables import epsilon_text
@@ -72,6 +72,7 @@ def begin_run(folder: Path, console: Console, make_engine: MakeEngine) -> RunRes
 
     Returns, raises: as `run`.
     """
+    check_ledger(folder, 0, rounds_told(folder))
     experiment, engine = _prepare(load(str(folder / "config.toml")), make_engine)
     return _begin(folder, experiment, engine, console)
 
@@ -99,7 +100,8 @@ def resume_run(folder: Path, console: Console, make_engine: MakeEngine | None = 
 
     Raises:
         ConfigError: the folder's config.toml cannot be run.
-        LedgerError: no ledger, a damaged one, that of another plan, or one in use.
+        LedgerError: no ledger, a damaged one, one that lacks rounds, that of another plan, or one
+            in use.
         CheckpointError: no checkpoint although rounds are spent, or one that is damaged, of another
             run, or made by another configuration or other versions.
         MetricsError: the rows of the rounds so far cannot be read.
@@ -110,6 +112,7 @@ def resume_run(folder: Path, console: Console, make_engine: MakeEngine | None = 
         raise ConfigError(f"a run folder has a config.toml, {folder} has none")
     experiment, engine = _prepare(load(str(folder / "config.toml")), make_engine)
     with Ledger.open(folder / "ledger.jsonl", experiment.plan) as ledger:
+        check_ledger(folder, ledger.last_round, rounds_told(folder))
         checkpoint = _checkpoint_of(folder, experiment, engine, ledger)
         _describe(console, experiment, engine, folder)
         done, spent = checkpoint.round if checkpoint else 0, ledger.last_round
@@ -136,11 +139,6 @@ def _checkpoint_of(
     if checkpoint.run_id != ledger.run_id:
         raise CheckpointError(
             f"checkpoint {path} is of run {checkpoint.run_id}, the ledger of run {ledger.run_id}"
-        )
-    if checkpoint.round > ledger.last_round:
-        raise CheckpointError(
-            f"checkpoint {path} is of round {checkpoint.round}, but the ledger ends at round "
-            f"{ledger.last_round}: it lacks rounds that were spent"
         )
     for name, here in _origin(experiment, engine).items():
         if (before := checkpoint.origin.get(name)) != here:
