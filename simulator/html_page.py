@@ -21,7 +21,14 @@ from accounting import PrivacyPlan, epsilon_table
 from accounting.validation import first_mistake, read_toml
 from simulator.plots import plot_accuracy_epsilon, plot_rounds
 from simulator.records import check_ledger, read_run, rounds_told
-from simulator.tables import STOPPED, epsilon_rows, epsilon_text, holds_for, too_few_present
+from simulator.tables import (
+    AS_PLANNED,
+    STOPPED,
+    epsilon_cells,
+    epsilon_rows,
+    epsilon_text,
+    too_few_present,
+)
 
 Table = list[list[str]]
 
@@ -94,12 +101,15 @@ def _of_run(folder: Path) -> str:
     evaluated = [row for row in rows if row["accuracy"] is not None]
     accuracy = f"{evaluated[-1]['accuracy']:.2%}" if evaluated else "not evaluated yet"
     halting = epsilons[plan.accountant]
+    spent = epsilon_text(halting["epsilon"])
+    if "planned" in halting:
+        spent += f" so far, {epsilon_text(halting['planned'])} as planned"
     stopped = STOPPED[summary["stopped_by"]] if summary else "not finished when this was made"
     sections = [
         Section(
             facts=[
                 ("test accuracy", accuracy),
-                (f"ε by {plan.accountant}", epsilon_text(halting["epsilon"])),
+                (f"ε by {plan.accountant}", spent),
                 ("budget", f"ε ≤ {plan.target_epsilon:g}"),
                 ("δ, neighbours", f"{plan.delta:.3g}, {plan.adjacency}"),
                 ("users", f"{plan.users:,}"),
@@ -109,17 +119,8 @@ def _of_run(folder: Path) -> str:
         ),
         Section(
             "What ε holds for",
-            table=[
-                ["accountant", "ε", "holds for"],
-                *(
-                    [
-                        name + (" (halts)" if name == plan.accountant else ""),
-                        epsilon_text(row["epsilon"]),
-                        holds_for(row),
-                    ]
-                    for name, row in epsilons.items()
-                ),
-            ],
+            AS_PLANNED if any("planned" in row for row in epsilons.values()) else "",
+            table=epsilon_cells(epsilons, plan.accountant),
         ),
     ]
     if evaluated:

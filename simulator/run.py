@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -14,7 +15,14 @@ from pathlib import Path
 from pydantic_core import to_json
 from rich.console import Console
 
-from accounting import GaussianMechanism, Ledger, LedgerError, PrivacyPlan
+from accounting import (
+    GaussianMechanism,
+    Ledger,
+    LedgerError,
+    PrivacyPlan,
+    epsilon_of,
+    rounds_within_budget,
+)
 from server import (
     Checkpoint,
     CheckpointError,
@@ -235,11 +243,12 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
     except LedgerError:
         spent = "nothing was spent"
     else:
-        accountant = ledger.plan.make_accountant()
-        if ledger.entries:
-            accountant.compose(ledger.plan.event(), len(ledger.entries))
-        epsilon = epsilon_text(accountant.get_epsilon(ledger.plan.delta))
-        spent = f"{len(ledger.entries)} rounds spent, ε {epsilon} by {accountant.name}"
+        plan, count, allowed = ledger.plan, len(ledger.entries), rounds_within_budget(ledger.plan)
+        epsilon_at = functools.partial(epsilon_of, plan.accountant, plan.adjacency, plan.event())
+        spent = f"{count} rounds spent, ε {epsilon_text(epsilon_at(count, plan.delta))}"
+        if count < allowed:
+            spent += f" so far and {epsilon_text(epsilon_at(allowed, plan.delta))} as planned,"
+        spent += f" by {plan.accountant}"
     console.print(
         f"ended early: {spent}; ledger, metrics and checkpoints stay in {folder}", soft_wrap=True
     )

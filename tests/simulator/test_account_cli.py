@@ -1,5 +1,6 @@
 """`shufl account`, `calibrate` and `compare` as a user calls them."""
 
+import functools
 import json
 import math
 import os
@@ -218,6 +219,41 @@ def test_a_run_folder_is_not_priced_by_who_does_not_price_its_rounds(
     spent = plan.make_accountant("local").epsilon_after(plan.event(), 1e-4, rounds) if rounds else 0
     assert rows["local"]["epsilon"] == pytest.approx(spent)
     assert rows[fixed_size_only]["epsilon"] is None
+
+
+@pytest.mark.parametrize(
+    ("spent", "rounds", "budget", "allowed"),
+    [(3, 9, 50.0, 9), (9, 9, 50.0, 9), (4, 900, 12.0, None), (0, 9, 50.0, 9)],
+)
+def test_a_run_that_did_not_end_by_itself_has_the_epsilon_of_its_plan_too(
+    tmp_path, spent, rounds, budget, allowed
+):
+    """Whoever stopped it may have chosen the moment by what it showed; so may a crash."""
+    plan = make_plan(
+        users=500,
+        check_in_rate=0.2,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        rounds=rounds,
+        delta=1e-4,
+        target_epsilon=budget,
+        minimum_batch=1,
+        accountant="local",
+    )
+    if allowed is None:  # the budget ends it before the plan's rounds
+        local = make_accountant("local")
+        allowed = max(t for t in range(1, 60) if local.epsilon_after(plan.event(), 1e-4, t) <= 12)
+        assert 4 < allowed < 59
+    with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
+        for round in range(1, spent + 1):
+            ledger.append_round(round)
+    rows = json.loads(shufl(f"account {tmp_path} --json").stdout)
+    shown = shufl(f"account {tmp_path}").stdout
+    assert ("ε as planned" in shown) == (spent < allowed)
+    at = functools.partial(make_accountant("local").epsilon_after, plan.event(), 1e-4)
+    assert rows["local"]["epsilon"] == (at(spent) if spent else 0)
+    assert rows["local"].get("planned") == (at(allowed) if spent < allowed else None)
+    assert rows["blanket"].get("planned") is None
 
 
 @pytest.mark.parametrize("command", ["account", "compare"])
