@@ -12,8 +12,15 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from accounting import ACCOUNTANTS, Ledger, LedgerError, PrivacyPlan, accountants_for, validation
-from accounting.ledger import LedgerContent
+from accounting import (
+    ACCOUNTANTS,
+    Ledger,
+    LedgerContent,
+    LedgerError,
+    PrivacyPlan,
+    accountants_for,
+    validation,
+)
 from server import CheckpointError, RoundRecord, read_checkpoint
 from simulator.tables import too_few_present
 

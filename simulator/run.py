@@ -278,7 +278,7 @@ def _strength(plan: PrivacyPlan) -> str:
 
 
 def _describe(console: Console, experiment: Experiment, engine: Engine, folder: Path) -> None:
-    """What is about to run, in five lines."""
+    """What is about to run, in five lines or six."""
     plan, config = experiment.plan, experiment.config
     mapped = "" if config.data.features is None else f"{config.data.features} of "
     randomness = "the operating system's entropy" if experiment.seed is None else "the seed"
@@ -295,6 +295,8 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
         f"{experiment.halting_round} rounds of at most {plan.rounds}",
         "folder": str(folder),
     }
+    if experiment.unused:
+        facts["note"] = experiment.unused
     for name, text in facts.items():
         _print_fact(console, name, text)
 

@@ -68,7 +68,7 @@ def histogram_command(
     from accounting.validation import choice
     from simulator import histogram
 
-    true, too_few = None, False
+    true, too_few, note = None, False, None
     try:
         if source.is_dir():
             shown = "categories", "consistent", "out", "json"
@@ -95,6 +95,7 @@ def histogram_command(
                 accountant,
                 local_epsilon,
             )
+            note = histogram.unused(plan, local_epsilon)
             found, true = histogram.simulate(counts, plan, seed), counts / users
         found = found.consistent() if consistent else found
         rows = epsilon_rows(epsilon_table(plan, 1, too_few))
@@ -104,6 +105,8 @@ def histogram_command(
             _plot(out / "histogram.png", names, found, _title(plan))
     except (ValueError, OSError, LedgerError) as error:
         options.fail(error)
+    if note:
+        typer.echo(f"warning: {note}", err=True)
     if json:
         shares = [
             {"category": name, "share": share, "standard_error": deviation}

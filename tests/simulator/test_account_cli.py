@@ -19,6 +19,7 @@ from accounting import (
     LocalAccountant,
     make_accountant,
 )
+from accounting.digits import rounded_up
 from shuffler import report_length, sealed_length
 from simulator.cli.__main__ import app
 
@@ -219,6 +220,47 @@ def test_a_run_folder_is_not_priced_by_who_does_not_price_its_rounds(
     spent = plan.make_accountant("local").epsilon_after(plan.event(), 1e-4, rounds) if rounds else 0
     assert rows["local"]["epsilon"] == pytest.approx(spent)
     assert rows[fixed_size_only]["epsilon"] is None
+
+
+UNUSED = "the target is not used up: ε is "
+
+
+@pytest.mark.parametrize(
+    ("command", "edge"),
+    [
+        ("--n 1000 --gamma 1 --rounds 5 --accountant local --target-epsilon 9e4", "noise = 0.2"),
+        ("--n 1000 --noise 9 --rounds 5 --accountant local --target-epsilon 50", "gamma = 1"),
+        ("--n 1000 --noise 9 --gamma 1 --rounds 5 --accountant blanket --target-epsilon 50",
+         "blankets = 0.1"),
+        ("--n 1000 --gamma 1 --rounds 5 --accountant blanket --target-epsilon 9e4",
+         "noise = 0.2, blankets = 0.1"),
+        ("--n 1000 --gamma 1 --rounds 5 --accountant local --mechanism ldp-sgd "
+         "--target-epsilon 9e4", "noise = 1.254"),
+        ("--n 1000 --gamma 1 --rounds 5 --accountant local --target-epsilon 9", None),
+        ("--n 1000 --noise 2 --rounds 5 --accountant local --target-epsilon 4", None),
+        ("--n 1000 --noise 9 --gamma 1 --accountant local --target-epsilon 0.7", None),
+    ],
+)  # fmt: skip
+def test_a_target_that_is_not_used_up_is_told_in_one_line(command, edge):
+    result = shufl(f"calibrate {command} --delta 1e-5 --json")
+    found, told = json.loads(result.stdout), result.stderr.splitlines()
+    assert found["epsilon"] <= found["target_epsilon"]
+    told = [line for line in told if "delta should be far below" not in line]
+    if edge is None:
+        assert not told
+    else:
+        assert found["epsilon"] < 0.99 * found["target_epsilon"]
+        (line,) = told
+        assert line.startswith(f"warning: {UNUSED}{rounded_up(found['epsilon'])} of ")
+        assert line.endswith(f"and the search goes no further than {edge}")
+
+
+def test_a_plan_that_does_not_use_up_its_target_is_told_in_one_line():
+    few = "plan --users 2000 --delta 1e-5 --dimension 10 --device-megabytes 0.0012"
+    asked, told = shufl(f"{few} --epsilon 990"), shufl(f"{few} --epsilon 1")
+    (line,) = asked.stderr.splitlines()
+    assert line.startswith(f"warning: γ = 0.1, 100 rounds: {UNUSED}")
+    assert told.stderr == ""
 
 
 @pytest.mark.parametrize(
