@@ -28,6 +28,7 @@ from .calibration import (
     mean_update_error,
     most_rounds,
     participation_note,
+    unused_note,
 )
 from .events import CheckIn, FixedSize, Shuffled
 from .ledger import Ledger, LedgerContent, LedgerEntry, LedgerError
@@ -84,4 +85,5 @@ __all__ = [
     "participation_note",
     "price",
     "rounds_within_budget",
+    "unused_note",
 ]

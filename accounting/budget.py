@@ -119,6 +119,8 @@ class EpsilonRow:
         covers: What its ε holds for, and on what assumption.
         warning: What limits the number, or None; `NOT_PRICED` if there is no number.
         lower: What ε of the same pair is at least, or None where that is not known or not asked.
+        planned: ε of all the rounds that the budget allows, where fewer are spent. It holds also if
+            a person stopped the run by what it showed: stopping by the data is no fixed plan.
     """
 
     name: str
@@ -126,6 +128,7 @@ class EpsilonRow:
     covers: str
     warning: str | None
     lower: float | None = None
+    planned: float | None = None
 
 
 def price(
@@ -171,9 +174,12 @@ def epsilon_table(
             `least_present`: accountants that count on others then have no ε.
         lower: As for `price`.
     """
+    about, allowed = (plan.adjacency, plan.delta), rounds_within_budget(plan)
+    spent = price(plan.event(), rounds, *about, lower=lower)
+    planned = price(plan.event(), allowed, *about) if rounds < allowed else spent
     return [
         dataclasses.replace(row, epsilon=None, warning=TOO_FEW_PRESENT, lower=None)
         if too_few_present and ACCOUNTANTS[row.name].counts_on_others
-        else row
-        for row in price(plan.event(), rounds, plan.adjacency, plan.delta, lower=lower)
+        else dataclasses.replace(row, planned=None if planned is spent else whole.epsilon)
+        for row, whole in zip(spent, planned, strict=True)
     ]

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from accounting.digits import rounded_up
 from accounting.events import Shuffled
-from accounting.mechanisms import GaussianMechanism, LdpSgd
+from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from accounting.registry import make_accountant
 
 _PRECISION = 1e-3  # relative, of continuous answers
@@ -27,6 +28,7 @@ MOST_ROUNDS = 10**6
 _LEAST_BLANKETS, _MOST_BLANKETS = 0.1, 1e7
 _MOST_NOISE_OF_BLANKETS = 64.0
 _FINE = 0.05  # how near to the best noise the search ends, relative
+_USED_UP = 0.99  # of the target: a search that could go on comes nearer
 _BETTER = 0.995  # of the squared error: what is worth another step
 
 
@@ -54,6 +56,32 @@ def participation_note(check_in_rate: float, rounds: int, delta: float) -> str |
     return (
         f"delta should be far below the chance that a user takes part at all, {chance:.3g}, "
         f"got {delta:.3g}"
+    )
+
+
+def unused_note(
+    target_epsilon: float, epsilon: float, least_noise: float = 0.0, **found: float
+) -> str | None:
+    """Returns one line where a search ended at the edge of its range, with ε left; otherwise None.
+
+    Args:
+        target_epsilon: The budget.
+        epsilon: ε of what was found.
+        least_noise: The least z that is recommended.
+        found: What was searched for: noise, gamma, blankets or local_epsilon.
+    """
+    edges = {
+        "noise": least_noise,
+        "gamma": 1.0,
+        "blankets": _LEAST_BLANKETS,
+        "local_epsilon": RandomisedResponse.most_epsilon,
+    }
+    ends = [f"{name} = {value:g}" for name, value in found.items() if value == edges[name]]
+    if not ends or epsilon >= _USED_UP * target_epsilon:
+        return None
+    return (
+        f"the target is not used up: ε is {rounded_up(epsilon)} of {target_epsilon:g}, and the "
+        f"search goes no further than {', '.join(ends)}"
     )
 
 

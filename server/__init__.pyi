@@ -1,7 +1,8 @@
 from .aggregate import Aggregate, aggregate_reports
 from .aggregators import AGGREGATORS, Aggregator, Mean, SpectralFilter
 from .app import make_server_app
-from .checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_tensors
+from .checkpoint import Checkpoint, load_checkpoint, load_tensors, save_tensors
+from .checkpoint_file import CheckpointError, read_checkpoint
 from .evaluation import Evaluation, evaluate
 from .rounds import RoundLoop
 from .settings import (
@@ -41,6 +42,8 @@ __all__ = [
     "enough_users",
     "evaluate",
     "load_checkpoint",
+    "load_tensors",
     "make_server_app",
+    "read_checkpoint",
     "save_tensors",
 ]

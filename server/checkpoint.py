@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import io
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is missing or damaged, or does not belong to this run."""
+from server.checkpoint_file import CheckpointError, read_checkpoint, write_checkpoint
 
 
 @dataclass(frozen=True)
@@ -38,43 +37,41 @@ class Checkpoint:
         Raises:
             OSError: for example a full disk; what was at `path` is still there.
         """
-        save_atomically(path, vars(self))
+        write_checkpoint(path, self.round, tensor_bytes(vars(self)))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Reads a checkpoint; takes tensors and plain values only.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none, or it is damaged.
     """
-    if not path.exists():
-        raise CheckpointError(f"checkpoint {path} is missing")
+    _, content = read_checkpoint(path)
     try:
-        checkpoint = Checkpoint(**torch.load(path, weights_only=True))
-    except Exception as error:  # whatever unpickling makes of damaged bytes
+        return Checkpoint(**torch.load(io.BytesIO(content), weights_only=True))
+    except Exception as error:  # whatever unpickling makes of another version's values
         raise CheckpointError(
             f"checkpoint {path} cannot be read: {type(error).__name__}"
         ) from error
-    return checkpoint
 
 
-def save_atomically(path: Path, content: Any) -> None:
-    """torch.save to a temporary file, synced and renamed into place.
+def tensor_bytes(content: Any) -> memoryview:
+    """What `torch.save` makes of tensors and plain values."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getbuffer()
+
+
+def load_tensors(path: Path, **options: Any) -> Any:
+    """`torch.load` of a file whose checksums are right: torch itself does not look at them.
 
     Raises:
-        OSError: for example a full disk; what was at `path` is still there.
+        Exception: of any kind that a damaged file can raise.
     """
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("wb") as file:
-            save_tensors(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"{damaged} is damaged")
+    return torch.load(path, weights_only=True, **options)
 
 
 def save_tensors(content: Any, file: BinaryIO) -> None:

@@ -18,7 +18,8 @@ from torch import nn
 
 from accounting import PrivacyBudget
 from server.aggregate import Aggregate
-from server.checkpoint import Checkpoint, save_atomically
+from server.checkpoint import Checkpoint, tensor_bytes
+from server.checkpoint_file import save_atomically
 from server.evaluation import Evaluation, evaluate
 from server.settings import RoundFailed, RunResult, TrainingSettings
 from server.words import RoundOutcome, RoundRecord, StoppedBy
@@ -100,7 +101,8 @@ class Training:
                     self._save(done)
         self._save(done)  # first: the model may fail
         final = self._evaluate()
-        save_atomically(self.settings.folder / "model.pt", self._result.state_dict())
+        final_model = tensor_bytes(self._result.state_dict())
+        save_atomically(self.settings.folder / "model.pt", final_model)
         rounds = self.settings.ledger.last_round
         return RunResult(rounds, stopped_by, self._budget.epsilon, final.accuracy, final.loss)
 

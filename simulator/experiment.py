@@ -18,6 +18,7 @@ from accounting import (
     least_error_blankets,
     least_noise,
     rounds_within_budget,
+    unused_note,
 )
 from accounting.mechanisms import MECHANISMS, Mechanism
 from clients import LocalTraining
@@ -41,6 +42,7 @@ class Experiment:
         halting_round: rounds the budget allows under the plan's accountant, at least 1.
         parameters: number of model parameters d.
         together: whether users' updates may be computed together; see `try_users`.
+        unused: why what was searched for does not use up the target, or None.
     """
 
     config: Config
@@ -48,6 +50,7 @@ class Experiment:
     halting_round: int
     parameters: int
     together: bool = True
+    unused: str | None = None
 
     @property
     def seed(self) -> int | None:
@@ -140,6 +143,7 @@ def prepare(config: Config) -> Experiment:
             f"got {config.privacy.categories}"
         )
     config = _resolve(config, dataset)
+    asked = config.privacy
     try:
         config, plan = plan_of(config)
         records_per_user(len(dataset.train_labels), plan.users, config.data.partition)
@@ -154,9 +158,31 @@ def prepare(config: Config) -> Experiment:
             f"privacy.target_epsilon must be at least {one * 1.001:.4g}, the {plan.accountant} "
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
-    together = try_users(experiment.make_model, experiment.local_training, experiment.records)
-    decided = {"halting_round": halting_round, "parameters": parameters, "together": together}
-    return replace(experiment, **decided)
+    return replace(
+        experiment,
+        halting_round=halting_round,
+        parameters=parameters,
+        together=try_users(experiment.make_model, experiment.local_training, experiment.records),
+        unused=_unused(asked, config.privacy, plan.users),
+    )
+
+
+def _unused(asked: Privacy, decided: Privacy, users: int) -> str | None:
+    """Why what was searched for does not use up the target, or None."""
+    keys = {
+        "noise": "noise_multiplier",
+        "blankets": "shuffler_blankets",
+        "local_epsilon": "local_epsilon",
+    }
+    found = {
+        name: getattr(decided, key)
+        for name, key in keys.items()
+        if getattr(asked, key) != getattr(decided, key)
+    }
+    if not found:
+        return None
+    least = MECHANISMS[decided.mechanism].least_noise if "noise" in found else 0.0
+    return unused_note(decided.target_epsilon, _epsilon(decided, users), least, **found)
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:

@@ -22,6 +22,7 @@ from accounting import (
     Shuffled,
     epsilon_of,
     fitted_response,
+    unused_note,
     validation,
 )
 
@@ -143,6 +144,15 @@ def plan_for(
         shuffler_blankets=blankets,
         accountant=accountant,
     )
+
+
+def unused(plan: PrivacyPlan, local_epsilon: float | None) -> str | None:
+    """Why a plan of `plan_for` does not use up its target, or None."""
+    found = {"local_epsilon": plan.mechanism.local_epsilon}
+    if local_epsilon is not None:
+        found = {"blankets": plan.shuffler_blankets}
+    costs = epsilon_of(plan.accountant, plan.adjacency, plan.event(), plan.rounds, plan.delta)
+    return unused_note(plan.target_epsilon, costs, **found)
 
 
 def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:

@@ -17,11 +17,18 @@ from typing import Any
 import jinja2
 from pydantic import ValidationError
 
-from accounting import Ledger, PrivacyPlan, epsilon_table
+from accounting import PrivacyPlan, epsilon_table
 from accounting.validation import first_mistake, read_toml
 from simulator.plots import plot_accuracy_epsilon, plot_rounds
-from simulator.records import MetricsError, read_rows
-from simulator.tables import STOPPED, epsilon_rows, epsilon_text, holds_for, too_few_present
+from simulator.records import check_ledger, read_run, rounds_told
+from simulator.tables import (
+    AS_PLANNED,
+    STOPPED,
+    epsilon_cells,
+    epsilon_rows,
+    epsilon_text,
+    too_few_present,
+)
 
 Table = list[list[str]]
 
@@ -66,8 +73,6 @@ def page_of(folder: Path) -> str:
             return _of_run(folder)
         if (folder / "grid.json").is_file():
             return _of_grid(folder)
-    except MetricsError as error:
-        raise ValueError(str(error)) from error
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} has a damaged file: {error}") from error
     raise ValueError(
@@ -79,9 +84,13 @@ def page_of(folder: Path) -> str:
 def _of_run(folder: Path) -> str:
     plan = PrivacyPlan.from_json((folder / "plan.json").read_bytes())
     config = (folder / "config.toml").read_text(encoding="utf-8")
-    rows, summary = read_rows(folder / "metrics.jsonl"), _json(folder / "summary.json")
-    ledger = folder / "ledger.jsonl"
-    entries = Ledger.read(ledger).entries if ledger.exists() else ()
+    if (folder / "ledger.jsonl").exists():
+        ledger, rows = read_run(folder)
+        entries = ledger.entries
+    else:  # before its first round
+        check_ledger(folder, 0, rounds_told(folder))
+        rows, entries = [], []
+    summary = _json(folder / "summary.json")
     if summary is not None and summary["rounds"] != len(entries):
         summary = None  # of an earlier end: the run goes on, or was killed after it was resumed
     if summary is None:
@@ -92,12 +101,15 @@ def _of_run(folder: Path) -> str:
     evaluated = [row for row in rows if row["accuracy"] is not None]
     accuracy = f"{evaluated[-1]['accuracy']:.2%}" if evaluated else "not evaluated yet"
     halting = epsilons[plan.accountant]
+    spent = epsilon_text(halting["epsilon"])
+    if "planned" in halting:
+        spent += f" so far, {epsilon_text(halting['planned'])} as planned"
     stopped = STOPPED[summary["stopped_by"]] if summary else "not finished when this was made"
     sections = [
         Section(
             facts=[
                 ("test accuracy", accuracy),
-                (f"ε by {plan.accountant}", epsilon_text(halting["epsilon"])),
+                (f"ε by {plan.accountant}", spent),
                 ("budget", f"ε ≤ {plan.target_epsilon:g}"),
                 ("δ, neighbours", f"{plan.delta:.3g}, {plan.adjacency}"),
                 ("users", f"{plan.users:,}"),
@@ -107,17 +119,8 @@ def _of_run(folder: Path) -> str:
         ),
         Section(
             "What ε holds for",
-            table=[
-                ["accountant", "ε", "holds for"],
-                *(
-                    [
-                        name + (" (halts)" if name == plan.accountant else ""),
-                        epsilon_text(row["epsilon"]),
-                        holds_for(row),
-                    ]
-                    for name, row in epsilons.items()
-                ),
-            ],
+            AS_PLANNED if any("planned" in row for row in epsilons.values()) else "",
+            table=epsilon_cells(epsilons, plan.accountant),
         ),
     ]
     if evaluated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,11 +12,23 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from accounting import ACCOUNTANTS, PrivacyPlan, accountants_for
-from server import RoundRecord
+from accounting import (
+    ACCOUNTANTS,
+    Ledger,
+    LedgerContent,
+    LedgerError,
+    PrivacyPlan,
+    accountants_for,
+    validation,
+)
+from server import CheckpointError, RoundRecord, read_checkpoint
 from simulator.tables import too_few_present
 
 _COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"}
+
+
+_TELL_OF_ROUNDS = ("metrics.jsonl", "summary.json", "shuffler.log")
+_ROUND = re.compile(rb'"rounds?": ?(\d{1,18})')
 
 
 class MetricsError(RuntimeError):
@@ -38,12 +51,68 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             if set(row) != _COLUMNS:
                 raise ValueError(f"a row has {', '.join(sorted(_COLUMNS))}")
+            validation.integer("round", row["round"], 1)
         except (TypeError, ValueError) as error:
             raise MetricsError(
                 f"{path} is damaged at line {number}; without it and all after it the run can go on"
             ) from error
         rows.append(row)
     return rows
+
+
+def read_run(folder: Path) -> tuple[LedgerContent, list[dict[str, Any]]]:
+    """A run folder's ledger, which no other file contradicts, and its rows.
+
+    Raises:
+        LedgerError: there is no ledger, one of the files is damaged, or the ledger lacks rounds.
+    """
+    try:
+        rows, told = read_rows(folder / "metrics.jsonl"), rounds_told(folder)
+    except (MetricsError, CheckpointError) as error:
+        raise LedgerError(str(error)) from error
+    ledger = Ledger.read(folder / "ledger.jsonl")  # last: a run at work writes it first
+    check_ledger(folder, ledger.entries[-1].round if ledger.entries else 0, told)
+    return ledger, rows
+
+
+def rounds_told(folder: Path) -> dict[str, int]:
+    """The last round that each file beside the ledger tells of.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    told: dict[str, int] = {}
+    for name in _TELL_OF_ROUNDS:
+        if (path := folder / name).exists():
+            told[name] = max(map(int, _ROUND.findall(path.read_bytes())), default=0)
+    if (path := folder / "checkpoint.pt").exists():
+        told[path.name], _ = read_checkpoint(path)
+    for path in (folder / "tensorboard").glob("events.*"):
+        steps = (Event.FromString(event).step for event in RawEventFileLoader(str(path)).Load())
+        told["tensorboard"] = max(told.get("tensorboard", 0), max(steps, default=0))
+    return told
+
+
+def check_ledger(folder: Path, last_round: int, told: dict[str, int]) -> None:
+    """Refuses a ledger that was cut: a round is in it, on disk, before any other file has it.
+
+    Args:
+        folder: the run folder.
+        last_round: the last one in the ledger.
+        told: by `rounds_told`.
+
+    Raises:
+        LedgerError: it lacks rounds that were spent.
+    """
+    for name, round in told.items():
+        if round > last_round:
+            raise LedgerError(
+                f"ledger {folder / 'ledger.jsonl'} ends at round {last_round}, but {name} tells of "
+                f"round {round}: it lacks rounds that were spent"
+            )
 
 
 class RunRecorder:

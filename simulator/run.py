@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -14,7 +15,14 @@ from pathlib import Path
 from pydantic_core import to_json
 from rich.text import Text
 
-from accounting import GaussianMechanism, Ledger, LedgerError, PrivacyPlan
+from accounting import (
+    GaussianMechanism,
+    Ledger,
+    LedgerError,
+    PrivacyPlan,
+    epsilon_of,
+    rounds_within_budget,
+)
 from server import (
     Checkpoint,
     CheckpointError,
@@ -31,7 +39,7 @@ from simulator.experiment import Experiment, prepare
 from simulator.names import DATASETS
 from simulator.plots import plot_accuracy_epsilon
 from simulator.progress import RoundProgress
-from simulator.records import RunRecorder
+from simulator.records import RunRecorder, check_ledger, rounds_told
 from simulator.report import print_summary, summarise
 from simulator.section import ConfigError
 from simulator.tables import epsilon_text
@@ -73,6 +81,7 @@ def begin_run(folder: Path, console: Console, make_engine: MakeEngine) -> RunRes
 
     Returns, raises: as `run`.
     """
+    check_ledger(folder, 0, rounds_told(folder))
     experiment, engine = _prepare(load(str(folder / "config.toml")), make_engine)
     return _begin(folder, experiment, engine, console)
 
@@ -100,7 +109,8 @@ def resume_run(folder: Path, console: Console, make_engine: MakeEngine | None = 
 
     Raises:
         ConfigError: the folder's config.toml cannot be run.
-        LedgerError: no ledger, a damaged one, that of another plan, or one in use.
+        LedgerError: no ledger, a damaged one, one that lacks rounds, that of another plan, or one
+            in use.
         CheckpointError: no checkpoint although rounds are spent, or one that is damaged, of another
             run, or made by another configuration or other versions.
         MetricsError: the rows of the rounds so far cannot be read.
@@ -111,6 +121,7 @@ def resume_run(folder: Path, console: Console, make_engine: MakeEngine | None = 
         raise ConfigError(f"a run folder has a config.toml, {folder} has none")
     experiment, engine = _prepare(load(str(folder / "config.toml")), make_engine)
     with Ledger.open(folder / "ledger.jsonl", experiment.plan) as ledger:
+        check_ledger(folder, ledger.last_round, rounds_told(folder))
         checkpoint = _checkpoint_of(folder, experiment, engine, ledger)
         _describe(console, experiment, engine, folder)
         done, spent = checkpoint.round if checkpoint else 0, ledger.last_round
@@ -137,11 +148,6 @@ def _checkpoint_of(
     if checkpoint.run_id != ledger.run_id:
         raise CheckpointError(
             f"checkpoint {path} is of run {checkpoint.run_id}, the ledger of run {ledger.run_id}"
-        )
-    if checkpoint.round > ledger.last_round:
-        raise CheckpointError(
-            f"checkpoint {path} is of round {checkpoint.round}, but the ledger ends at round "
-            f"{ledger.last_round}: it lacks rounds that were spent"
         )
     for name, here in _origin(experiment, engine).items():
         if (before := checkpoint.origin.get(name)) != here:
@@ -238,11 +244,12 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
     except LedgerError:
         spent = "nothing was spent"
     else:
-        accountant = ledger.plan.make_accountant()
-        if ledger.entries:
-            accountant.compose(ledger.plan.event(), len(ledger.entries))
-        epsilon = epsilon_text(accountant.get_epsilon(ledger.plan.delta))
-        spent = f"{len(ledger.entries)} rounds spent, ε {epsilon} by {accountant.name}"
+        plan, count, allowed = ledger.plan, len(ledger.entries), rounds_within_budget(ledger.plan)
+        epsilon_at = functools.partial(epsilon_of, plan.accountant, plan.adjacency, plan.event())
+        spent = f"{count} rounds spent, ε {epsilon_text(epsilon_at(count, plan.delta))}"
+        if count < allowed:
+            spent += f" so far and {epsilon_text(epsilon_at(allowed, plan.delta))} as planned,"
+        spent += f" by {plan.accountant}"
     console.print(
         f"ended early: {spent}; ledger, metrics and checkpoints stay in {folder}", soft_wrap=True
     )
@@ -272,7 +279,7 @@ def _strength(plan: PrivacyPlan) -> str:
 
 
 def _describe(console: Console, experiment: Experiment, engine: Engine, folder: Path) -> None:
-    """What is about to run, in five lines."""
+    """What is about to run, in five lines or six."""
     plan, config = experiment.plan, experiment.config
     mapped = "" if config.data.features is None else f"{config.data.features} of "
     randomness = "the operating system's entropy" if experiment.seed is None else "the seed"
@@ -289,6 +296,8 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
         f"{experiment.halting_round} rounds of at most {plan.rounds}",
         "folder": str(folder),
     }
+    if experiment.unused:
+        facts["note"] = experiment.unused
     for name, text in facts.items():
         _print_fact(console, name, text)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from accounting.digits import rounded_down, rounded_up
 from simulator.console import Console
 
 if TYPE_CHECKING:
@@ -49,8 +49,26 @@ def epsilon_rows(rows: Iterable[EpsilonRow]) -> dict[str, dict[str, Any]]:
     """Each accountant's ε, and what it holds for, as plain values by the accountant's name."""
     return {
         row.name: {"epsilon": row.epsilon, "covers": row.covers, "warning": row.warning}
+        | ({} if row.planned is None else {"planned": row.planned})
         for row in rows
     }
+
+
+AS_PLANNED = (
+    "Fewer rounds are spent than the budget allows. If a person stopped the run after a look at "
+    "it, state ε as planned: the moment was chosen by the data."
+)
+
+
+def epsilon_cells(rows: dict[str, dict[str, Any]], halting: str = "") -> list[list[str]]:
+    """The table of `epsilon_rows`, its heads first; with ε as planned of a run that was stopped."""
+    stopped = any("planned" in row for row in rows.values())
+    cells = [["accountant", *(["ε so far", "ε as planned"] if stopped else ["ε"]), "holds for"]]
+    for name, row in rows.items():
+        epsilons = [row["epsilon"], row.get("planned")] if stopped else [row["epsilon"]]
+        mark = " (halts)" if name == halting else ""
+        cells.append([name + mark, *map(epsilon_text, epsilons), holds_for(row)])
+    return cells
 
 
 def print_epsilons(
@@ -58,13 +76,16 @@ def print_epsilons(
 ) -> None:
     """Prints the table of `epsilon_rows`, and with it a `lower_bound` where there is one."""
     table = Table(title=title, title_justify="left")
-    table.add_column("accountant")
-    table.add_column("ε", justify="right")
-    table.add_column("holds for")
-    for name, row in rows.items():
-        mark = " (halts)" if name == halting else ""
-        table.add_row(name + mark, epsilon_text(row["epsilon"]), holds_for(row))
+    (first, *epsilons, last), *cells = epsilon_cells(rows, halting)
+    table.add_column(first)
+    for head in epsilons:
+        table.add_column(head, justify="right")
+    table.add_column(last)
+    for row in cells:
+        table.add_row(*row)
     console.print(table)
+    if len(epsilons) > 1:
+        console.print(AS_PLANNED, highlight=False)
 
 
 def holds_for(row: dict[str, Any]) -> str:
@@ -75,16 +96,10 @@ def holds_for(row: dict[str, Any]) -> str:
     if row["warning"]:
         text += f" ({row['warning']})"
     if row.get("lower_bound"):
-        text += f"; at least {_four_digits(row['lower_bound'], ROUND_FLOOR)} for this pair"
+        text += f"; at least {rounded_down(row['lower_bound'])} for this pair"
     return text
 
 
 def epsilon_text(epsilon: float | None) -> str:
     """Four digits of an ε, rounded up, or a dash of an accountant that does not price it."""
-    return "–" if epsilon is None else _four_digits(epsilon, ROUND_CEILING)
-
-
-def _four_digits(value: float, rounding: str) -> str:
-    """Rounded in one direction, but for what lies within the errors of floating point."""
-    digits = Context(prec=12).create_decimal_from_float(value)
-    return f"{float(Context(prec=4, rounding=rounding).plus(digits)):.4g}"
+    return "–" if epsilon is None else rounded_up(epsilon)

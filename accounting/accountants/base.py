@@ -1,7 +1,6 @@
 """The base of all accountants: which rounds they price, and what they must say of themselves."""
 
 import abc
-import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
@@ -81,15 +80,6 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         mechanism = event.mechanism
         noise = mechanism.noise_multiplier if isinstance(mechanism, GaussianMechanism) else 0.0
         return adjacency.effective_sigma(noise, self.neighboring_relation)
-
-    def _unshuffled(self, counts: dict[Shuffled, int]) -> float:
-        """μ = 1/σ of the one Gaussian that rounds amount to without a shuffler.
-
-        It bounds every pair of neighbouring datasets. Infinite without noise, or if not all reports
-        are Gaussian.
-        """
-        sigmas = [(self._sigma(event), count) for event, count in counts.items()]
-        return math.sqrt(sum(sorted(c / s / s if s else math.inf for s, c in sigmas)))
 
     @abc.abstractmethod
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:

@@ -15,7 +15,7 @@ import functools
 from dp_accounting import DpEvent
 
 from accounting.accountants.base import UNPROTECTED
-from accounting.accountants.profile import ProfileShuffleAccountant
+from accounting.accountants.local import AmplifiedAccountant
 from accounting.events import CheckIn, Shuffled
 from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from accounting.numerics import FloatArray
@@ -29,7 +29,7 @@ from accounting.numerics.worst_pairs import LEAST_NOISE, Pair, lower_profile, no
 _LEAST, _MOST = 1e-6, 1e12
 
 
-class BlanketAccountant(ProfileShuffleAccountant):
+class BlanketAccountant(AmplifiedAccountant):
     """(ε, δ) of rounds with shuffler blankets: tight once the others' reports are handed over.
 
     Prices rounds with λ > 0 only. Source: docs/theory-blanket.md.

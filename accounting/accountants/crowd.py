@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accounting.accountants.profile import ProfileShuffleAccountant
+from accounting.accountants.local import AmplifiedAccountant
 from accounting.events import FixedSize, Shuffled
 from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from accounting.numerics import FloatArray
@@ -54,7 +54,7 @@ _LEAST_RATE = 1e-25  # with less the report's own coin is all that is counted on
 _COARSENESS = 1.5  # of the steps of α: chords cost 0.4 % of ε
 
 
-class CrowdAccountant(ProfileShuffleAccountant):
+class CrowdAccountant(AmplifiedAccountant):
     """Every pair of neighbouring datasets, in any dimension, counting on the n users' noise.
 
     Source: docs/theory-swap.md, and section 4 of docs/theory-blanket.md.

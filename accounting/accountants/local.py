@@ -2,10 +2,12 @@
 
 import math
 
+import attrs
 import numpy as np
 
 from accounting.accountants.profile import ProfileShuffleAccountant
-from accounting.events import Shuffled
+from accounting.digits import rounded_up
+from accounting.events import CheckIn, Shuffled
 from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from accounting.numerics import FloatArray
 from accounting.numerics.gaussian import gaussian_epsilon, gaussian_losses, log_gaussian_delta
@@ -15,55 +17,95 @@ from accounting.numerics.sign_pairs import Response, sign_profile
 class LocalAccountant(ProfileShuffleAccountant):
     """No shuffling at all: a user whose reports are all seen by name.
 
-    T Gaussian reports of one user are one Gaussian with `1/σ² = Σ_t 1/σ_t²`, also when chosen
-    adaptively, so the conversion is exact (Balle and Wang 2018). Others are composed by their
-    profiles, which are exact for two opposite updates.
+    The device's own coins do not depend on data, so a round is a report with probability γ and
+    nothing otherwise, and its divergence is γ times the report's (docs/theory.md, section 4). A
+    round of fixed size is priced as one in which the user reports for certain: others draw it.
     """
 
     name = "local"
     holds_for = "every pair"
     counts_on_others = False
     covers = (
-        "every pair of neighbouring datasets, a user who takes part in every round, and a server "
-        "that colludes with the shuffler; assumes only that the user's own device adds the noise"
+        "every pair of neighbouring datasets, and a server that colludes with the shuffler and so "
+        "knows when the user took part; assumes only that the user's own device flips its coins "
+        "and adds the noise"
     )
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
     def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
+        rate = _own_rate(event)
         if isinstance(event.mechanism, LdpSgd | RandomisedResponse):
-            response = Response.of(event.mechanism)
-            return sign_profile(response, 1.0, self.neighboring_relation, None)
+            return sign_profile(Response.of(event.mechanism), rate, self.neighboring_relation, None)
         shift = 1.0 / self._sigma(event)
         losses = gaussian_losses(shift)
-        return losses, np.exp(log_gaussian_delta(shift, losses))
+        return losses, rate * np.exp(log_gaussian_delta(shift, losses))
 
-    def _is_gaussian(self, counts: dict[Shuffled, int]) -> bool:
-        return all(isinstance(event.mechanism, GaussianMechanism) for event in counts)
+    def _always(self, counts: dict[Shuffled, int]) -> float:
+        """μ of the one Gaussian that all rounds are to a user whose coins all say yes.
+
+        `μ² = Σ_t 1/σ_t²`, also when chosen adaptively (Balle and Wang 2018). Infinite without
+        noise, or if not all reports are Gaussian.
+        """
+        sigmas = [(self._sigma(event), count) for event, count in counts.items()]
+        return math.sqrt(sum(sorted(c / s / s if s else math.inf for s, c in sigmas)))
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
-        if not self._is_gaussian(counts):
+        shift = self._always(counts)
+        if not (0.0 < shift < math.inf and 0.0 < delta < 1.0):
             return super()._epsilon(counts, delta)
-        shift = self._unshuffled(counts)
-        if shift == 0.0:
+        most = gaussian_epsilon(shift, delta)
+        if all(_own_rate(event) == 1.0 for event in counts):
+            return most
+        return min(super()._epsilon(counts, delta), most)
+
+    def usual_epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
+        """Returns a lower bound of ε that takes no composition; 0 if there is none.
+
+        Half of all users take part ⌊γT⌋ times or more, and δ grows with each time.
+        """
+        shift = self._always({e: math.floor(_own_rate(e) * count) for e, count in counts.items()})
+        if not (0.0 < shift < math.inf and delta > 0.0):
             return 0.0
-        if shift == math.inf or delta == 0.0:
-            return math.inf
-        return gaussian_epsilon(shift, delta)
+        return gaussian_epsilon(shift, delta * 2.0 ** len(counts))
 
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
-        if not self._is_gaussian(counts):
+        shift = self._always(counts)
+        if not (0.0 < shift < math.inf and epsilon < math.inf):
             return super()._delta(counts, epsilon)
-        shift = self._unshuffled(counts)
-        if shift == math.inf:
-            return 1.0
-        if shift == 0.0 or epsilon == math.inf:
-            return 0.0
-        return min(1.0, math.exp(float(log_gaussian_delta(shift, epsilon))))
+        most = min(1.0, math.exp(float(log_gaussian_delta(shift, epsilon))))
+        if all(_own_rate(event) == 1.0 for event in counts):
+            return most
+        return min(super()._delta(counts, epsilon), most)
 
     def note(self, delta: float) -> str | None:
-        """See `ShuffleAccountant.note`."""
-        if self.get_epsilon(delta) < math.inf:
-            return None
-        if delta == 0.0:
-            return "Gaussian noise gives no finite epsilon at delta 0"
-        return "some round has no noise"
+        """See `ShuffleAccountant.note`: also ε of the unluckiest coins."""
+        always: dict[Shuffled, int] = {}
+        for event, count in self._counts.items():
+            certain = attrs.evolve(event, participation=CheckIn(1.0))
+            always[certain] = always.get(certain, 0) + count
+        most = self._epsilon(always, delta)
+        if most == math.inf or all(_own_rate(event) == 1.0 for event in self._counts):
+            return super().note(delta)
+        return f"{rounded_up(most)} for a user whose coins all say yes"
+
+
+class AmplifiedAccountant(ProfileShuffleAccountant):
+    """Base of the accountants that count on a shuffler: none of them states more than `local`.
+
+    Where shuffling hides nearly nothing, composition on a grid certifies a little more.
+    """
+
+    def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
+        alone, found = LocalAccountant(self.neighboring_relation), super()._epsilon(counts, delta)
+        if found <= alone.usual_epsilon(counts, delta):
+            return found
+        return min(found, alone._epsilon(counts, delta))
+
+    def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
+        alone = LocalAccountant(self.neighboring_relation)
+        return min(super()._delta(counts, epsilon), alone._delta(counts, epsilon))
+
+
+def _own_rate(event: Shuffled) -> float:
+    """The chance that the user reports, as far as its own device decides it."""
+    return event.participation.rate if isinstance(event.participation, CheckIn) else 1.0

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from accounting.accountants.profile import ProfileShuffleAccountant
+from accounting.accountants.local import AmplifiedAccountant
 from accounting.events import CheckIn, FixedSize, Shuffled
 from accounting.numerics import FloatArray
 from accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
@@ -28,7 +28,7 @@ LEAST_SIGMA = 0.08
 _POINTS = 100
 
 
-class PldAccountant(ProfileShuffleAccountant):
+class PldAccountant(AmplifiedAccountant):
     """Numerically tight (ε, δ) of the homogeneous pair, and how far below it could still be.
 
     Source: section 2 of docs/theory.md; composition as for every profile.

@@ -14,7 +14,6 @@ from accounting.events import Shuffled
 from accounting.mechanisms import GaussianMechanism
 from accounting.numerics import FloatArray
 from accounting.numerics.composition import Composition, Target, count_block, fitted_tilt
-from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
 from accounting.numerics.loss_pmf import MAX_LOSS, LossPmf, Profile, dyadic_interval
 from accounting.numerics.lower_profile import LowerProfile
 
@@ -102,12 +101,9 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             return 0.0
         if delta == 0.0:
             return math.inf
-        least = self._least(
+        return self._least(
             counts, Target(delta=delta), lambda composed, times: composed.epsilon(times, delta)
         )
-        # Where shuffling hides nearly nothing, composition on a grid certifies more than this.
-        shift = self._unshuffled(counts)
-        return min(least, gaussian_epsilon(shift, delta)) if shift < math.inf else least
 
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
         if not all(map(self._is_private, counts)):
@@ -117,9 +113,6 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         least = self._least(
             counts, Target(epsilon=epsilon), lambda composed, times: composed.delta(times, epsilon)
         )
-        shift = self._unshuffled(counts)
-        if shift < math.inf:
-            least = min(least, math.exp(float(log_gaussian_delta(shift, epsilon))))
         return min(1.0, least)
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:

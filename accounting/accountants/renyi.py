@@ -10,6 +10,7 @@ from dp_accounting import NeighboringRelation
 
 from accounting import validation
 from accounting.accountants.base import ShuffleAccountant
+from accounting.digits import rounded_up
 from accounting.events import FixedSize, Shuffled
 from accounting.numerics import FloatArray, conversion, reverse_moments, theorem3
 from accounting.numerics import renyi as rdp_bounds
@@ -155,7 +156,8 @@ class Theorem3Accountant(RdpShuffleAccountant):
         least = other._epsilon(self._counts, delta)
         if not least < 0.99 * self._epsilon(self._counts, delta):
             return notes
-        text = f"Theorem 1 with all n users, which bounds every check-in rate, gives {least:.4g}"
+        text = "Theorem 1 with all n users, which bounds every check-in rate, gives "
+        text += rounded_up(least)
         return f"{notes}; {text}" if notes else text
 
     @staticmethod

@@ -71,7 +71,8 @@ def girgis_subsampled_rdp(
 
     With `k̄ = ⌊(k-1)/(2e^{ε₀})⌋ + 1`: `1/(λ-1) log(1 + 4 C(λ,2) γ² (e^{ε₀}-1)²/(k̄ e^{ε₀})
     + Σ_{j>=3} C(λ,j) γ^j j Γ(j/2) (2 (e^{2ε₀}-1)²/(k̄ e^{2ε₀}))^{j/2} + Υ)`,
-    `Υ = ((1+γu)^λ - 1 - λγu) e^{-(k-1)/(8e^{ε₀})}`, `u = (e^{2ε₀}-1)/(2e^{ε₀})`.
+    `Υ = ((1+γu)^λ - 1 - λγu) e^{-(k-1)/(8e^{ε₀})}`, `u = e^{ε₀} - e^{-ε₀}`, the most
+    by which a density ratio is off 1. (Published code has u/2, which nothing justifies.)
 
     Args:
         rate: γ in (0, 1].
@@ -87,7 +88,7 @@ def girgis_subsampled_rdp(
     log_k = math.log(_effective(reports, local_epsilon))
     one, two = _log_expm1(local_epsilon), _log_expm1(2.0 * local_epsilon)
     ratio = math.log(2.0) + 2.0 * two - 2.0 * local_epsilon - log_k
-    log_u = two - math.log(2.0) - local_epsilon + log_rate
+    log_u = two - local_epsilon + log_rate
     damping = (reports - 1) / 8.0 * math.exp(-local_epsilon)
     result = np.empty_like(checked)
     for at, order in enumerate(checked):

@@ -63,17 +63,13 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, int, list[EpsilonRow]]:
     """The plan of a run folder, the rounds that were spent, and their ε.
 
     Raises:
-        ValueError, LedgerError: something is missing or damaged.
+        LedgerError: something is missing or damaged, or the ledger lacks rounds.
     """
-    from accounting import Ledger, epsilon_table
-    from simulator.records import MetricsError, read_rows  # with the server's parts, slow to import
+    from accounting import epsilon_table
+    from simulator.records import read_run  # slow to import
 
-    ledger = Ledger.read(folder / "ledger.jsonl")
+    ledger, rows = read_run(folder)
     plan, count = ledger.plan, len(ledger.entries)
-    try:
-        rows = read_rows(folder / "metrics.jsonl")
-    except MetricsError as error:
-        raise ValueError(str(error)) from error
     too_few = too_few_present(plan, rows, count)
     return plan, count, epsilon_table(plan, count, too_few, lower=True)
 

@@ -160,7 +160,8 @@ def calibrate_command(
 
 def _calibrated(plan: _Plan, dimension: int | None) -> tuple[list[str], dict[str, Any]]:
     """What was left out, and the plan with it: its ε, its error, and what a round weighs."""
-    from accounting import MOST_ROUNDS, mean_update_error, participation_note
+    from accounting import MOST_ROUNDS, mean_update_error, participation_note, unused_note
+    from accounting.mechanisms import MECHANISMS
     from shuffler import report_length, sealed_length
 
     missing = plan.missing()
@@ -177,6 +178,10 @@ def _calibrated(plan: _Plan, dimension: int | None) -> tuple[list[str], dict[str
         "reports_a_round": reports,
         "bytes_a_round": None if report_bytes is None else reports * report_bytes,
     }
+    found = {name: getattr(plan, name) for name in missing if name != "rounds"}
+    least = MECHANISMS[plan.mechanism].least_noise
+    if note := unused_note(plan.target_epsilon, result["epsilon"], least, **found):
+        typer.echo(f"warning: {note}", err=True)
     if plan.rounds and (note := participation_note(plan.gamma, plan.rounds, plan.delta)):
         typer.echo(f"warning: {note}", err=True)
     return missing, result

@@ -67,9 +67,8 @@ def histogram_command(
     from accounting import LedgerError, epsilon_table
     from accounting.validation import choice
     from simulator import histogram
-    from simulator.records import MetricsError
 
-    true, too_few = None, False
+    true, too_few, note = None, False, None
     try:
         if source.is_dir():
             shown = "categories", "consistent", "out", "json"
@@ -96,6 +95,7 @@ def histogram_command(
                 accountant,
                 local_epsilon,
             )
+            note = histogram.unused(plan, local_epsilon)
             found, true = histogram.simulate(counts, plan, seed), counts / users
         found = found.consistent() if consistent else found
         rows = epsilon_rows(epsilon_table(plan, 1, too_few))
@@ -103,8 +103,10 @@ def histogram_command(
             out.mkdir(parents=True, exist_ok=True)
             _write(out / "histogram.csv", names, found, true)
             _plot(out / "histogram.png", names, found, _title(plan))
-    except (ValueError, OSError, LedgerError, MetricsError) as error:
+    except (ValueError, OSError, LedgerError) as error:
         options.fail(error)
+    if note:
+        typer.echo(f"warning: {note}", err=True)
     if json:
         shares = [
             {"category": name, "share": share, "standard_error": deviation}
@@ -139,14 +141,13 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
 
 def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool]:
     """The plan and the estimate of a run that has ended, and whether `too_few_present`."""
-    import torch
-
-    from accounting import Ledger, RandomisedResponse
+    from accounting import RandomisedResponse
+    from server import load_tensors
     from simulator.config import load
     from simulator.histogram import Histogram
-    from simulator.records import read_rows
+    from simulator.records import read_run
 
-    ledger = Ledger.read(folder / "ledger.jsonl")
+    ledger, rows = read_run(folder)
     plan = ledger.plan
     if not isinstance(plan.mechanism, RandomisedResponse):
         raise ValueError(
@@ -154,13 +155,16 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool]:
         )
     if not ledger.entries or not (folder / "model.pt").exists():
         raise ValueError(f"{folder} has released no histogram yet")
-    row = next(iter(read_rows(folder / "metrics.jsonl")), None)
+    row = next(iter(rows), None)
     if row is None:
         raise ValueError(f"{folder}/metrics.jsonl has no row that tells how many were present")
     if row["outcome"] != "released":
         raise ValueError(f"{folder} has released no histogram: its only round failed")
     shufflers = load(str(folder / "config.toml")).shuffler.number
-    scores = torch.load(folder / "model.pt", weights_only=True)["scores"].double().numpy()
+    try:
+        scores = load_tensors(folder / "model.pt")["scores"].double().numpy()
+    except Exception as error:  # of all the kinds that a damaged file can raise
+        raise ValueError(f"{folder / 'model.pt'} is damaged: {type(error).__name__}") from None
     shares = scores + 1.0 / len(scores)
     found = Histogram.of(shares, plan, row["users_present"], shufflers)
     return plan, found, too_few_present(plan, [row], 1)

@@ -87,6 +87,9 @@ def plan_command(
     if json:
         options.print_json({"cover": cover, "plans": rows})
     else:
+        if row := next((row for row in rows if row["unused"]), None):
+            what = f"γ = {row['check_in_rate']:g}, {row['rounds']} rounds"
+            typer.echo(f"warning: {what}: {row['unused']}", err=True)
         title = f"n = {n}, ε ≤ {epsilon:g} for every pair, δ = {at:.3g}"
         Console().print(_table(rows, title, predicts=setting is not None))
         typer.echo(_WITH_COVER if cover else _WITHOUT_COVER)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from server import save_tensors
+from server import load_tensors, save_tensors
 from simulator.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
 from simulator.data.scattering import COEFFICIENTS, scattering
 from simulator.data.whitening import dead_leaves, whitened, whitening
@@ -154,10 +153,7 @@ def _compute(dataset: Dataset, name: str, shape: torch.Size) -> dict[str, torch.
 def _read(path: Path) -> dict[str, torch.Tensor] | None:
     """What `_keep` has written, mapped into memory; None if it is not there or damaged."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is not None:
-                return None
-        return torch.load(path, mmap=True, weights_only=True)
+        return load_tensors(path, mmap=True)
     except Exception:  # of all the kinds that a damaged file can raise
         return None
 

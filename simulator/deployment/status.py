@@ -16,7 +16,7 @@ from shuffler import Credentials
 from shuffler.wire.connection import Connection
 from shuffler.wire.errors import ShufflerError
 from simulator.deployment.sites import OUTCOME_FILE, ServerSite
-from simulator.records import MetricsError, read_rows
+from simulator.records import read_run
 from simulator.section import ConfigError
 
 _LATELY = 5  # rounds whose time says how long the rest will take
@@ -68,9 +68,8 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
         ConfigError: it is no run folder, or one that is damaged.
     """
     try:
-        ledger = Ledger.read(folder / "ledger.jsonl")
-        rows = read_rows(folder / "metrics.jsonl")
-    except (LedgerError, MetricsError) as error:
+        ledger, rows = read_run(folder)
+    except LedgerError as error:
         raise ConfigError(str(error)) from error
     plan, spent = ledger.plan, len(ledger.entries)
     accountant = plan.make_accountant()

@@ -20,6 +20,7 @@ from accounting import (
     epsilon_of,
     least_error_blankets,
     mean_update_error,
+    unused_note,
 )
 from shuffler import report_length, sealed_length
 
@@ -70,6 +71,7 @@ class Plan:
     Attributes:
         check_in_rate, rounds, noise_multiplier, shuffler_blankets: γ, T, z, λ.
         epsilon: what `blanket` says of them.
+        unused: why it is not the target, or None.
         round_error: `accounting.mean_update_error` of a round.
         run_error: that of the mean of all rounds' estimates, if the model stood still.
         reports_a_round: nγ + λ, expected, without the empty ones of cover.
@@ -82,6 +84,7 @@ class Plan:
     noise_multiplier: float
     shuffler_blankets: float
     epsilon: float
+    unused: str | None
     round_error: float
     run_error: float
     reports_a_round: float
@@ -109,6 +112,7 @@ def _plan(question: Question, pair: tuple[float, int]) -> Plan | None:
         noise, blankets = least_error_blankets(epsilon_at, question.epsilon, question.users, rate)
     except CalibrationError:
         return None
+    epsilon = epsilon_at(noise, blankets)
     error = mean_update_error(question.users, rate, noise, blankets, question.dimension)
     sent = question.users * (1.0 if question.cover else rate) + blankets
     return Plan(
@@ -116,7 +120,14 @@ def _plan(question: Question, pair: tuple[float, int]) -> Plan | None:
         rounds=rounds,
         noise_multiplier=noise,
         shuffler_blankets=blankets,
-        epsilon=epsilon_at(noise, blankets),
+        epsilon=epsilon,
+        unused=unused_note(
+            question.epsilon,
+            epsilon,
+            GaussianMechanism.least_noise,
+            noise=noise,
+            blankets=blankets,
+        ),
         round_error=error,
         run_error=error / math.sqrt(rounds),
         reports_a_round=question.users * rate + blankets,

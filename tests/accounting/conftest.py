@@ -1,14 +1,10 @@
-import math
-
 import pytest
 
-from accounting.accountants.local import LocalAccountant
-from accounting.accountants.profile import ProfileShuffleAccountant
+from accounting.accountants.local import AmplifiedAccountant
 
 
 @pytest.fixture
 def composition_alone(monkeypatch):
     """What an accountant's own profiles compose to, without the bound that `local` is."""
-    theirs = ProfileShuffleAccountant._unshuffled
-    monkeypatch.setattr(ProfileShuffleAccountant, "_unshuffled", lambda self, counts: math.inf)
-    monkeypatch.setattr(LocalAccountant, "_unshuffled", theirs)
+    for name in ("_epsilon", "_delta"):
+        monkeypatch.delattr(AmplifiedAccountant, name)

@@ -1,6 +1,9 @@
 """Events, accountants, conversion."""
 
+import collections
+import itertools
 import math
+import re
 import subprocess
 import sys
 
@@ -15,8 +18,10 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_delta, compute_epsi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import check_in, everyone, fixed_size, with_noise
+from scipy import stats
 
 import accounting
+from accounting.digits import rounded_up
 from accounting.numerics import conversion
 
 RELATION = dp_accounting.NeighboringRelation
@@ -259,7 +264,7 @@ def test_epsilon_and_delta_undo_each_other(name):
 @pytest.mark.parametrize("noise", [0.5, 5.0, 300.0])
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
 def test_local_is_the_exact_gaussian_and_never_below(rounds, noise, delta):
-    event = check_in(1000, 0.01, noise)
+    event = everyone(1000, noise)
     accountant = accounting.make_accountant("local", "zero-out").compose(event, rounds)
     shift = mp.sqrt(rounds) / mp.mpf(noise)
     epsilon = accountant.get_epsilon(delta)
@@ -279,6 +284,78 @@ def test_local_adds_rounds_of_different_noise_as_one_gaussian():
     assert gaussian_delta(mp.sqrt(1.5), epsilon) <= 1e-5
     accountant.compose(fixed_size(10, 0, 2.0))
     assert accountant.get_epsilon(1e-5) == epsilon
+
+
+def mixed_delta(chances_of_shifts, epsilon):
+    """E[δ(ε)] of Gaussians whose squared distance is random, given as {μ²: chance}."""
+    return mp.fsum(
+        chance * gaussian_delta(mp.sqrt(squared), epsilon)
+        for squared, chance in chances_of_shifts.items()
+        if squared and chance > mp.mpf("1e-40")
+    )
+
+
+def taken_part(rate, rounds):
+    """The law of K ~ Bin(T, γ)."""
+    rate = mp.mpf(rate)
+    return {k: mp.binomial(rounds, k) * rate**k * (1 - rate) ** (rounds - k)
+            for k in range(rounds + 1)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("noise", "rounds", "rate", "delta", "adjacency", "printed"),
+    [
+        (5.0, 5540, 0.1, 1 / 60_000, "zero-out", "30.18"),
+        (30.0, 1000, 0.1, 1e-5, "replace", "2.807"),
+        (1.0, 1, 0.01, 1e-6, "replace", None),
+        (0.5, 20, 0.3, 1e-12, "zero-out", None),
+        (8.0, 400, 0.9, 1e-20, "replace", None),
+    ],
+)
+def test_local_is_the_mean_over_a_devices_own_coins(noise, rounds, rate, delta, adjacency, printed):
+    accountant = accounting.make_accountant("local", adjacency)
+    accountant.compose(check_in(1000, rate, noise), rounds)
+    step = (mp.mpf(2 if adjacency == "replace" else 1) / mp.mpf(noise)) ** 2
+    law = {step * k: chance for k, chance in taken_part(rate, rounds).items()}
+    epsilon = accountant.get_epsilon(delta)
+    assert mixed_delta(law, epsilon) <= delta < mixed_delta(law, epsilon * (1 - 2e-4))
+    assert printed is None or rounded_up(epsilon) == printed
+    truth = mixed_delta(law, 0.7 * epsilon)
+    assert truth <= accountant.get_delta(0.7 * epsilon) <= truth * (1 + mp.mpf("0.01"))
+    (most,) = re.findall(r"^([\d.e+]+) for a user whose coins all say yes$", accountant.note(delta))
+    assert gaussian_delta(mp.sqrt(step * rounds), mp.mpf(most)) <= delta
+    assert gaussian_delta(mp.sqrt(step * rounds), mp.mpf(most) * mp.mpf("0.998")) > delta
+
+
+def test_local_of_different_rounds_is_the_mean_over_all_their_coins():
+    """Coins of different rates and noise; a round of fixed size counts as one with the user."""
+    accountant = accounting.make_accountant("local", "zero-out")
+    accountant.compose(check_in(50, 0.25, 1.0), 3).compose(check_in(50, 0.5, 2.0), 4)
+    accountant.compose(fixed_size(50, 1, 4.0), 2).compose(fixed_size(50, 0, 1.0), 9)
+    law = collections.defaultdict(mp.mpf)
+    for (loud, first), (quiet, second) in itertools.product(
+        taken_part(0.25, 3).items(), taken_part(0.5, 4).items()
+    ):
+        law[mp.mpf(loud) + mp.mpf(quiet) / 4 + mp.mpf(2) / 16] += first * second
+    epsilon = accountant.get_epsilon(1e-5)
+    assert mixed_delta(law, epsilon) <= 1e-5 < mixed_delta(law, epsilon * (1 - 2e-3))
+
+
+def test_local_of_a_million_rounds_is_no_less_than_the_mean():
+    rounds, rate, noise, delta = 10**6, 1e-3, 50.0, 1e-12
+    epsilon = accounting.make_accountant("local").epsilon_after(
+        check_in(10, rate, noise), delta, rounds
+    )
+    coins = stats.binom(rounds, rate)
+    counts = np.arange(300, 2000)
+    shifts = 2.0 / noise * np.sqrt(counts)
+
+    def below(epsilon):  # what other counts have is at least 0
+        near = stats.norm.cdf(shifts / 2 - epsilon / shifts)
+        far = np.exp(epsilon + stats.norm.logcdf(-shifts / 2 - epsilon / shifts))
+        return float(np.sum(coins.pmf(counts) * (near - far)))
+
+    assert below(epsilon) <= delta < below(epsilon * (1 - 2e-4))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -18,6 +18,7 @@ from accounting.peers.girgis import (
     girgis_lower_rdp,
     girgis_rdp,
     girgis_simple_rdp,
+    girgis_subsampled_rdp,
     poisson_sampled_rdp,
 )
 from accounting.peers.randomised_response import blanket_share, randomised_response_delta
@@ -237,6 +238,22 @@ def test_the_clones_of_2022_are_ldp_sgds_crowd_in_one_dimension():
 )
 def test_the_renyi_bounds_of_girgis_et_al(bound, n, local, order, published):
     assert bound(n, local, [order])[0] == pytest.approx(published, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("k", "local", "rate", "order", "derived"),
+    [
+        (10**4, 1.0, 0.001, 8, 9.454778678755307e-9),
+        (1000, 3.0, 0.01, 20, 0.03523889379878022),
+        (1000, 3.0, 0.01, 2, 0.00037017827944970863),
+    ],
+)
+def test_the_sampled_renyi_bound_has_the_term_that_the_argument_gives(
+    k, local, rate, order, derived
+):
+    """Published code halves u in Υ: 0.0336 and 0.00031 instead of the last two."""
+    found = girgis_subsampled_rdp(rate, k, local, [order])[0]
+    assert found == pytest.approx(derived, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -114,18 +114,22 @@ def law_of_dataset(chances, participation, ends):
     return law
 
 
+@pytest.mark.parametrize("rate", [1.0, 0.3])
 @pytest.mark.parametrize("rounds", [1, 7, 400])
-def test_local_is_the_composition_of_randomised_responses(rounds):
+def test_local_is_the_composition_of_randomised_responses(rounds, rate):
     local = 0.9
     right = math.exp(local) / (1 + math.exp(local))
     accountant = LocalAccountant()
     mechanism = LdpSgd(noise_multiplier=noise_of(local))
-    accountant.compose(Shuffled(1, CheckIn(1.0), mechanism), rounds)
-    heads = np.arange(rounds + 1)
+    accountant.compose(Shuffled(1, CheckIn(rate), mechanism), rounds)
     for epsilon in (0.0, 0.5, 2.0, 0.05 * rounds):
-        log_p, log_q = (stats.binom(rounds, p).logpmf(heads) for p in (right, 1 - right))
-        above = log_p > log_q + epsilon
-        truth = float(np.sum(np.exp(log_p[above]) - np.exp(epsilon + log_q[above])))
+        truth = 0.0
+        for count, chance in enumerate(stats.binom(rounds, rate).pmf(np.arange(rounds + 1))):
+            heads = np.arange(count + 1)
+            log_p, log_q = (stats.binom(count, p).logpmf(heads) for p in (right, 1 - right))
+            above = log_p > log_q + epsilon
+            part = np.sum(np.exp(log_p[above]) - np.exp(epsilon + log_q[above]))
+            truth += float(chance * part)
         assert truth * (1 - 1e-9) <= accountant.get_delta(epsilon) <= truth * 1.01 + 1e-9
 
 

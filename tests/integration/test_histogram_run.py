@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from run_world import only_folder, shufl
 from typer.testing import CliRunner
 
@@ -36,6 +37,14 @@ def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     names = shufl("histogram", folder, "--categories", "a,b")
     assert names.returncode == 2
     assert "--categories must be 10, as the run has, got 2" in names.stderr
+    model = folder / "model.pt"
+    whole, scores = model.read_bytes(), torch.load(model, weights_only=True)["scores"]
+    place = whole.index(scores.numpy().tobytes())
+    model.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    damaged = shufl("histogram", folder)
+    assert damaged.returncode == 2
+    assert damaged.stderr == f"error: {model} is damaged: BadZipFile\n"
+    model.write_bytes(whole)
     (folder / "metrics.jsonl").write_text("")
     unknown = shufl("histogram", folder)
     assert unknown.returncode == 2

@@ -17,7 +17,7 @@ from simulator.grid.page import keep_grid
 from simulator.grid.points import play
 from simulator.grid.settings import Grid
 from simulator.html_page import page_of
-from simulator.tables import epsilon_text
+from simulator.tables import AS_PLANNED, epsilon_text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FIGURE_1B = Path(__file__).parents[2] / "benchmarks" / "figure_1b.py"
@@ -107,14 +107,21 @@ def test_the_page_of_a_run_says_what_the_run_says(run_folder, tmp_path):
 def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
     """Three rounds are spent; of the third there is no row, and nothing was evaluated yet.
 
-    The summary is of another end, with four rounds.
+    The summary is of an earlier end, after two rounds.
     """
     folder = tmp_path / HOSTILE
     shutil.copytree(run_folder, folder)
+    whole = json.loads((folder / "summary.json").read_bytes())
+    assert not any("planned" in row for row in whole["epsilon"].values())
+    assert "as planned" not in page_of(folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row | {"accuracy": None, "loss": None} for row in rows[:2]]
     cut = json.dumps(rows[0])[:50]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows) + cut)
+    (folder / "checkpoint.pt").unlink()
+    shutil.rmtree(folder / "tensorboard")
+    summary = json.loads((folder / "summary.json").read_bytes()) | {"rounds": 2}
+    (folder / "summary.json").write_text(json.dumps(summary))
     ledger = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
     (folder / "ledger.jsonl").write_text("".join(ledger[:4]))
     text = check_alone(page_of(folder))
@@ -126,12 +133,17 @@ def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
         epsilon_text(told["blanket"]["epsilon"]) in text
         and epsilon_text(told["pld"]["epsilon"]) in text
     )
+    planned = {name: epsilon_text(row["epsilon"]) for name, row in whole["epsilon"].items()}
+    assert {name: epsilon_text(row["planned"]) for name, row in told.items()} == planned
+    assert "ε so far" in text and "ε as planned" in text and AS_PLANNED in text
+    halting = epsilon_text(told["theorem3"]["epsilon"])
+    assert f"{halting} so far, {planned['theorem3']} as planned" in text
     plan = json.loads((folder / "plan.json").read_bytes())
     (folder / "plan.json").write_text(json.dumps(plan | {"accountant": "blanket"}))
     text = check_alone(page_of(folder))  # where too few may have been there, nothing counts on them
     assert epsilon_text(told["blanket"]["epsilon"]) in text
     assert epsilon_text(told["pld"]["epsilon"]) not in text
-    for name in ("metrics.jsonl", "ledger.jsonl"):  # before the first round
+    for name in ("metrics.jsonl", "ledger.jsonl", "summary.json"):  # before the first round
         (folder / name).unlink()
     assert re.search(r"rounds spent\s*0", check_alone(page_of(folder)))
 

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 
 import pytest
-import torch
 from rich.console import Console
 from run_world import (
     json_lines,
@@ -21,11 +20,12 @@ from tiny_disk import tiny_disk_at
 from typer.testing import CliRunner
 
 from accounting import Ledger, LedgerError
-from server import CheckpointError
+from server import CheckpointError, load_checkpoint
 from simulator.cli.__main__ import app
 from simulator.config import ConfigError, load
+from simulator.engines.vectorised import VectorisedEngine
 from simulator.records import MetricsError
-from simulator.run import resume_run, run
+from simulator.run import begin_run, resume_run, run
 
 ROUNDS = 90
 SETTINGS = [
@@ -186,7 +186,7 @@ def damaged_metrics(folder, tmp_path):
 
 def foreign_metrics(folder, tmp_path):
     with (folder / "metrics.jsonl").open("ab") as metrics:
-        metrics.write(b'{"round": 6}\n')
+        metrics.write(b'{"round": 5}\n')
 
 
 def models_file(folder, tmp_path):
@@ -200,15 +200,15 @@ def other_runs_checkpoint(folder, tmp_path):
 
 
 def other_torch(folder, tmp_path):
-    content = torch.load(folder / "checkpoint.pt", weights_only=True)
-    content["origin"]["torch"] = "1.0"
-    torch.save(content, folder / "checkpoint.pt")
+    checkpoint = load_checkpoint(folder / "checkpoint.pt")
+    checkpoint.origin["torch"] = "1.0"
+    checkpoint.save(folder / "checkpoint.pt")
 
 
 def other_layers(folder, tmp_path):
-    content = torch.load(folder / "checkpoint.pt", weights_only=True)
-    content["model"].popitem()
-    torch.save(content, folder / "checkpoint.pt")
+    checkpoint = load_checkpoint(folder / "checkpoint.pt")
+    checkpoint.model.popitem()
+    checkpoint.save(folder / "checkpoint.pt")
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def other_layers(folder, tmp_path):
         (no_configuration, ConfigError, "a run folder has a config.toml, .* has none"),
         (no_ledger, LedgerError, "cannot open ledger .*: No such file"),
         (damaged_ledger, LedgerError, "ledger .* is damaged at line 3"),
-        (shorter_ledger, CheckpointError, "is of round 5, but the ledger ends at round 2"),
+        (shorter_ledger, LedgerError, r"ends at round 2, but metrics.jsonl tells of round 5"),
         (no_checkpoint, CheckpointError, "checkpoint .* is missing"),
-        (damaged_checkpoint, CheckpointError, "checkpoint .* cannot be read"),
+        (damaged_checkpoint, CheckpointError, "checkpoint .* is damaged: its digest is another"),
         (damaged_metrics, MetricsError, "metrics.jsonl is damaged at line 6"),
         (foreign_metrics, MetricsError, "metrics.jsonl is damaged at line 6"),
         (models_file, CheckpointError, "checkpoint .* cannot be read"),
@@ -239,6 +239,37 @@ def test_what_is_not_this_run_is_refused_and_left_alone(five, tmp_path, spoil, e
         resume_run(folder, Console(quiet=True))
     assert "\n" not in str(raised.value)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+SHUFFLERS_LINE = '{"time": "t", "event": "round opened", "run": "0", "round": 5}\n'
+
+
+@pytest.mark.parametrize("cut_to", [0, 4])
+@pytest.mark.parametrize(
+    "witness", ["metrics.jsonl", "summary.json", "checkpoint.pt", "tensorboard", "shuffler.log"]
+)
+def test_a_ledger_that_was_cut_is_refused_whatever_else_is_left(five, tmp_path, witness, cut_to):
+    folder = shutil.copytree(five, tmp_path / "five")
+    (folder / "shuffler.log").write_text(SHUFFLERS_LINE)
+    for name in {"metrics.jsonl", "summary.json", "checkpoint.pt", "shuffler.log"} - {witness}:
+        (folder / name).unlink()
+    if witness != "tensorboard":
+        shutil.rmtree(folder / "tensorboard")
+    ledger = folder / "ledger.jsonl"
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[: 1 + cut_to]))
+    message = f"ends at round {cut_to}, but {witness} tells of round 5: it lacks rounds"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for command in (["run", "--resume"], ["account"], ["report"], ["status"]):
+        result = CliRunner().invoke(app, [*command, str(folder)])
+        assert result.exit_code != 0 and result.stdout == ""
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: ") and message in line
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    ledger.unlink()  # a page may be made before the first round, and a deployed run begin
+    assert "tells of round 5" in CliRunner().invoke(app, ["report", str(folder)]).stderr
+    with pytest.raises(LedgerError, match="tells of round 5"):
+        begin_run(folder, Console(quiet=True), VectorisedEngine)
+    assert not ledger.exists()
 
 
 @pytest.mark.slow

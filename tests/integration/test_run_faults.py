@@ -21,7 +21,7 @@ from run_world import (
 )
 from typer.testing import CliRunner
 
-from accounting import Ledger
+from accounting import Ledger, price, rounds_within_budget
 from simulator.cli.__main__ import app
 from simulator.config import load
 from simulator.experiment import prepare
@@ -141,6 +141,10 @@ def test_an_interrupt_ends_a_vectorised_run_in_order(long_vectorised_run):
     assert "interrupted" in out
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["stopped_by"] == "interrupt" and (run.folder / "model.pt").exists()
+    plan = Ledger.read(run.folder / "ledger.jsonl").plan
+    assert plan.rounds > summary["rounds"] and "ε as planned" in out
+    for row in price(plan.event(), rounds_within_budget(plan), plan.adjacency, plan.delta):
+        assert summary["epsilon"][row.name].get("planned") == row.epsilon
     rounds = [row["round"] for row in json_lines(run.folder / "metrics.jsonl")]
     assert rounds == [entry.round for entry in Ledger.read(run.folder / "ledger.jsonl").entries]
     assert rounds == list(range(1, summary["rounds"] + 1))

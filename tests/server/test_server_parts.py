@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from server import Checkpoint, Optimiser, evaluate, load_checkpoint
+from server import (
+    Checkpoint,
+    CheckpointError,
+    Optimiser,
+    evaluate,
+    load_checkpoint,
+    read_checkpoint,
+)
 
 
 def test_evaluation_counts_every_record_across_batches(device):
@@ -44,6 +51,27 @@ def test_a_checkpoint_brings_model_and_optimiser_back(tmp_path, optimiser):
     steps(model, stepper, 3)
     steps(again, stepper_again, 3)
     assert torch.equal(model.weight, again.weight)
+
+
+def test_a_checkpoint_of_which_one_bit_or_the_end_is_wrong_is_refused(tmp_path):
+    model, path = nn.Linear(2, 1), tmp_path / "checkpoint.pt"
+    optimiser = torch.optim.SGD(model.parameters())
+    Checkpoint("run", {}, 7, model.state_dict(), optimiser.state_dict(), None).save(path)
+    whole = path.read_bytes()
+    assert read_checkpoint(path)[0] == load_checkpoint(path).round == 7
+    flipped = (
+        whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
+        for place in range(len(whole))
+        for bit in (range(8) if place < 120 else (place % 8,))
+    )
+    cut = (whole[:length] for length in range(0, len(whole), 7))
+    for damaged in (*flipped, *cut, whole + b"\0"):
+        path.write_bytes(damaged)
+        with pytest.raises(
+            CheckpointError, match=r"^checkpoint .* (is damaged|cannot be read)"
+        ) as e:
+            load_checkpoint(path)
+        assert "\n" not in str(e.value)
 
 
 def test_the_learning_rate_falls_to_zero_behind_the_last_round():

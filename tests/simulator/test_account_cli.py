@@ -1,5 +1,6 @@
 """`shufl account`, `calibrate` and `compare` as a user calls them."""
 
+import functools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from accounting import (
     LocalAccountant,
     make_accountant,
 )
+from accounting.digits import rounded_up
 from shuffler import report_length, sealed_length
 from simulator.cli.__main__ import app
 
@@ -218,6 +220,82 @@ def test_a_run_folder_is_not_priced_by_who_does_not_price_its_rounds(
     spent = plan.make_accountant("local").epsilon_after(plan.event(), 1e-4, rounds) if rounds else 0
     assert rows["local"]["epsilon"] == pytest.approx(spent)
     assert rows[fixed_size_only]["epsilon"] is None
+
+
+UNUSED = "the target is not used up: ε is "
+
+
+@pytest.mark.parametrize(
+    ("command", "edge"),
+    [
+        ("--n 1000 --gamma 1 --rounds 5 --accountant local --target-epsilon 9e4", "noise = 0.2"),
+        ("--n 1000 --noise 9 --rounds 5 --accountant local --target-epsilon 50", "gamma = 1"),
+        ("--n 1000 --noise 9 --gamma 1 --rounds 5 --accountant blanket --target-epsilon 50",
+         "blankets = 0.1"),
+        ("--n 1000 --gamma 1 --rounds 5 --accountant blanket --target-epsilon 9e4",
+         "noise = 0.2, blankets = 0.1"),
+        ("--n 1000 --gamma 1 --rounds 5 --accountant local --mechanism ldp-sgd "
+         "--target-epsilon 9e4", "noise = 1.254"),
+        ("--n 1000 --gamma 1 --rounds 5 --accountant local --target-epsilon 9", None),
+        ("--n 1000 --noise 2 --rounds 5 --accountant local --target-epsilon 4", None),
+        ("--n 1000 --noise 9 --gamma 1 --accountant local --target-epsilon 0.7", None),
+    ],
+)  # fmt: skip
+def test_a_target_that_is_not_used_up_is_told_in_one_line(command, edge):
+    result = shufl(f"calibrate {command} --delta 1e-5 --json")
+    found, told = json.loads(result.stdout), result.stderr.splitlines()
+    assert found["epsilon"] <= found["target_epsilon"]
+    told = [line for line in told if "delta should be far below" not in line]
+    if edge is None:
+        assert not told
+    else:
+        assert found["epsilon"] < 0.99 * found["target_epsilon"]
+        (line,) = told
+        assert line.startswith(f"warning: {UNUSED}{rounded_up(found['epsilon'])} of ")
+        assert line.endswith(f"and the search goes no further than {edge}")
+
+
+def test_a_plan_that_does_not_use_up_its_target_is_told_in_one_line():
+    few = "plan --users 2000 --delta 1e-5 --dimension 10 --device-megabytes 0.0012"
+    asked, told = shufl(f"{few} --epsilon 990"), shufl(f"{few} --epsilon 1")
+    (line,) = asked.stderr.splitlines()
+    assert line.startswith(f"warning: γ = 0.1, 100 rounds: {UNUSED}")
+    assert told.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("spent", "rounds", "budget", "allowed"),
+    [(3, 9, 50.0, 9), (9, 9, 50.0, 9), (4, 900, 12.0, None), (0, 9, 50.0, 9)],
+)
+def test_a_run_that_did_not_end_by_itself_has_the_epsilon_of_its_plan_too(
+    tmp_path, spent, rounds, budget, allowed
+):
+    """Whoever stopped it may have chosen the moment by what it showed; so may a crash."""
+    plan = make_plan(
+        users=500,
+        check_in_rate=0.2,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        rounds=rounds,
+        delta=1e-4,
+        target_epsilon=budget,
+        minimum_batch=1,
+        accountant="local",
+    )
+    if allowed is None:  # the budget ends it before the plan's rounds
+        local = make_accountant("local")
+        allowed = max(t for t in range(1, 60) if local.epsilon_after(plan.event(), 1e-4, t) <= 12)
+        assert 4 < allowed < 59
+    with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
+        for round in range(1, spent + 1):
+            ledger.append_round(round)
+    rows = json.loads(shufl(f"account {tmp_path} --json").stdout)
+    shown = shufl(f"account {tmp_path}").stdout
+    assert ("ε as planned" in shown) == (spent < allowed)
+    at = functools.partial(make_accountant("local").epsilon_after, plan.event(), 1e-4)
+    assert rows["local"]["epsilon"] == (at(spent) if spent else 0)
+    assert rows["local"].get("planned") == (at(allowed) if spent < allowed else None)
+    assert rows["blanket"].get("planned") is None
 
 
 @pytest.mark.parametrize("command", ["account", "compare"])

@@ -97,6 +97,14 @@ def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
     assert sum(each["share"] for each in told["histogram"]) == pytest.approx(1)
 
 
+def test_a_target_that_is_not_used_up_is_told(column):
+    done = shufl("histogram", str(column), *WHOLE[:4], "--epsilon", "90")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("warning: the target is not used up: ε is ")
+    assert line.endswith("of 90, and the search goes no further than local_epsilon = 20")
+    assert shufl("histogram", str(column), *WHOLE).stderr == ""
+
+
 def test_of_many_categories_the_largest_are_shown(column, tmp_path):
     many = tmp_path / "many.txt"
     many.write_text("\n".join(["A", "B", "C", "D", *(f"town {i}" for i in range(300))]))
