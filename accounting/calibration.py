@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from accounting.events import Shuffled
-from accounting.mechanisms import GaussianMechanism, LdpSgd
+from accounting.mechanisms import GaussianMechanism, LdpSgd, least_delta
 from accounting.registry import make_accountant
 
 _PRECISION = 1e-3  # relative, of continuous answers
@@ -54,6 +54,16 @@ def participation_note(check_in_rate: float, rounds: int, delta: float) -> str |
     return (
         f"delta should be far below the chance that a user takes part at all, {chance:.3g}, "
         f"got {delta:.3g}"
+    )
+
+
+def ideal_note(rounds: int, delta: float) -> str | None:
+    """Returns one line where δ is less than the implementation supports; otherwise None."""
+    if delta >= (least := least_delta(rounds)):
+        return None
+    return (
+        f"so small a delta is of the ideal mechanism only: a plan of {rounds} rounds supports "
+        f"{least:g} or more, got {delta:.3g}"
     )
 
 

@@ -159,7 +159,7 @@ def calibrate_command(
 
 def _calibrated(plan: _Plan, dimension: int | None) -> tuple[list[str], dict[str, Any]]:
     """What was left out, and the plan with it: its ε, its error, and what a round weighs."""
-    from accounting import MOST_ROUNDS, mean_update_error, participation_note
+    from accounting import MOST_ROUNDS, mean_update_error
     from shuffler import report_length, sealed_length
 
     missing = plan.missing()
@@ -176,6 +176,6 @@ def _calibrated(plan: _Plan, dimension: int | None) -> tuple[list[str], dict[str
         "reports_a_round": reports,
         "bytes_a_round": None if report_bytes is None else reports * report_bytes,
     }
-    if plan.rounds and (note := participation_note(plan.gamma, plan.rounds, plan.delta)):
-        typer.echo(f"warning: {note}", err=True)
+    if plan.rounds:
+        options.warn_of_delta(plan.gamma, plan.rounds, plan.delta)
     return missing, result
