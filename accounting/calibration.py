@@ -15,7 +15,7 @@ import numpy as np
 
 from accounting.digits import rounded_up
 from accounting.events import Shuffled
-from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
+from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse, least_delta
 from accounting.registry import make_accountant
 
 _PRECISION = 1e-3  # relative, of continuous answers
@@ -82,6 +82,16 @@ def unused_note(
     return (
         f"the target is not used up: ε is {rounded_up(epsilon)} of {target_epsilon:g}, and the "
         f"search goes no further than {', '.join(ends)}"
+    )
+
+
+def ideal_note(rounds: int, delta: float) -> str | None:
+    """Returns one line where δ is less than the implementation supports; otherwise None."""
+    if delta >= (least := least_delta(rounds)):
+        return None
+    return (
+        f"so small a delta is of the ideal mechanism only: a plan of {rounds} rounds supports "
+        f"{least:g} or more, got {delta:.3g}"
     )
 
 

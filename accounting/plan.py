@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 from accounting import adjacency, registry
 from accounting.accountants.base import ShuffleAccountant
 from accounting.events import CheckIn, Shuffled
-from accounting.mechanisms import Mechanism
+from accounting.mechanisms import Mechanism, least_delta
 from accounting.validation import (
     Checked,
     Count,
@@ -31,7 +31,7 @@ class PrivacyPlan(Checked):
         check_in_rate: γ in (0, 1], each user's chance to report in a round.
         mechanism: What makes a report of an update; it adds noise.
         rounds: The most rounds that may be spent.
-        delta: δ in (0, 1).
+        delta: δ in (0, 1), at least `least_delta(rounds)`.
         target_epsilon: The budget: training halts before ε would exceed it.
         minimum_batch: Fewest reports a shuffler releases, its blankets included, in 1..users; with
             cover the fewest users who sent.
@@ -83,6 +83,11 @@ class PrivacyPlan(Checked):
             raise ValueError(
                 f"noise_multiplier of a plan must lie in [{_LEAST_NOISE:g}, {_MOST_NOISE:g}], "
                 f"got {noise:g}"
+            )
+        if self.delta < (least := least_delta(self.rounds)):
+            raise ValueError(
+                f"delta of a plan of {self.rounds} rounds must be at least {least:g}, which is "
+                f"what the random numbers of reports and blankets support, got {self.delta:g}"
             )
         registry.check_accountant(self.accountant, self.event())
         return self

@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import nn
 
 from accounting import Ledger
-from accounting.mechanisms import clip
+from accounting.mechanisms import clip, to_normals
 from clients import Announcement, ClientSettings, Node, UserRecords, user_updates
 from server import AGGREGATORS, PlayedRound, Training, TrainingSettings, aggregate_reports
 from shuffler import (
@@ -98,7 +98,7 @@ class PoisoningNode(Node):
             case "opposite":
                 return mechanism.report(mechanism.clip_norm * against, noise)
             case "hidden":
-                noise = noise + self._hidden_length(against.size) * against
+                noise = to_normals(noise) + self._hidden_length(against.size) * against
                 return mechanism.report(np.zeros_like(against), noise)
             case _:
                 longest = 0.999 * mechanism.largest_honest_norm(against.size) * against

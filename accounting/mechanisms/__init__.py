@@ -1,13 +1,14 @@
 """What a report is made of: mechanisms and randomness, for devices, shuffler and accountants.
 
-It needs numpy, scipy and `cryptography` only: the shuffler process, which makes blankets, imports
-this and nothing else of `accounting`.
+It needs numpy, scipy, mpmath and `cryptography` only: the shuffler process, which makes blankets,
+imports this and nothing else of `accounting`.
 """
 
 from typing import Annotated
 
 from pydantic import Field
 
+from accounting.mechanisms.draws import to_normals
 from accounting.mechanisms.gaussian import GaussianMechanism, clip
 from accounting.mechanisms.ldp_sgd import LdpSgd
 from accounting.mechanisms.randomised_response import RandomisedResponse
@@ -15,6 +16,7 @@ from accounting.mechanisms.randomness import (
     Randomness,
     SeededRandomness,
     SystemRandomness,
+    least_delta,
     make_randomness,
     most_blankets,
     seed_of_shuffler,
@@ -46,8 +48,10 @@ __all__ = [
     "SeededRandomness",
     "SystemRandomness",
     "clip",
+    "least_delta",
     "make_randomness",
     "most_blankets",
     "seed_of_shuffler",
     "split_mix",
+    "to_normals",
 ]

@@ -6,17 +6,21 @@ zero update: by the same arithmetic, so that nothing in a report tells which of 
 
 from __future__ import annotations
 
+import bisect
 import math
+from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 from scipy import linalg
 
+from accounting.mechanisms.draws import AT_ONCE, Normal, to_normals
 from accounting.validation import Checked, ClipNorm, NotNegative
 
 _LARGEST = 2**15 - 1
 _NOISE_RANGE = 12.0  # standard deviations that the grid holds; beyond lie 4e-33 of the law
+_NEAR, _RARE = 2.0**-26, 2**37  # docs/theory.md, section 7: where floats do not decide an entry
 _LOG_FALSE_REJECT = math.log(1e12)  # an honest report is rejected with probability below 1e-12
 
 
@@ -65,25 +69,44 @@ class GaussianMechanism(Checked):
         """What one step of a report's integers stands for: (C + 12 zC) / 32 767."""
         return self.clip_norm * (1 + _NOISE_RANGE * self.noise_multiplier) / _LARGEST
 
-    def report(self, update: np.ndarray, standard_normal: np.ndarray) -> np.ndarray:
-        """One report: clip(update, C) + zC * standard_normal, in units, rounded and saturated.
+    def report(self, update: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        """One report: clip(update, C) + zC * draws, in units, rounded and saturated.
 
-        The sum is formed in float64. Rounding and saturating come after the noise, so they are
-        post-processing; docs/theory.md says how far float64 is from real numbers here.
+        The sum is formed in float64. From words every integer is that of real numbers all the same:
+        the few entries that float64 does not decide are decided by more digits. (The time that
+        takes tells how the noise fell, not the update.) Rounding and saturating come after the
+        noise, so they are post-processing.
 
         Args:
             update: shape (d,), any float type.
-            standard_normal: independent N(0, 1) draws, shape (d,).
+            draws: of a `Randomness`, shape (d,).
 
         Returns:
             int16 of shape (d,).
         """
+        clipped, unit = clip(update, self.clip_norm), self.unit(draws.size)
         deviation = self.noise_multiplier * self.clip_norm
-        noisy: np.ndarray = np.multiply(standard_normal, deviation, dtype=np.float64)
-        noisy += clip(update, self.clip_norm)
-        noisy /= self.unit(noisy.size)
+        noisy: np.ndarray = np.multiply(to_normals(draws), deviation, dtype=np.float64)
+        noisy += clipped
+        noisy /= unit
+        exact = draws.dtype == np.uint64 and self.is_private
+        undecided = _undecided(noisy, draws) if exact else []
         np.rint(noisy, out=noisy)
+        for place in undecided:
+            noisy[place] = self._decide(float(clipped[place]), int(draws[place]), unit)
         return np.clip(noisy, -_LARGEST, _LARGEST, out=noisy).astype(np.int16)
+
+    def _decide(self, entry: float, word: int, unit: float) -> int:
+        """The integer of one entry, as exact as its draw is long."""
+        normal, start, step = Normal(word), Fraction(entry), Fraction(unit)
+        deviation = Fraction(self.noise_multiplier) * Fraction(self.clip_norm)
+
+        def is_enough(integer: int) -> bool:
+            bound = (integer + Fraction(1, 2)) * step
+            return not normal.exceeds((bound - start) / deviation)
+
+        integers = range(-_LARGEST, _LARGEST)
+        return bisect.bisect_left(integers, True, key=is_enough) - _LARGEST
 
     def largest_honest_norm(self, dimension: int) -> float:
         """A norm, in units, that an honest report exceeds with probability below 1e-12.
@@ -100,8 +123,22 @@ class GaussianMechanism(Checked):
         return norm / self.unit(dimension) + math.sqrt(dimension) / 2
 
 
+def _undecided(noisy: np.ndarray, words: np.ndarray) -> list[int]:
+    """The places of entries, in units, that float64 may round to the wrong integer."""
+    places: list[int] = []
+    for start in range(0, words.size, AT_ONCE):
+        part = noisy[start : start + AT_ONCE]
+        near = np.abs(part - np.rint(part)) > 0.5 - _NEAR
+        near |= words[start : start + AT_ONCE] < _RARE
+        places.extend((start + np.flatnonzero(near)).tolist())
+    return places
+
+
 def clip(update: np.ndarray, clip_norm: float) -> np.ndarray:
     """Scales an update down to L2 norm at most `clip_norm`; shorter ones stay as they are.
+
+    The norm of the floats that are returned is at most `clip_norm` in exact arithmetic too: the
+    computed one counts as longer by more than it can err, a billionth of itself for d = 10^6.
 
     A zero vector stays zero. An update with a NaN or infinite entry has no direction to keep and
     becomes the zero vector, so that the sensitivity bound holds for every input.
@@ -117,4 +154,6 @@ def clip(update: np.ndarray, clip_norm: float) -> np.ndarray:
     if not np.isfinite(wide).all():
         return np.zeros_like(wide)
     norm = float(linalg.norm(wide, check_finite=False))  # BLAS nrm2: no overflow on the way
-    return wide if norm <= clip_norm else wide / (norm / clip_norm)
+    # In whatever order and scale they are summed, d squares err by less than 8 (d + 2) 2^-53.
+    excess = norm * (1.0 + (wide.size + 8) * 2.0**-50) / clip_norm
+    return wide if excess <= 1.0 else wide / excess

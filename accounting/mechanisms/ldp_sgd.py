@@ -7,12 +7,14 @@ the L2 ball; named LDP-SGD by Erlingsson et al. 2020, "Encode, shuffle, analyze 
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 from scipy import linalg, special
 
+from accounting.mechanisms.draws import coins, to_normals
 from accounting.mechanisms.gaussian import clip
 from accounting.validation import Checked, ClipNorm, Positive
 
@@ -98,23 +100,25 @@ class LdpSgd(Checked):
         reach = min(1.0, _RANGE / math.sqrt(dimension))
         return self.norm(dimension) * reach / _LARGEST
 
-    def report(self, update: np.ndarray, standard_normal: np.ndarray) -> np.ndarray:
+    def report(self, update: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """One report, in units, rounded and saturated.
 
         Whatever the update, v and -v are equally likely, and a coin says which is sent: rounding
-        errors of the scalar product, which says which side is which, cannot cost any ε.
+        errors of v, and of the scalar product, which says which side is which, cannot cost any ε.
+        From words the coin has exactly the chance (1 + share t)/2, with a share of at most 1.
 
         Args:
             update: shape (d,), any float type.
-            standard_normal: independent N(0, 1) draws, shape (d + 1,).
+            draws: of a `Randomness`, shape (d + 1,).
 
         Returns:
             int16 of shape (d,).
         """
         clipped = clip(update, self.clip_norm)
-        drawn, coin = standard_normal[:-1].astype(np.float64), float(standard_normal[-1])
-        share = float(linalg.norm(clipped)) / self.clip_norm
-        right = coin < special.ndtri(0.5 * (1.0 + min(share, 1.0) * self.bias))
+        drawn = to_normals(draws[:-1]).astype(np.float64)
+        share = min(float(linalg.norm(clipped)) / self.clip_norm, 1.0)
+        numerator, denominator = (share * self.bias).as_integer_ratio()
+        (right,) = coins(draws[-1:], Fraction(numerator + denominator, 2 * denominator))
         side = 1.0 if float(drawn @ clipped) >= 0.0 else -1.0
         dimension = drawn.size
         drawn_length = float(linalg.norm(drawn))

@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import Field
 from scipy import special
 
+from accounting.mechanisms.draws import coins, place_of, to_normals
 from accounting.validation import Checked
 
 
@@ -51,9 +52,9 @@ class RandomisedResponse(Checked):
 
     @property
     def truth(self) -> float:
-        """s in (0, 1)."""
+        """s in (0, 1), rounded down, so that no report costs more than ε₀."""
         grown = math.expm1(self.local_epsilon)
-        return grown / (grown + self.categories)
+        return grown / (grown + self.categories) * (1.0 - 2.0**-49)
 
     @property
     def clip_norm(self) -> float:
@@ -79,27 +80,28 @@ class RandomisedResponse(Checked):
         """What one step of a report's integers stands for: the report of r is k at r less 1."""
         return 1.0 / (self.categories * self.truth)
 
-    def report(self, update: np.ndarray, standard_normal: np.ndarray) -> np.ndarray:
+    def report(self, update: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """One report, in units.
 
         Whatever the update, it is a draw from some p, so that the coin bounds what a report tells.
+        From words the coin's chance is exactly s, and all uniform categories are equally likely.
 
         Args:
             update: `1/k - p`, shape (k,), any float type; what is no such p is made one.
-            standard_normal: independent N(0, 1) draws, shape (3,).
+            draws: of a `Randomness`, shape (3,).
 
         Returns:
             int16 of shape (k,): 1 - k at the category, 1 elsewhere, as an update has its sign.
         """
         k = self.categories
-        own, coin, other = special.ndtr(standard_normal.astype(np.float64)).tolist()
+        own = float(special.ndtr(to_normals(draws[:1]).astype(np.float64))[0])
         shares = 1.0 / k - np.asarray(update, dtype=np.float64)
         shares = np.where(shares > 1e-6, shares, 0.0)  # rounding of float32 is no share
         total = float(shares.sum())
-        if coin < self.truth and 0.0 < total < math.inf:
+        if coins(draws[1:2], self.truth)[0] and 0.0 < total < math.inf:
             place = int(np.searchsorted(np.cumsum(shares), own * total, side="right"))
         else:
-            place = int(other * k)
+            place = place_of(draws[2], k)
         report = np.ones(k, dtype=np.int16)
         report[min(place, k - 1)] = 1 - k
         return report

@@ -2,29 +2,35 @@
 
 Simulation: a pure function of (seed, round, user), so that every engine and every number of workers
 draws the same coins and the same noise. Deployment: the operating system's entropy, nothing else;
-the many draws of noise from a stream cipher that it keys afresh for every call.
+the many words of coins and noise from a stream cipher that it keys afresh for every call.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
+import itertools
 import math
 import os
+import secrets
 from collections.abc import Callable
 from typing import Protocol
 
+import mpmath
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from scipy import special
+
+from accounting.mechanisms.draws import coins, to_normals
 
 # separate Philox keys, so the streams never overlap
 _COIN, _NOISE, _TRAINING, _SUMMED_NOISE, _BLANKETS, _BLANKET_NOISE = 1, 2, 3, 5, 6, 7
 
 _BLOCK = 2**18  # numbers drawn at once: they stay in a core's cache
-_NORMALS_AT_ONCE = 2**15  # of the operating system, for the same reason
-_ZEROS = bytes(8 * _NORMALS_AT_ONCE)
-_NEVER = 2.0**-64  # a probability that is taken for zero
+_ZEROS = bytes(8 * _BLOCK)
+_NEVER = 2.0**-128  # of a round: docs/theory.md, section 7, says what it adds to δ
+_BITS = 256  # of the uniform that the number of blankets is the inverse of
 
 
 class Randomness(Protocol):
@@ -41,7 +47,8 @@ class Randomness(Protocol):
     def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
         """Independent N(0, 1) draws for the reports of `users` (int, shape (k,)).
 
-        Shape (k, size): float64 of the system's entropy, float32 of a seed.
+        Shape (k, size): float32 of a seed; of the system's entropy uint64, the words that stand for
+        draws of any precision. `to_normals` makes floats of them.
         """
         ...
 
@@ -74,7 +81,8 @@ class Randomness(Protocol):
 class SeededRandomness:
     """Reproducible draws for simulation: Philox keyed by (seed, purpose, round).
 
-    Not for deployment: whoever knows the seed can subtract the noise.
+    Not for deployment: whoever knows the seed can subtract the noise, and it has the laws to some
+    ten digits only. Simulated users have no secrets.
     """
 
     def __init__(self, seed: int):
@@ -96,7 +104,8 @@ class SeededRandomness:
 
     def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
         """By the coins of `check_ins`."""
-        return _below(self._stream(_COIN, round).random, users, rate)
+        uniforms = self._stream(_COIN, round).random
+        return _places_of(lambda size: uniforms(size) < rate, users)
 
     def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
         """From the stream of (seed, round, user), whoever else is asked; see `_make_normals`."""
@@ -144,35 +153,36 @@ class SystemRandomness:
     """Draws from the operating system's cryptographic generator, for deployment."""
 
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
-        """Independent coins with probability `rate` (to 2^-52)."""
-        return _system_uniform(len(users)) < rate
+        """Independent coins with exactly the probability `rate`."""
+        return coins(_secret_words(len(users)), rate)
 
     def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
         """By coins like those of `check_ins`."""
-        return _below(_system_uniform, users, rate)
+        return _places_of(lambda size: coins(_secret_words(size), rate), users)
 
     def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
-        """One inverted uniform each, by `_system_normals`.
+        """One word each.
 
         A double-precision normal has holes that can identify the value it was added to (Mironov
-        2012, "On significance of the least significant bits for differential privacy"). Reports
-        are rounded to a grid far coarser than the holes; docs/theory.md bounds what is left.
+        2012, "On significance of the least significant bits for differential privacy"). So a
+        report is decided by the word, with more bits where it needs them: docs/theory.md.
         """
-        return _system_normals(len(users) * size).reshape(len(users), size)
+        return _secret_words(len(users) * size).reshape(len(users), size)
 
     def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
         """From one draw of `standard_normal`, scaled."""
-        return math.sqrt(reports) * self.standard_normal(round, np.arange(1), size).ravel()
+        return math.sqrt(reports) * to_normals(self.standard_normal(round, np.arange(1), size)[0])
 
     def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
         """64 bits of system entropy each."""
         return np.frombuffer(os.urandom(8 * len(users)), dtype=np.uint64)
 
     def number_of_blankets(self, round: int, expected: float) -> int:
-        """By inversion of one uniform of 52 bits."""
-        (uniform,) = _system_uniform(1).tolist()
-        numbers = range(most_blankets(expected))
-        return bisect.bisect_left(numbers, uniform, key=lambda it: special.pdtr(it, expected))
+        """By inversion of one uniform of 256 bits."""
+        if expected == 0:
+            return 0
+        first, steps = _poisson_steps(expected)
+        return first + bisect.bisect_right(steps, secrets.randbits(_BITS))
 
     def blanket_noise(self, round: int, blankets: np.ndarray, size: int) -> np.ndarray:
         """As `standard_normal`."""
@@ -185,16 +195,46 @@ def make_randomness(seed: int | None) -> Randomness:
 
 
 def most_blankets(expected: float) -> int:
-    """A number that Poisson(`expected`) exceeds with probability below 2^-64; 0 for 0.
+    """A number that Poisson(`expected`) reaches with probability below 2^-128; 0 for 0.
 
     A shuffler does the work of so many blankets in every round, so that the time tells nothing of
     how many of them it keeps.
     """
     if expected == 0:
         return 0
-    beyond = math.ceil(expected + 20 * math.sqrt(expected) + 60)
-    numbers = range(beyond)
-    return bisect.bisect_left(numbers, True, key=lambda it: special.pdtrc(it, expected) < _NEVER)
+    numbers = range(1, math.ceil(expected + 20 * math.sqrt(expected) + 60))
+    reached = bisect.bisect_left(
+        numbers, True, key=lambda it: special.pdtrc(it - 1, expected) < _NEVER
+    )
+    return numbers[reached]
+
+
+def least_delta(rounds: int) -> float:
+    """The least δ that so many rounds support: what `_NEVER` adds is 1.2e-16 of it."""
+    return rounds / 1e22
+
+
+@functools.lru_cache(maxsize=16)
+def _poisson_steps(expected: float) -> tuple[int, list[int]]:
+    """Where the distribution function of Poisson(`expected`) has its steps, in units of 2^-256.
+
+    Returns:
+        The largest number with less than 2^-128 of the law up to it, or 0, and the steps at it and
+        at all others below `most_blankets`.
+    """
+    most = most_blankets(expected)
+    likely = bisect.bisect_left(
+        range(most), True, key=lambda it: special.pdtr(it, expected) >= _NEVER
+    )
+    first = max(likely - 1, 0)
+    digits = mpmath.MPContext()
+    digits.prec = 2 * _BITS
+    mean = digits.mpf(expected)
+    start = digits.exp(first * digits.log(mean) - mean - digits.loggamma(first + 1))
+    masses = itertools.accumulate(
+        range(first + 1, most), lambda mass, number: mass * mean / number, initial=start
+    )
+    return first, [int(digits.ldexp(step, _BITS)) for step in itertools.accumulate(masses)]
 
 
 def seed_of_shuffler(seed: int | None, shuffler: int) -> int | None:
@@ -256,47 +296,22 @@ def _make_normals(words: np.ndarray, normals: np.ndarray) -> None:
     second *= radius[:, :rest]
 
 
-def _system_normals(size: int) -> np.ndarray:
-    """N(0, 1) draws, float64 of shape (size,): a sign, and the inverse of a uniform below 1/2.
-
-    The uniform is m/2^64 with m of 63 random bits. One below 2^-12 gets 52 more bits behind these:
-    all are exact to 2^-52 of themselves as far as 9 standard deviations.
-    """
-    normals = np.empty(size)
-    for start in range(0, size, _NORMALS_AT_ONCE):
-        part = normals[start : start + _NORMALS_AT_ONCE]
-        words = _secret_words(len(part))
-        part[:] = words >> np.uint64(1)
-        small = np.flatnonzero(part < 2.0**52)
-        part[small] += _system_uniform(len(small))
-        part *= 2.0**-64
-        special.ndtri(part, out=part)
-        part *= 1.0 - 2.0 * (words & np.uint64(1)).astype(np.float64)
-    return normals
-
-
 def _secret_words(size: int) -> np.ndarray:
-    """At most `_NORMALS_AT_ONCE` random words, uint64 of shape (size,).
+    """Random words, uint64 of shape (size,).
 
     ChaCha20's key stream under a key from the operating system that is used this once.
     """
     stream = Cipher(algorithms.ChaCha20(os.urandom(32), bytes(16)), mode=None).encryptor()
-    return np.frombuffer(stream.update(_ZEROS[: 8 * size]), dtype=np.uint64)
+    words = np.empty(size, dtype=np.uint64)
+    for start in range(0, size, _BLOCK):
+        part = words[start : start + _BLOCK]
+        stream.update_into(_ZEROS[: part.nbytes], part.data.cast("B"))
+    return words
 
 
-def _below(uniforms: Callable[[int], np.ndarray], size: int, bound: float) -> np.ndarray:
-    """Places among `size` uniforms of those below `bound`; memory grows only with their number."""
+def _places_of(coins_of: Callable[[int], np.ndarray], size: int) -> np.ndarray:
+    """Places of the heads among `size` coins; memory grows only with their number."""
     starts = range(0, size, _BLOCK)
-    blocks = [
-        start + np.flatnonzero(uniforms(min(_BLOCK, size - start)) < bound) for start in starts
-    ]
-    return np.concatenate(blocks)
-
-
-def _system_uniform(size: int) -> np.ndarray:
-    """Uniforms on the open interval (0, 1), float64 of shape (size,).
-
-    (b + 1/2) / 2^52 with b of 52 bits: exact in float64, symmetric, never 0 or 1.
-    """
-    bits = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(12)
-    return (bits + 0.5) * 2.0**-52
+    return np.concatenate(
+        [start + np.flatnonzero(coins_of(min(_BLOCK, size - start))) for start in starts]
+    )

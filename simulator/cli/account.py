@@ -32,7 +32,7 @@ def account_command(
     json: options.Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
-    from accounting import LedgerError, participation_note, price
+    from accounting import LedgerError, price
 
     try:
         if run is not None:
@@ -48,8 +48,7 @@ def account_command(
             found = price(event, count, adjacency, at, lower=True)
     except (ValueError, LedgerError) as error:
         options.fail(error)
-    if note := participation_note(event.chance, count, at):
-        typer.echo(f"warning: {note}", err=True)
+    options.warn_of_delta(event.chance, count, at)
     rows = epsilon_rows(found)
     for row in found:
         rows[row.name]["lower_bound"] = row.lower
@@ -115,6 +114,7 @@ def compare_command(
         )
     except (ValueError, OSError) as error:
         options.fail(error)
+    options.warn_of_delta(event.chance, last, at)
     if json:
         told = {p.name: {"epsilon": list(p.epsilons), "covers": p.covers} for p in others}
         options.print_json(

@@ -160,7 +160,7 @@ def calibrate_command(
 
 def _calibrated(plan: _Plan, dimension: int | None) -> tuple[list[str], dict[str, Any]]:
     """What was left out, and the plan with it: its ε, its error, and what a round weighs."""
-    from accounting import MOST_ROUNDS, mean_update_error, participation_note, unused_note
+    from accounting import MOST_ROUNDS, mean_update_error, unused_note
     from accounting.mechanisms import MECHANISMS
     from shuffler import report_length, sealed_length
 
@@ -182,6 +182,6 @@ def _calibrated(plan: _Plan, dimension: int | None) -> tuple[list[str], dict[str
     least = MECHANISMS[plan.mechanism].least_noise
     if note := unused_note(plan.target_epsilon, result["epsilon"], least, **found):
         typer.echo(f"warning: {note}", err=True)
-    if plan.rounds and (note := participation_note(plan.gamma, plan.rounds, plan.delta)):
-        typer.echo(f"warning: {note}", err=True)
+    if plan.rounds:
+        options.warn_of_delta(plan.gamma, plan.rounds, plan.delta)
     return missing, result

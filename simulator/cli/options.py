@@ -53,6 +53,15 @@ def checked_count(option: str, value: int | None) -> int:
     return int(value)  # type: ignore[arg-type]
 
 
+def warn_of_delta(rate: float, rounds: int, delta: float) -> None:
+    """Prints a line where δ is too large to promise much, or too small for a plan."""
+    from accounting import ideal_note, participation_note
+
+    for note in (participation_note(rate, rounds, delta), ideal_note(rounds, delta)):
+        if note:
+            typer.echo(f"warning: {note}", err=True)
+
+
 def checked_delta(text: str, n: int) -> float:
     """The value of --delta for n users."""
     try:

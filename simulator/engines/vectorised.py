@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from accounting import PrivacyPlan
-from accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler
+from accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
 from clients import LocalTraining, ModuleState, record_orders
 from server import (
     MOST_INCOMPLETE,
@@ -382,7 +382,8 @@ class ReportSum:
             scale = self._plan.mechanism.noise_deviation(self._dimension)
             size = max(1, _NUMBERS_AT_ONCE // self._dimension)
             for part in np.split(users, range(size, len(users), size)):
-                noise += self._randomness.standard_normal(round, part, self._dimension).sum(0)
+                draws = self._randomness.standard_normal(round, part, self._dimension)
+                noise += to_normals(draws).sum(0)
             total = total + torch.from_numpy(scale * noise)
         units = np.divide(total.numpy(), self._plan.mechanism.unit(self._dimension), dtype=float)
         return np.rint(units, out=units).astype(np.int64)
@@ -391,11 +392,11 @@ class ReportSum:
         """The sum of these users' clipped updates, float32 of shape (d,)."""
         features, labels = self._records(users)
         orders = self._orders(round, users, labels.shape[1])
-        mechanism, draw = self._plan.mechanism, self._randomness.standard_normal
+        mechanism = self._plan.mechanism
         clipping = Clipping(mechanism.clip_norm)
         if isinstance(mechanism, LdpSgd):  # `noise = "aggregate"` adds all the rest
-            draws = draw(round, users, 2), self._dimension, features.device
-            clipping = RandomSides.drawn(mechanism, *draws)
+            draws = to_normals(self._randomness.standard_normal(round, users, 2))
+            clipping = RandomSides.drawn(mechanism, draws, self._dimension, features.device)
         given = features, labels, self._training, orders, clipping, self._precision
         try:
             with self._turn:

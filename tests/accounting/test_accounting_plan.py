@@ -41,6 +41,7 @@ GOOD = {
         ({"noise_multiplier": math.inf}, "noise_multiplier must be a number"),
         ({"rounds": 0}, "rounds must be a whole number from 1 to"),
         ({"delta": 0.0}, r"delta must be a number in \(0, 1\), got 0.0"),
+        ({"delta": 9.9e-21}, r"delta of a plan of 100 rounds must be at least 1e-20, .* 9.9e-21"),
         ({"delta": 1.0}, r"delta must be a number in \(0, 1\), got 1.0"),
         ({"target_epsilon": -1.0}, "target_epsilon must be a number above 0"),
         ({"target_epsilon": math.inf}, "target_epsilon must be a number above 0"),
@@ -60,6 +61,11 @@ def test_a_value_out_of_range_is_refused_in_one_line(change, message):
     with pytest.raises(ValueError, match=message) as caught:
         make_plan(**GOOD | change)
     assert "\n" not in str(caught.value)
+
+
+def test_the_least_delta_that_is_named_is_allowed():
+    assert make_plan(**GOOD | {"delta": 1e-20}).delta == 1e-20
+    assert make_plan(**GOOD | {"delta": 5.54e-19, "rounds": 5540}).rounds == 5540
 
 
 def test_a_plan_is_frozen_and_hashable():

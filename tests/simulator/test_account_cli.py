@@ -96,6 +96,24 @@ def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_c
     assert "present" in rows["crowd"]["warning"] and rows["crowd"]["lower_bound"] is None
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "account --rounds 20 --noise 3",
+        "compare --rounds 20 --noise 3",
+        "calibrate --rounds 20 --target-epsilon 9 --accountant rdp",
+    ],
+)
+def test_a_delta_too_small_for_a_plan_is_said_to_be_of_the_ideal_mechanism(command):
+    command += " --n 1000 --gamma 0.3 --json --delta"
+    assert shufl(f"{command} 2e-21").stderr == ""
+    result = shufl(f"{command} 1.9e-21")
+    assert result.exit_code == 0 and json.loads(result.stdout)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("warning: so small a delta is of the ideal mechanism only:")
+    assert line.endswith("a plan of 20 rounds supports 2e-21 or more, got 1.9e-21")
+
+
 def test_a_full_disk_below_the_output_is_one_line_and_a_closed_pipe_is_quiet():
     command = shufl_command("account", *f"{SMALL} --noise 3 --rounds 2".split())
     with Path("/dev/full").open("w") as full:
