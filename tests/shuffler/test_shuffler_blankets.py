@@ -371,7 +371,7 @@ def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(
     """The disk fills after the round was opened; what is reserved is left for closing it."""
     store = RunStore(tiny_disk, reserve_bytes=RESERVE)
     length = sealed_length(report_length(200))
-    store.create_run("run", plan(users=10, expected=10.0), length)
+    store.create_run("run", plan(users=10, expected=3.0), length)
     store.open_round("run", 1, "model", generate_key_pair()[1])
     (tiny_disk / "other").write_bytes(bytes(room(tiny_disk) - 20_000))
     with pytest.raises(ShufflerRefused) as refused:
