@@ -61,7 +61,8 @@ class LocalAccountant(ProfileShuffleAccountant):
     def usual_epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
         """Returns a lower bound of ε that takes no composition; 0 if there is none.
 
-        Half of all users take part ⌊γT⌋ times or more, and δ grows with each time.
+        With probability 1/2 or more a user takes part ⌊γT⌋ times or more in rounds of one kind, and
+        δ grows with each time.
         """
         shift = self._always({e: math.floor(_own_rate(e) * count) for e, count in counts.items()})
         if not (0.0 < shift < math.inf and delta > 0.0):

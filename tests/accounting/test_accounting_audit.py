@@ -188,6 +188,16 @@ def test_a_claim_that_needs_the_others_falls_where_they_are_absent():
     assert local.worst.delta_estimate == pytest.approx(local.claimed_delta, abs=0.02)
 
 
+def test_the_claim_of_a_device_that_flips_coins_is_met_by_a_lone_user():
+    """`local` prices a coin of the device's own at γ times the report: no more, and hardly less."""
+    rng = np.random.default_rng(19)
+    claims = [make_accountant("local")]
+    (local,) = check_claims(claims, check_in(5, 0.4, 2.0), 0.3, ["absent"], 20_000, rng=rng)
+    assert not local.violated
+    assert local.claimed_delta == pytest.approx(0.4 * float(gaussian_delta(1.0, 0.3)), rel=1e-3)
+    assert 0.9 * local.claimed_delta < local.worst.delta_lower
+
+
 def test_clopper_pearson_agrees_with_scipy():
     for k in (0, 1, 17, 49, 50):
         lower, upper = clopper_pearson(k, 50, 0.005)

@@ -3,6 +3,7 @@
 import math
 
 import dp_accounting
+import numpy as np
 import pytest
 from rounds import make_plan
 
@@ -204,3 +205,24 @@ def test_rounds_whose_epsilon_is_not_a_number_are_not_within_a_budget(monkeypatc
     monkeypatch.setattr(accounting.Theorem3Accountant, "epsilon_after", lambda *_: math.nan)
     assert accounting.rounds_within_budget(small_plan()) == 0
     assert accounting.most_rounds(lambda rounds: math.nan, 1.0) == 0
+
+
+def test_who_stops_a_run_by_what_it_shows_loses_more_than_epsilon_so_far_but_not_as_planned():
+    """Who stops as soon as the loss so far is well above ε so far: simulated, one user."""
+    rounds, delta, step = 1000, 0.01, 1 / 30
+    plan = small_plan(
+        users=10, check_in_rate=1.0, noise_multiplier=30.0, rounds=rounds, delta=delta,
+        target_epsilon=1e9, adjacency="zero-out", accountant="local",
+    )  # fmt: skip
+    (row,) = (row for row in accounting.epsilon_table(plan, 17) if row.name == "local")
+    price = plan.make_accountant().epsilon_after
+    so_far = np.array([price(plan.event(), delta, t) for t in range(1, rounds + 1)])
+    assert (row.epsilon, row.planned) == (so_far[16], so_far[-1])
+    draws = np.random.default_rng(1).standard_normal((4000, rounds))
+    losses = np.cumsum(step**2 / 2 + step * draws, axis=1)
+    told = np.maximum(1 - np.exp(so_far - losses), 0) > 0.15
+    stops = np.where(told.any(axis=1), told.argmax(axis=1), rounds - 1)
+    at_stop = losses[np.arange(len(stops)), stops]
+    # δ(ε) is at least the mean of (1 - e^{ε - loss})_+, whatever ε is stated where.
+    assert np.mean(np.maximum(1 - np.exp(so_far[stops] - at_stop), 0)) > 3 * delta
+    assert np.mean(np.maximum(1 - np.exp(row.planned - at_stop), 0)) < delta
