@@ -136,6 +136,8 @@ def broadcast(
 
 def _reason(text: str | None) -> str:
     """The message of a client's exception without what Flower wraps around it, in one line."""
+    if re.match(r"<class 'ray\.exceptions\.(?!RayTaskError)", str(text)):
+        return "a Ray worker died"
     inner = str(text).rpartition("Message: ")[2]
     inner = re.sub(r"^<class '[\w.]+'>:<'", "", inner).removesuffix("'>")
     shown = "".join(each if each.isprintable() else " " for each in inner)

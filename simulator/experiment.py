@@ -22,6 +22,7 @@ from accounting import (
 from accounting.mechanisms import MECHANISMS, Mechanism
 from clients import LocalTraining, local_update
 from server import AGGREGATORS, Aggregator, Optimiser
+from shuffler import most_parameters
 from simulator.config import Config, Privacy
 from simulator.data.datasets import Dataset, load_dataset
 from simulator.data.features import load_records
@@ -148,6 +149,19 @@ def prepare(config: Config) -> Experiment:
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
     return replace(experiment, halting_round=halting_round, parameters=parameters)
+
+
+def check_report_size(config: Config, parameters: int) -> None:
+    """Refuses a model whose reports no shuffler takes.
+
+    Raises:
+        ConfigError: it has more parameters than a report holds.
+    """
+    most = most_parameters(config.shuffler.sealing)
+    if parameters > most:
+        raise ConfigError(
+            f"model {config.model.name} has {parameters} parameters; a report holds at most {most}"
+        )
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
