@@ -27,7 +27,7 @@ from accounting.mechanisms import SeededRandomness
 from clients import local_update, user_updates
 from simulator.config import load
 from simulator.console import Console
-from simulator.engines.base import start_ray
+from simulator.engines.base import running_ray
 from simulator.engines.flower import run_on_flower
 from simulator.experiment import Experiment, prepare
 from simulator.records import read_rows
@@ -84,15 +84,15 @@ def plain_flower(experiment: Experiment, rounds: int, folder: Path, together: bo
             torch.nn.utils.vector_to_parameters(vector, model.parameters())
             seconds.append(time.monotonic() - started)
 
-    start_ray()
-    run_on_flower(
-        server_app,
-        client_app,
-        nodes,
-        experiment.config.simulation.cpus_per_node,
-        threading.Event(),
-        folder / f"plain-{together}.log",
-    )
+    with running_ray(folder / "ray.log"):
+        run_on_flower(
+            server_app,
+            client_app,
+            nodes,
+            experiment.config.simulation.cpus_per_node,
+            threading.Event(),
+            folder / f"plain-{together}.log",
+        )
     return seconds
 
 

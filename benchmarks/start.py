@@ -56,7 +56,7 @@ def main(grid, context):
 resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
 run_simulation(server_app, client_app, num_supernodes=20, backend_config=resources)
 """
-RAY = "import ray; ray.init(include_dashboard=False); ray.shutdown()"
+RAY = "import ray; ray.init('local', include_dashboard=False); ray.shutdown()"
 COMMANDS = {
     "python -c 'import torch'": [sys.executable, "-c", "import torch"],
     "flwr --help": [PROGRAMS / "flwr", "--help"],

@@ -52,7 +52,7 @@ _Records = tuple[torch.Tensor, torch.Tensor]
 
 
 class ReportFailed(RuntimeError):
-    """Computing a report failed; names the round, the user and the stage."""
+    """Computing or submitting a report failed; names the round, the user and the stage."""
 
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -232,8 +232,8 @@ class Node:
 
         Whatever goes wrong from the coins on is logged on this node and not told to the server: an
         error only nodes with check-ins can have would tell who checked in. A user whose update
-        cannot be computed sends a report all the same, of noise alone. In simulation a failing
-        computation is told, since it would otherwise be hard to find. A round whose time is over
+        cannot be computed sends a report all the same, of noise alone. With a numeric seed, so in
+        simulation, a failing computation and a lost report are told. A round whose time is over
         before the one before it has ended is given up without a coin.
 
         Args:
@@ -242,7 +242,7 @@ class Node:
             node: this node's number, which decides where it submits.
 
         Raises:
-            ReportFailed: in simulation, when computing a report failed.
+            ReportFailed: in simulation, when computing a report failed, or one was lost.
         """
         number = round.header.round
         if not self._work.acquire(timeout=max(round.until - time.monotonic(), 0.0)):
@@ -257,10 +257,10 @@ class Node:
             left = max(round.until - time.monotonic(), _LEAST_SECONDS)
             for verdict in intake.submit(round.header, reports, deadline=left):
                 if verdict is not Verdict.ACCEPTED:
-                    log.warning("round %d: a report was rejected: %s", number, verdict.name)
+                    self._lost(f"round {number}: a report was rejected: {verdict.name}")
         except ShufflerError as error:
             lost = self._intakes[self.shuffler_of(node)].counts["LOST"]
-            log.warning("round %d: %d reports lost so far: %s", number, lost, error)
+            self._lost(f"round {number}: {lost} reports lost so far: {error}")
         except _ERRORS:
             if self.settings.seed is not None:
                 raise
@@ -367,6 +367,12 @@ class Node:
         if self.settings.seed is not None:
             raise error
         log.warning("an update cannot be computed, and counts as zero: %s", error)
+
+    def _lost(self, what: str) -> None:
+        """Notes that a report is not in the batch; in simulation this is an error."""
+        if self.settings.seed is not None:
+            raise ReportFailed(what)
+        log.warning("%s", what)
 
     def _updates(self, records: list[_Records | None], seeds: np.ndarray) -> Iterator[np.ndarray]:
         """The updates of users with these records: at once where that pays, else one by one.

@@ -7,6 +7,7 @@ from .evaluation import Evaluation, evaluate
 from .rounds import RoundLoop
 from .settings import (
     MOST_INCOMPLETE,
+    NodeFailed,
     Optimiser,
     RoundFailed,
     RunResult,
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointError",
     "Evaluation",
     "Mean",
+    "NodeFailed",
     "Optimiser",
     "PlayedRound",
     "RoundFailed",

@@ -15,6 +15,7 @@ from shuffler import RoundHeader
 
 _LEAST_POLL_SECONDS, _MOST_POLL_SECONDS = 0.005, 0.5
 _REASON_CHARACTERS = 300
+_DIED = "ActorDied|ActorUnavailable|NodeDied|OutOfMemory|RayActor|WorkerCrashed"
 
 
 class Exchange:
@@ -136,6 +137,8 @@ def broadcast(
 
 def _reason(text: str | None) -> str:
     """The message of a client's exception without what Flower wraps around it, in one line."""
+    if re.match(rf"<class 'ray\.exceptions\.({_DIED})Error'", str(text)):
+        return "a Ray worker died"
     inner = str(text).rpartition("Message: ")[2]
     inner = re.sub(r"^<class '[\w.]+'>:<'", "", inner).removesuffix("'>")
     shown = "".join(each if each.isprintable() else " " for each in inner)

@@ -15,7 +15,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from server.broadcast import Exchange, greet
-from server.settings import RoundFailed, ServerSettings, enough_users
+from server.settings import NodeFailed, RoundFailed, ServerSettings, enough_users
 from server.words import NODES_FILE, AgreedNode
 
 log = logging.getLogger(__name__)
@@ -110,8 +110,8 @@ class Fleet:
         """Ids of the nodes that are connected and have agreed, once there are enough of them.
 
         Raises:
-            RoundFailed: there are too few after `patience` seconds; without any patience, as soon
-                as one refuses or fails.
+            NodeFailed: without patience, as soon as one refuses or fails.
+            RoundFailed: there are too few after `patience` seconds.
         """
         settings = self.settings
         seconds = settings.patience or max(_START_SECONDS, settings.round_timeout)
@@ -126,9 +126,10 @@ class Fleet:
             if time.monotonic() > tell_at:
                 self._tell(present)
                 tell_at += _TELL_SECONDS
-            late = time.monotonic() > deadline
-            if late or (self._refused and self._greeting is None and not settings.patience):
-                reasons = [reason for _, reason in self._refused.values()]
+            reasons = [reason for _, reason in self._refused.values()]
+            if reasons and not settings.patience:
+                raise NodeFailed(f"a node did not get ready: {reasons[0]}")
+            if time.monotonic() > deadline:
                 missing = max(settings.nodes - len(present), 0)
                 raise RoundFailed(
                     f"{missing} of {settings.nodes} nodes did not get ready: "
@@ -157,6 +158,11 @@ class Fleet:
         """Why a node that agreed before is not in."""
         _, reason = self._refused.get(node, (0.0, "not connected"))
         return reason
+
+    def name_of(self, node: int) -> str:
+        """What a node that has agreed is called."""
+        number = self.known[node].number
+        return self._agreed[number].name if number in self._agreed else f"node {number}"
 
     def _write(self) -> None:
         """Writes what is known of every node, also of those that were agreed and never came."""

@@ -16,6 +16,7 @@ from server.broadcast import Exchange, broadcast
 from server.fleet import Fleet
 from server.settings import (
     MOST_INCOMPLETE,
+    NodeFailed,
     RoundFailed,
     RunResult,
     ServerSettings,
@@ -83,6 +84,7 @@ class RoundLoop:
         """Runs until the budget, the plan's last round, or an interrupt.
 
         Raises:
+            NodeFailed: without patience, as soon as a node fails or does not answer.
             RoundFailed: nodes do not get ready, or three rounds in a row lacked nodes.
             ShufflerError: the shuffler does not answer or refuses.
         """
@@ -151,9 +153,11 @@ class RoundLoop:
         A silent node costs nothing where ε counts on no other users: the batch is released with
         whoever answered. Otherwise ε is that of `least_present` users mixing, so that a batch with
         fewer of them is destroyed unseen. So is one whose round an interrupt cut short: it holds
-        reports of nodes that are not counted as present, and its mean would be wrong.
+        reports of nodes that are not counted as present, and its mean would be wrong. And so is
+        one of a simulation in which a node failed, which ends the run.
         """
         settings, plan = self.settings, self.settings.plan
+        simulated = not settings.patience
         model = ArrayRecord(trained.state_dict())
         digest = model_digest(trained.state_dict())
         private_key, public_key = generate_key_pair(settings.sealing)
@@ -162,19 +166,25 @@ class RoundLoop:
             shuffler.open_round(header.run_id, round, digest, public_key)
         seconds = settings.round_timeout
         answers = broadcast(self._grid, self._asked, header, public_key, model, seconds)
-        answers.wait(self._waiting_is_over)
-        for reason in answers.errors.values():
-            log.error("round %d: a node failed: %s", round, reason)
+        answers.wait(lambda: self._waiting_is_over() or (simulated and bool(answers.errors)))
+        failures = [
+            f"{self._fleet.name_of(node)}: {why.removeprefix(f'round {round}, ')}"
+            for node, why in answers.errors.items()
+        ]
+        for failure in failures:
+            log.error("round %d, %s", round, failure)
         self._fleet.note(answers)
         present = self._fleet.users_of(answers.received)
         enough = {number: enough_users(users, plan) for number, users in present.items()}
-        cut_short = self._stop() and bool(answers.waiting)
+        incomplete = bool((simulated and failures) or (self._stop() and answers.waiting))
         outcomes = {
             number: shuffler.close_round(
-                header.run_id, round, discard=cut_short or not enough[number]
+                header.run_id, round, discard=incomplete or not enough[number]
             )
             for number, shuffler in enumerate(self._shufflers)
         }
+        if simulated and failures and not self._stop():
+            raise NodeFailed(f"round {round}, {failures[0]}")
         released = [number for number, each in outcomes.items() if each is Outcome.RELEASABLE]
         self._fail_if_nobody_comes(round, answers, any(enough.values()))
         aggregate, users = None, present.total()

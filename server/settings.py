@@ -23,6 +23,10 @@ class RoundFailed(RuntimeError):
     """Rounds cannot go on: nodes are missing, or the model fails; carries the first reason."""
 
 
+class NodeFailed(RoundFailed):
+    """A simulated node failed or did not answer: none of them is honestly silent."""
+
+
 MOST_INCOMPLETE = 3
 """Rounds in a row that are spent for nothing, after which a run ends."""
 

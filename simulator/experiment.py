@@ -23,6 +23,7 @@ from accounting import (
 from accounting.mechanisms import MECHANISMS, Mechanism
 from clients import LocalTraining
 from server import AGGREGATORS, Aggregator, Optimiser
+from shuffler import most_parameters
 from simulator.config import Config, Privacy
 from simulator.data.datasets import Dataset, load_dataset
 from simulator.data.features import load_records
@@ -183,6 +184,19 @@ def _unused(asked: Privacy, decided: Privacy, users: int) -> str | None:
         return None
     least = MECHANISMS[decided.mechanism].least_noise if "noise" in found else 0.0
     return unused_note(decided.target_epsilon, _epsilon(decided, users), least, **found)
+
+
+def check_report_size(config: Config, parameters: int) -> None:
+    """Refuses a model whose reports no shuffler takes.
+
+    Raises:
+        ConfigError: it has more parameters than a report holds.
+    """
+    most = most_parameters(config.shuffler.sealing)
+    if parameters > most:
+        raise ConfigError(
+            f"model {config.model.name} has {parameters} parameters; a report holds at most {most}"
+        )
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:

@@ -165,6 +165,12 @@ class RunRecorder:
         """See `tables.too_few_present`."""
         return too_few_present(self._plan, self.rows, rounds)
 
+    @property
+    def fewest_users_present(self) -> int | None:
+        """In any round; nobody counts those of a lost one."""
+        present = (row["users_present"] for row in self.rows if row["outcome"] != "lost")
+        return min(present, default=None)
+
     def close(self) -> None:
         """Closes both outputs."""
         self._file.close()

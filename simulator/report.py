@@ -13,11 +13,12 @@ from server import RunResult
 from simulator.console import Console
 from simulator.engines import Engine
 from simulator.experiment import Experiment
+from simulator.records import RunRecorder
 from simulator.tables import STOPPED, epsilon_rows, print_epsilons
 
 
 def summarise(
-    result: RunResult, experiment: Experiment, engine: Engine, too_few_present: bool
+    result: RunResult, experiment: Experiment, engine: Engine, recorder: RunRecorder
 ) -> dict[str, Any]:
     """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon.
 
@@ -25,9 +26,10 @@ def summarise(
         result: how the run ended.
         experiment: what was run.
         engine: what ran it.
-        too_few_present: as for `accounting.epsilon_table`.
+        recorder: has the rounds.
     """
     plan, simulation = experiment.plan, experiment.config.simulation
+    too_few_present = recorder.too_few_present(result.rounds)
     return {
         "engine": simulation.engine,
         "noise": simulation.noise,
@@ -42,6 +44,7 @@ def summarise(
         "adjacency": plan.adjacency,
         "shuffler_blankets": plan.shuffler_blankets,
         "least_present": plan.least_present,
+        "fewest_users_present": recorder.fewest_users_present,
         "accountant": plan.accountant,
         "target_epsilon": plan.target_epsilon,
         "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few_present)),

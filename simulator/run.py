@@ -46,6 +46,9 @@ from simulator.tables import epsilon_text
 
 MakeEngine = Callable[[Experiment], Engine]
 
+_MAY_CHANGE = ("cpus_per_node", "round_timeout", "workers")
+"""Keys of `[simulation]` that decide no number: a run may be resumed with other values."""
+
 
 def run(config: Config, runs: Path, console: Console) -> RunResult:
     """Runs a configuration to its end and reports.
@@ -96,8 +99,9 @@ def _begin(folder: Path, experiment: Experiment, engine: Engine, console: Consol
 def resume_run(folder: Path, console: Console, make_engine: MakeEngine | None = None) -> RunResult:
     """Continues an interrupted run in its folder, with its configuration, to its end.
 
-    It goes on from the checkpoint. `server.training` says what becomes of the rounds that were
-    spent after it; the ledger keeps them all.
+    What `_MAY_CHANGE` names may be another there. The run goes on from the checkpoint.
+    `server.training` says what becomes of the rounds that were spent after it; the ledger keeps
+    them all.
 
     Args:
         folder: the run folder.
@@ -166,10 +170,13 @@ def _checkpoint_of(
 
 def _origin(experiment: Experiment, engine: Engine) -> dict[str, str]:
     """What decides a run's numbers beside its plan: a spent round is played again only with it."""
-    configuration = hashlib.sha256(dumps(experiment.config).encode()).hexdigest()[:12]
+    config = experiment.config
+    simulation = config.simulation.model_copy(update=dict.fromkeys(_MAY_CHANGE))
+    numbers = dumps(config.model_copy(update={"simulation": simulation}))
+    configuration = hashlib.sha256(numbers.encode()).hexdigest()[:12]
     versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
     origin = {"config.toml": configuration, "nodes": engine.nodes, **versions}
-    data = experiment.config.data
+    data = config.data
     if data.dataset not in DATASETS or data.features is not None:  # they may change
         names = " ".join(filter(None, (data.dataset, data.features)))
         origin[f"data.dataset {names}"] = dataset_digest(experiment.dataset)[:12]
@@ -230,7 +237,7 @@ def _run_in(
         raise
     finally:
         recorder.close()
-    summary = summarise(result, experiment, engine, recorder.too_few_present(result.rounds))
+    summary = summarise(result, experiment, engine, recorder)
     (folder / "summary.json").write_bytes(to_json(summary, indent=2, inf_nan_mode="null") + b"\n")
     print_summary(console, summary, engine, folder)
     plot_accuracy_epsilon(recorder.rows, plan, folder / "accuracy_epsilon.png")

@@ -46,7 +46,9 @@ from cryptography.hazmat.primitives.hpke import (
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from shuffler.wire.channel import MAX_REPORT_BYTES
 from shuffler.wire.errors import RejectReason, ReportRejected
+from shuffler.wire.reports import report_length
 
 Sealing = Literal["x25519", "mlkem768-x25519"]
 """The names of the suites."""
@@ -180,6 +182,11 @@ def sealed_length(payload_length: int, sealing: Sealing = "x25519") -> int:
     if payload_length < 0:
         raise ValueError(f"payload length must not be negative, got {payload_length}")
     return _KINDS[sealing].overhead + payload_length
+
+
+def most_parameters(sealing: Sealing = "x25519") -> int:
+    """Of a model whose sealed report is no longer than any shuffler takes."""
+    return (MAX_REPORT_BYTES - sealed_length(0, sealing)) // report_length(1)
 
 
 def seal(payload: bytes, public_key: bytes, header: RoundHeader) -> bytes:

@@ -71,6 +71,8 @@ def experiment_command(
                     page = write_page(name, settings, points, folder, pages or folder, failed)
     except KeyboardInterrupt:
         fail(RuntimeError("interrupted; the same command goes on"), 130)
+    except ConfigError as error:
+        fail(error)
     except (EngineFailed, OSError, ValueError) as error:
         fail(error, 1)
     typer.echo(f"written: {page}")

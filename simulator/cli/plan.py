@@ -47,6 +47,7 @@ def plan_command(
     For each check-in rate and number of rounds the noise and the blankets of least error are found.
     ε holds for every pair of datasets, by the accountant blanket, whoever else takes part.
     """
+    from shuffler import most_parameters
     from simulator.data.partition import records_per_user
     from simulator.grid.plans import RATES, ROUNDS, SETTINGS, Question, as_dict, find_plans
 
@@ -66,6 +67,8 @@ def plan_command(
             options.check_file("--write", write)
         setting = None if dataset is None else SETTINGS[dataset]
         size = options.checked_count("--dimension", setting.dimension if setting else dimension)
+        if size > (most := most_parameters()):
+            raise ValueError(f"--dimension must be at most {most}, as a report holds, got {size}")
         question = Question(n, epsilon, at, adjacency, size, cover, device_megabytes)
         if not question.pairs():
             least = question.device_bytes(min(RATES), min(ROUNDS)) / 1e6

@@ -16,7 +16,7 @@ from simulator.config import Config, load
 from simulator.data.features import map_records
 from simulator.data.partition import load_user_records
 from simulator.deployment.sites import NodeSite, check_cover
-from simulator.experiment import data_seed, local_training, plan_of
+from simulator.experiment import check_report_size, data_seed, local_training, plan_of
 from simulator.models import build_model
 from simulator.section import READERS_ERRORS, ConfigError, find, one_line
 from simulator.trial import try_users
@@ -79,7 +79,7 @@ def check_data(
     plan = agreed_plan(config)
     about = site.input_shape, site.classes, data_seed(config), config.model.options
     make_model = functools.partial(build_model, config.model.name, *about)
-    make_model()
+    check_report_size(config, sum(each.numel() for each in make_model().parameters()))
     load_users = _records(site, folder, config, plan)
     records = load_users()
     for user in range(site.users):

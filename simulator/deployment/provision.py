@@ -27,9 +27,9 @@ from simulator.deployment.plan import (
     server_process,
     shuffler_process,
 )
-from simulator.deployment.server_app import deployed_config
+from simulator.deployment.server_app import deployed_experiment
 from simulator.deployment.sites import ServerSite
-from simulator.experiment import Experiment, prepare
+from simulator.experiment import Experiment
 from simulator.section import ConfigError
 
 _FOLDER = "@folder@"  # stands for a site's, until it is known
@@ -145,7 +145,7 @@ def experiment_of(deployment: Deployment, base: Path) -> Experiment:
     """
     path = base / deployment.config
     config = load(str(path) if path.exists() else deployment.config)
-    return prepare(deployed_config(config, _server_site(deployment)))
+    return deployed_experiment(config, _server_site(deployment))
 
 
 def _modules(base: Path, config: Config, *others: str) -> dict[str, str]:

@@ -48,7 +48,7 @@ from simulator.deployment.sites import (
     load_site,
 )
 from simulator.engines.base import logs_to
-from simulator.experiment import Experiment, prepare
+from simulator.experiment import Experiment, check_report_size, prepare
 from simulator.records import MetricsError
 from simulator.run import begin_run, make_folder, resume_run
 from simulator.section import ConfigError, one_line
@@ -70,28 +70,29 @@ def main(grid: Grid, context: Context) -> None:
         if "folder" in given:
             folder = Path(given["folder"])
         else:
-            config = deployed_config(load(given["config"]), site)
-            folder = make_folder(
-                Path(given.get("runs") or site_path.parent / "runs"), prepare(config)
-            )
+            experiment = deployed_experiment(load(given["config"]), site)
+            folder = make_folder(Path(given.get("runs") or site_path.parent / "runs"), experiment)
     except KeyError as missing:
         raise ConfigError(f"the run configuration lacks {missing}") from None
     play(folder, site, grid, given.get("attempt", ""))
 
 
-def deployed_config(config: Config, site: ServerSite) -> Config:
-    """A run's configuration for real nodes: nothing of it is drawn from the seed.
+def deployed_experiment(config: Config, site: ServerSite) -> Experiment:
+    """A run on real nodes: nothing of it is drawn from the seed.
 
     No round is played again, so each has its checkpoint.
 
     Raises:
-        ConfigError: the plan lacks cover.
+        ConfigError: the configuration cannot be run, the plan lacks cover, or a report cannot hold
+            the model.
     """
     check_cover(config.privacy.cover)
     shuffler = config.shuffler.model_copy(update={"number": len(site.shufflers)})
     training = config.training.model_copy(update={"checkpoint_every": 1})
     decided = {"seed": "system", "shuffler": shuffler, "training": training}
-    return config.model_copy(update=decided)
+    experiment = prepare(config.model_copy(update=decided))
+    check_report_size(experiment.config, experiment.parameters)
+    return experiment
 
 
 def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:

@@ -17,7 +17,7 @@ from accounting import Ledger
 from server import RoundFailed
 from simulator.config import Config
 from simulator.deployment.plan import PROGRAMS, flower_environment
-from simulator.deployment.server_app import deployed_config
+from simulator.deployment.server_app import deployed_experiment
 from simulator.deployment.sites import (
     CONSOLE_FILE,
     OUTCOME_FILE,
@@ -26,7 +26,6 @@ from simulator.deployment.sites import (
     load_site,
 )
 from simulator.engines import EngineFailed, interrupts
-from simulator.experiment import prepare
 from simulator.run import make_folder
 from simulator.section import ConfigError, one_line
 
@@ -57,7 +56,7 @@ def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
         EngineFailed: Flower did not take the run, or it was killed.
     """
     site = _site(site_path)
-    folder = make_folder(runs, prepare(deployed_config(config, site)))
+    folder = make_folder(runs, deployed_experiment(config, site))
     try:
         return _follow(connection, site_path, folder)
     except _NotTaken:

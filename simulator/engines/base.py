@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from simulator.section import one_line
+from simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
     from server import RoundRecord, RunResult, TrainingSettings
     from simulator.experiment import Experiment
+
+
+_CONNECT_SECONDS = 10.0  # for a cluster to answer
 
 
 class EngineFailed(RuntimeError):
@@ -66,32 +70,86 @@ class Engine(Protocol):
         """
 
 
-def start_ray() -> None:
+def check_cluster() -> None:
+    """Refuses a RAY_ADDRESS where no Ray answers; Ray itself would try for minutes.
+
+    Raises:
+        ConfigError: none does.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "local"):  # a Ray of our own
+        return
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    by_client, _, server = address.rpartition("://")  # "ray://": by Ray's client protocol
+    try:
+        if address != "auto" and not re.fullmatch(r".+:\d{1,5}", server):
+            raise ValueError("it must be HOST:PORT, ray://HOST:PORT, auto or local")
+        if not by_client:
+            server = canonicalize_bootstrap_address(address)
+        with init_grpc_channel(server) as channel:
+            if by_client:
+                grpc.channel_ready_future(channel).result(_CONNECT_SECONDS)
+            else:
+                gcs = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+                gcs.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=_CONNECT_SECONDS)
+    except (ConnectionError, ValueError, grpc.RpcError, grpc.FutureTimeoutError) as error:
+        asked = isinstance(error, (grpc.RpcError, grpc.FutureTimeoutError))
+        why = "no Ray answers there" if asked else one_line(error).partition(".")[0]
+        raise ConfigError(
+            f"RAY_ADDRESS must name a running cluster, got {address}: {why}"
+        ) from error
+
+
+@contextmanager
+def running_ray(log_file: Path) -> Iterator[None]:
     """Connects to the cluster at RAY_ADDRESS if that is set, else starts a Ray of our own.
+
+    What Ray would print among a run's own lines, and what its workers print, goes to a file.
 
     Ray's workers find our packages first, then whatever this process finds. Ray puts the working
     directory of `ray.init` at the head of its workers' path: there a user's folder named `server`
     would hide ours. So it is ours while Ray starts.
 
     Raises:
+        ConfigError: no Ray answers at RAY_ADDRESS.
         EngineFailed: Ray does not start, as on a machine so busy that it takes half a minute.
     """
+    check_cluster()
     import ray
+    from ray._private import worker
 
+    def write(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if data["pid"] != "autoscaler":  # which says every five seconds that nothing has changed
+            with log_file.open("a", encoding="utf-8") as file:
+                file.writelines(f"({data['pid']}) {line}\n" for line in data["lines"])
+
+    worker.print_to_stdstream = write  # Ray has no setting for where this goes
+    # Without an address Ray would look for a cluster that somebody else has started here.
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    options |= {"logging_level": logging.WARNING, "log_to_driver": "://" not in address}
     here, path = Path.cwd(), os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-    os.chdir(Path(__file__).resolve().parents[2])
-    try:
-        options = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except Exception as error:  # Ray's own has no class of its own
-        raise EngineFailed(f"Ray does not start: {one_line(error)}") from error
-    finally:
-        os.chdir(here)
-        if path is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = path
+    with logs_to(log_file, "ray"):
+        os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+        os.chdir(Path(__file__).resolve().parents[2])
+        try:
+            ray.init(address, **options)
+        except Exception as error:  # Ray's own has no class of its own
+            raise EngineFailed(f"Ray does not start: {one_line(error)}") from error
+        finally:
+            os.chdir(here)
+            if path is None:
+                del os.environ["PYTHONPATH"]
+            else:
+                os.environ["PYTHONPATH"] = path
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextmanager

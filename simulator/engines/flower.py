@@ -17,14 +17,28 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from accounting import ACCOUNTANTS
 from accounting.mechanisms import seed_of_shuffler
 from clients import ClientSettings, DeviceLedger, make_client_app
-from server import RoundRecord, RunResult, ServerSettings, TrainingSettings, make_server_app
+from server import (
+    NodeFailed,
+    RoundFailed,
+    RoundRecord,
+    RunResult,
+    ServerSettings,
+    TrainingSettings,
+    make_server_app,
+)
 from shuffler import ShufflerProcess
-from simulator.engines.base import EngineFailed, interrupts, logs_to, start_ray
+from simulator.engines.base import (
+    EngineFailed,
+    check_cluster,
+    interrupts,
+    logs_to,
+    running_ray,
+)
 from simulator.engines.memory import keep_freed_memory
 from simulator.engines.outside_shuffler import OutsideShuffler
+from simulator.experiment import check_report_size
 from simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -32,13 +46,21 @@ if TYPE_CHECKING:
 
 _GRACE_SECONDS = 5.0  # for nodes still at work when the ServerApp has ended
 
+_ADVICE = {
+    "a Ray worker died": " (killed, or out of memory; a higher simulation.cpus_per_node has fewer "
+    "nodes at work at once)",
+    "no answer within": ", which is simulation.round_timeout",
+}
+"""What to say of why a node failed."""
+
 
 class FlowerEngine:
     """Plays rounds by messages: Flower nodes, real shuffler processes, sealed reports.
 
-    A round played again makes the same release only if its batch is released with all users or
-    not at all: otherwise other nodes may be silent than before. Nor does it at a shuffler that the
-    run has not started, which draws its own blankets and opens no round twice.
+    A batch is released with the reports of all nodes or not at all, so a round played again makes
+    the same release. It does not where nodes reply before their reports are sent (`reply_after`),
+    or at a shuffler that the run has not started, which draws its own blankets and opens no round
+    twice.
     """
 
     gradients = "vmap, or user by user"
@@ -57,6 +79,7 @@ class FlowerEngine:
                 f"simulation.cpus_per_node must be at most {os.cpu_count()}, the CPUs here, "
                 f"got {simulation.cpus_per_node:g}"
             )
+        check_report_size(experiment.config, experiment.parameters)
         self._outside = OutsideShuffler.of(experiment)
         self.description = f"flower on {simulation.nodes} nodes, gradients by {self.gradients}"
         if self._outside is not None:
@@ -66,10 +89,8 @@ class FlowerEngine:
                 "simulation.reply_after must be below simulation.round_timeout, "
                 f"{simulation.round_timeout:g}, got {simulation.reply_after:g}"
             )
-        counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
-        self.repeats_releases = (
-            counts_on_others and plan.least_present == plan.users and self._outside is None
-        )
+        check_cluster()
+        self.repeats_releases = self._outside is None and simulation.reply_after == 0
         self._keys, self._shuffler = simulation, experiment.config.shuffler
         self._seed = experiment.seed
         self._client_settings = functools.partial(
@@ -90,8 +111,6 @@ class FlowerEngine:
         stop: threading.Event,
     ) -> RunResult:
         """Starts the shufflers, unless one is there already, then Flower, and waits for the end."""
-        import ray
-
         keep_freed_memory()
         keys, folder = self._keys, training.folder
         results: list[RunResult] = []
@@ -103,8 +122,7 @@ class FlowerEngine:
             for each in own:
                 stack.push(each)
                 each.start()
-            stack.callback(ray.shutdown)
-            start_ray()  # meanwhile
+            stack.enter_context(running_ray(folder / "ray.log"))  # starts meanwhile
             stack.enter_context(interrupts(stop))
             for each in own:
                 each.wait()
@@ -131,7 +149,14 @@ class FlowerEngine:
             )
             os.environ["FLWR_HOME"] = str(folder / "flower")
             log_file = folder / "flower.log"
-            run_on_flower(server_app, client_app, keys.nodes, keys.cpus_per_node, stop, log_file)
+            try:
+                run_on_flower(
+                    server_app, client_app, keys.nodes, keys.cpus_per_node, stop, log_file
+                )
+            except NodeFailed as error:
+                advice = next((each for why, each in _ADVICE.items() if why in str(error)), "")
+                resume = f"shufl run --resume {folder} goes on"
+                raise RoundFailed(f"{error}{advice}; {resume}") from error
         return results[0]
 
     def _own_shufflers(self, folder: Path) -> list[ShufflerProcess]:
@@ -160,7 +185,7 @@ def run_on_flower(
     stop: threading.Event,
     log_file: Path,
 ) -> None:
-    """Runs a ServerApp and `nodes` ClientApps on the Ray that was started, and then ends it.
+    """Runs a ServerApp and `nodes` ClientApps on the Ray that was started.
 
     Flower deprecates `run_simulation` in favour of `flwr run`, which starts a SuperLink that
     outlives the command.
@@ -179,7 +204,6 @@ def run_on_flower(
         EngineFailed: Flower or Ray failed.
         Exception: whatever the ServerApp raised.
     """
-    import ray
     from flwr.simulation import run_simulation
 
     main = _Main(server_app)
@@ -204,7 +228,6 @@ def run_on_flower(
         finally:
             stop.set()
             main.returned.set()
-            ray.shutdown()
     if main.error is not None:
         raise main.error
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,31 +16,32 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import nn
 
 from simulator.data.partition import PartitionedRecords
-from simulator.engines.base import EngineFailed, start_ray
+from simulator.engines.base import EngineFailed, running_ray
 from simulator.engines.vectorised import Blankets, ReportSum, SumReports, VectorisedSettings
-from simulator.section import ConfigError
 
-_CONNECT_SECONDS = 5.0
 _START_SECONDS = 120.0
 _TRIES = 3  # of a shard's part of a round
 
 
 @contextmanager
-def ray_workers(settings: VectorisedSettings, records: PartitionedRecords) -> Iterator[SumReports]:
+def ray_workers(
+    settings: VectorisedSettings, records: PartitionedRecords, log_file: Path
+) -> Iterator[SumReports]:
     """Starts `simulation.workers` Ray workers and gives `ReportSum.sum` by all of them.
 
     On the cluster at RAY_ADDRESS if that is set, else in a Ray of its own that ends with the run.
     A worker is an actor with one CPU and, with `simulation.device = "cuda"`, its share of the
     cluster's GPUs. It is sent its users' records when it starts and the model once a round. Ray
     replaces one that dies, and has its part of the round computed anew: nobody has read what it
-    drew, so that the round has one release, as its ledger line says.
+    drew, so that the round has one release, as its ledger line says. What Ray says of it goes to a
+    log file.
 
     Raises:
         EngineFailed: Ray or the workers do not start or fail, one dies in every try of a round, or
             the cluster lacks the GPUs.
     """
     ends = shards(settings.plan.users, settings.users_per_block, settings.keys.workers)
-    try:
+    with running_ray(log_file):
         workers = _start(settings, records, ends)
 
         def sum_reports(
@@ -62,26 +62,6 @@ def ray_workers(settings: VectorisedSettings, records: PartitionedRecords) -> It
                 ) from error
 
         yield sum_reports
-    finally:
-        ray.shutdown()
-
-
-def check_cluster() -> None:
-    """Refuses a RAY_ADDRESS where nothing listens; Ray itself would try for minutes.
-
-    Raises:
-        ConfigError: nothing does.
-    """
-    address = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not port.isdigit():  # none given, or a name that Ray resolves
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"RAY_ADDRESS must name a running cluster, got {address}: {error}"
-        ) from error
 
 
 class _Worker:
@@ -102,7 +82,6 @@ def _start(
 ) -> list[tuple[ActorHandle, list[ray.ObjectRef]]]:
     """A worker for each shard, once all of them are ready, and what it must hold."""
     try:
-        start_ray()
         needs = needs_of_a_worker(settings.keys.device, len(ends))
         make = ray.remote(max_restarts=-1, max_task_retries=_TRIES - 1, **needs)(_Worker).remote
         shared = ray.put(settings)

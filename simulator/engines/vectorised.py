@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ from server import (
     enough_users,
 )
 from simulator.data.partition import PartitionedRecords
-from simulator.engines.base import interrupts
+from simulator.engines.base import check_cluster, interrupts
 from simulator.engines.gradient_forms import Clipping, RandomSides
 from simulator.engines.memory import keep_freed_memory
 from simulator.engines.table import VectorisedKeys
@@ -156,19 +157,20 @@ class VectorisedEngine:
         stop: threading.Event,
     ) -> RunResult:
         """Trains in this thread."""
-        with self._sum_reports() as sum_reports, interrupts(stop):
+        with self._sum_reports(training.folder) as sum_reports, interrupts(stop):
             rounds = VectorisedRounds(self.settings, sum_reports)
             return Training(training).run(rounds, observe, stop.is_set)
 
     @contextlib.contextmanager
-    def _sum_reports(self) -> Iterator[SumReports]:
+    def _sum_reports(self, folder: Path) -> Iterator[SumReports]:
         """Where reports are summed: in this process, or by Ray workers."""
         if self.settings.keys.workers == 1:
             yield ReportSum(self.settings, self.load_users()).sum
         else:
             from simulator.engines.ray_workers import ray_workers
 
-            with ray_workers(self.settings, self.load_users()) as sum_reports:
+            log_file = folder / "ray.log"
+            with ray_workers(self.settings, self.load_users(), log_file) as sum_reports:
                 yield sum_reports
 
 
@@ -186,8 +188,6 @@ def _check_machine(keys: VectorisedKeys) -> None:
             f"simulation.workers must be at most {os.cpu_count()}, the CPUs here, without a Ray "
             f"cluster at RAY_ADDRESS, got {keys.workers}"
         )
-    from simulator.engines.ray_workers import check_cluster  # Ray takes its time
-
     check_cluster()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import time
 from typing import Any
@@ -15,69 +16,107 @@ from simulator.config import Config
 from simulator.data.features import load_records
 from simulator.experiment import data_seed
 from simulator.models import build_model
-from simulator.section import ConfigError
+from simulator.section import ConfigError, readers_code
 
 
-def train(config: Config, private: bool) -> dict[str, Any]:
-    """Trains with the configuration's data, model and rounds, and tells what `result.json` has.
+class Reference:
+    """Training with a configuration's data, model and rounds; making one is the check of it.
 
-    Args:
-        config: gives C, ε and δ too. A record is in a round's batch with probability 1/b, where b
-            is the number of equal batches that the records make, about 1/γ.
-        private: by Opacus, where ε is that of adding or removing a record; that of replacing one
-            would be larger. Otherwise nothing is clipped, no noise is added, and the batches of
-            1/γ rounds are all records in random order.
+    A record is in a round's batch with probability 1/b, where b is the number of equal batches that
+    the records make, about 1/γ.
+    """
+
+    def __init__(self, config: Config, private: bool):
+        """Gets ready.
+
+        Args:
+            config: gives C, ε and δ too.
+            private: by Opacus, where ε is that of adding or removing a record; that of replacing
+                one would be larger. Otherwise nothing is clipped, no noise is added, and the
+                batches of 1/γ rounds are all records in random order.
+
+        Raises:
+            ConfigError: Opacus is not installed or cannot train the model, δ is left to the users'
+                number, or there are fewer users than records.
+        """
+        self._config, self._private = config, private
+        privacy, training = config.privacy, config.training
+        torch.manual_seed(data_seed(config))
+        self._data = load_records(config.data.dataset, config.data.features)
+        records = len(self._data.train_labels)
+        if private:
+            _check(config, records)
+        about = self._data.input_shape, self._data.classes, data_seed(config), config.model.options
+        self._model = build_model(config.model.name, *about).to(config.simulation.device).train()
+        self._optimiser = Optimiser(
+            training.optimiser,
+            training.learning_rate,
+            training.momentum,
+            training.schedule,
+            privacy.rounds,
+            training.averaging,
+        )
+        size = -(-records // max(1, round(1 / privacy.check_in_rate)))
+        loader = DataLoader(TensorDataset(torch.arange(records)), batch_size=size, shuffle=True)
+        # Fewer than 1/γ, where they do not divide the records; Opacus draws by these.
+        self._batches = len(loader)
+        stepper = self._optimiser.build(self._model)
+        self._learner: Any = self._model, stepper, nn.CrossEntropyLoss(), loader
+        self._promise: dict[str, Any] = {"epsilon": {}, "adjacency": "–", "accountant": "–"}
+        self._noise = 0.0
+        if private:
+            with readers_code(f"Opacus cannot train model {config.model.name} as configured"):
+                self._learner, self._promise, self._noise = _with_opacus(
+                    config, self._batches, *self._learner
+                )
+
+    def train(self) -> dict[str, Any]:
+        """Trains, and tells what `result.json` has."""
+        config, data, model = self._config, self._data, self._model
+        privacy, device = config.privacy, config.simulation.device
+        average, begun = self._optimiser.average_of(model), time.monotonic()
+        network, stepper, criterion, loader = self._learner
+        drawn = itertools.chain.from_iterable(itertools.repeat(loader))
+        for step, (batch,) in enumerate(itertools.islice(drawn, privacy.rounds), start=1):
+            for group in stepper.param_groups:
+                group["lr"] = self._optimiser.learning_rate_at(step)
+            stepper.zero_grad()
+            inputs = data.inputs(data.train_features[batch].to(device))
+            criterion(network(inputs), data.train_labels[batch].to(device)).backward()
+            stepper.step()
+            if average is not None:
+                average.update_parameters(model)
+        test = data.inputs(data.test_features.to(device)), data.test_labels.to(device)
+        result = evaluate(model if average is None else average.module, *test)
+        return {
+            "accuracy": result.accuracy,
+            "loss": result.loss,
+            "rounds": privacy.rounds,
+            **self._promise,
+            "delta": privacy.delta if self._private else None,
+            "check_in_rate": 1 / self._batches,
+            "noise_multiplier": self._noise,
+            "shuffler_blankets": 0.0,
+            "seconds": time.monotonic() - begun,
+        }
+
+
+def _check(config: Config, records: int) -> None:
+    """Refuses a configuration that central training cannot be compared with.
 
     Raises:
-        ConfigError: Opacus is not installed, or the configuration leaves δ to the users' number.
+        ConfigError: one line.
     """
-    privacy, training, device = config.privacy, config.training, config.simulation.device
-    torch.manual_seed(data_seed(config))
-    data = load_records(config.data.dataset, config.data.features)
-    features, labels = data.train_features, data.train_labels
-    about = data.input_shape, data.classes, data_seed(config), config.model.options
-    model = build_model(config.model.name, *about).to(device).train()
-    optimiser = Optimiser(
-        training.optimiser,
-        training.learning_rate,
-        training.momentum,
-        training.schedule,
-        privacy.rounds,
-        training.averaging,
-    )
-    average, begun = optimiser.average_of(model), time.monotonic()
-    size = -(-len(labels) // max(1, round(1 / privacy.check_in_rate)))
-    loader = DataLoader(TensorDataset(torch.arange(len(labels))), batch_size=size, shuffle=True)
-    batches = len(loader)  # fewer, where they do not divide the records; Opacus draws by these
-    learner: Any = model, optimiser.build(model), nn.CrossEntropyLoss(), loader
-    promise: dict[str, Any] = {"epsilon": {}, "adjacency": "–", "accountant": "–"}
-    noise = 0.0
-    if private:
-        learner, promise, noise = _with_opacus(config, batches, *learner)
-    network, stepper, criterion, loader = learner
-    drawn = itertools.chain.from_iterable(itertools.repeat(loader))
-    for step, (batch,) in enumerate(itertools.islice(drawn, privacy.rounds), start=1):
-        for group in stepper.param_groups:
-            group["lr"] = optimiser.learning_rate_at(step)
-        stepper.zero_grad()
-        inputs, targets = data.inputs(features[batch].to(device)), labels[batch].to(device)
-        criterion(network(inputs), targets).backward()
-        stepper.step()
-        if average is not None:
-            average.update_parameters(model)
-    test = data.inputs(data.test_features.to(device)), data.test_labels.to(device)
-    result = evaluate(model if average is None else average.module, *test)
-    return {
-        "accuracy": result.accuracy,
-        "loss": result.loss,
-        "rounds": privacy.rounds,
-        **promise,
-        "delta": privacy.delta if private else None,
-        "check_in_rate": 1 / batches,
-        "noise_multiplier": noise,
-        "shuffler_blankets": 0.0,
-        "seconds": time.monotonic() - begun,
-    }
+    if config.privacy.delta == "1/n":
+        raise ConfigError('privacy.delta must be a number with trainer central, got "1/n"')
+    users = config.data.users
+    if users is not None and users < records and config.data.partition != "repeated":
+        raise ConfigError(
+            "data.users must be left out with trainer central, which protects single records: a "
+            f"user of several would be protected less than by us; got {users} for {records} records"
+        )
+    if importlib.util.find_spec("opacus") is None:
+        raise ConfigError("trainer central needs Opacus: pip install 'shufl[bench]'")
 
 
 def _with_opacus(
@@ -89,15 +128,11 @@ def _with_opacus(
     loader: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any], float]:
     """What Opacus makes of model, optimiser, loss and loader; what that promises; and its z."""
-    try:
-        from opacus import PrivacyEngine
-        from opacus.accountants import PRVAccountant
-        from opacus.accountants.utils import get_noise_multiplier
-    except ImportError:
-        raise ConfigError("trainer central needs Opacus: pip install 'shufl[bench]'") from None
+    from opacus import PrivacyEngine
+    from opacus.accountants import PRVAccountant
+    from opacus.accountants.utils import get_noise_multiplier
+
     privacy = config.privacy
-    if privacy.delta == "1/n":
-        raise ConfigError('privacy.delta must be a number with trainer central, got "1/n"')
     noise = get_noise_multiplier(
         target_epsilon=privacy.target_epsilon,
         target_delta=privacy.delta,

@@ -18,6 +18,9 @@ from accounting.validation import NotNegative, Probability, Rate, Record, first_
 from server import CheckpointError
 from simulator.config import dumps
 from simulator.console import Console
+from simulator.engines import ENGINES
+from simulator.experiment import prepare
+from simulator.grid.central import Reference
 from simulator.grid.settings import Point
 from simulator.records import MetricsError, read_rows
 from simulator.run import resume_run, run
@@ -39,15 +42,29 @@ def play(point: Point, folder: Path, threads: int, command: str) -> None:
     """
     torch.set_num_threads(threads)
     if point.trainer != "shufl":
-        from simulator.grid.central import train
-
-        came_to = train(point.config, private=point.trainer == "central")
+        came_to = _reference(point).train()
     else:
         came_to = _outcome(_played(point, folder))
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
     origin = {"command": command, "commit": _commit(), "versions": versions}
     write_result(folder, point, came_to | origin)
+
+
+def check(point: Point) -> None:
+    """Makes ready to play a point.
+
+    Raises:
+        ConfigError: it cannot be played.
+    """
+    if point.trainer != "shufl":
+        _reference(point)
+    else:
+        ENGINES[point.config.simulation.engine].load()(prepare(point.config))
+
+
+def _reference(point: Point) -> Reference:
+    return Reference(point.config, private=point.trainer == "central")
 
 
 def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:

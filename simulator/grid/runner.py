@@ -5,14 +5,15 @@ from __future__ import annotations
 import datetime
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from simulator.console import Console
-from simulator.engines.base import EngineFailed, interrupts, start_ray
-from simulator.grid.points import play, read_result
+from simulator.engines.base import EngineFailed, interrupts, running_ray
+from simulator.grid.points import check, play, read_result
 from simulator.grid.settings import Point
-from simulator.section import one_line
+from simulator.section import ConfigError, one_line
 
 _POLL_SECONDS = 0.5  # between looks at whether an interrupt came
 
@@ -25,7 +26,7 @@ def play_points(
     console: Console,
     failed: dict[str, str],
 ) -> None:
-    """Plays those that have no result yet.
+    """Plays those that have no result yet, once all of them are known to be playable.
 
     Args:
         points: of a grid.
@@ -36,6 +37,7 @@ def play_points(
         failed: gets why points failed, by what they are called; the others are finished.
 
     Raises:
+        ConfigError: the configuration of one of them is wrong; none has been played.
         EngineFailed: Ray does not start, or has fewer processors or GPUs than a point needs.
         KeyboardInterrupt: SIGINT or SIGTERM came; what was at work is ended.
     """
@@ -45,40 +47,55 @@ def play_points(
         return
     import ray
 
-    start_ray()
-    begun, stop = time.monotonic(), threading.Event()
-    try:
+    stop = threading.Event()
+    with running_ray(folder / "ray.log"):
         there = ray.cluster_resources()
         for what, needed in (("CPU", cpus), ("GPU", max(map(_gpus, waiting)))):
             if needed > there.get(what, 0):
                 raise EngineFailed(
                     f"a point needs {needed:g} {what}s, and Ray has {there.get(what, 0):g}"
                 )
-        task = ray.remote(max_retries=0, num_cpus=cpus)(play)
-        at_work = {
-            task.options(num_gpus=_gpus(point)).remote(
-                point, folder / point.key, cpus, command
-            ): point
-            for point in waiting
-        }
-        with interrupts(stop):
+
+        def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:
+            needs = {"num_cpus": cpus, "num_gpus": _gpus(point)}
+            return ray.remote(max_retries=0, **needs)(task).remote(point, *arguments)
+
+        def ended(at_work: dict[Any, Point]) -> Iterator[tuple[Any, Point]]:
             while at_work:
                 done, _ = ray.wait(list(at_work), timeout=_POLL_SECONDS)
                 if stop.is_set():
                     raise KeyboardInterrupt
-                for each in done:
-                    point = at_work.pop(each)
-                    said = _outcome(each, point, folder, failed)
-                    finished = len(waiting) - len(at_work)
-                    left = (time.monotonic() - begun) / finished * len(at_work)
-                    console.print(
-                        f"{finished}/{len(waiting)}  {point}: {said}; "
-                        f"{datetime.timedelta(seconds=round(left))} left",
-                        soft_wrap=True,
-                        highlight=False,
-                    )
-    finally:
-        ray.shutdown()
+                yield from ((each, at_work.pop(each)) for each in done)
+
+        with interrupts(stop):
+            alike = {point.apart_from_seed: point for point in reversed(waiting)}
+            for done, point in ended({begin(check, point): point for point in alike.values()}):
+                _refuse_mistake(done, point)
+            begun = time.monotonic()
+            at_work = {
+                begin(play, point, folder / point.key, cpus, command): point for point in waiting
+            }
+            for done, point in ended(at_work):
+                said = _outcome(done, point, folder, failed)
+                finished = len(waiting) - len(at_work)
+                left = (time.monotonic() - begun) / finished * len(at_work)
+                console.print(
+                    f"{finished}/{len(waiting)}  {point}: {said}; "
+                    f"{datetime.timedelta(seconds=round(left))} left",
+                    soft_wrap=True,
+                    highlight=False,
+                )
+
+
+def _refuse_mistake(done: Any, point: Point) -> None:
+    """Raises a ConfigError of a task of `check`; whatever else ended it will end `play` too."""
+    import ray
+
+    try:
+        ray.get(done)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ConfigError):
+            raise ConfigError(f"{point}: {one_line(error.cause)}") from None
 
 
 def _outcome(done: Any, point: Point, folder: Path, failed: dict[str, str]) -> str:

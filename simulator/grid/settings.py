@@ -158,6 +158,11 @@ class Point:
         """Of trainer and configuration, hexadecimal."""
         return hashlib.sha256(f"{self.trainer} {dumps(self.config)}".encode()).hexdigest()[:10]
 
+    @property
+    def apart_from_seed(self) -> tuple[str, str]:
+        """What points that differ in their seed alone have in common."""
+        return self.trainer, dumps(self.config.model_copy(update={"seed": 0}))
+
     def __str__(self) -> str:
         return f"{self.series}, {shown(self.value)}, seed {self.seed}"
 

@@ -15,6 +15,7 @@ from client_world import (
     Round,
     begin_flower_task,
     broken_users,
+    load_users,
     make_model,
     records,
     reply_content,
@@ -25,7 +26,15 @@ from accounting import rounds_within_budget
 from accounting.mechanisms import SeededRandomness
 from clients import DeviceLedger, LocalTraining, ReportFailed, RoundRefused, local_update
 from clients.update import user_updates
-from shuffler import ControlClient, Outcome, ShufflerProcess, generate_key_pair
+from shuffler import (
+    ControlClient,
+    IntakeClient,
+    Outcome,
+    ShufflerProcess,
+    Verdict,
+    generate_key_pair,
+    report_length,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -286,6 +295,24 @@ def test_a_failing_user_is_named_in_simulation_and_hidden_in_deployment(make_rou
         ledger=ledger,
     ).open()
     assert reply_content(deployed.announce()) == {"acknowledgement": {"received": True}}
+
+
+def test_a_report_that_is_lost_is_told_in_simulation_and_hidden_in_deployment(make_round, ledger):
+    """Somebody has reported as user 4 before."""
+    round = make_round(rate=1.0).open()
+    for told in (True, False):
+        if not told:
+            about = {"load_users": load_users, "seed": None, "ledger": ledger}
+            round = Round(*round.settings.shufflers[0], round.control, "lost", **about).open()
+        with IntakeClient(*round.settings.shufflers[0]) as intake:
+            sealed = round.seal(bytes(report_length(round.dimension)))
+            assert list(intake.submit(round.header, [(4, sealed)])) == [Verdict.ACCEPTED]
+        if told:
+            with pytest.raises(ReportFailed, match=r"^round 1: a report was rejected: DUPLICATE$"):
+                round.announce()
+            round.control.close_round(round.header.run_id, 1, discard=True)
+        else:
+            assert reply_content(round.announce()) == {"acknowledgement": {"received": True}}
 
 
 @pytest.mark.parametrize("cover", [False, True])

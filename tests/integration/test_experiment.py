@@ -46,7 +46,7 @@ seeds = [3, 4]
 name = "Fast!"
 [[series]]
 name = "[red]impossible"
-each = [{}, {"privacy.target_epsilon" = 1e-6}]
+each = [{}, {"simulation.silent" = 0.5}]
 """
 
 
@@ -95,10 +95,10 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     assert again.returncode == 1
     assert again.stderr == f"error: 2 of 8 points failed, see {pages}/tiny-grid.md\n"
     assert f"8 points, {len(done)} of them already there" in again.stdout
-    assert again.stdout.count("  [red]impossible, 2, seed 3: failed: privacy.target_epsilon ") == 1
+    assert again.stdout.count("  [red]impossible, 2, seed 3: failed: 3 rounds in a row were d") == 1
     assert {path: path.stat().st_mtime_ns for path in done} == done
     page = (pages / "tiny-grid.md").read_text()
-    assert "- [red]impossible, 2, seed 4: privacy.target_epsilon must be at least" in page
+    assert "- [red]impossible, 2, seed 4: 3 rounds in a row were discarded" in page
     with (pages / "tiny-grid.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {(row["series"], row["value"], row["seed"]) for row in rows} == {
@@ -106,7 +106,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
         for series in ("Fast!", "[red]impossible")
         for z in ("1.0", "2.0")
         for seed in ("3", "4")
-    } - {("[red]impossible", "2.0", "3"), ("impossible", "2.0", "4")}
+    } - {("[red]impossible", "2.0", "3"), ("[red]impossible", "2.0", "4")}
     mean = sum(float(row["accuracy"]) for row in rows if row["value"] == "2.0") / 2
     assert f"{100 * mean:.2f} (" in next(
         line for line in page.splitlines() if line.startswith("| Fast! | ")
@@ -244,6 +244,21 @@ def test_a_result_that_is_damaged_is_played_anew(tmp_path):
     for damaged in ({}, [], good | {"accuracy": None}, good | {"epsilon": []}):
         (tmp_path / "result.json").write_text(json.dumps(damaged))
         assert read_result(tmp_path) is None
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
+    """Each setting is allowed, and that of `central` alone does not fit."""
+    central = 'name = "central"\ntrainer = "central"\n[series.settings]\n"privacy.delta" = 1e-5'
+    grid = write_grid(tmp_path, 3, **{'name = "impossible"': central, "each = [": "# ["})
+    asked = shufl("experiment", grid, "--results", tmp_path / "results")
+    assert asked.returncode == 2
+    assert re.fullmatch(
+        r"error: central, [12], seed 3: data\.users must be left out with trainer central, .* got "
+        r"60 for 1437 records\n",
+        asked.stderr,
+    )
+    assert not list((tmp_path / "results").glob("*/*/"))
 
 
 def test_more_processors_than_there_are_is_one_line(tmp_path):

@@ -197,7 +197,8 @@ def test_the_vectorised_engine_spends_and_records_what_the_flower_engine_does(fi
     assert "vectorised on cpu in float32, noise drawn for each report" in result.stdout
     assert re.search(r"^round 1/6 .* rounds/s, \d:\d\d:\d\d left$", result.stdout, re.MULTILINE)
     missing = {path.name for path in on_flower.iterdir()} - {path.name for path in folder.iterdir()}
-    assert missing == {"flower", "flower.log", "nodes.json", "server.log", "shuffler.log"}
+    logs = {"flower.log", "ray.log", "server.log", "shuffler.log"}
+    assert missing == {"flower", "nodes.json", *logs}
 
 
 def test_the_run_folder_is_complete_and_names_no_user(finished):

@@ -2,11 +2,14 @@
 
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import ray
@@ -24,7 +27,7 @@ from run_world import (
 from accounting import Ledger
 from accounting.mechanisms import SeededRandomness
 from simulator.config import ConfigError, load
-from simulator.engines import EngineFailed
+from simulator.engines import EngineFailed, base
 from simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
 from simulator.engines.vectorised import ReportSum, VectorisedEngine
 from simulator.experiment import prepare
@@ -96,6 +99,8 @@ def test_killed_workers_change_nothing(tmp_path, monkeypatch):
     assert (result.returncode, result.stderr) == (0, "")
     wait_until(lambda: not left_behind(tmp_path), 30, "Ray's processes to end")
     assert "vectorised on cpu in float32 by 2 Ray workers" in result.stdout
+    assert "A worker died" not in result.stdout
+    assert "A worker died" in (only_folder(tmp_path / "runs") / "ray.log").read_text()
     assert (tmp_path / "kills").read_text() == "xx"
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     monkeypatch.setenv("TEST_KILLS", "2")  # of which both have taken place
@@ -163,7 +168,9 @@ def test_a_cluster_without_gpus_is_one_line(tmp_path, monkeypatch):
     message = '^simulation.device = "cuda" needs GPUs, the Ray cluster has none$'
     with (
         pytest.raises(EngineFailed, match=message),
-        ray_workers(dataclasses.replace(of.settings, keys=keys), of.load_users()),
+        ray_workers(
+            dataclasses.replace(of.settings, keys=keys), of.load_users(), tmp_path / "ray.log"
+        ),
     ):
         raise AssertionError("workers have started")
 
@@ -173,8 +180,40 @@ def test_more_workers_than_cpus_need_a_cluster(tmp_path, monkeypatch):
     many = (os.cpu_count() or 1) + 1
     with pytest.raises(ConfigError, match=f"simulation.workers must be at most .*, got {many}"):
         engine(tmp_path, f"simulation.workers={many}")
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nothing listens
-    config = load(str(tmp_path / "tiny.toml"), [VECTORISED, f"simulation.workers={many}"])
-    with pytest.raises(ConfigError, match="RAY_ADDRESS must name a running cluster, got 127"):
+
+
+@pytest.fixture(scope="module")
+def no_cluster():
+    """Addresses where Ray is not: nobody listens, nobody answers, somebody else does.
+
+    Ray takes 127.0.0.1 for the machine's other address.
+    """
+    with socket.create_server(("127.0.0.2", 0)) as gone:
+        closed = f"127.0.0.2:{gone.getsockname()[1]}"
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.2:0")
+    other.start()
+    with socket.create_server(("127.0.0.2", 0)) as mute:
+        silent = f"127.0.0.2:{mute.getsockname()[1]}"
+        yield {"closed": closed, "silent": silent, "other": f"127.0.0.2:{port}"}
+    other.stop(None)
+
+
+@pytest.mark.parametrize("engine", ["flower", "vectorised"])
+@pytest.mark.parametrize(
+    "address",
+    ["{closed}", "{silent}", "{other}", "ray://{closed}", "ray://{silent}", "cluster", "a:b", ":1"],
+)
+def test_a_ray_address_without_a_cluster_is_one_line_before_any_work(
+    tmp_path, monkeypatch, no_cluster, engine, address
+):
+    given = address.format(**no_cluster)
+    monkeypatch.setenv("RAY_ADDRESS", given)
+    monkeypatch.setattr(base, "_CONNECT_SECONDS", 0.5)
+    settings = [f"simulation.engine={engine}", "simulation.workers=2"]
+    config = load(str(tiny_config(tmp_path, 4)), settings)
+    message = f"^RAY_ADDRESS must name a running cluster, got {given}: .+$"
+    with pytest.raises(ConfigError, match=message) as raised:
         run(config, tmp_path / "none", Console(quiet=True))
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 200
     assert not (tmp_path / "none").exists()

@@ -3,10 +3,14 @@
 import pytest
 
 from simulator.config import load
-from simulator.grid.central import train
+from simulator.grid.central import Reference
 from simulator.section import ConfigError
 
 DIGITS = ["privacy.rounds = 40", "privacy.check_in_rate = 0.25", "privacy.delta = 1e-5"]
+
+
+def train(config, private):
+    return Reference(config, private).train()
 
 
 def test_plain_training_has_neither_noise_nor_a_promise():
@@ -45,6 +49,19 @@ def test_central_training_draws_batches_at_the_rate_that_it_accounts_for():
 
 
 def test_central_training_needs_a_delta_that_is_a_number():
-    pytest.importorskip("opacus")
     with pytest.raises(ConfigError, match=r"privacy\.delta must be a number"):
-        train(load("quickstart", ['privacy.delta = "1/n"']), private=True)
+        Reference(load("quickstart", ['privacy.delta = "1/n"']), private=True)
+
+
+@pytest.mark.parametrize("users", [400, 1436])
+def test_central_training_is_not_compared_with_users_of_several_records(users):
+    message = f"protects single records: .* got {users} for 1437 records$"
+    with pytest.raises(ConfigError, match=message):
+        Reference(load("quickstart", [*DIGITS, f"data.users = {users}"]), private=True)
+    Reference(load("quickstart", [*DIGITS, f"data.users = {users}"]), private=False)
+
+
+def test_central_training_of_a_model_that_opacus_does_not_know_is_one_line():
+    pytest.importorskip("opacus")
+    with pytest.raises(ConfigError, match=r"^Opacus cannot train model histogram as configured: "):
+        Reference(load("quickstart", [*DIGITS, "model.name = histogram"]), private=True)

@@ -315,6 +315,21 @@ def test_a_node_maps_its_own_records_to_the_features_that_the_model_takes(base):
         assert settings.make_model()(features).shape == (len(labels), 10)
 
 
+def test_a_model_too_large_for_a_report_is_refused_on_both_sides(base):
+    too_large = "model mlp has 33750010 parameters; a report holds at most 33554400"
+    provisioned(base)
+    run = base / "sites/ward-1/run.toml"
+    run.write_text(run.read_text().replace("[model.options]", "[model.options]\nhidden = 450000"))
+    site = load_site(base / "sites/ward-1/node.toml", NodeSite)
+    with pytest.raises(ConfigError, match=f"^{too_large}$"):
+        node_settings(site.model_copy(update={"config": str(run)}), base)
+    (base / "run.toml").write_text(
+        tomli_w.dumps(RUN | {"model": {"name": "mlp", "options": {"hidden": 450_000}}})
+    )
+    with pytest.raises(ConfigError, match=f"^{too_large}$"):
+        provisioned(base)
+
+
 def test_a_plan_without_cover_is_refused_on_both_sides(base):
     """The server's code on a node's machine would see who sends."""
     provisioned(base)
