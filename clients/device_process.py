@@ -17,12 +17,14 @@ from typing import Any
 
 import grpc
 import numpy as np
+from flwr.app import ArrayRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
+from accounting.lines import one_line
 from clients.app import ANSWERS, Answer
 from clients.device import RoundRefused
-from clients.relay import OPTIONS, SERVICE
+from clients.relay import SERVICE
 from clients.settings import ClientSettings
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 _THREADS = 4  # a round may be answered while another one's answer waits for its moment
 _SOCKET_MODE = 0o660  # for the group of the user that runs Flower's SuperNode
 _STOP_SECONDS = 5.0
+_MOST_SAID_BYTES = 2**14  # of a message beside its model; a fifth of it would do
 
 
 def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) -> None:
@@ -49,7 +52,7 @@ def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) 
         raise ValueError("a deployed node's ledger needs the limits of the device's owner")
     server = grpc.server(
         ThreadPoolExecutor(_THREADS),
-        options=OPTIONS,
+        options=[("grpc.max_receive_message_length", _most_bytes(settings))],
         maximum_concurrent_rpcs=_THREADS,
     )
     handlers = {
@@ -83,13 +86,41 @@ class _Answering:
         settings = self._settings
         assert settings.users is not None
         try:
-            asked = recorddict_from_proto(RecordDictMessage.FromString(request))
+            asked = _read(request)
             users = np.arange(settings.users)
             answer = self._answer(settings, asked, settings.number, users)
         except RoundRefused as refused:
             log.warning("refused: %s", refused)
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, one_line(str(refused)))
         except Exception:
             log.exception("a message was not answered")
             context.abort(grpc.StatusCode.INTERNAL, "this node failed; its own log says why")
         return recorddict_to_proto(answer).SerializeToString()
+
+
+def _most_bytes(settings: ClientSettings) -> int:
+    """The longest message that a server can need; gRPC refuses a longer one before it is read."""
+    model = RecordDict({"model": ArrayRecord(settings.make_model().state_dict())})
+    return recorddict_to_proto(model).ByteSize() + _MOST_SAID_BYTES
+
+
+def _read(request: bytes) -> RecordDict:
+    """The records of a message.
+
+    Raises:
+        RoundRefused: it is no message, two of its records or values have one name, or a record that
+            is no model is too long.
+    """
+    try:
+        message = RecordDictMessage.FromString(request)
+        groups = [message.items]
+        for record in message.items:
+            if record.ByteSize() > _MOST_SAID_BYTES and not record.HasField("array_record"):
+                raise ValueError("a long record, and no model")
+            groups += [record.array_record.items, record.config_record.items]
+        for names in ([each.key for each in group] for group in groups):
+            if len(set(names)) < len(names):
+                raise ValueError("two of one name")
+        return recorddict_from_proto(message)
+    except Exception:
+        raise RoundRefused("the message is malformed") from None

@@ -137,6 +137,7 @@ def broadcast(
 def _reason(text: str | None) -> str:
     """The message of a client's exception without what Flower wraps around it, in one line."""
     inner = str(text).rpartition("Message: ")[2]
+    inner = inner[: 10 * _REASON_CHARACTERS]  # a node may send megabytes
     inner = re.sub(r"^<class '[\w.]+'>:<'", "", inner).removesuffix("'>")
     shown = "".join(each if each.isprintable() else " " for each in inner)
     return textwrap.shorten(shown, _REASON_CHARACTERS, placeholder=" …")

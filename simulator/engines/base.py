@@ -117,18 +117,3 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-@contextmanager
-def logs_to(path: Path, name: str) -> Iterator[None]:
-    """Sends a logger to a file instead of the console."""
-    logger = logging.getLogger(name)
-    handlers, propagate = logger.handlers[:], logger.propagate
-    file_handler = logging.FileHandler(path)
-    file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.handlers, logger.propagate = [file_handler], False
-    try:
-        yield
-    finally:
-        logger.handlers, logger.propagate = handlers, propagate
-        file_handler.close()
