@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
+import types
 from pathlib import Path
 
 import grpc
@@ -17,6 +19,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 from run_world import wait_until
 
 from clients import RoundRefused
+from clients.device_process import _Reader
 from clients.node import Announcement, Question
 from simulator.deployment.node import node_settings
 from simulator.deployment.rehearse import Rehearsal
@@ -101,6 +104,18 @@ def with_two(record: str, model: ArrayRecord, fields: dict) -> bytes:
     return message.SerializeToString()
 
 
+def many_records(number: int) -> bytes:
+    """Records without a name or a value, each of which has two bytes."""
+    return b"\x0a\x00" * number
+
+
+def many_arrays(number: int) -> bytes:
+    """A model of arrays without a name or a value, each of which has two bytes."""
+    message = RecordDictMessage()
+    message.items.add(key="model").array_record.MergeFromString(many_records(number))
+    return message.SerializeToString()
+
+
 def declares(shape: str, model: ArrayRecord) -> ArrayRecord:
     """The model, the first of whose arrays says that it has another shape."""
     message = recorddict_to_proto(RecordDict({"model": model})).items[0].array_record
@@ -138,7 +153,7 @@ def test_nothing_that_a_server_says_forges_a_line_of_the_log_or_makes_it_long(de
         ("query", {"model": model}),
         ("query", {}),
         ("query", b"\xff" * 100),
-        ("query", b"\x0a\x00" * 5_000),
+        *(("query", many) for many in (many_records(15_000), many_arrays(15_000))),
         ("query", with_two("value", model, question)),
         *(
             ("train", {"model": model, "round": ConfigRecord(round | changes)})
@@ -210,3 +225,25 @@ def test_what_a_server_names_has_a_form_and_a_length(name, wrong):
 def test_a_record_of_arrays_is_no_question():
     with pytest.raises(RoundRefused, match="the run's announcement is malformed"):
         Question.read(ArrayRecord([np.zeros(3)]))
+
+
+def many_values(number: int) -> bytes:
+    """A record of values without a name or a value, each of which has two bytes."""
+    message = RecordDictMessage()
+    message.items.add(key="round").config_record.MergeFromString(many_records(number))
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize("make", [many_records, many_arrays, many_values])
+def test_thousands_of_nothings_are_counted_before_they_are_read(make):
+    """Each would be an object of hundreds of bytes, and all together fill a machine."""
+    reader = _Reader(types.SimpleNamespace(make_model=lambda: torch.nn.Linear(1000, 1000)))
+    request = make(500_000)
+    assert len(request) < reader.most_bytes
+    tracemalloc.start()
+    try:
+        with pytest.raises(RoundRefused, match="the message is malformed"):
+            reader.read(request)
+        assert tracemalloc.get_traced_memory()[1] < 2e6
+    finally:
+        tracemalloc.stop()
