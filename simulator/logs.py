@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +47,3 @@ def log_handler(path: Path | None) -> logging.Handler:
     handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler()
     handler.setFormatter(EventFormatter())
     return handler
-
-
-@contextmanager
-def logs_to(path: Path, name: str) -> Iterator[None]:
-    """Sends a logger to a file instead of the console."""
-    logger = logging.getLogger(name)
-    handlers, propagate = logger.handlers[:], logger.propagate
-    handler = log_handler(path)
-    logger.handlers, logger.propagate = [handler], False
-    try:
-        yield
-    finally:
-        logger.handlers, logger.propagate = handlers, propagate
-        handler.close()

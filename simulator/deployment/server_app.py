@@ -47,8 +47,8 @@ from simulator.deployment.sites import (
     check_cover,
     load_site,
 )
+from simulator.engines.base import logs_to
 from simulator.experiment import Experiment, prepare
-from simulator.logs import logs_to
 from simulator.records import MetricsError
 from simulator.run import begin_run, make_folder, resume_run
 from simulator.section import ConfigError, one_line

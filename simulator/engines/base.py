@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from simulator.logs import log_handler
+
 if TYPE_CHECKING:
     from server import RoundRecord, RunResult, TrainingSettings
     from simulator.experiment import Experiment
@@ -117,3 +119,17 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+@contextmanager
+def logs_to(path: Path, name: str) -> Iterator[None]:
+    """Sends a logger to a file instead of the console."""
+    logger = logging.getLogger(name)
+    handlers, propagate = logger.handlers[:], logger.propagate
+    file_handler = log_handler(path)
+    logger.handlers, logger.propagate = [file_handler], False
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+        file_handler.close()

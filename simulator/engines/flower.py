@@ -22,10 +22,9 @@ from accounting.mechanisms import seed_of_shuffler
 from clients import ClientSettings, DeviceLedger, make_client_app
 from server import RoundRecord, RunResult, ServerSettings, TrainingSettings, make_server_app
 from shuffler import ShufflerProcess
-from simulator.engines.base import EngineFailed, interrupts, start_ray
+from simulator.engines.base import EngineFailed, interrupts, logs_to, start_ray
 from simulator.engines.memory import keep_freed_memory
 from simulator.engines.outside_shuffler import OutsideShuffler
-from simulator.logs import logs_to
 from simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from server.broadcast import _reason
 from server.fleet import read_node
 from shuffler import ShufflerProcess
 from shuffler.record import START, make_entry, verify
-from simulator.logs import logs_to
+from simulator.engines.base import logs_to
 
 HOSTILE = "x\n2026-11-25 12:00:00,000 INFO forged\r\x1b[2J\x7f\x9b2J\u202e\u2028\ud800forged\x00"
 
