@@ -10,7 +10,8 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.node import Announcement, Node
+from clients.device import RoundRefused
+from clients.node import Announcement, Node, Question
 from clients.settings import ClientSettings
 
 _nodes: dict[str | None, Node] = {}  # this process's, by run; Flower rebuilds the app per message
@@ -44,12 +45,12 @@ def ready(
     Raises:
         RoundRefused: it does not agree.
     """
-    node = _node(settings)
-    run = asked["round"]
-    node.agree(str(run["run_id"]), str(run["plan_digest"]))
-    node.accept_run(str(run["run_id"]), number)
-    about = {"number": number, "users": len(users), "shuffler": node.shuffler_of(number)}
-    return _acknowledgement(about)
+    (about,) = _records(asked, "round")
+    question, node = Question.read(about), _node(settings)
+    node.agree(question.run_id, question.plan_digest)
+    node.accept_run(question.run_id, number)
+    said = {"number": number, "users": len(users), "shuffler": node.shuffler_of(number)}
+    return _acknowledgement(said)
 
 
 def train(
@@ -67,8 +68,9 @@ def train(
         RoundRefused: the node does not agree; decided before any coin.
     """
     reply_at = time.monotonic() + settings.reply_after
-    node = _node(settings)
-    round = node.prepare(Announcement.read(asked["round"]), asked["model"], number)
+    about, model = _records(asked, "round", "model")
+    announced, node = Announcement.read(about), _node(settings)
+    round = node.prepare(announced, model, number)
     if settings.reply_after:
         # From here on nothing that depends on a coin may hold the reply up, or hasten it.
         node.take_part_later(users, round, number)
@@ -90,6 +92,13 @@ def _handler(settings: ClientSettings, answer: Answer) -> Callable[[Message, Con
         return Message(answer(settings, message.content, number, users), reply_to=message)
 
     return handle
+
+
+def _records(asked: RecordDict, *names: str) -> list[Any]:
+    """The records of a message that has these and no others."""
+    if set(asked) != set(names):
+        raise RoundRefused(f"a message must have the records {' and '.join(names)}, and no others")
+    return [asked[name] for name in names]
 
 
 def _acknowledgement(content: dict[str, Any]) -> RecordDict:

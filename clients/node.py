@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
@@ -55,8 +55,46 @@ class ReportFailed(RuntimeError):
     """Computing or submitting a report failed; names the round, the user and the stage."""
 
 
+_RunId = Annotated[str, Field(pattern="^[ -~]{1,256}$")]  # ASCII; no shuffler takes a longer one
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_LONGEST_KEY = 1216  # bytes: that of the post-quantum hybrid
+
+
+class _Said:
+    """What a server says. It is logged and kept, so its form and its length are checked."""
+
+    _name = "round's announcement"
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Self:
+        """Reads a record of a message.
+
+        Raises:
+            RoundRefused: a field is missing, unknown or not what it should be.
+        """
+        try:
+            return cls(**fields)
+        except (ValueError, TypeError):
+            raise RoundRefused(f"the {cls._name} is malformed") from None
+
+
 @pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class Announcement:
+class Question(_Said):
+    """What the server asks before the first round: whether a node agrees.
+
+    Attributes:
+        run_id: the run.
+        plan_digest: of the privacy plan.
+    """
+
+    _name = "run's announcement"
+
+    run_id: _RunId
+    plan_digest: _Digest
+
+
+@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class Announcement(_Said):
     """What the server says of a round, beside the model.
 
     Attributes:
@@ -67,23 +105,11 @@ class Announcement:
         seconds: for how long the server waits for answers.
     """
 
-    run_id: str
+    run_id: _RunId
     round: Annotated[int, Field(ge=0, lt=2**63)]
-    plan_digest: str
-    public_key: bytes
+    plan_digest: _Digest
+    public_key: Annotated[bytes, Field(max_length=_LONGEST_KEY)]
     seconds: Seconds
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Announcement:
-        """The announcement in a message.
-
-        Raises:
-            RoundRefused: a field is missing, unknown or not what it should be.
-        """
-        try:
-            return cls(**fields)
-        except (ValueError, TypeError) as error:
-            raise RoundRefused("the round's announcement is malformed") from error
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
 SERVICE = "shufl.Device"
-OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _KINDS = ("query", "train")
 _SECONDS = 3600.0  # the longest answer; the server's deadline is shorter
 
@@ -31,7 +30,7 @@ class NodeUnavailable(RuntimeError):
 def _relay(kind: str) -> Callable[[Message, Context], Message]:
     def deliver(message: Message, context: Context) -> Message:
         socket = context.node_config["socket"]
-        with grpc.insecure_channel(f"unix:{socket}", options=OPTIONS) as channel:
+        with grpc.insecure_channel(f"unix:{socket}") as channel:
             call = channel.unary_unary(f"/{SERVICE}/{kind}")
             try:
                 answer = call(

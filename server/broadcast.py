@@ -140,6 +140,7 @@ def _reason(text: str | None) -> str:
     if re.match(rf"<class 'ray\.exceptions\.({_DIED})Error'", str(text)):
         return "a Ray worker died"
     inner = str(text).rpartition("Message: ")[2]
+    inner = inner[: 10 * _REASON_CHARACTERS]  # a node may send megabytes
     inner = re.sub(r"^<class '[\w.]+'>:<'", "", inner).removesuffix("'>")
     shown = "".join(each if each.isprintable() else " " for each in inner)
     return textwrap.shorten(shown, _REASON_CHARACTERS, placeholder=" …")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import reprlib
 import textwrap
 import time
 from collections import Counter
@@ -56,7 +57,9 @@ def read_node(said: dict[str, Any], shufflers: int) -> NodeState:
     """
     number, users, shuffler = (said.get(name) for name in ("number", "users", "shuffler"))
     if type(number) is not int or type(users) is not int or type(shuffler) is not int or users < 1:
-        raise ValueError(f"a node must say for how many users it speaks, it said {said}")
+        raise ValueError(
+            f"a node must say for how many users it speaks, it said {reprlib.repr(said)}"
+        )
     if shuffler != number % shufflers:
         raise ValueError(
             f"node {number} must report to shuffler {number % shufflers} of {shufflers}, "

@@ -53,6 +53,8 @@ def verify(entries: Iterable[str]) -> list[dict[str, Any]]:
             values = json.loads(entry)
             good = values["index"] == index and values["previous"] == previous
             good = good and all(isinstance(values[name], kind) for name, kind in _KINDS.items())
+            # In ASCII and on one line: an entry is written to a file, and shown on a terminal.
+            good = good and entry == json.dumps(values, separators=(",", ":"))
         except (ValueError, KeyError, TypeError, RecursionError):
             good = False
         if not good:

@@ -7,7 +7,10 @@ what a shuffler releases of them is how many there are of each category, and not
 
 from __future__ import annotations
 
+import codecs
 import csv
+import re
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,6 +179,9 @@ def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:
 def count_column(path: Path, column: str, categories: list[str], other: bool) -> np.ndarray:
     """How many rows of a CSV file have each category, shape (k,).
 
+    Every line is a row. What a reader of CSV would mend in silence is refused: one open quote makes
+    one value of many users.
+
     Args:
         path: of a file whose first line names its columns.
         column: its name.
@@ -183,28 +189,121 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
         other: whether the last of them stands for any other value.
 
     Raises:
-        ValueError: it is no CSV in UTF-8, the column or a value's category is not there, or there
-            are no rows.
+        ValueError: a line is no row, the column or a value's category is not there, or there are no
+            rows; names the line, and shows a few characters of it.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.reader(file)
-            names = next(rows, [])
-            if column not in names:
-                raise ValueError(f"--column must be one of {', '.join(names)}, got {column}")
-            place = names.index(column)
-            found = Counter(row[place] if place < len(row) else "" for row in rows if row)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} must be CSV in UTF-8: {error}") from None
+    names: list[str] = []
+    found: Counter[str] = Counter()
+    first: dict[str, int] = {}  # line of each value
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if number == 1:
+                    names = _fields(line.removeprefix(codecs.BOM_UTF8))
+                    place = _place(column, names)
+                    continue
+                row = _fields(line)
+                if len(row) != len(names):
+                    raise _NoRow(f"has {len(row)} fields, line 1 has {len(names)}")
+            except _NoRow as why:
+                raise ValueError(f"{path} must be CSV in UTF-8: line {number} {why}") from None
+            found[row[place]] += 1
+            first.setdefault(row[place], number)
     if not found:
         raise ValueError(f"{path} has no rows")
-    unknown = found.keys() - set(categories)
-    if unknown and not other:
-        raise ValueError(
-            f"column {column} has {min(unknown)!r}, which is not among --categories; name it "
-            "there, or give --other"
-        )
-    counts = [found[category] for category in categories]
+    _check_values(path, column, first, categories[:-1] if other else categories, other)
+    counts = [found.pop(category, 0) for category in categories]
     if other:
-        counts[-1] += sum(found[value] for value in unknown)
+        counts[-1] += found.total()
     return np.array(counts)
+
+
+_ODD = r"\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ufeff"
+"""Control characters but the tab, line breaks, and the mark that may begin a file."""
+
+_PLAIN = re.compile(f'[^"{_ODD}]*')
+_FIELD = f'(?:"(?:[^"{_ODD}]|"")*"|[^",{_ODD}]*)'
+_QUOTED = re.compile(f"{_FIELD}(?:,{_FIELD})*")
+_MOST_IN_LINE = 2**17
+_MOST_SHOWN = 60
+
+
+class _NoRow(ValueError):
+    """Why a line is no row of a CSV file."""
+
+
+def _fields(line: bytes) -> list[str]:
+    """The fields of a line of CSV (RFC 4180), in none of which a line may end.
+
+    Raises:
+        _NoRow: it has none.
+    """
+    try:
+        text = line.removesuffix(b"\n").removesuffix(b"\r").decode()
+    except UnicodeDecodeError as error:
+        raise _NoRow(f"has bytes that are not UTF-8, from byte {error.start + 1} on") from None
+    if not text:
+        raise _NoRow('is blank; an empty value alone is written ""')
+    if len(text) > _MOST_IN_LINE:
+        raise _NoRow(f"has {len(text)} characters, at most {_MOST_IN_LINE} are read")
+    if _PLAIN.fullmatch(text):
+        return text.split(",")
+    if odd := re.search(f"[{_ODD}]", text):
+        raise _NoRow(f"has the character {odd[0]!a} at place {odd.start() + 1}")
+    if not _QUOTED.fullmatch(text):
+        raise _NoRow(
+            "has an open or a stray quote: quotes are around a whole field, two stand for one in "
+            "it, and no line ends between them"
+        )
+    return next(csv.reader([text], strict=True))
+
+
+def _place(column: str, names: list[str]) -> int:
+    """Where a column is.
+
+    Raises:
+        _NoRow: two columns have one name.
+        ValueError: it is not there.
+    """
+    twice = [name for name, count in Counter(map(_looks, names)).items() if count > 1]
+    if twice:
+        raise _NoRow(f"names the column {shown(twice[0])} twice")
+    if column not in names:
+        listed = ", ".join(name if name == _looks(name) else shown(name) for name in names)
+        listed = listed if len(listed) <= 5 * _MOST_SHOWN else f"{listed[: 5 * _MOST_SHOWN]} …"
+        raise ValueError(f"--column must be one of {listed}, got {column}")
+    return names.index(column)
+
+
+def _check_values(
+    path: Path, column: str, first: dict[str, int], named: list[str], other: bool
+) -> None:
+    """Refuses a value that is in no category, or looks like one of another.
+
+    Raises:
+        ValueError: names its first line.
+    """
+    looks = {_looks(category): category for category in named}
+    for value in sorted(first.keys() - set(named), key=first.__getitem__):
+        meant = looks.get(_looks(value))
+        where = f"{path}, line {first[value]}: column {shown(column)} has {shown(value)}"
+        if meant is not None:
+            raise ValueError(
+                f"{where}, which is not the category {shown(meant)}: they differ in spaces or in "
+                "characters that look alike"
+            )
+        if not other:
+            how = ' as ""' if value == "" else ""
+            raise ValueError(
+                f"{where}, which is not among --categories; name it there{how}, or give --other"
+            )
+
+
+def _looks(text: str) -> str:
+    """What a reader sees of a text."""
+    return "".join(filter(str.isprintable, unicodedata.normalize("NFKC", text))).strip()
+
+
+def shown(text: str) -> str:
+    """A text in quotes, a few characters of it if it is long."""
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")

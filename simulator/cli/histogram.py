@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from simulator.histogram import Histogram
 
 _OTHER = "other"
+_EMPTY = '""'  # how the empty value is named and shown
 _MOST_SHOWN = 60
 
 
@@ -38,7 +40,10 @@ def histogram_command(
     column: Annotated[str | None, typer.Option(help="The column of the file.")] = None,
     categories: Annotated[
         str | None,
-        typer.Option(help="All categories: A,B,C, or a text file, one a line. They are public."),
+        typer.Option(
+            help="All categories: A,B,C, or a text file, one a line. They are public. "
+            'The empty value is written "".'
+        ),
     ] = None,
     other: Annotated[
         bool, typer.Option("--other", help=f"One more category, {_OTHER}, for any other value.")
@@ -127,13 +132,18 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
     """The names of --categories, or None if it was not given."""
     if text is None:
         return None
+    from simulator.histogram import shown
+
     # Path.is_file fails where a list is longer than a file's name can be.
     is_file = os.path.isfile(text)  # noqa: PTH113
-    given = options.read_text(Path(text)).splitlines() if is_file else text.split(",")
-    names = [name.strip() for name in given if name.strip()] + [_OTHER] * other
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"--categories must be all different, got {name} twice")
+    if is_file:
+        given = [line for line in options.read_text(Path(text)).splitlines() if line.strip()]
+    else:
+        given = text.split(",")
+    names = ["" if name.strip() == _EMPTY else name.strip() for name in given] + [_OTHER] * other
+    name, count = Counter(names).most_common(1)[0] if names else ("", 0)
+    if count > 1:
+        raise ValueError(f"--categories must be all different, got {shown(name)} twice")
     if len(names) < 2:
         raise ValueError(f"--categories must be at least 2, got {len(names)}")
     return names
@@ -195,7 +205,7 @@ def _print(
     for place in _shown(found):
         numbers = [found.shares[place], found.margins[place]]
         numbers += [true[place]] if true is not None else []
-        table.add_row(names[place], *(f"{number:.{digits}%}" for number in numbers))
+        table.add_row(names[place] or _EMPTY, *(f"{number:.{digits}%}" for number in numbers))
     console.print(table)
     if len(names) > _MOST_SHOWN:
         console.print(f"the largest {_MOST_SHOWN} of {len(names)}; --out writes all")
@@ -226,7 +236,7 @@ def _plot(path: Path, names: list[str], found: Histogram, title: str) -> None:
     places = _shown(found)
     with draw(path) as axes:
         axes.bar(
-            [names[it] for it in places],
+            [names[it] or _EMPTY for it in places],
             [100.0 * found.shares[it] for it in places],
             yerr=[100.0 * found.margins[it] for it in places],
             capsize=3,

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from simulator.cli.options import fail
+from simulator.logs import log_handler
 
 
 def node_command(
@@ -28,9 +29,8 @@ def node_command(
     folder = config.absolute().parent
     sys.path += [str(Path(__file__).resolve().parents[2]), str(folder)]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is said in our own words
-    form = "%(asctime)s %(levelname)s %(message)s"
     try:
-        logging.basicConfig(filename=log_file, level=logging.INFO, format=form)
+        logging.basicConfig(level=logging.INFO, handlers=[log_handler(log_file)])
     except OSError as error:
         fail(error)
     from simulator.deployment.node import serve_node

@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -152,6 +153,8 @@ def _mapped(own: Callable[[], UserRecords], features: str) -> UserRecords:
 
     def mapped(user: int) -> tuple[torch.Tensor, torch.Tensor]:
         raw, labels = records(user)
+        if mistake := _mistake(raw, labels):
+            raise ValueError(f"they {mistake}")
         return map_records(features, raw), labels
 
     return mapped
@@ -160,12 +163,61 @@ def _mapped(own: Callable[[], UserRecords], features: str) -> UserRecords:
 def _from_folder(folder: Path) -> UserRecords:
     def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
         with np.load(folder / f"{user}.npz") as arrays:
-            features, labels = arrays["features"], arrays["labels"]
-        return torch.from_numpy(features.astype(np.float32)), torch.from_numpy(
-            labels.astype(np.int64)
-        )
+            return _tensor("features", arrays["features"]), _tensor("labels", arrays["labels"])
 
     return read
+
+
+_CASTS: dict[str, tuple[type, str, str, int]] = {
+    "features": (np.float32, "iuf", "whole numbers or floats", 2**24),
+    "labels": (np.int64, "iu", "whole numbers", 2**63 - 1),
+}
+"""What each array of a file becomes, its kinds of numbers, and the largest whole one kept exact."""
+
+
+def _tensor(name: str, array: np.ndarray) -> torch.Tensor:
+    """An array of a file as a tensor.
+
+    Raises:
+        ValueError: it holds something else than numbers, or whole numbers that the cast changes.
+    """
+    dtype, kinds, allowed, most = _CASTS[name]
+    if array.dtype.kind not in kinds:
+        raise ValueError(f"{name} must be {allowed}, got {array.dtype}")
+    exact = array.dtype.kind == "f" or not array.size
+    if not exact and not -most <= int(array.min()) <= int(array.max()) <= most:
+        raise ValueError(
+            f"{name} must be whole numbers of at most {most}, got {array.min()} to {array.max()}: "
+            f"{dtype.__name__} does not hold them"
+        )
+    with np.errstate(over="ignore"):  # what is infinite then is refused
+        return torch.from_numpy(array.astype(dtype))
+
+
+def _mistake(features: Any, labels: Any) -> str | None:
+    """Why no model can be trained on these features and labels, whatever their shapes; or None."""
+    if not (_is_dense(features, torch.float32) and _is_dense(labels, torch.int64)):
+        return (
+            f"must be float32 features and int64 labels, got {_kind(features)} and "
+            f"{_kind(labels)}; both must be dense tensors on the CPU, without gradients"
+        )
+    return None if features.isfinite().all() else "must be finite features, got NaN or infinity"
+
+
+def _is_dense(thing: Any, dtype: torch.dtype) -> bool:
+    return (
+        isinstance(thing, torch.Tensor)
+        and (thing.dtype, thing.layout, thing.device.type) == (dtype, torch.strided, "cpu")
+        and not thing.is_nested
+        and not thing.requires_grad
+    )
+
+
+def _kind(thing: Any) -> str:
+    if not isinstance(thing, torch.Tensor):
+        return f"{type(thing).__name__} {getattr(thing, 'dtype', '')}".strip()
+    about = thing.dtype, thing.layout, thing.device
+    return " ".join(map(str, about)) + " with gradients" * thing.requires_grad
 
 
 def _check_records(records: UserRecords, user: int, site: NodeSite) -> None:
@@ -176,25 +228,22 @@ def _check_records(records: UserRecords, user: int, site: NodeSite) -> None:
     """
     try:
         features, labels = records(user)
-        found = tuple(features.shape), tuple(labels.shape)
-        kinds = features.dtype, labels.dtype
-        lowest, highest = int(labels.min()), int(labels.max())
+        mistake = _mistake(features, labels)
     except READERS_ERRORS as error:
         raise ConfigError(
             f"data: the records of user {user} cannot be read: {one_line(error)}"
         ) from error
+    if mistake:
+        raise ConfigError(f"data: the records of user {user} {mistake}")
+    found = tuple(features.shape), tuple(labels.shape)
     count = found[1][0] if len(found[1]) == 1 else 0
     if not count or found[0] != (count, *site.input_shape):
         raise ConfigError(
             f"data: the records of user {user} must be features of shape "
-            f"(r, {', '.join(map(str, site.input_shape))}) and labels of shape (r,), got "
-            f"{found[0]} and {found[1]}"
+            f"(r, {', '.join(map(str, site.input_shape))}) and labels of shape (r,), r at least 1, "
+            f"got {found[0]} and {found[1]}"
         )
-    if kinds != (torch.float32, torch.int64):
-        raise ConfigError(
-            f"data: the records of user {user} must be float32 features and int64 labels, got "
-            f"{kinds[0]} and {kinds[1]}"
-        )
+    lowest, highest = int(labels.min()), int(labels.max())
     if not 0 <= lowest <= highest < site.classes:
         raise ConfigError(
             f"data: the labels of user {user} must lie in 0 to {site.classes - 1}, "

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from simulator.section import ConfigError, one_line
 
+from simulator.logs import log_handler
+
 if TYPE_CHECKING:
     from server import RoundRecord, RunResult, TrainingSettings
     from simulator.experiment import Experiment
@@ -184,8 +186,7 @@ def logs_to(path: Path, name: str) -> Iterator[None]:
     """Sends a logger to a file instead of the console."""
     logger = logging.getLogger(name)
     handlers, propagate = logger.handlers[:], logger.propagate
-    file_handler = logging.FileHandler(path)
-    file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    file_handler = log_handler(path)
     logger.handlers, logger.propagate = [file_handler], False
     try:
         yield

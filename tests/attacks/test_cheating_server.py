@@ -90,8 +90,8 @@ def records(model=None, **fields):
 
 @app.query()
 def query(message, context):
-    round = {"run_id": "f" * 32, "round": 1, "plan_digest": DIGEST, "public_key": b"k" * 32,
-             "seconds": 30.0}
+    run = {"run_id": "f" * 32, "plan_digest": DIGEST}
+    round = {**run, "round": 1, "public_key": b"k" * 32, "seconds": 30.0}
     model = ArrayRecord([np.zeros((3, 3), np.float32)])
     said = {
         "account": os.getresuid(),
@@ -105,8 +105,9 @@ def query(message, context):
         "environment": attempt(lambda: Path(f"/proc/{NODE}/environ").read_bytes()),
         "killed": attempt(lambda: os.kill(NODE, 9)),
         "became": attempt(lambda: os.setuid(64000)),
-        "honest query": attempt(lambda: call("query", records(**round))),
-        "other plan": attempt(lambda: call("query", records(**round | {"plan_digest": "x"}))),
+        "honest query": attempt(lambda: call("query", records(**run))),
+        "other plan": attempt(lambda: call("query", records(**run | {"plan_digest": "0" * 64}))),
+        "no plan": attempt(lambda: call("query", records(**run | {"plan_digest": "x"}))),
         "own round": attempt(lambda: call("train", records(model, **round))),
         "no model": attempt(lambda: call("train", records(**round))),
         "junk": attempt(lambda: call("train", b"\\xff" * 100)),
@@ -230,8 +231,13 @@ def test_hostile_code_changes_nothing_of_the_owner_s(said):
 
 def test_hostile_code_gets_constant_answers_through_the_socket(said):
     assert said["honest query"] == {"acknowledgement": {"number": 0, "users": 3, "shuffler": 0}}
-    failed = "INTERNAL: this node failed; its own log says why"
-    assert said["junk"] == said["nothing"] == said["no model"] == failed
+    refused = "FAILED_PRECONDITION: "
+    assert said["junk"] == f"{refused}the message is malformed"
+    assert said["nothing"] == f"{refused}a message must have the records round, and no others"
+    assert said["no model"] == (
+        f"{refused}a message must have the records round and model, and no others"
+    )
+    assert said["no plan"] == f"{refused}the run's announcement is malformed"
     assert said["other plan"].startswith("FAILED_PRECONDITION: privacy plan must be")
     assert said["own round"].startswith("FAILED_PRECONDITION: the ")
     assert said["other method"].startswith("UNIMPLEMENTED")

@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import numpy as np
 import pytest
 from deployment_world import deployment_of
 from typer.testing import CliRunner
@@ -121,6 +122,23 @@ def test_records_that_are_not_there_are_found(node):
     file = node / "node.toml"
     file.write_text(file.read_text().replace('"simulated"', '"no_such_module:records"'))
     assert "could not be imported" in troubles(node)["model and records"].trouble
+
+
+def test_records_that_a_cast_would_make_good_are_found(node):
+    file = node / "node.toml"
+    file.write_text(file.read_text().replace('"simulated"', '"own"'))
+    (node / "own").mkdir()
+    features, labels = np.zeros((2, 1, 8, 8)), np.array([0, 9])
+    for user in range(3):
+        np.savez(node / f"own/{user}.npz", features=features, labels=labels)
+    assert "model and records" not in troubles(node)
+    np.savez(node / "own/2.npz", features=features, labels=labels + 0.7)
+    found = troubles(node)["model and records"].trouble
+    assert (
+        "the records of user 2 cannot be read: labels must be whole numbers, got float64" in found
+    )
+    np.savez(node / "own/2.npz", features=features * np.nan, labels=labels)
+    assert "user 2 must be finite features" in troubles(node)["model and records"].trouble
 
 
 def test_the_command_exits_with_1_and_says_what_mends_it(node, tmp_path):

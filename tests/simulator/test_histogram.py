@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from run_world import shufl
 
+from simulator.cli.histogram import _categories
 from simulator.histogram import Histogram, count_column, plan_for, simulate
 
 COUNTS = np.array([5_000, 3_000, 1_500, 480, 20])
@@ -149,18 +150,133 @@ def test_every_mistake_is_one_line(column, arguments, message):
     assert not done.stdout
 
 
-def test_files_that_are_no_columns_are_refused(tmp_path):
-    (tmp_path / "empty.csv").write_text("town\n")
-    (tmp_path / "short.csv").write_text("name,town\nx\n\ny,A\n")
-    with pytest.raises(ValueError, match="has no rows"):
-        count_column(tmp_path / "empty.csv", "town", ["A", "B"], False)
-    with pytest.raises(ValueError, match="has '', which is not among"):
-        count_column(tmp_path / "short.csv", "town", ["A", "B"], False)
-    assert count_column(tmp_path / "short.csv", "town", ["A", "B", "other"], True).tolist() == [
-        1,
-        0,
-        1,
+HEAD, NAMED = "id,town\n", ["Bath", "Leeds", "York"]
+LONG = "".join(f"{i},Bath\n" for i in range(20_000))
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "why"),
+    [
+        (HEAD + '1,Bath\n2,"Leeds\n3,York\n', 3, "an open or a stray quote"),
+        (HEAD + '1,Bath\n2,"Leeds\n3,York"\n', 3, "an open or a stray quote"),
+        (HEAD + f'1,"Bath\n{LONG}', 2, "an open or a stray quote"),
+        (HEAD + '1,Le"eds\n', 2, "an open or a stray quote"),
+        (HEAD + '1,Leeds"\n', 2, "an open or a stray quote"),
+        (HEAD + '1,"Leeds"x\n', 2, "an open or a stray quote"),
+        (HEAD + '1, "Leeds"\n', 2, "an open or a stray quote"),
+        (HEAD + '1,"Le"eds"\n', 2, "an open or a stray quote"),
+        (HEAD + '1,"Le\reds"\n', 2, r"the character '\r' at place 6"),
+        ('"id,town\n1,Bath\n', 1, "an open or a stray quote"),
+        (HEAD + "1\n", 2, "has 1 fields, line 1 has 2"),
+        (HEAD + "1,Bath\n2,Bath,York\n", 3, "has 3 fields, line 1 has 2"),
+        (HEAD + "1,Bath,\n", 2, "has 3 fields, line 1 has 2"),
+        (HEAD + "1;Bath\n", 2, "has 1 fields, line 1 has 2"),
+        (HEAD + "1,Bath\n\n2,York\n", 3, "is blank"),
+        (HEAD + "1,Bath\n\n", 3, "is blank"),
+        ("town\nBath\n\nYork\n", 3, "is blank"),
+        ("\n" + HEAD + "1,Bath\n", 1, "is blank"),
+        ("id,town,town\n1,Bath,York\n", 1, "names the column 'town' twice"),
+        ("id,town, town\n1,Bath,York\n", 1, "names the column 'town' twice"),
+        ("town,,\nBath,,\n", 1, "names the column '' twice"),
+        (HEAD + "1,Bath\0\n", 2, r"the character '\x00' at place 7"),
+        (HEAD + "1,\ufeffBath\n", 2, r"the character '\ufeff' at place 3"),
+        (HEAD + "1,Ba\x1b[2Jth\n", 2, r"the character '\x1b' at place 5"),
+        (HEAD + "1,Bath\u2028\n", 2, r"the character '\u2028' at place 7"),
+        (HEAD + "1,Bath\r2,York\n", 2, r"the character '\r' at place 7"),
+        (HEAD.encode() + "1,Köln\n".encode("latin-1"), 2, "not UTF-8, from byte 4 on"),
+        (("\ufeff" + HEAD + "1,Bath\n").encode("utf-16-le"), 1, "not UTF-8, from byte 1 on"),
+        (HEAD + f"1,{'B' * 200_000}\n", 2, "has 200002 characters, at most 131072 are read"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named_whatever_would_become_of_it(tmp_path, content, line, why):
+    path = tmp_path / "people.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for other in (False, True):
+        categories = [*NAMED, "other"] if other else NAMED
+        with pytest.raises(
+            ValueError, match=rf"people\.csv must be CSV in UTF-8: line {line} "
+        ) as e:
+            count_column(path, "town", categories, other)
+        assert why in str(e.value)
+        assert str(e.value).isprintable() and len(str(e.value)) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize("value", [" Bath", "Bath ", "Bath\u200b", "Ba\u00adth", "Ｂath", "\tBath"])
+def test_a_value_that_only_looks_like_a_category_is_not_counted_as_other(tmp_path, value):
+    path = tmp_path / "people.csv"
+    path.write_text(f"{HEAD}1,York\n2,{value}\n", encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"line 3: column 'town' has .*, which is not the category"
+    ):
+        count_column(path, "town", [*NAMED, "other"], True)
+
+
+def test_a_long_value_or_header_is_shown_in_part(tmp_path):
+    path = tmp_path / "people.csv"
+    path.write_text(f"{HEAD}1,{'x' * 100_000}\n")
+    with pytest.raises(ValueError, match="line 2: column 'town' has 'xxx") as error:
+        count_column(path, "town", NAMED, False)
+    assert len(str(error.value)) < 250 + len(str(path))
+    path.write_text(",".join(f"column {i}" for i in range(9_000)) + "\n")
+    with pytest.raises(ValueError, match="--column must be one of column 0, column 1,") as error:
+        count_column(path, "town", NAMED, False)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("begin", ["", "\ufeff"])
+def test_every_row_of_a_good_file_is_counted(tmp_path, begin, end):
+    rows = [
+        *("id,town", '1,"Bath, Somerset"', "2,York", '"3","York"', '"4","a ""quoted"" name"'),
+        *("5,", '"6, or 7",""', '"say ""8""",Köln', "9,👩\u200d🚒"),
     ]
+    path = tmp_path / "people.csv"
+    categories = ["Bath, Somerset", "York", 'a "quoted" name', "", "👩\u200d🚒", "other"]
+    for last in ("", end):
+        path.write_bytes((begin + end.join(rows) + last).encode())
+        assert count_column(path, "town", categories, True).tolist() == [1, 2, 1, 2, 1, 1]
+
+
+def test_rows_and_counts_are_those_that_a_writer_of_csv_wrote(tmp_path):
+    draw = np.random.default_rng(6)
+    alphabet = list("ab\", ;\t'é")
+    values = ["".join(draw.choice(alphabet, draw.integers(0, 6))) for _ in range(3_000)]
+    path = tmp_path / "people.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["id", "town"], *enumerate(values)])
+    categories = sorted(set(values))
+    counts = count_column(path, "town", categories, False)
+    assert counts.tolist() == [values.count(category) for category in categories]
+
+
+@pytest.mark.parametrize("text", ['A,"",B', "A,,B", "A, ,B", "file"])
+def test_the_empty_value_can_be_named(tmp_path, text):
+    if text == "file":
+        (tmp_path / "categories.txt").write_text('A\n\n""\nB\n\n')
+        text = str(tmp_path / "categories.txt")
+    assert _categories(text, True) == ["A", "", "B", "other"]
+    with pytest.raises(ValueError, match="must be all different, got '' twice"):
+        _categories('A,"",,B', True)
+
+
+def test_the_empty_value_is_shown_and_written(tmp_path):
+    path = tmp_path / "people.csv"
+    path.write_text("id,town\n1,A\n2,\n3,\n4,B\n")
+    asked = ["--column", "town", "--epsilon", "1", "--delta", "1e-6"]
+    done = shufl("histogram", path, *asked, "--categories", "A,,B", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "n = 4" in done.stdout and '│ ""' in done.stdout
+    with (tmp_path / "out" / "histogram.csv").open(encoding="utf-8", newline="") as file:
+        assert {row["category"]: row["true"] for row in csv.DictReader(file)}[""] == "0.5"
+    with pytest.raises(ValueError, match=r'line 3: column .* has .*; name it there as ""'):
+        count_column(path, "town", ["A", "B"], False)
+
+
+def test_files_without_rows_are_refused(tmp_path):
+    for content in ("", "town\n", "town"):
+        (tmp_path / "empty.csv").write_text(content)
+        with pytest.raises(ValueError, match="has no rows"):
+            count_column(tmp_path / "empty.csv", "town", ["A", "B"], False)
 
 
 @pytest.mark.parametrize("content", ["town\nKöln\n".encode("latin-1"), b"town\n" + b"A" * 200_000])

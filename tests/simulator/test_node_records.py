@@ -1,0 +1,117 @@
+"""What a deployed node takes as its users' records: nothing that a cast would change."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from simulator.deployment.node import _check_records, _from_folder, _mapped
+from simulator.section import ConfigError
+
+SITE = types.SimpleNamespace(input_shape=(3,), classes=4)
+FEATURES, LABELS = np.ones((2, 3)), np.array([0, 3])
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "message"),
+    [
+        (np.array([[1, np.nan, 2], [1, 2, 3]]), LABELS, "must be finite features"),
+        (np.array([[1, 2, 2], [1, 2, -np.inf]], np.float16), LABELS, "must be finite features"),
+        (np.full((2, 3), 1e300), LABELS, "must be finite features"),
+        (np.full((2, 3), 2**24 + 1), LABELS, "features must be whole numbers of at most 16777216"),
+        (
+            np.full((2, 3), 2**64 - 1, np.uint64),
+            LABELS,
+            "features must be whole numbers of at most",
+        ),
+        (FEATURES.astype(complex), LABELS, "features must be whole numbers or floats, got complex"),
+        (FEATURES.astype(bool), LABELS, "features must be whole numbers or floats, got bool"),
+        (FEATURES.astype(str), LABELS, "features must be whole numbers or floats, got <U"),
+        (
+            FEATURES.astype("M8[s]"),
+            LABELS,
+            "features must be whole numbers or floats, got datetime",
+        ),
+        (np.array([[1, None, 2]] * 2, object), LABELS, "cannot be read: Object arrays"),
+        (FEATURES.astype("f4,f4"), LABELS, "features must be whole numbers or floats, got"),
+        (FEATURES, np.array([1.7, 2.2]), "labels must be whole numbers, got float64"),
+        (FEATURES, np.array([1.0, 2.0]), "labels must be whole numbers, got float64"),
+        (FEATURES, np.array([np.nan, 2]), "labels must be whole numbers, got float64"),
+        (FEATURES, np.array([True, False]), "labels must be whole numbers, got bool"),
+        (FEATURES, np.array(["cat", "dog"]), "labels must be whole numbers, got <U3"),
+        (FEATURES, np.array(["NaT", "NaT"], "M8[s]"), "labels must be whole numbers, got datetime"),
+        (FEATURES, np.eye(4, dtype=int)[:2], r"labels of shape \(r,\), r at least 1, got"),
+        (FEATURES, np.array([1, 4]), "must lie in 0 to 3, got 1 to 4"),
+        (FEATURES, np.array([-1, 2], np.int8), "must lie in 0 to 3, got -1 to 2"),
+        (FEATURES, np.array([2**63, 2], np.uint64), "labels must be whole numbers of at most"),
+        (FEATURES, np.array([2]), r"got \(2, 3\) and \(1,\)"),
+        (np.ones((0, 3)), np.zeros(0, int), r"r at least 1, got \(0, 3\) and \(0,\)"),
+        (np.ones(3), np.array(2), r"r at least 1, got \(3,\) and \(\)"),
+    ],
+)
+def test_records_of_a_folder_are_checked_before_they_are_cast(tmp_path, features, labels, message):
+    np.savez(tmp_path / "0.npz", features=features, labels=labels)
+    with pytest.raises(ConfigError, match=message) as error:
+        _check_records(_from_folder(tmp_path), 0, SITE)
+    assert "of user 0 " in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["f8", "f4", "f2", ">f8", "u1", "i2", "i8", "u8"])
+def test_numbers_of_any_type_that_the_cast_keeps_are_taken(tmp_path, kind):
+    labels = LABELS.astype("i8" if "f" in kind else kind)
+    np.savez(tmp_path / "0.npz", features=FEATURES.astype(kind) * 3, labels=labels)
+    read = _from_folder(tmp_path)
+    _check_records(read, 0, SITE)
+    found = read(0)
+    assert torch.equal(found[0], torch.full((2, 3), 3.0)) and found[1].tolist() == [0, 3]
+    assert [each.dtype for each in found] == [torch.float32, torch.int64]
+
+
+GIVEN, NAMED = torch.ones(2, 3), torch.tensor([0, 3])
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "message"),
+    [
+        (GIVEN.double(), NAMED, "got torch.float64 torch.strided cpu and torch.int64"),
+        (GIVEN.numpy(), NAMED, "got ndarray float32 and torch.int64"),
+        (np.ma.masked_array(GIVEN.numpy(), mask=True), NAMED, "got MaskedArray float32 and"),
+        (GIVEN.tolist(), NAMED, "got list and"),
+        (GIVEN.to_sparse(), NAMED, "got torch.float32 torch.sparse_coo cpu and"),
+        (GIVEN.to("meta"), NAMED, "got torch.float32 torch.strided meta and"),
+        (GIVEN.clone().requires_grad_(), NAMED, "cpu with gradients and"),
+        (GIVEN, NAMED.float(), "and torch.float32 torch.strided cpu; both must be dense"),
+        (GIVEN, NAMED.bool(), "and torch.bool torch.strided cpu"),
+        (GIVEN, [0, 3], "and list; both must be dense tensors"),
+        (GIVEN / 0, NAMED, "must be finite features, got NaN or infinity"),
+        (GIVEN * torch.nan, NAMED, "must be finite features, got NaN or infinity"),
+        (GIVEN, NAMED + 1, "must lie in 0 to 3, got 1 to 4"),
+        (GIVEN[0], NAMED[:1], r"got \(3,\) and \(1,\)"),
+    ],
+)
+def test_records_of_a_callable_are_checked_whatever_it_returns(features, labels, message):
+    with pytest.raises(ConfigError, match=message):
+        _check_records(lambda user: (features, labels), 0, SITE)
+
+
+def test_records_are_checked_before_they_are_mapped(tmp_path, monkeypatch):
+    """Else a map may make good numbers of bad ones."""
+    (tmp_path / "a_map.py").write_text(
+        "def of(records):\n    return records.nan_to_num().float()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    records = _mapped(lambda: lambda user: (user[0], NAMED), "a_map:of")
+    assert torch.equal(records([GIVEN])[0], GIVEN)
+    for wrong in (GIVEN * torch.nan, GIVEN.long(), GIVEN.numpy()):
+        with pytest.raises(ValueError, match="they must be f"):
+            records([wrong])
+
+
+@pytest.mark.parametrize("broken", ["return 1", "return user, user, user", "raise SystemExit(3)"])
+def test_a_callable_that_returns_no_records_is_one_line(broken):
+    space = {}
+    exec(f"def records(user):\n    {broken}", space)
+    with pytest.raises(ConfigError, match="the records of user 0 cannot be read: ") as error:
+        _check_records(space["records"], 0, SITE)
+    assert "\n" not in str(error.value)
