@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from simulator.data.vision import torchvision_datasets
 from simulator.names import DATASETS
 from simulator.section import ConfigError, find, one_line, readers_code
 
@@ -120,11 +119,13 @@ def cifar10() -> Dataset:
 
 def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple:
     """The training and the test set of a torchvision dataset, from SHUFL_DATA or by download."""
+    import torchvision.datasets
+
     cache = cache_folder()
     if local := os.environ.get("SHUFL_DATA"):
         copy_archives(Path(local).expanduser(), cache, folder, pattern)
     remove_cut_short(cache / folder, pattern)
-    constructor = getattr(torchvision_datasets(), class_name)
+    constructor = getattr(torchvision.datasets, class_name)
     try:
         return constructor(cache, train=True, download=True), constructor(
             cache, train=False, download=True
@@ -193,6 +194,7 @@ def load_dataset(name: str) -> Dataset:
     return dataset
 
 
+@functools.lru_cache(maxsize=2)  # of a dataset and of its features
 def dataset_digest(dataset: Dataset) -> str:
     """SHA-256 (hexadecimal) of all that a dataset holds."""
     digest = hashlib.sha256()

@@ -12,8 +12,7 @@ from torch import nn
 
 from simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
 from simulator.data.held_out import held_out
-from simulator.data.partition import load_user_records, partition
-from simulator.data.vision import torchvision_datasets
+from simulator.data.partition import load_user_records, partition, sharing
 from simulator.models import build_model
 from simulator.names import PARTITIONS
 from simulator.section import ConfigError
@@ -74,7 +73,7 @@ def test_a_file_that_was_cut_short_is_unpacked_anew_or_one_line(small_mnist, mon
         packed = gzip.compress(content)
         path.with_name(f"{path.name}.gz").write_bytes(packed)
         digests.append((f"{path.name}.gz", hashlib.md5(packed).hexdigest()))
-    monkeypatch.setattr(torchvision_datasets().MNIST, "resources", digests)
+    monkeypatch.setattr("torchvision.datasets.MNIST.resources", digests)
     assert (load_dataset("mnist").train_features.squeeze(1).numpy() == images[:20]).all()
 
 
@@ -215,6 +214,22 @@ def test_partitions_are_disjoint_equal_and_reproducible(scheme):
     assert len(np.unique(parts)) == parts.size
     assert (parts == partition(labels, 50, scheme, seed=1)).all()
     assert (parts != partition(labels, 50, scheme, seed=2)).any()
+
+
+@pytest.mark.parametrize("scheme", PARTITIONS)
+@pytest.mark.parametrize("users", [1, 7, 60, 300, 301])
+def test_how_records_are_shared_is_said(scheme, users):
+    labels = np.arange(602) % 10
+    users *= 10 if scheme == "repeated" else 1
+    parts = partition(labels, users, scheme, seed=1)
+    held = np.bincount(parts[np.arange(users) % len(parts)].ravel(), minlength=602)
+    expected = f"{parts.shape[1]} of 602 records each"
+    if unused := int((held == 0).sum()):
+        expected += f" ({unused} records are unused)"
+    elif held.max() > 1:
+        holders = " or ".join(map(str, np.unique(held)))
+        expected += f" ({holders} users hold each record)"
+    assert sharing(602, users, scheme) == expected
 
 
 def test_skewed_schemes_are_skewed():
