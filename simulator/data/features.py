@@ -71,6 +71,14 @@ def load_records(dataset: str, features: str | None) -> Dataset:
     return loaded if features is None else _mapped(loaded, features)
 
 
+def data_digest(dataset: str, features: str | None) -> str:
+    """The digest of what `load_records` gives, to compare what processes have loaded.
+
+    Features of the maps here are left out: machines may round them differently.
+    """
+    return dataset_digest(load_records(dataset, None if features in FEATURES else features))
+
+
 @functools.lru_cache(maxsize=1)
 def _mapped(dataset: Dataset, name: str) -> Dataset:
     """The dataset with its records mapped.
