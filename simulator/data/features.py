@@ -21,7 +21,14 @@ import torch
 from torch.nn import functional
 
 from server import save_tensors
-from simulator.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
+from simulator.data.datasets import (
+    Dataset,
+    cache_folder,
+    dataset_digest,
+    is_dense,
+    kind_of,
+    load_dataset,
+)
 from simulator.data.scattering import COEFFICIENTS, scattering
 from simulator.data.whitening import dead_leaves, whitened, whitening
 from simulator.names import FEATURES
@@ -104,13 +111,18 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
     make = find("data.features", name, FEATURES)
     failure = f"data.features {name} could not map records of shape {tuple(records.shape[1:])}"
     with readers_code(failure), torch.no_grad():
-        features = make(records)
-    kind = getattr(features, "dtype", type(features).__name__)
-    if kind != torch.float32 or features.dim() < 2 or len(features) != len(records):
-        got = f"{kind} of shape {tuple(getattr(features, 'shape', ()))}"
+        features = make(records.clone())  # which it may change
+    got, shape = kind_of(features), features.shape if is_dense(features) else ()
+    if got != "float32" or len(shape) < 2 or shape[0] != len(records) or not features.numel():
+        got += f" of shape {tuple(shape)}" if is_dense(features) else ""
         raise ConfigError(
             f"data.features {name} must give float32 features of shape ({len(records)}, ...) for "
-            f"{len(records)} records, got {got}"
+            f"{len(records)} records, dense and on the CPU, got {got}"
+        )
+    if features.requires_grad:
+        raise ConfigError(
+            f"data.features {name} must give features without gradients, got a tensor that "
+            "requires them: call .detach()"
         )
     if not features.isfinite().all():
         raise ConfigError(f"data.features {name} must give finite features, got others")
