@@ -86,6 +86,22 @@ def data_digest(dataset: str, features: str | None) -> str:
     return dataset_digest(load_records(dataset, None if features in FEATURES else features))
 
 
+def check_digest(dataset: str, features: str | None, digest: str | None) -> None:
+    """Refuses data that are not those of another process, unless its digest is None or empty.
+
+    With another split this process would train on records that the other one tests on.
+
+    Raises:
+        ConfigError: the digest is another one here.
+    """
+    if digest and digest != data_digest(dataset, features):
+        own = "" if features is None else f", or data.features {features},"
+        raise ConfigError(
+            f"data.dataset {dataset}{own} differs between calls: it must be the same at every call "
+            "(seed its random numbers, as those of a split)"
+        )
+
+
 @functools.lru_cache(maxsize=1)
 def _mapped(dataset: Dataset, name: str) -> Dataset:
     """The dataset with its records mapped.

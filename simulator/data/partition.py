@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from simulator.data.datasets import Dataset
-from simulator.data.features import data_digest, load_records
-from simulator.section import ConfigError
+from simulator.data.features import check_digest, load_records
 
 
 def partition(
@@ -166,18 +165,12 @@ def load_user_records(
     Args:
         dataset, features: as for `load_records`.
         users, scheme, seed, concentration: as for `partition`.
-        digest: the `data_digest` of the process that tests the model. Others load the data anew:
-            with another split they would train on its test records.
+        digest: as for `check_digest`.
 
     Raises:
-        ConfigError: the digest is another one here; see also `load_records`.
+        ConfigError: see `check_digest` and `load_records`.
     """
-    if digest not in (None, data_digest(dataset, features)):
-        own = "" if features is None else f", or data.features {features},"
-        raise ConfigError(
-            f"data.dataset {dataset}{own} differs between calls: it must be the same at every call "
-            "(seed its random numbers, as those of a split)"
-        )
+    check_digest(dataset, features, digest)
     loaded = load_records(dataset, features)
     parts = partition(loaded.train_labels.numpy(), users, scheme, seed, concentration)
     return PartitionedRecords(loaded, parts, 0, users)
