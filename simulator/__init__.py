@@ -1,6 +1,9 @@
 """Experiments on one machine: configuration, data, models, Flower on Ray, reports, CLI."""
 
 import os
+import sys
+
+from simulator.data.vision import MissingOperators
 
 # Read when Flower and Ray are imported; a user's own setting wins.
 for _name, _value in {
@@ -11,3 +14,5 @@ for _name, _value in {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }.items():
     os.environ.setdefault(_name, _value)
+
+sys.meta_path.insert(0, MissingOperators())  # in every process, before any code of the reader's

@@ -26,7 +26,7 @@ from server import AGGREGATORS, Aggregator, Optimiser
 from shuffler import most_parameters
 from simulator.config import Config, Privacy
 from simulator.data.datasets import Dataset, load_dataset
-from simulator.data.features import load_records
+from simulator.data.features import data_digest, load_records
 from simulator.data.partition import load_user_records, records_per_user
 from simulator.models import build_model
 from simulator.section import ConfigError
@@ -99,6 +99,7 @@ class Experiment:
             data.partition,
             data_seed(self.config),
             data.concentration,
+            data_digest(data.dataset, data.features),
         )
 
     def load_test(self) -> tuple[torch.Tensor, torch.Tensor]:

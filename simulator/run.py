@@ -34,6 +34,7 @@ from server import (
 from simulator.config import Config, dumps, load
 from simulator.console import Console
 from simulator.data.datasets import dataset_digest
+from simulator.data.partition import sharing
 from simulator.engines import ENGINES, Engine, interrupts
 from simulator.experiment import Experiment, prepare
 from simulator.names import DATASETS
@@ -289,9 +290,13 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
     """What is about to run, in five lines or six."""
     plan, config = experiment.plan, experiment.config
     mapped = "" if config.data.features is None else f"{config.data.features} of "
+    users = f"{plan.users} users"
+    if engine.nodes == "simulated":  # real ones may have data of their own
+        records = len(experiment.dataset.train_labels)
+        users += f", {sharing(records, plan.users, config.data.partition)}"
     randomness = "the operating system's entropy" if experiment.seed is None else "the seed"
     facts = {
-        "data": f"{mapped}{config.data.dataset}, {plan.users} users; "
+        "data": f"{mapped}{config.data.dataset}, {users}; "
         f"{config.model.name}, {experiment.parameters} parameters",
         "engine": engine.description,
         "privacy": f"γ = {plan.check_in_rate:g}, C = {plan.mechanism.clip_norm:g}, "

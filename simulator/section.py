@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pkgutil
+import sysconfig
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from accounting import lines
@@ -58,7 +61,22 @@ def readers_code(failure: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, in one printable line; its kind if it says nothing."""
+    """What an exception says, in one printable line; its kind if it says nothing.
+
+    If it comes from code of the reader's, also from which file and line.
+    """
+    said = lines.one_line(str(error)) or type(error).__name__
     if isinstance(error, SystemExit):
-        return f"it calls sys.exit({error.code!r})"
-    return lines.one_line(str(error)) or type(error).__name__
+        said = f"it calls sys.exit({error.code!r})"
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        path = Path(frame.f_code.co_filename)
+        if path.is_file() and not _is_of_others(path):
+            return f"{said} ({path.name}, line {line})"
+    return said
+
+
+def _is_of_others(path: Path) -> bool:
+    """Whether a file is Python's, of an installed package or ours, and so none of the reader's."""
+    installed = {"site-packages", "dist-packages"}.intersection(path.parts)
+    ours = (Path(__file__).parents[1] / room for room in ("simulator", "clients", "server"))
+    return bool(installed) or any(map(path.is_relative_to, (sysconfig.get_path("stdlib"), *ours)))

@@ -10,21 +10,20 @@ import functools
 import hashlib
 import os
 import shutil
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from simulator.data.vision import torchvision_datasets
 from simulator.names import DATASETS
 from simulator.section import ConfigError, find, one_line, readers_code
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A classification dataset in memory.
+    """A classification dataset in memory. A reader's may have arrays of numpy for its tensors.
 
     Attributes:
         train_features, test_features: shape (r, ...), uint8 or float32; `inputs` normalises.
@@ -120,11 +119,13 @@ def cifar10() -> Dataset:
 
 def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple:
     """The training and the test set of a torchvision dataset, from SHUFL_DATA or by download."""
+    import torchvision.datasets
+
     cache = cache_folder()
     if local := os.environ.get("SHUFL_DATA"):
         copy_archives(Path(local).expanduser(), cache, folder, pattern)
     remove_cut_short(cache / folder, pattern)
-    constructor = getattr(torchvision_datasets(), class_name)
+    constructor = getattr(torchvision.datasets, class_name)
     try:
         return constructor(cache, train=True, download=True), constructor(
             cache, train=False, download=True
@@ -188,11 +189,14 @@ def load_dataset(name: str) -> Dataset:
     make = find("data.dataset", name, DATASETS)
     with readers_code(f"data.dataset {name} could not be loaded"):
         dataset = make()
+        if isinstance(dataset, Dataset):
+            dataset = _without_numpy(dataset)
     if (mistake := _mistake(dataset)) is not None:
         raise ConfigError(f"data.dataset {name} {mistake}")
     return dataset
 
 
+@functools.lru_cache(maxsize=2)  # of a dataset and of its features
 def dataset_digest(dataset: Dataset) -> str:
     """SHA-256 (hexadecimal) of all that a dataset holds."""
     digest = hashlib.sha256()
@@ -200,8 +204,22 @@ def dataset_digest(dataset: Dataset) -> str:
         value = getattr(dataset, field.name)
         digest.update(f"{field.name} {getattr(value, 'shape', value)}".encode())
         if isinstance(value, torch.Tensor):
-            digest.update(value.contiguous().numpy())
+            digest.update(value.contiguous().numpy(force=True))
     return digest.hexdigest()
+
+
+def _without_numpy(dataset: Dataset) -> Dataset:
+    """The same, with torch's tensors and Python's numbers where it has arrays."""
+    changes = {}
+    for name, value in vars(dataset).items():
+        if name in ("classes", "scale", "mean", "std"):
+            changes[name] = value.tolist() if hasattr(value, "tolist") else value
+        elif isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+            changes[name] = torch.from_numpy(np.array(value))  # writable, of positive strides
+    return replace(dataset, **changes)
+
+
+_TO_FLOAT32 = "x.float() (a model of token ids then begins with x.long())"
 
 
 def _mistake(dataset: Any) -> str | None:
@@ -212,19 +230,24 @@ def _mistake(dataset: Any) -> str | None:
         return f"must have classes, a whole number of at least 1, got {dataset.classes!r}"
     for part in ("train", "test"):
         features, labels = (getattr(dataset, f"{part}_{what}") for what in ("features", "labels"))
-        for name, tensor, dtypes in (
-            (f"{part}_features", features, (torch.uint8, torch.float32)),
-            (f"{part}_labels", labels, (torch.int64,)),
+        for name, tensor, dtypes, remedy in (
+            (f"{part}_features", features, (torch.uint8, torch.float32), _TO_FLOAT32),
+            (f"{part}_labels", labels, (torch.int64,), "x.long()"),
         ):
-            if getattr(tensor, "dtype", None) not in dtypes or tensor.device.type != "cpu":
+            if not is_dense(tensor) or tensor.dtype not in dtypes:
                 allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                got = getattr(tensor, "dtype", type(tensor).__name__)
-                return f"must have {name} as a tensor of {allowed} on the CPU, got {got}"
+                remedy = f": convert it with {remedy}" if is_dense(tensor) else ""
+                return (
+                    f"must have {name} as a dense tensor or array of {allowed} on the CPU, "
+                    f"got {kind_of(tensor)}{remedy}"
+                )
             if tensor.requires_grad:
                 return f"must have {name} without gradients, got a tensor that requires them"
-        if features.dim() < 2 or features.shape[1:] != dataset.input_shape:
+        shape = features.shape[1:]
+        if features.dim() < 2 or shape != dataset.input_shape or shape.numel() == 0:
             return (
-                "must have features of shape (records, ...), alike in training and test, got "
+                "must have features of shape (records, ...), alike in training and test, with at "
+                "least one number a record, got "
                 f"{tuple(dataset.train_features.shape)} and {tuple(dataset.test_features.shape)}"
             )
         if labels.shape != features.shape[:1] or len(labels) == 0:
@@ -252,3 +275,22 @@ def _mistake(dataset: Any) -> str | None:
                 f"std, got {name} from {low:g} to {high:g}"
             )
     return None
+
+
+def is_dense(thing: Any) -> bool:
+    """Whether something is a tensor that has all its numbers in the CPU's memory."""
+    return (
+        isinstance(thing, torch.Tensor)
+        and thing.device.type == "cpu"
+        and thing.layout == torch.strided
+        and not thing.is_nested
+    )
+
+
+def kind_of(thing: Any) -> str:
+    """What something is that should be a dense tensor, in a few words."""
+    if not isinstance(thing, torch.Tensor):
+        return type(thing).__name__
+    layout = "nested" if thing.is_nested else thing.layout
+    of = "" if is_dense(thing) else f", {layout}, on {thing.device}"
+    return f"{thing.dtype}{of}".replace("torch.", "")

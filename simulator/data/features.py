@@ -20,7 +20,14 @@ import torch
 from torch.nn import functional
 
 from server import load_tensors, save_tensors
-from simulator.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
+from simulator.data.datasets import (
+    Dataset,
+    cache_folder,
+    dataset_digest,
+    is_dense,
+    kind_of,
+    load_dataset,
+)
 from simulator.data.scattering import COEFFICIENTS, scattering
 from simulator.data.whitening import dead_leaves, whitened, whitening
 from simulator.names import FEATURES
@@ -70,6 +77,30 @@ def load_records(dataset: str, features: str | None) -> Dataset:
     return loaded if features is None else _mapped(loaded, features)
 
 
+def data_digest(dataset: str, features: str | None) -> str:
+    """The digest of what `load_records` gives, to compare what processes have loaded.
+
+    Features of the maps here are left out: machines may round them differently.
+    """
+    return dataset_digest(load_records(dataset, None if features in FEATURES else features))
+
+
+def check_digest(dataset: str, features: str | None, digest: str | None) -> None:
+    """Refuses data that are not those of another process, unless its digest is None or empty.
+
+    With another split this process would train on records that the other one tests on.
+
+    Raises:
+        ConfigError: the digest is another one here.
+    """
+    if digest and digest != data_digest(dataset, features):
+        own = "" if features is None else f", or data.features {features},"
+        raise ConfigError(
+            f"data.dataset {dataset}{own} differs between calls: it must be the same at every call "
+            "(seed its random numbers, as those of a split)"
+        )
+
+
 @functools.lru_cache(maxsize=1)
 def _mapped(dataset: Dataset, name: str) -> Dataset:
     """The dataset with its records mapped.
@@ -95,13 +126,18 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
     make = find("data.features", name, FEATURES)
     failure = f"data.features {name} could not map records of shape {tuple(records.shape[1:])}"
     with readers_code(failure), torch.no_grad():
-        features = make(records.clone())  # which it may change in place
-    kind = getattr(features, "dtype", type(features).__name__)
-    if kind != torch.float32 or features.dim() < 2 or len(features) != len(records):
-        got = f"{kind} of shape {tuple(getattr(features, 'shape', ()))}"
+        features = make(records.clone())  # which it may change
+    got, shape = kind_of(features), features.shape if is_dense(features) else ()
+    if got != "float32" or len(shape) < 2 or shape[0] != len(records) or not features.numel():
+        got += f" of shape {tuple(shape)}" if is_dense(features) else ""
         raise ConfigError(
             f"data.features {name} must give float32 features of shape ({len(records)}, ...) for "
-            f"{len(records)} records, got {got}"
+            f"{len(records)} records, dense and on the CPU, got {got}"
+        )
+    if features.requires_grad:
+        raise ConfigError(
+            f"data.features {name} must give features without gradients, got a tensor that "
+            "requires them: call .detach()"
         )
     if not features.isfinite().all():
         raise ConfigError(f"data.features {name} must give finite features, got others")

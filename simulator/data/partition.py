@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from simulator.data.datasets import Dataset
-from simulator.data.features import load_records
+from simulator.data.features import check_digest, load_records
 
 
 def partition(
@@ -43,7 +43,7 @@ def partition(
         return order[:users, None]
     if scheme == "by-label":
         ordered = order[np.argsort(labels[order], kind="stable")]
-        shards = ordered[: users * 2 * (quota // 2)].reshape(2 * users, quota // 2)
+        shards = ordered[: users * quota].reshape(2 * users, quota // 2)
         return rng.permutation(shards).reshape(users, -1)
     if scheme == "dirichlet":
         return _dirichlet(labels, order, users, quota, rng, concentration)
@@ -64,7 +64,19 @@ def records_per_user(records: int, users: int, scheme: str) -> int:
             f"data.users must lie in [1, {records // least}] ({records} training records, at least "
             f"{least} each under {scheme}), got {users}"
         )
-    return records // users
+    return records // users // least * least
+
+
+def sharing(records: int, users: int, scheme: str) -> str:
+    """How many records each user gets, and which are unused or held by several, in a few words."""
+    each = records_per_user(records, users, scheme)
+    said, unused = f"{each} of {records} records each", records - users * each
+    if unused > 0:
+        said += f" ({unused} records are unused)"
+    if unused < 0:
+        holders, one_more = divmod(users, records)
+        said += f" ({holders}{f' or {holders + 1}' if one_more else ''} users hold each record)"
+    return said
 
 
 def _dirichlet(
@@ -140,9 +152,25 @@ class PartitionedRecords:
 
 
 def load_user_records(
-    dataset: str, features: str | None, users: int, scheme: str, seed: int, concentration: float
+    dataset: str,
+    features: str | None,
+    users: int,
+    scheme: str,
+    seed: int,
+    concentration: float,
+    digest: str | None = None,
 ) -> PartitionedRecords:
-    """The records of all users: what `load_records` gives, dealt as `partition` says."""
+    """The records of all users: what `load_records` gives, dealt as `partition` says.
+
+    Args:
+        dataset, features: as for `load_records`.
+        users, scheme, seed, concentration: as for `partition`.
+        digest: as for `check_digest`.
+
+    Raises:
+        ConfigError: see `check_digest` and `load_records`.
+    """
+    check_digest(dataset, features, digest)
     loaded = load_records(dataset, features)
     parts = partition(loaded.train_labels.numpy(), users, scheme, seed, concentration)
     return PartitionedRecords(loaded, parts, 0, users)

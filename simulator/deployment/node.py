@@ -134,6 +134,7 @@ def _records(site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan) ->
                 data.partition,
                 data_seed(config),
                 data.concentration,
+                site.digest,
             ),
             site.first_user,
         )

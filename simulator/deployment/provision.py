@@ -20,8 +20,10 @@ from clients.device import RunOffered
 from shuffler.callers import Role
 from shuffler.keys import Authority, Request, write_new
 from simulator.config import Config, dumps, load
+from simulator.data.features import data_digest
 from simulator.deployment.plan import (
     Deployment,
+    NodeEntry,
     Process,
     node_processes,
     server_process,
@@ -159,6 +161,12 @@ def _modules(base: Path, config: Config, *others: str) -> dict[str, str]:
     }
 
 
+def _digest(experiment: Experiment, *nodes: NodeEntry) -> str:
+    """Of the data, where one of the nodes holds a share of them."""
+    data, simulated = experiment.config.data, any(node.data == "simulated" for node in nodes)
+    return data_digest(data.dataset, data.features) if simulated else ""
+
+
 def _server_site(deployment: Deployment) -> ServerSite:
     server = deployment.server
     return ServerSite(
@@ -185,7 +193,10 @@ def _server(deployment: Deployment, experiment: Experiment, base: Path) -> Site:
     processes = (server_process(server),)
     files = _modules(base, experiment.config) | {
         "run.toml": dumps(experiment.config),
-        "server.toml": tomli_w.dumps(_server_site(deployment).model_dump()),
+        "server.toml": tomli_w.dumps(
+            _server_site(deployment).model_dump()
+            | {"digest": _digest(experiment, *deployment.nodes)}
+        ),
         "flower/config.toml": tomli_w.dumps(connection),
     }
     requests = (("server", Role.SERVER), ("superlink", Role.SHUFFLER))
@@ -234,6 +245,7 @@ def _node(deployment: Deployment, number: int, experiment: Experiment, base: Pat
         "socket": "node.sock",
         "shufflers": list(deployment.addresses),
         "certificate": f"keys/{entry.name}.pem",
+        "digest": _digest(experiment, entry),
         "superlink": deployment.server_address,
         "reply_after": entry.reply_after,
     }

@@ -39,6 +39,7 @@ from server import (
 from shuffler import ShufflerError
 from simulator.config import Config, load
 from simulator.console import Console
+from simulator.data.features import check_digest
 from simulator.deployment.sites import (
     CONSOLE_FILE,
     OUTCOME_FILE,
@@ -159,12 +160,14 @@ class DeployedEngine:
     def __init__(
         self, experiment: Experiment, site: ServerSite, grid: Grid, tell: Callable[[str], None]
     ):
-        """Checks that as many shufflers are named as the plan counts on."""
+        """Checks that as many shufflers are named as the plan counts on, and the data's digest."""
         if experiment.config.shuffler.number != len(site.shufflers):
             raise ConfigError(
                 f"shuffler.number must be {len(site.shufflers)}, the shufflers of the server's "
                 f"file, got {experiment.config.shuffler.number}"
             )
+        data = experiment.config.data
+        check_digest(data.dataset, data.features, site.digest)
         self.description = f"flower, real nodes; shufflers at {', '.join(site.shufflers)}"
         self._site, self._grid, self._tell = site, grid, tell
         self._sealing = experiment.config.shuffler.sealing

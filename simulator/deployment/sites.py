@@ -28,10 +28,13 @@ class _Site(Section):
     Attributes:
         shufflers: HOST:PORT of every shuffler; node i reports to the (i mod k)-th of k.
         certificate: path of the site's NAME.pem for the shufflers, with NAME.key beside it.
+        digest: of the configuration's data, where a node has `simulated` data: every machine
+            loads them anew, and must get the same. Empty: not compared.
     """
 
     shufflers: _Addresses
     certificate: str
+    digest: str = ""
 
     @property
     def credentials(self) -> Credentials:

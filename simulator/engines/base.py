@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from simulator.section import ConfigError, one_line
-
 from simulator.logs import log_handler
+from simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
     from server import RoundRecord, RunResult, TrainingSettings

@@ -1,26 +1,54 @@
 """A dataset of the reader's: a module on disk, found by every process of a run that needs it."""
 
+import io
+import os
+import subprocess
+import sys
 import textwrap
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from run_world import json_lines, model_of, only_folder, shufl, tiny_config
+from run_world import json_lines, model_of, only_folder, python_path, shufl, tiny_config
 
 from server import CheckpointError
+from simulator.config import load
 from simulator.data.datasets import load_dataset
-from simulator.run import resume_run
+from simulator.data.features import data_digest
+from simulator.data.partition import load_user_records
+from simulator.run import resume_run, run
+from simulator.section import ConfigError
 
 MODULE = """
     import numpy as np
     import torch
+    from torchvision import transforms  # as every user of its image folders does
     from simulator.data.datasets import Dataset
 
     def blobs():
         records = torch.from_numpy(np.load("blobs.npy"))  # relative to where `shufl` was called
         labels = torch.arange(len(records)) % 2
         return Dataset(records[:100], labels[:100], records[100:], labels[100:], classes=2)
+
+    def split_at_random():
+        records = torch.from_numpy(np.load("blobs.npy"))[torch.randperm(140)]
+        labels = (records[:, 0] > 0).long()
+        return Dataset(records[:100], labels[:100], records[100:], labels[100:], classes=2)
+
+    DIRECTIONS = torch.randn(4, 2)
+
+    def projected(records):
+        return records @ DIRECTIONS
+
+    def mistaken():
+        missing = {}
+        return torch.stack([
+            missing["train"],
+        ])
+
+    def told_by_torch():
+        return torch.zeros(3) @ torch.zeros(4)
 """
 
 
@@ -34,6 +62,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     load_dataset.cache_clear()
+    sys.modules.pop("blobs", None)
 
 
 def write_records(folder, seed):
@@ -90,3 +119,57 @@ def test_one_that_is_not_there_is_one_line(place, name, message):
     with pytest.raises(ValueError, match=message) as error:
         load_dataset(name)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_one_that_differs_between_processes_ends_before_the_first_round(place):
+    sets = "data.dataset=blobs:split_at_random", "model.name=logistic-regression"
+    options = [part for each in (*sets, "model.options={}") for part in ("--set", each)]
+    result = shufl("run", tiny_config(place, 6), "--runs", place / "runs", *options)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert "data.dataset blobs:split_at_random differs between calls: it must be the same" in line
+    assert "ended early: 0 rounds spent" in result.stdout
+
+
+def test_records_and_features_of_one_process_are_refused_in_another(place):
+    """Another process is one that imports the module anew."""
+    for what in (("blobs:split_at_random", None), ("blobs:blobs", "blobs:projected")):
+        here = data_digest(*what)
+        load_user_records(*what, 100, "iid", 1, 0.5, here)
+        load_dataset.cache_clear()
+        del sys.modules["blobs"]
+        with pytest.raises(ConfigError, match="differs between calls") as error:
+            load_user_records(*what, 100, "iid", 1, 0.5, here)
+        assert all(name in str(error.value) for name in what if name)
+
+
+def test_torchvision_is_imported_in_a_process_of_its_own(place):
+    """Beside a CPU wheel of torch its import fails if nothing is done about it."""
+    code = "from simulator.data.datasets import load_dataset; load_dataset('blobs:blobs')"
+    environment = {"PYTHONPATH": python_path(place)}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("blobs:mistaken", r"could not be loaded: 'train' \(blobs.py, line 25\)"),
+        ("blobs:told_by_torch", r"could not be loaded: .* \(blobs.py, line 29\)"),
+        ("imports:it", r"could not be imported: No module .* \(imports.py, line 2\)"),
+        ("typo:it", r"could not be imported: [^()]* \(typo.py, line 3\)"),
+    ],
+)
+def test_an_error_says_in_which_file_and_line(place, name, message):
+    (place / "imports.py").write_text("import sys\nimport nowhere\n")
+    (place / "typo.py").write_text("import sys\n\ndef it(:\n")
+    with pytest.raises(ConfigError, match=f"^data.dataset {name} {message}$"):
+        load_dataset(name)
+
+
+def test_a_run_begins_with_how_the_records_are_shared(place):
+    console = Console(record=True, quiet=False, width=200, file=io.StringIO())
+    sets = ["simulation.engine=vectorised", "data.users=60", "privacy.rounds=1"]
+    run(load(str(tiny_config(place, 1)), sets), place / "runs", console)
+    line = "data digits, 60 users, 23 of 1437 records each (57 records are unused); mlp"
+    assert line in " ".join(console.export_text().split())

@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from clients import local_update, user_updates
 from shuffler import model_digest
+from simulator.config import load
 from simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
 from simulator.data.held_out import held_out
-from simulator.data.partition import load_user_records, partition
-from simulator.data.vision import torchvision_datasets
+from simulator.data.partition import load_user_records, partition, sharing
+from simulator.engines import ENGINES
+from simulator.experiment import prepare
 from simulator.models import build_model
 from simulator.names import PARTITIONS
 from simulator.section import ConfigError
@@ -75,7 +78,7 @@ def test_a_file_that_was_cut_short_is_unpacked_anew_or_one_line(small_mnist, mon
         packed = gzip.compress(content)
         path.with_name(f"{path.name}.gz").write_bytes(packed)
         digests.append((f"{path.name}.gz", hashlib.md5(packed).hexdigest()))
-    monkeypatch.setattr(torchvision_datasets().MNIST, "resources", digests)
+    monkeypatch.setattr("torchvision.datasets.MNIST.resources", digests)
     assert (load_dataset("mnist").train_features.squeeze(1).numpy() == images[:20]).all()
 
 
@@ -151,13 +154,27 @@ def test_a_readers_callable_is_a_dataset(monkeypatch):
     ("changes", "message"),
     [
         ({"train_features": torch.zeros(8, 3, dtype=torch.float64)}, "uint8 or float32 .*float64"),
+        ({"train_features": np.zeros((8, 3))}, r"got float64: convert it with x.float\(\)"),
         (
-            {"train_features": np.zeros((8, 3), np.float32)},
-            "train_features as a tensor of .*, got float",
+            {"train_features": torch.zeros(8, 3).long()},
+            r"float32 .* got int64: .* x.float\(\) \(a model of token ids then begins with x.long",
+        ),
+        ({"train_features": [[0.0] * 3] * 8}, "a dense tensor or array of .* got list"),
+        ({"train_features": torch.zeros(8, 3).to_sparse()}, "got float32, sparse_coo, on cpu"),
+        ({"train_labels": torch.zeros(8).long().to_sparse()}, "labels .* got int64, sparse_coo"),
+        (
+            {"train_features": torch.nested.nested_tensor([torch.zeros(3)] * 8)},
+            "got float32, nested, on cpu",
+        ),
+        ({"train_features": np.ma.masked_array(np.zeros((8, 3)), False)}, "got MaskedArray"),
+        ({"train_features": np.full((8, 3), "a")}, "could not be loaded: can't convert np.ndarray"),
+        (
+            {"train_features": torch.zeros(8, 0), "test_features": torch.zeros(2, 0)},
+            r"at least one number a record, got \(8, 0\) and \(2, 0\)",
         ),
         ({"train_features": torch.zeros(8)}, "features of shape .records, ....* got .8,. and"),
-        ({"test_features": torch.ones(2, 4)}, r"alike in training and test, got \(8, 3\) and"),
-        ({"train_labels": torch.zeros(8)}, "train_labels as a tensor of int64 .*, got torch.fl"),
+        ({"test_features": torch.ones(2, 4)}, r"alike in training and test, .* got \(8, 3\) and"),
+        ({"train_labels": torch.zeros(8)}, "int64 .*, got float32: convert it with x.long"),
         ({"train_labels": torch.arange(7) % 2}, "one train label for each .*, got .7,. labels"),
         (
             {"train_features": torch.zeros(0, 3), "train_labels": torch.zeros(0).long()},
@@ -188,6 +205,55 @@ def test_what_is_no_dataset_says_why(monkeypatch, changes, message):
     assert "\n" not in str(error.value)
 
 
+def test_arrays_and_numbers_of_numpy_are_taken(monkeypatch):
+    read_only = np.arange(24, dtype=np.float32).reshape(8, 3)
+    read_only.flags.writeable = False
+    changes = {
+        "train_features": read_only,
+        "train_labels": (np.arange(8) % 2)[::-1],
+        "test_labels": np.array([0, 1]),
+        "classes": np.int64(2),
+        "mean": np.array([0.0, 1.0, 2.0]),
+        "std": torch.tensor([1.0, 1.0, 4.0], requires_grad=True),
+    }
+    dataset = load_dataset(of_this_module(monkeypatch, lambda: flowers(**changes)))
+    assert dataset.classes == 2 and dataset.train_labels.tolist() == [1, 0] * 4
+    expected = flowers()
+    given = dataset.inputs(dataset.train_features), expected.inputs(expected.train_features)
+    assert torch.equal(*given) and not given[0].requires_grad
+    assert len(dataset_digest(dataset)) == 64
+
+
+def test_token_ids_as_numbers_of_float32_train_a_model_in_both_engines(monkeypatch):
+    """As the line that refuses them as they are says."""
+    ids = torch.arange(24).reshape(8, 3)
+    tokens = flowers(train_features=ids.float(), mean=(0.0,), std=(1.0,), scale=1.0)
+    name = of_this_module(monkeypatch, lambda: tokens)
+    sets = [f"data.dataset={name}", f"model.name={__name__}:Words", "privacy.minimum_batch=1"]
+    sets.append("simulation.nodes=2")
+    for engine in ("flower", "vectorised"):
+        experiment = prepare(load("quickstart", [*sets, f"simulation.engine={engine}"]))
+        ENGINES[engine].load()(experiment)
+        features, labels = experiment.load_users()(np.arange(8))
+        model, training = experiment.make_model(), experiment.local_training
+        users = zip(features, labels, strict=True)
+        alone = [local_update(model, *each, training, 0) for each in users]
+        together = user_updates(model, features, labels, training)["embedding.weight"]
+        assert np.allclose(np.stack(alone)[:, :48], together.flatten(1), atol=1e-6)
+        assert [row.any(1).nonzero()[:, 0].tolist() for row in together] == features[:, 0].tolist()
+
+
+class Words(nn.Module):
+    """The mean of learnt vectors of 24 words."""
+
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(24, 2), nn.Linear(2, classes)
+
+    def forward(self, x):
+        return self.linear(self.embedding(x.long()).mean(1))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -216,6 +282,22 @@ def test_partitions_are_disjoint_equal_and_reproducible(scheme):
     assert len(np.unique(parts)) == parts.size
     assert (parts == partition(labels, 50, scheme, seed=1)).all()
     assert (parts != partition(labels, 50, scheme, seed=2)).any()
+
+
+@pytest.mark.parametrize("scheme", PARTITIONS)
+@pytest.mark.parametrize("users", [1, 7, 60, 300, 301])
+def test_how_records_are_shared_is_said(scheme, users):
+    labels = np.arange(602) % 10
+    users *= 10 if scheme == "repeated" else 1
+    parts = partition(labels, users, scheme, seed=1)
+    held = np.bincount(parts[np.arange(users) % len(parts)].ravel(), minlength=602)
+    expected = f"{parts.shape[1]} of 602 records each"
+    if unused := int((held == 0).sum()):
+        expected += f" ({unused} records are unused)"
+    elif held.max() > 1:
+        holders = " or ".join(map(str, np.unique(held)))
+        expected += f" ({holders} users hold each record)"
+    assert sharing(602, users, scheme) == expected
 
 
 def test_skewed_schemes_are_skewed():

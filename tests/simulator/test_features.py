@@ -111,22 +111,30 @@ def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
         "def mixes(records): return (records - records.mean(0)).flatten(1)\n"
         "def mixes_long(records): return (records - (records.mean(0) if len(records) > 9 else 0))"
         ".flatten(1)\n"
-        "def changes(records): return records.mul_(2).flatten(1)\n"
         "seen = []\n"
         "def remembers(records):\n"
         "    seen.append(records.mean())\n"
         "    return (records - seen[-2 if len(seen) > 1 else -1]).flatten(1)\n"
         "def wide(records): return records.double()\n"
         "def broken(records): return records.flatten(1) / 0\n"
+        "def learnt(records): return torch.nn.Parameter(records.flatten(1))\n"
+        "def sparse(records): return records.flatten(1).to_sparse()\n"
+        "def none(records): return records.flatten(1)[:, :0]\n"
+        "def one(records): return records.sum()\n"
+        "def doubles(records): return records.mul_(2).flatten(1)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     mapped = load_records("digits", "own_maps:halves")
     raw = load_dataset("digits")
     assert torch.equal(mapped.test_features, raw.inputs(raw.test_features).flatten(1)[:, ::2])
-    changed = load_records("digits", "own_maps:changes")
-    assert torch.equal(changed.test_features, 2 * raw.inputs(raw.test_features).flatten(1))
+    doubled = load_records("digits", "own_maps:doubles")  # the first records are tried before
+    assert torch.equal(doubled.train_features, 2 * raw.inputs(raw.train_features).flatten(1))
     assert not fresh.exists()
     for name, message in {
+        "learnt": "must give features without gradients, got a tensor that requires them",
+        "sparse": "must give float32 features .* dense .* got float32, sparse_coo, on cpu",
+        "none": r"must give float32 features .* got float32 of shape \(1, 0\)",
+        "one": r"must give float32 features .* got float32 of shape \(\)",
         "mixes": "must map each record by itself",
         "mixes_long": "must map each record by itself",
         "remembers": "must map each record by itself",

@@ -15,10 +15,13 @@ from shuffler.callers import Role, caller_of
 from shuffler.config import load_config
 from shuffler.keys import Authority, Request, make_flower_key
 from simulator.config import load
-from simulator.deployment.node import agreed_plan, node_settings
+from simulator.data.datasets import load_dataset
+from simulator.deployment.node import agreed_plan, check_data, node_settings
 from simulator.deployment.plan import load_deployment
 from simulator.deployment.provision import provision
+from simulator.deployment.server_app import DeployedEngine
 from simulator.deployment.sites import NodeSite, ServerSite, load_site
+from simulator.experiment import prepare
 from simulator.section import ConfigError
 
 RUN = {
@@ -328,6 +331,31 @@ def test_a_model_too_large_for_a_report_is_refused_on_both_sides(base):
     )
     with pytest.raises(ConfigError, match=f"^{too_large}$"):
         provisioned(base)
+
+
+def test_data_that_differ_between_machines_are_refused_on_both_sides(base, monkeypatch):
+    """Each loads them anew: with another split, nodes would train on the server's test records."""
+    (base / "cuts.py").write_text(
+        "import numpy as np\n"
+        "from simulator.data.datasets import Dataset\n"
+        "def at_random():\n"
+        "    x, y = np.random.default_rng().random((200, 4), np.float32), np.arange(200) % 2\n"
+        "    return Dataset(x[:150], y[:150], x[150:], y[150:], classes=2)\n"
+    )
+    monkeypatch.syspath_prepend(base)
+    differing = RUN | {"data": {"dataset": "cuts:at_random", "users": 100}}
+    (base / "run.toml").write_text(tomli_w.dumps(differing))
+    provisioned(base)
+    node = load_site(base / "sites/ward-1/node.toml", NodeSite)
+    server = load_site(base / "sites/server/server.toml", ServerSite)
+    load_dataset.cache_clear()
+    message = "data.dataset cuts:at_random differs between calls: it must be the same at every call"
+    with pytest.raises(ConfigError, match=message):
+        check_data(node, base, load(node.config))
+    experiment = prepare(load(str(base / "sites/server/run.toml")))
+    with pytest.raises(ConfigError, match=message):
+        DeployedEngine(experiment, server, grid=None, tell=print)
+    load_dataset.cache_clear()
 
 
 def test_a_plan_without_cover_is_refused_on_both_sides(base):

@@ -6,6 +6,7 @@ import math
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,7 +188,8 @@ def test_memory_that_runs_out_is_one_line(tmp_path):
     result = CliRunner().invoke(app, ["run", "quickstart", "--runs", str(tmp_path), *given])
     assert result.exit_code == 1
     what = "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
-    assert result.stderr == f"error: round 1: computing updates failed: {what}\n"
+    where = f"({Path(__file__).name}, line {TooLarge.forward.__code__.co_firstlineno + 2})"
+    assert result.stderr == f"error: round 1: computing updates failed: {what} {where}\n"
 
 
 @pytest.mark.slow
