@@ -75,8 +75,11 @@ def one_line(error: BaseException) -> str:
     return said
 
 
+_ROOMS = "accounting", "clients", "server", "shuffler", "simulator"
+
+
 def _is_of_others(path: Path) -> bool:
     """Whether a file is Python's, of an installed package or ours, and so none of the reader's."""
     installed = {"site-packages", "dist-packages"}.intersection(path.parts)
-    ours = (Path(__file__).parents[1] / room for room in ("simulator", "clients", "server"))
+    ours = (Path(__file__).parents[1] / room for room in _ROOMS)
     return bool(installed) or any(map(path.is_relative_to, (sysconfig.get_path("stdlib"), *ours)))
