@@ -53,7 +53,7 @@ def test_flower_runs_the_app_of_the_repository(tmp_path):
 @pytest.mark.slow
 def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
     """Two nodes are needed and one is killed; then the command is ended twice, as by `timeout`."""
-    deployment = deployment_of(tmp_path, nodes=2, rounds=1000, least_nodes=2, round_timeout=10.0)
+    deployment = deployment_of(tmp_path, nodes=2, rounds=1000, least_nodes=2, round_timeout=60.0)
     file = tmp_path / "deployment.toml"
     file.write_text(tomli_w.dumps(deployment.model_dump(mode="json", exclude_none=True)))
     out = tmp_path / "out.txt"
@@ -64,11 +64,16 @@ def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
             stdout=log,
             stderr=subprocess.STDOUT,
         )
+
+    def wait_for(condition, what):
+        wait_until(lambda: condition() or command.poll() is not None, LIMIT, what)
+        assert command.poll() is None, out.read_text()
+
     try:
-        wait_until(lambda: "brought ward-2 back" in out.read_text(), LIMIT, "the node's return")
+        wait_for(lambda: "brought ward-2 back" in out.read_text(), "the node's return")
         (rows,) = (tmp_path / "runs").glob("*/metrics.jsonl")
         since = rows.read_text().count("\n")
-        wait_until(lambda: rows.read_text().count("\n") > since + 1, LIMIT, "two more rounds")
+        wait_for(lambda: rows.read_text().count("\n") > since + 1, "two more rounds")
         started = children(command.pid)
         assert len(started) >= 6  # a shuffler, the SuperLink, two nodes of two processes
         command.terminate()
