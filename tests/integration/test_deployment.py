@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 from deployment_world import NAME, ROOT, World, deployment_of
-from run_world import LIMIT, children, running, shufl_command, wait_until
+from run_world import LIMIT, children, shufl_command, wait_until
+
+from simulator.deployment.sites import STOP_FILE
 
 
 @pytest.mark.slow
@@ -77,7 +79,7 @@ def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
         started = children(command.pid)
         assert len(started) >= 6  # a shuffler, the SuperLink, two nodes of two processes
         command.terminate()
-        wait_until(lambda: not all(map(running, started)), LIMIT, "what was started to end")
+        wait_until(rows.with_name(STOP_FILE).exists, LIMIT, "the first signal to be heard")
         command.terminate()
         assert command.wait(LIMIT) == 143, out.read_text()
         assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
