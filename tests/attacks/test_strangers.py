@@ -83,7 +83,7 @@ class Stranger:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("w")
-    deployed = World(folder, nodes=3, rounds=1000, hidden=8192, proxied=True)
+    deployed = World(folder, nodes=3, rounds=1000, hidden=8192, round_timeout=60.0, proxied=True)
     nginx = Nginx(deployed.server / "nginx.conf", folder / "nginx")
     try:
         with deployed:

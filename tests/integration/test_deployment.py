@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 from deployment_world import NAME, ROOT, World, deployment_of
-from run_world import LIMIT, children, running, shufl_command, wait_until
+from run_world import LIMIT, children, shufl_command, wait_until
+
+from simulator.deployment.sites import STOP_FILE
 
 
 @pytest.mark.slow
@@ -53,7 +55,7 @@ def test_flower_runs_the_app_of_the_repository(tmp_path):
 @pytest.mark.slow
 def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
     """Two nodes are needed and one is killed; then the command is ended twice, as by `timeout`."""
-    deployment = deployment_of(tmp_path, nodes=2, rounds=1000, least_nodes=2, round_timeout=10.0)
+    deployment = deployment_of(tmp_path, nodes=2, rounds=1000, least_nodes=2, round_timeout=60.0)
     file = tmp_path / "deployment.toml"
     file.write_text(tomli_w.dumps(deployment.model_dump(mode="json", exclude_none=True)))
     out = tmp_path / "out.txt"
@@ -64,15 +66,20 @@ def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
             stdout=log,
             stderr=subprocess.STDOUT,
         )
+
+    def wait_for(condition, what):
+        wait_until(lambda: condition() or command.poll() is not None, LIMIT, what)
+        assert command.poll() is None, out.read_text()
+
     try:
-        wait_until(lambda: "brought ward-2 back" in out.read_text(), LIMIT, "the node's return")
+        wait_for(lambda: "brought ward-2 back" in out.read_text(), "the node's return")
         (rows,) = (tmp_path / "runs").glob("*/metrics.jsonl")
         since = rows.read_text().count("\n")
-        wait_until(lambda: rows.read_text().count("\n") > since + 1, LIMIT, "two more rounds")
+        wait_for(lambda: rows.read_text().count("\n") > since + 1, "two more rounds")
         started = children(command.pid)
         assert len(started) >= 6  # a shuffler, the SuperLink, two nodes of two processes
         command.terminate()
-        wait_until(lambda: not all(map(running, started)), LIMIT, "what was started to end")
+        wait_until(rows.with_name(STOP_FILE).exists, LIMIT, "the first signal to be heard")
         command.terminate()
         assert command.wait(LIMIT) == 143, out.read_text()
         assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
