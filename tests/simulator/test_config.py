@@ -252,3 +252,9 @@ def test_every_name_means_something():
     assert list(ACCOUNTANTS) == list(names.ACCOUNTANTS)
     for table in (names.DATASETS, names.FEATURES):
         assert all(callable(pkgutil.resolve_name(meant)) for meant in table.values())
+
+
+def test_a_delta_that_is_not_supported_is_refused_before_a_run():
+    message = "delta of a plan of 500 rounds must be at least 5e-20, .* got 4.9e-20"
+    with pytest.raises(ConfigError, match=message):
+        prepare(load("quickstart", ["privacy.delta=4.9e-20"]))
