@@ -259,3 +259,9 @@ def test_a_search_that_does_not_use_up_the_target_is_told_before_the_run():
     found = prepare(load("quickstart", [*overrides, "privacy.accountant=local"])).unused
     assert found.endswith("of 900000, and the search goes no further than noise = 0.2")
     assert prepare(load("quickstart", ["privacy.rounds=3"])).unused is None  # nothing is searched
+
+
+def test_a_delta_that_is_not_supported_is_refused_before_a_run():
+    message = "delta of a plan of 500 rounds must be at least 5e-20, .* got 4.9e-20"
+    with pytest.raises(ConfigError, match=message):
+        prepare(load("quickstart", ["privacy.delta=4.9e-20"]))
