@@ -144,6 +144,7 @@ def test_records_and_features_of_one_process_are_refused_in_another(place):
         assert all(name in str(error.value) for name in what if name)
 
 
+@pytest.mark.slow
 def test_torchvision_is_imported_in_a_process_of_its_own(place):
     """Beside a CPU wheel of torch its import fails if nothing is done about it."""
     code = "from simulator.data.datasets import load_dataset; load_dataset('blobs:blobs')"
@@ -167,6 +168,7 @@ def test_an_error_says_in_which_file_and_line(place, name, message):
         load_dataset(name)
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_how_the_records_are_shared(place):
     console = Console(record=True, quiet=False, width=200, file=io.StringIO())
     sets = ["simulation.engine=vectorised", "data.users=60", "privacy.rounds=1"]
