@@ -14,6 +14,7 @@ import torch
 from accounting import PrivacyPlan
 from clients import ClientSettings, UserRecords, load_device, serve_device
 from simulator.config import Config, load
+from simulator.data.datasets import kind_of
 from simulator.data.features import map_records
 from simulator.data.partition import load_user_records
 from simulator.deployment.sites import NodeSite, check_cover
@@ -197,28 +198,14 @@ def _tensor(name: str, array: np.ndarray) -> torch.Tensor:
 
 def _mistake(features: Any, labels: Any) -> str | None:
     """Why no model can be trained on these features and labels, whatever their shapes; or None."""
-    if not (_is_dense(features, torch.float32) and _is_dense(labels, torch.int64)):
+    kinds = kind_of(features), kind_of(labels)
+    if kinds != ("float32", "int64") or features.requires_grad:
         return (
-            f"must be float32 features and int64 labels, got {_kind(features)} and "
-            f"{_kind(labels)}; both must be dense tensors on the CPU, without gradients"
+            f"must be float32 features and int64 labels, got {kinds[0]}"
+            f"{' with gradients' * (kinds[0] == 'float32' and features.requires_grad)} and "
+            f"{kinds[1]}; both must be dense tensors on the CPU, without gradients"
         )
     return None if features.isfinite().all() else "must be finite features, got NaN or infinity"
-
-
-def _is_dense(thing: Any, dtype: torch.dtype) -> bool:
-    return (
-        isinstance(thing, torch.Tensor)
-        and (thing.dtype, thing.layout, thing.device.type) == (dtype, torch.strided, "cpu")
-        and not thing.is_nested
-        and not thing.requires_grad
-    )
-
-
-def _kind(thing: Any) -> str:
-    if not isinstance(thing, torch.Tensor):
-        return f"{type(thing).__name__} {getattr(thing, 'dtype', '')}".strip()
-    about = thing.dtype, thing.layout, thing.device
-    return " ".join(map(str, about)) + " with gradients" * thing.requires_grad
 
 
 def _check_records(records: UserRecords, user: int, site: NodeSite) -> None:
