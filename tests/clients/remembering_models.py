@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 import random
 
 import numpy as np
@@ -10,11 +11,11 @@ from torch import nn
 
 
 class Model(nn.Module):
-    """A linear model of four inputs; `seen` takes a record's mean and gives what to add to it."""
+    """A linear model; `seen` takes a record's mean and gives what to add to it."""
 
     def __init__(self, shape=(4,), classes=3, **options):
         super().__init__()
-        self.layer = nn.Linear(4, classes)
+        self.layer = nn.Linear(math.prod(shape), classes)
         self.start(**options)
 
     def start(self):
@@ -215,6 +216,3 @@ def _cached(varies, value):
 class Unseeded(Model):
     def seen(self, mean):
         return float(np.random.default_rng().normal())
-
-
-ELSEWHERE = OfClass, FirstOfClass, Global, Cache, Unseeded

@@ -8,8 +8,10 @@ import pytest
 import remembering_models as models
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from clients import LocalTraining, ModuleState, Node, StateError, local_update, user_updates
+from simulator.cli.__main__ import app
 from simulator.models import build_model
 from simulator.section import ConfigError
 from simulator.trial import agrees_one_by_one, try_users
@@ -63,11 +65,29 @@ def test_users_computed_together_share_no_state_of_local_epochs():
 
 
 @pytest.mark.slow  # each starts a process
-@pytest.mark.parametrize("kind", models.ELSEWHERE)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        models.FirstOfClass,
+        models.Unseeded,
+        pytest.param(models.Global, marks=pytest.mark.nightly),
+        pytest.param(models.Cache, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_model_that_keeps_something_elsewhere_is_refused(kind):
     name = f"remembering_models:{kind.__name__}"
     with pytest.raises(ConfigError, match=f"model {name} gives a user another update after"):
         try_users(make_model(name), LocalTraining(), records=3)
+
+
+@pytest.mark.slow
+def test_it_is_refused_in_one_line_before_any_work(tmp_path):
+    name = "remembering_models:OfClass"
+    given = ["run", "quickstart", "--runs", str(tmp_path), "--set", f"model.name={name}"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2 and not list(tmp_path.iterdir())
+    assert result.stderr.startswith(f"error: model {name} gives a user another update after")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
