@@ -12,11 +12,10 @@ import operator
 import pickle
 import random
 import re
-import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,14 +27,17 @@ class StateError(RuntimeError):
     """A module holds something that cannot be compared, or that cannot be put back."""
 
 
+_VALUES = {type(None), bool, int, float, complex, str, bytes, range, slice, torch.Size}
 _UNCHANGING = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, np.generic, type,
-    types.ModuleType, types.BuiltinFunctionType, logging.Logger, re.Pattern,
-    weakref.ReferenceType, type(threading.Lock()), type(threading.RLock()),
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
+    type, types.ModuleType, types.GenericAlias, logging.Logger, re.Pattern, np.generic, np.dtype,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo,
 )  # fmt: skip
-"""Values that never change, or hold nothing of a record. What a class or a Python module holds is
-outside a model; `simulator.trial` refuses models that keep something there."""
+"""What never changes, or holds nothing of a record. What a class or a Python module holds is
+outside a model: `simulator.trial` looks for models that keep something there."""
+
+_CACHE = type(functools.lru_cache(len))
+_VIEWS = type({}.keys()), type({}.values()), type({}.items())
+_LOCKS = "lock", "RLock"
 
 
 class ModuleState:
@@ -43,7 +45,7 @@ class ModuleState:
 
     Its parameters, its buffers and whatever else can be reached from its attributes: tensors and
     arrays, by value; what is in containers, objects, closures and default arguments; the states of
-    generators of random numbers.
+    generators of random numbers. Caches of functions that it holds are emptied.
 
     Raises:
         StateError: something of it cannot be compared.
@@ -53,16 +55,21 @@ class ModuleState:
         self._empty: list[tuple[str, Any]] = []  # most dictionaries of a module
         self._lists: list[tuple[str, Any, tuple]] = []
         self._dicts: list[tuple[str, dict, tuple, tuple]] = []
+        self._objects: list[tuple[str, Any, type, dict | None, list[tuple[str, Any]]]] = []
         self._cells: list[tuple[str, types.CellType, Any]] = []
-        self._tensors: list[tuple[str, torch.Tensor, torch.Tensor, int, bool]] = []
+        self._caches: list[tuple[str, Any]] = []
+        self._tensors: list[tuple[str, torch.Tensor, torch.Tensor, int, bool, Any]] = []
+        self._arrays: list[tuple[str, np.ndarray, np.ndarray, bytes]] = []
         self._values: list[tuple[str, Any, bytes]] = []
         seen: dict[int, Any] = {}  # by id; the objects too, or an id might be used again
         left: list[tuple[str, Any]] = [("", module)]
         while left:
             path, held = left.pop()
-            if not isinstance(held, _UNCHANGING) and id(held) not in seen:
+            unchanging = type(held) in _VALUES or isinstance(held, _UNCHANGING)
+            if not unchanging and id(held) not in seen:
                 seen[id(held)] = held
                 left += self._note(path, held)
+        self._tensors.sort(key=lambda noted: noted[1]._base is not None)  # views after their bases
 
     def restore(self) -> list[str]:
         """Puts back what has changed.
@@ -71,9 +78,20 @@ class ModuleState:
             The names of what had changed, such as `hidden` or `encoder.cache`.
 
         Raises:
-            StateError: something of it cannot be put back.
+            StateError: something of it cannot be put back; all the rest is.
         """
-        changed = []
+        changed: list[str] = []
+        for path, held, kind, own, slots in self._objects:
+            if type(held) is not kind:
+                changed.append(path)
+                held.__class__ = kind
+            if own is not None and held.__dict__ is not own:
+                changed.append(path)
+                held.__dict__ = own
+            for name, value in slots:
+                if getattr(held, name, None) is not value:
+                    changed.append(f"{path}.{name}")
+                    object.__setattr__(held, name, value)
         for path, held in self._empty:
             if held:
                 changed.append(path)
@@ -94,35 +112,42 @@ class ModuleState:
             if _contents(cell) is not contents:
                 changed.append(path)
                 cell.cell_contents = contents
-        for path, tensor, value, place, trained in self._tensors:
-            moved = tensor.data_ptr() != place or tensor.shape != value.shape
-            if moved or not _equal(tensor.detach(), value):
+        for path, cache in self._caches:
+            if cache.cache_info().currsize:
                 changed.append(path)
-                if moved:
-                    tensor.data = value.clone()
-                else:
-                    tensor.data.copy_(value)
-            if tensor.requires_grad != trained:
+                cache.cache_clear()
+        for path, *tensor in self._tensors:
+            if _restore_tensor(*tensor):
                 changed.append(path)
-                tensor.requires_grad_(trained)
-            if tensor.is_leaf:
-                tensor.grad = None
+        for path, array, value, content in self._arrays:
+            if array.tobytes() != content:
+                changed.append(path)
+                array[...] = value
+        stuck = []
         for path, held, value in self._values:
             if _pickled(path, held) != value:
                 changed.append(path)
-                _write(path, held, pickle.loads(value))
+                if not _write(held, pickle.loads(value)):
+                    stuck.append(f"{path[1:]} ({type(held).__name__})")
+        if stuck:
+            raise StateError(f"{', '.join(stuck)} changes and cannot be put back")
         return [re.sub(r"_(parameters|buffers|modules)\.", "", path[1:]) for path in changed]
 
     def _note(self, path: str, held: Any) -> Iterator[tuple[str, Any]]:
         """Notes one object; yields what it refers to, with the paths."""
         if isinstance(held, torch.Tensor) and _is_plain(held):
+            hooks, trained = held._backward_hooks, held.requires_grad
             value = held.detach().clone()
-            self._tensors.append((path, held, value, held.data_ptr(), held.requires_grad))
+            self._tensors.append((path, held, value, held.data_ptr(), trained, hooks))
+            yield from ((path, each) for each in (hooks, held._base))
+        elif isinstance(held, np.ndarray) and not held.dtype.hasobject:
+            self._arrays.append((path, held.view(np.ndarray), np.array(held), held.tobytes()))
         elif isinstance(held, (dict, list, deque, set)) and not held:
             self._empty.append((path, held))
         elif isinstance(held, dict):
             keys, values = tuple(held), tuple(held.values())
             self._dicts.append((path, held, keys, values))
+            yield from ((path, key) for key in keys)
             yield from ((f"{path}.{key}", value) for key, value in zip(keys, values, strict=True))
         elif isinstance(held, (list, deque, set)):
             self._lists.append((path, held, tuple(held)))
@@ -132,35 +157,98 @@ class ModuleState:
         elif isinstance(held, types.CellType):
             self._cells.append((path, held, _contents(held)))
             yield path, _contents(held)
-        elif isinstance(held, types.MethodType):
-            yield from ((path, each) for each in (held.__self__, held.__func__))
-        elif isinstance(held, types.FunctionType):
-            parts = held.__closure__, held.__defaults__, held.__kwdefaults__
+        elif isinstance(held, _CACHE):
+            held.cache_clear()
+            self._caches.append((path, held))
+            yield path, held.__wrapped__
+        elif (parts := _parts(held)) is not None:
             yield from ((path, each) for each in parts)
-        elif isinstance(held, functools.partial):
-            yield from ((path, each) for each in (held.func, held.args, held.keywords))
-        elif isinstance(held, _GENERATORS) or not hasattr(held, "__dict__"):
+        elif _is_of_python_alone(held):
+            pass
+        elif type(held).__name__ not in _LOCKS:
             self._values.append((path, held, _pickled(path, held)))
-        if hasattr(held, "__dict__"):
-            yield path, held.__dict__
+        own, slots = getattr(held, "__dict__", None), list(_slots(held))
+        if own is not None or slots:
+            own = own if isinstance(own, dict) else None
+            self._objects.append((path, held, type(held), own, slots))
+            yield path, own
+            yield from ((f"{path}.{name}", value) for name, value in slots)
 
 
-_GENERATORS = random.Random, np.random.RandomState, np.random.Generator, torch.Generator
+def _parts(held: Any) -> Iterable[Any] | None:
+    """What something refers to that is a function, or stands for one, or for another object."""
+    if isinstance(held, types.MethodType):
+        return held.__self__, held.__func__
+    if isinstance(held, types.FunctionType):
+        return held.__closure__, held.__defaults__, held.__kwdefaults__
+    if isinstance(held, functools.partial):
+        return held.func, held.args, held.keywords
+    if isinstance(held, (types.BuiltinFunctionType, types.MethodWrapperType)):
+        return (held.__self__,)  # of a method of an object; else of a module
+    if isinstance(held, weakref.ReferenceType):
+        return (held(),)
+    if isinstance(held, types.MappingProxyType):  # it and a view change nothing themselves
+        return (*held.keys(), *held.values())
+    return tuple(held) if isinstance(held, _VIEWS) else None
 
 
-def _write(path: str, held: Any, value: Any) -> None:
+def _slots(held: Any) -> Iterator[tuple[str, Any]]:
+    """An object's slots, and what they hold."""
+    for kind in type(held).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{kind.__name__.lstrip('_')}{name}"
+            if name not in ("__dict__", "__weakref__") and hasattr(held, name):
+                yield name, getattr(held, name)
+
+
+def _is_of_python_alone(held: Any) -> bool:
+    """Whether an object has nothing but its `__dict__` and its slots.
+
+    Then it is no larger than these: whatever else it has is of C, and is not seen from here.
+    """
+    kind = type(held)
+    more = sum(getattr(kind, name) > 0 for name in ("__dictoffset__", "__weakrefoffset__"))
+    names = {name for name, _ in _slots(held)}
+    return kind.__basicsize__ <= object.__basicsize__ + 8 * (more + len(names))
+
+
+def _restore_tensor(
+    tensor: torch.Tensor, value: torch.Tensor, place: int, trained: bool, hooks: Any
+) -> bool:
+    """Puts a tensor back; returns whether it had changed."""
+    moved = tensor.data_ptr() != place or tensor.shape != value.shape
+    changed = moved or not _equal(tensor.detach(), value)
+    if changed:
+        try:
+            if moved:
+                raise RuntimeError
+            tensor.data.copy_(value)
+        except RuntimeError:  # or several of its entries lie in one place
+            tensor.data = value.clone()
+    if tensor.requires_grad != trained or tensor._backward_hooks is not hooks:
+        changed = True
+        tensor.requires_grad_(trained)
+        tensor._backward_hooks = hooks
+    if tensor.is_leaf:
+        tensor.grad = None
+    return changed
+
+
+def _write(held: Any, value: Any) -> bool:
+    """Gives an object the state of a copy, if there is a way to."""
     if isinstance(held, random.Random):
         held.setstate(value.getstate())
-    elif isinstance(held, np.random.RandomState):
+    elif isinstance(held, (np.random.RandomState, torch.Generator)):
         held.set_state(value.get_state())
     elif isinstance(held, np.random.Generator):
         held.bit_generator.state = value.bit_generator.state
-    elif isinstance(held, torch.Generator):
-        held.set_state(value.get_state())
-    elif isinstance(held, (np.ndarray, bytearray)) and len(held) == len(value):
+    elif isinstance(held, bytearray):
         held[:] = value
     else:
-        raise StateError(f"{path[1:]} ({type(held).__name__}) changes and cannot be put back")
+        return False
+    return True
 
 
 def _pickled(path: str, held: Any) -> bytes:
@@ -188,13 +276,14 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the bits are the same, those of NaN too."""
     whole = _WHOLE.get(one.element_size(), torch.int64)
-    return torch.equal(*(each.reshape(-1).view(whole) for each in (one, other)))
+    bits = (each.resolve_conj().resolve_neg().reshape(-1).view(whole) for each in (one, other))
+    return torch.equal(*bits)
 
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # types to compare bits in, by bytes

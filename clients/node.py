@@ -21,7 +21,7 @@ from accounting import rounds_within_budget
 from accounting.mechanisms import Randomness, make_randomness
 from accounting.validation import Seconds
 from clients.device import DeviceLedger, RoundRefused
-from clients.module_state import ModuleState
+from clients.module_state import ModuleState, StateError
 from clients.settings import ClientSettings
 from clients.update import local_update, record_orders, user_updates
 from shuffler import (
@@ -410,6 +410,7 @@ class Node:
             try:
                 together = self._updates_together(records, seeds)
             except _ERRORS as error:  # above all: a model with dropout
+                self._replace(error)
                 self._alone = True
                 log.info("updates are computed one by one: %s", error)
             else:
@@ -423,7 +424,18 @@ class Node:
                     update = local_update(self._model, *each, training, seed, state)
                 except _ERRORS as error:
                     self._failed(error)
+                    if self._replace(error):
+                        state = ModuleState(self._model)
             yield update
+
+    def _replace(self, error: BaseException) -> bool:
+        """Makes the model anew where it could not be put back, so that nobody else sees what is."""
+        if not isinstance(error, StateError):
+            return False
+        parameters = {name: value.clone() for name, value in self._model.state_dict().items()}
+        self._model = self.settings.make_model().train()
+        self._model.load_state_dict(parameters)
+        return True
 
     def _updates_together(self, records: list[_Records], seeds: np.ndarray) -> np.ndarray:
         """`local_update` of users with equally many records, by vmap: shape (k, d)."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
 
 from accounting.mechanisms import split_mix
-from clients.module_state import ModuleState, StateError
+from clients.module_state import ModuleState
 from clients.settings import LocalTraining
 
 
@@ -94,8 +94,8 @@ def user_updates(
         Shape (k, ...) for every parameter.
 
     Raises:
-        RuntimeError: the model draws random numbers, or torch cannot vectorise it.
-        StateError: it keeps something of one step of local training until the next.
+        RuntimeError: the model draws random numbers, keeps something of one step of local training
+            until the next, or torch cannot vectorise it.
     """
     state = ModuleState(model)
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -119,7 +119,7 @@ def user_updates(
                 gradients = together if local is start else apart
                 steps = gradients(local, features[everyone, batch], labels[everyone, batch])
                 if changed := state.restore():  # read outside vmap, it would mix users
-                    raise StateError(f"the model keeps {changed[0]} from one step to the next")
+                    raise RuntimeError(f"the model keeps {changed[0]} from one step to the next")
                 local = {
                     name: value - training.local_learning_rate * steps[name]
                     for name, value in local.items()

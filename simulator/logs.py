@@ -23,6 +23,11 @@ class EventFormatter(logging.Formatter):
         """Has the time and the level first."""
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
+    def format(self, record: logging.LogRecord) -> str:
+        """The whole event, whatever another formatter has made of its traceback."""
+        record.exc_text = None
+        return super().format(record)
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The event's line."""
         return printable(_cut(super().formatMessage(record)))

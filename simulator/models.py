@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -94,12 +97,11 @@ def build_model(
             or that numpy cannot hold.
     """
     make = find("model", name, MODELS)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        with readers_code(f"model {name} could not be built for records of shape {input_shape}"):
-            model = make(input_shape, classes, **(options or {}))
-            with torch.no_grad():
-                shape = tuple(model.eval()(torch.zeros(2, *input_shape)).shape)
+    failure = f"model {name} could not be built for records of shape {input_shape}"
+    with seeded(seed), readers_code(failure):
+        model = make(input_shape, classes, **(options or {}))
+        with torch.no_grad():
+            shape = tuple(model.eval()(torch.zeros(2, *input_shape)).shape)
     if shape != (2, classes):
         raise ConfigError(
             f"model {name} must give {classes} scores a record, got shape {shape[1:]}"
@@ -108,6 +110,21 @@ def build_model(
     _refuse_what_is_not_trained(name, model)
     _refuse_what_mixes_users(name, model, input_shape)
     return model
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the generators that torch, numpy and Python share, and puts them back at the end."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
@@ -148,8 +165,8 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int
     for path, _ in model.named_buffers():
         if path in changed:
             raise ConfigError(
-                f"model {name} changes its buffer {path} in training: that carries one user's "
-                "records into another's update"
+                f"model {name} changes its buffer {path} in training: every user, and evaluation, "
+                "would see its first value, for no report carries it"
             )
 
 

@@ -27,7 +27,7 @@ from simulator.tables import too_few_present
 _COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"}
 
 
-_TELL_OF_ROUNDS = ("metrics.jsonl", "summary.json", "shuffler.log")
+_TELL_OF_ROUNDS = ("metrics.jsonl", "summary.json", "shuffler*.log")
 _ROUND = re.compile(rb'"rounds?": ?(\d{1,18})')
 
 
@@ -85,9 +85,8 @@ def rounds_told(folder: Path) -> dict[str, int]:
     from tensorboard.compat.proto.event_pb2 import Event
 
     told: dict[str, int] = {}
-    for name in _TELL_OF_ROUNDS:
-        if (path := folder / name).exists():
-            told[name] = max(map(int, _ROUND.findall(path.read_bytes())), default=0)
+    for path in (path for pattern in _TELL_OF_ROUNDS for path in folder.glob(pattern)):
+        told[path.name] = max(map(int, _ROUND.findall(path.read_bytes())), default=0)
     if (path := folder / "checkpoint.pt").exists():
         told[path.name], _ = read_checkpoint(path)
     for path in (folder / "tensorboard").glob("events.*"):

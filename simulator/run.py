@@ -48,7 +48,10 @@ from simulator.tables import epsilon_text
 MakeEngine = Callable[[Experiment], Engine]
 
 _MAY_CHANGE = ("cpus_per_node", "round_timeout", "workers")
-"""Keys of `[simulation]` that decide no number: a run may be resumed with other values."""
+"""Keys of `[simulation]` with which a run may be resumed in another way: they decide no number.
+
+But for the whole CPUs of a node, which are its threads: sums depend on how many there are.
+"""
 
 
 def run(config: Config, runs: Path, console: Console) -> RunResult:
@@ -172,7 +175,9 @@ def _checkpoint_of(
 def _origin(experiment: Experiment, engine: Engine) -> dict[str, str]:
     """What decides a run's numbers beside its plan: a spent round is played again only with it."""
     config = experiment.config
-    simulation = config.simulation.model_copy(update=dict.fromkeys(_MAY_CHANGE))
+    threads = max(1, int(config.simulation.cpus_per_node))
+    alike = dict.fromkeys(_MAY_CHANGE) | {"cpus_per_node": threads}
+    simulation = config.simulation.model_copy(update=alike)
     numbers = dumps(config.model_copy(update={"simulation": simulation}))
     configuration = hashlib.sha256(numbers.encode()).hexdigest()[:12]
     versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}

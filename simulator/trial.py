@@ -9,7 +9,6 @@ two processes, in one of them in the reverse order.
 from __future__ import annotations
 
 import functools
-import itertools
 import pickle
 import subprocess
 import sys
@@ -22,8 +21,10 @@ import torch
 from torch import nn
 
 from clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
-from simulator.models import MODELS
+from simulator.models import MODELS, build_model, seeded
 from simulator.section import READERS_ERRORS, ConfigError, one_line, readers_code
+
+_CALLS = 256  # records that are tried at least: a model may use only later what it keeps
 
 _OTHER_PROCESS = """
 import pickle, sys
@@ -47,26 +48,38 @@ def try_users(make_model: functools.partial, training: LocalTraining, records: i
     Raises:
         ConfigError: other users change a user's update, or the model fails.
     """
-    name, input_shape, classes, *_ = make_model.args
+    name, input_shape, classes, _, options = make_model.args
     if name in MODELS:
         return True
+    same = functools.partial(build_model, name, input_shape, classes, 0, options)
+    return _try(pickle.dumps((same, training, records)))
+
+
+@functools.lru_cache(maxsize=16)
+def _try(given: bytes) -> bool:
+    make_model, training, records = pickle.loads(given)
+    name, input_shape, classes, *_ = make_model.args
     sizes = records, 1, records // 2 + 1, records
-    with readers_code(f"model {name} could not be trained on made-up records"):
-        given = made_up(make_model().train(), input_shape, classes, sum(sizes))
-        users = list(zip(*(each.split(sizes) for each in given), itertools.count(), strict=False))
-        forwards = _updates(make_model, training, users)
-    backwards = _in_another_process(name, (make_model, training, users[::-1]))[::-1]
+    with seeded(0), readers_code(f"model {name} could not be trained on made-up records"):
+        model = make_model().train()
+        parameters = model.state_dict()
+        features, labels = made_up(model, input_shape, classes, sum(sizes))
+        users = list(zip(features.split(sizes), labels.split(sizes), range(4), strict=True))
+        for _ in range(max(1, _CALLS // sum(sizes))):
+            forwards = _updates(model, training, users)
+    backwards = _in_another_process(name, (make_model, parameters, training, users[::-1]))[::-1]
     for one, other in zip(forwards, backwards, strict=True):
         if not _close(one, other, 1e-5):
             raise ConfigError(
-                f"model {name} gives a user another update after other users than before them: it "
-                "must keep nothing outside itself (in its class, a global, a cache or a file), and "
-                "draw random numbers only from the generators of torch, numpy and Python that "
-                "torch.manual_seed, numpy.random.seed and random.seed set"
+                f"model {name} gives a user another update in another process, where other users "
+                "came before: it must keep nothing outside itself (in its class, a global, a cache "
+                "or a file), start the same in every process, and draw random numbers only from "
+                "generators that torch.manual_seed, numpy.random.seed and random.seed set"
             )
     alike = (torch.stack(each) for each in list(zip(users[0], users[-1], strict=True))[:2])
     try:
-        return agrees_one_by_one(make_model().train(), *alike, training)
+        with seeded(0):
+            return agrees_one_by_one(model, *alike, training)
     except READERS_ERRORS:
         return False
 
@@ -110,12 +123,10 @@ def agrees_one_by_one(
     return all(_close(*pair, 1e-3) for pair in zip(flat, alone, strict=True))
 
 
-def _updates(
-    make_model: functools.partial, training: LocalTraining, users: list
-) -> list[np.ndarray]:
+def _updates(model: nn.Module, training: LocalTraining, users: list) -> list[np.ndarray]:
     """The updates of users, one after another: of each its features, labels and seed."""
-    model = make_model().train()
-    return [local_update(model, *records, training, seed) for *records, seed in users]
+    state = ModuleState(model)
+    return [local_update(model, *records, training, seed, state) for *records, seed in users]
 
 
 def _in_another_process(name: str, given: tuple) -> list[np.ndarray]:
@@ -140,7 +151,10 @@ def _in_another_process(name: str, given: tuple) -> list[np.ndarray]:
 
 def _write_updates(path: Path, given: tuple) -> None:
     try:
-        updates: list[np.ndarray] | str = _updates(*given)
+        make_model, parameters, training, users = given
+        model = make_model().train()
+        model.load_state_dict(parameters)
+        updates: list[np.ndarray] | str = _updates(model, training, users)
     except READERS_ERRORS as error:
         updates = one_line(error)
     path.write_bytes(pickle.dumps(updates))

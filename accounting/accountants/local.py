@@ -67,6 +67,8 @@ class LocalAccountant(ProfileShuffleAccountant):
         shift = self._always({e: math.floor(_own_rate(e) * count) for e, count in counts.items()})
         if not (0.0 < shift < math.inf and delta > 0.0):
             return 0.0
+        if len(counts) > -math.log2(delta):
+            return 0.0
         return gaussian_epsilon(shift, delta * 2.0 ** len(counts))
 
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:

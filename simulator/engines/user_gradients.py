@@ -55,7 +55,7 @@ def clipped_sum_of_updates(
 ) -> torch.Tensor:
     """The sum over k users of `clients.clip` of `clients.local_update`.
 
-    `model` keeps its parameters; threads may share it. It is computed where its parameters are.
+    `model` keeps its parameters; it is nobody else's meanwhile. It is computed where they are.
 
     Args:
         method: what `fastest_method` gave for this model and training.
@@ -71,8 +71,7 @@ def clipped_sum_of_updates(
         float32 of shape (d,), on the model's device.
     """
     if method == "vmap":
-        own = copy.deepcopy(model)  # functional_call exchanges a model's parameters meanwhile
-        updates = user_updates(own, features, labels, training, orders, call_in(precision))
+        updates = user_updates(model, features, labels, training, orders, call_in(precision))
         return clipped_sum(updates, clipping)
     names = names_of(model)
     gradients = gradients_of_users(model, names, features, labels, precision)
@@ -158,10 +157,7 @@ def ready_for(method: Method, model: nn.Module, device: str = "cpu") -> nn.Modul
 
 @torch.no_grad()
 def _agrees(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> bool:
-    """Whether book-keeping gives each user's gradient at random parameters, and no state is kept.
-
-    Threads share a model under book-keeping, so its forward must not write to it.
-    """
+    """Whether book-keeping gives each user's gradient at random parameters and keeps no state."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter += 0.1 * torch.randn(parameter.shape, generator=generator)

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import os
+import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -300,10 +301,14 @@ class ReportSum:
         self._plan, self._training = settings.plan, settings.training
         self._method, self._dimension = settings.method, settings.dimension
         device, self._precision = settings.keys.device, settings.keys.precision
-        # On a GPU threads take turns: memory holds one block's gradients, the other cores draw.
-        self._turn = contextlib.nullcontext() if device == "cpu" else threading.Lock()
         self._records = records.to(device)
-        self._model = ready_for(self._method, settings.make_model(), device)
+        # A forward may write to its model, so no two threads use one at a time. On a GPU they take
+        # turns: memory holds one block's gradients, and the other cores draw.
+        copies = torch.get_num_threads() if device == "cpu" else 1
+        self._models = [
+            ready_for(self._method, settings.make_model(), device) for _ in range(copies)
+        ]
+        self._free: queue.SimpleQueue[tuple[nn.Module, ModuleState]] = queue.SimpleQueue()
         self._seed = settings.seed
         self._randomness = make_randomness(self._seed)
         self._noise_in_reports = settings.keys.noise == "report"
@@ -336,19 +341,16 @@ class ReportSum:
         """
         total = np.zeros(self._dimension, dtype=np.int64)
         # Not in this thread: its OpenMP threads would copy too, and then wait on busy cores.
-        self._threads.submit(self._model.load_state_dict, model.state_dict()).result()
+        loads = self._threads.map(lambda own: own.load_state_dict(model.state_dict()), self._models)
+        self._free = queue.SimpleQueue()
+        for own, _ in zip(self._models, loads, strict=True):
+            self._free.put((own, ModuleState(own)))
         # Else float32 sums might be of 10 bits, and longer than their norms by as much (TF32).
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         blocks = np.split(users, np.flatnonzero(np.diff(users // self._block)) + 1)
-        state = ModuleState(self._model)
         for part in self._threads.map(functools.partial(self._sum_block, round), blocks):
             total += part
-        if changed := state.restore():  # which threads share, under book-keeping
-            raise RoundFailed(
-                f"round {round}: the model changes {changed[0]}, as it did in no trial; "
-                'simulation.engine = "flower" can run it'
-            )
         if self._noise_in_reports:
             parts = [part for each in blankets for part in self._parts(each)]
             for part in self._threads.map(functools.partial(self._sum_blankets, round), parts):
@@ -398,14 +400,19 @@ class ReportSum:
             draws = to_normals(self._randomness.standard_normal(round, users, 2))
             clipping = RandomSides.drawn(mechanism, draws, self._dimension, features.device)
         given = features, labels, self._training, orders, clipping, self._precision
+        model, state = self._free.get()
         try:
-            with self._turn:
-                return clipped_sum_of_updates(self._method, self._model, *given).cpu()
+            try:
+                return clipped_sum_of_updates(self._method, model, *given).cpu()
+            finally:
+                state.restore()
         except READERS_ERRORS as error:  # of the model
             raise RoundFailed(
                 f"round {round}: computing updates failed: {type(error).__name__}: "
                 f"{one_line(error)}"
             ) from error
+        finally:
+            self._free.put((model, state))
 
     def _orders(self, round: int, users: np.ndarray, records: int) -> torch.Tensor | None:
         """The order of each user's records in its local epochs, as `local_update` has it."""

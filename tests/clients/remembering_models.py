@@ -146,12 +146,98 @@ class Grad(Model):
         return 0 if before is None else before.sum()
 
 
+class Masked(Model):
+    def start(self):
+        self.sums = np.ma.zeros(4, dtype=np.float32)
+
+    def seen(self, mean):
+        self.sums += mean.numpy()
+        return torch.from_numpy(np.array(self.sums))
+
+
+class Slots:
+    __slots__ = ("value",)
+
+
+class Slotted(Model):
+    """A slot of an object's base, and an object that is a dictionary's key."""
+
+    def start(self):
+        self.held, key = type("Both", (Slots,), {})(), Plain()
+        self.held.value, key.value, self.keys = 0, 0, {key: None}
+
+    def seen(self, mean):
+        (key,) = self.keys
+        before, self.held.value, key.value = self.held.value + key.value, mean, mean
+        return before
+
+
+class BoundMethod(Model):
+    def start(self):
+        bank = []
+        self.add, self.all = bank.append, bank.__iter__
+
+    def seen(self, mean):
+        self.add(mean)
+        return sum(self.all())
+
+
+class OwnCache(Model):
+    def start(self):
+        self.first = functools.lru_cache(lambda key: self.now)
+
+    def seen(self, mean):
+        self.now = mean
+        return self.first("now")
+
+
+class OtherDictionary(Model):
+    def start(self):
+        self.helper = Plain()
+        self.helper.value = 0
+
+    def seen(self, mean):
+        before, self.helper.__dict__ = self.helper.value, {"value": mean}
+        return before
+
+
+class OtherClass(Model):
+    def seen(self, mean):
+        if mean.norm() > 3:
+            self.__class__ = Attribute
+        return 0
+
+
+class GradientHook(Model):
+    def start(self):
+        bank = []
+
+        def add(gradient):
+            bank.append(gradient.clone())
+            return sum(bank)
+
+        self.layer.weight.register_hook(add)
+
+    def seen(self, mean):
+        return 0
+
+
+class View(Model):
+    def start(self):
+        self.mean = torch.zeros(1).expand(4)
+
+    def seen(self, mean):
+        self.mean._base.add_(mean[0])
+        return self.mean.clone()
+
+
 IN_THE_MODULE = (
     Attribute, List, Nested, RunningMean, ByData, NewParameter, ArrayOfNumpy, Counter, Hook,
-    Object, Generators, Grad,
+    Object, Generators, Grad, Masked, Slotted, BoundMethod, OwnCache, OtherDictionary, OtherClass,
+    GradientHook, View,
 )  # fmt: skip
 
-NOT_TOGETHER = NewParameter, Grad  # which vmap computes in another way
+NOT_TOGETHER = NewParameter, Grad, GradientHook  # which vmap computes in another way
 
 
 class GlobalGenerators(Model):

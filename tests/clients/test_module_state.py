@@ -1,6 +1,8 @@
 """A user's update is a function of the model, its own records and the seed alone."""
 
+import copy
 import functools
+import io
 import types
 
 import numpy as np
@@ -60,7 +62,7 @@ def test_the_users_of_a_node_get_what_each_alone_gets(kind):
 def test_users_computed_together_share_no_state_of_local_epochs():
     orders = torch.arange(3).expand(2, 2, 3)
     features, labels = (torch.stack(each) for each in zip(A, B, strict=True))
-    with pytest.raises(StateError, match="keeps bank from one step to the next"):
+    with pytest.raises(RuntimeError, match="keeps bank from one step to the next"):
         user_updates(make(models.List), features, labels, TRAININGS[1], orders)
 
 
@@ -132,6 +134,37 @@ def test_what_cannot_be_put_back_is_refused():
     model.read = (line for line in "abc")
     with pytest.raises(StateError, match=r"read \(generator\) is nothing whose state"):
         ModuleState(model)
+
+
+class Sealed(models.Model):
+    """Keeps what it can neither give back nor be given again, of large records only."""
+
+    def start(self):
+        self.kept = io.BytesIO()
+
+    def seen(self, mean):
+        if mean.abs().max() > 3:
+            self.kept.write(mean.numpy().tobytes())
+        return float(len(self.kept.getvalue()))
+
+
+def test_on_a_device_a_model_that_cannot_be_put_back_is_made_anew():
+    """Its user's report is noise alone, and the users after it see nothing of the records."""
+    node = Node.__new__(Node)
+    node.settings = types.SimpleNamespace(
+        training=TRAININGS[0], seed=None, make_model=lambda: make(Sealed)
+    )
+    node._model, node._dimension, node._alone = make(Sealed), 15, False
+    with torch.no_grad():
+        node._model.layer.bias.add_(1.0)  # as a round's broadcast does
+    fresh = copy.deepcopy(node._model)
+    for count in (2, 9):  # one by one, and together
+        users, seeds = [A] + [B] * (count - 1), np.arange(count, dtype=np.uint64)
+        updates = list(node._updates(users, seeds))
+        assert count == 9 or not updates[0].any()
+        for update in updates[1:]:
+            expected = local_update(copy.deepcopy(fresh), *B, TRAININGS[0], 0)
+            np.testing.assert_allclose(update, expected, rtol=1e-4, atol=1e-5)
 
 
 class ChangesItsInput(models.Model):
