@@ -135,6 +135,7 @@ class ModuleState:
 
     def _note(self, path: str, held: Any) -> Iterator[tuple[str, Any]]:
         """Notes one object; yields what it refers to, with the paths."""
+        own, slots = getattr(held, "__dict__", None), list(_slots(held))
         if isinstance(held, torch.Tensor) and _is_plain(held):
             hooks, trained = held._backward_hooks, held.requires_grad
             value = held.detach().clone()
@@ -167,7 +168,6 @@ class ModuleState:
             pass
         elif type(held).__name__ not in _LOCKS:
             self._values.append((path, held, _pickled(path, held)))
-        own, slots = getattr(held, "__dict__", None), list(_slots(held))
         if own is not None or slots:
             own = own if isinstance(own, dict) else None
             self._objects.append((path, held, type(held), own, slots))

@@ -78,7 +78,7 @@ def test_users_computed_together_share_no_state_of_local_epochs():
 )
 def test_a_model_that_keeps_something_elsewhere_is_refused(kind):
     name = f"remembering_models:{kind.__name__}"
-    with pytest.raises(ConfigError, match=f"model {name} gives a user another update after"):
+    with pytest.raises(ConfigError, match=f"model {name} gives a user another update in another"):
         try_users(make_model(name), LocalTraining(), records=3)
 
 
@@ -88,7 +88,7 @@ def test_it_is_refused_in_one_line_before_any_work(tmp_path):
     given = ["run", "quickstart", "--runs", str(tmp_path), "--set", f"model.name={name}"]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 2 and not list(tmp_path.iterdir())
-    assert result.stderr.startswith(f"error: model {name} gives a user another update after")
+    assert result.stderr.startswith(f"error: model {name} gives a user another update in another")
     assert result.stderr.count("\n") == 1
 
 

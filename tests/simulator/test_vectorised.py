@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -168,6 +170,31 @@ def test_an_aggregator_that_needs_single_reports_is_refused(monkeypatch):
     message = "training.aggregator must be one that needs only the sum .*, got Median"
     with pytest.raises(ConfigError, match=message):
         engine()
+
+
+class Busy(nn.Linear):
+    """Cannot be used by two threads at once; it keeps something until its forward is done."""
+
+    at_work: ClassVar[set[int]] = set()
+
+    def __init__(self, input_shape, classes):
+        super().__init__(64, classes)
+
+    def forward(self, records):
+        if id(self) in self.at_work:
+            raise RuntimeError("another thread uses this model")
+        self.at_work.add(id(self))
+        scores = super().forward(records.flatten(1))
+        os.sched_yield()
+        self.at_work.discard(id(self))
+        return scores
+
+
+def test_no_two_threads_use_a_model_at_once():
+    busy = engine(f"model.name={__name__}:Busy", "simulation.users_per_chunk=1")
+    reports = reports_of(busy)
+    for round in range(1, 20):
+        reports.sum(round, busy.settings.make_model(), np.arange(USERS), [])
 
 
 class TooLarge(nn.Linear):
