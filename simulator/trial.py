@@ -119,7 +119,7 @@ def agrees_one_by_one(
         together = user_updates(model, features, labels, training, orders).values()
     users = zip(features, labels, seeds.tolist(), strict=True)
     alone = (local_update(model, *of_user, training, seed) for *of_user, seed in users)
-    flat = torch.cat([update.flatten(1) for update in together], dim=1).numpy()
+    flat = torch.cat([update.reshape(len(labels), -1) for update in together], dim=1).numpy()
     return all(_close(*pair, 1e-3) for pair in zip(flat, alone, strict=True))
 
 

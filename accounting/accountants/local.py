@@ -13,6 +13,8 @@ from accounting.numerics import FloatArray
 from accounting.numerics.gaussian import gaussian_epsilon, gaussian_losses, log_gaussian_delta
 from accounting.numerics.sign_pairs import Response, sign_profile
 
+_LEAST_RATE = 1e-290  # where floats still have all their digits
+
 
 class LocalAccountant(ProfileShuffleAccountant):
     """No shuffling at all: a user whose reports are all seen by name.
@@ -110,5 +112,7 @@ class AmplifiedAccountant(ProfileShuffleAccountant):
 
 
 def _own_rate(event: Shuffled) -> float:
-    """The chance that the user reports, as far as its own device decides it."""
-    return event.participation.rate if isinstance(event.participation, CheckIn) else 1.0
+    """The chance that the user reports, as far as its own device decides it; or a larger one."""
+    if not isinstance(event.participation, CheckIn):
+        return 1.0
+    return max(event.participation.rate, _LEAST_RATE)

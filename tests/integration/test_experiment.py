@@ -250,7 +250,7 @@ def test_a_result_that_is_damaged_is_played_anew(tmp_path):
 def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
     """Each setting is allowed, and that of `central` alone does not fit."""
     central = 'name = "central"\ntrainer = "central"\n[series.settings]\n"privacy.delta" = 1e-5'
-    grid = write_grid(tmp_path, 3, **{'name = "impossible"': central, "each = [": "# ["})
+    grid = write_grid(tmp_path, 3, **{'name = "[red]impossible"': central, "each = [": "# ["})
     asked = shufl("experiment", grid, "--results", tmp_path / "results")
     assert asked.returncode == 2
     assert re.fullmatch(
