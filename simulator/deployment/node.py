@@ -50,8 +50,7 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
         ConfigError: one line.
     """
     config = load(site.config)
-    plan, make_model, load_users = check_data(site, folder, config)
-    training = local_training(config)
+    plan, make_model, load_users, together = check_data(site, folder, config)
     credentials = site.credentials
     device = load_device(Path(site.device))
     return ClientSettings(
@@ -59,24 +58,24 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
         plan=plan,
         make_model=make_model,
         load_users=load_users,
-        training=training,
+        training=local_training(config),
         shufflers=tuple((address, credentials) for address in site.shufflers),
         seed=None,
         ledger=lambda number: device,
         reply_after=site.reply_after,
         users=site.users,
         number=site.number,
-        together=try_users(make_model, training, training.local_batch_size + 1),
+        together=together,
     )
 
 
 def check_data(
     site: NodeSite, folder: Path, config: Config
-) -> tuple[PrivacyPlan, functools.partial, functools.partial]:
-    """The plan, what makes the model, and what gives access to the users' records.
+) -> tuple[PrivacyPlan, functools.partial, functools.partial, bool]:
+    """The plan, what makes the model, what gives access to the users' records, and `try_users`.
 
     Raises:
-        ConfigError: they do not fit together.
+        ConfigError: they do not fit together, or the model keeps something of other users.
     """
     plan = agreed_plan(config)
     about = site.input_shape, site.classes, data_seed(config), config.model.options
@@ -86,7 +85,9 @@ def check_data(
     records = load_users()
     for user in range(site.users):
         _check_records(records, user, site)
-    return plan, make_model, load_users
+    training = local_training(config)
+    together = try_users(make_model, training, training.local_batch_size + 1)
+    return plan, make_model, load_users, together
 
 
 def agreed_plan(config: Config) -> PrivacyPlan:
