@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 """In the run folder: what the server knows of every node, after every round and while it waits."""
 
-_START_SECONDS = 120.0  # for nodes to connect and load their data, at least
+_START_SECONDS = 600.0  # for nodes to connect and load their data, at least
 _ASK_AGAIN_SECONDS = 30.0  # a node that refused or failed
 _POLL_SECONDS = 0.05
 _TELL_SECONDS = 5.0  # after which, and how often at most, the operator is told who is waited for

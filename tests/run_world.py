@@ -41,7 +41,7 @@ momentum = 0.9
 checkpoint_every = 2
 [simulation]
 nodes = 3
-round_timeout = 120.0
+round_timeout = 600.0
 """
 
 

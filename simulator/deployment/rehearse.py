@@ -32,7 +32,7 @@ from simulator.deployment.submit import FLOWER_FOLDER, run_on
 from simulator.engines import EngineFailed
 from simulator.section import ConfigError
 
-_START_SECONDS = 120.0
+_START_SECONDS = 600.0
 _STOP_SECONDS = 10.0
 _AGAIN_SECONDS = 2.0
 _AWAY_SECONDS = 30.0

@@ -19,7 +19,7 @@ from simulator.data.partition import PartitionedRecords
 from simulator.engines.base import EngineFailed, running_ray
 from simulator.engines.vectorised import Blankets, ReportSum, SumReports, VectorisedSettings
 
-_START_SECONDS = 120.0
+_START_SECONDS = 600.0
 _TRIES = 3  # of a shard's part of a round
 
 

@@ -166,7 +166,7 @@ def blankets_config(folder, rounds, users=600, **values):
         learning_rate = 1.0
         [simulation]
         nodes = {settings["nodes"]}
-        round_timeout = 120.0
+        round_timeout = 600.0
         [shuffler]
         number = {settings["number"]}
     """

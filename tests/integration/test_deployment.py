@@ -17,7 +17,7 @@ from simulator.deployment.sites import STOP_FILE
 @pytest.mark.slow
 def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_began_it(tmp_path):
     """A node overstates its users; Flower's command is killed; then the node tells the truth."""
-    with World(tmp_path, nodes=2, rounds=3, least_nodes=2, round_timeout=120.0) as world:
+    with World(tmp_path, nodes=2, rounds=3, least_nodes=2, round_timeout=LIMIT) as world:
         said = world.folder / "ward-1" / "node.toml"
         truth = said.read_text()
         said.write_text(truth.replace("users = 3", "users = 4"))
@@ -43,7 +43,7 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_
 @pytest.mark.slow
 def test_flower_runs_the_app_of_the_repository(tmp_path):
     """`flwr run . CONNECTION -c …`, as for every other Flower app."""
-    with World(tmp_path, nodes=2, rounds=2, round_timeout=120.0, reply_after=10.0) as world:
+    with World(tmp_path, nodes=2, rounds=2, round_timeout=LIMIT, reply_after=10.0) as world:
         given = f'site="{world.server}/server.toml" config="{world.server}/run.toml"'
         world.flwr("run", str(ROOT), NAME, "--stream", "-c", given)
         outcome = json.loads((world.run_folder / "outcome.json").read_text())
