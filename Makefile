@@ -19,7 +19,7 @@ check: .venv/ready lint  ## lint, types and the fast tests: what to run before a
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy accounting shuffler
+	$(BIN)/mypy -p shufl.accounting -p shufl.shuffler
 	$(BIN)/lint-imports
 
 mnist: .venv/ready  ## full MNIST experiment: hours on 2 cores
@@ -42,7 +42,7 @@ load: .venv/ready  ## a shuffler under a flood: 300 nodes, 5 000 bare connection
 	$(BIN)/python benchmarks/shuffler_load.py
 
 proto: .venv/ready
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. shuffler/wire/shuffler.proto
+	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/shufl/shuffler/wire/shuffler.proto
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

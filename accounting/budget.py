@@ -4,10 +4,10 @@ import bisect
 import dataclasses
 from typing import Any
 
-from accounting.events import Shuffled
-from accounting.ledger import Ledger
-from accounting.plan import PrivacyPlan
-from accounting.registry import ACCOUNTANTS, make_accountant
+from shufl.accounting.events import Shuffled
+from shufl.accounting.ledger import Ledger
+from shufl.accounting.plan import PrivacyPlan
+from shufl.accounting.registry import ACCOUNTANTS, make_accountant
 
 
 class BudgetExceeded(RuntimeError):

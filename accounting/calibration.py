@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from accounting.digits import rounded_up
-from accounting.events import Shuffled
-from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse, least_delta
-from accounting.registry import make_accountant
+from shufl.accounting.digits import rounded_up
+from shufl.accounting.events import Shuffled
+from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse, least_delta
+from shufl.accounting.registry import make_accountant
 
 _PRECISION = 1e-3  # relative, of continuous answers
 _MOST_STEPS = 30

@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import dp_accounting
 
-from accounting import validation
-from accounting.mechanisms import Mechanism
+from shufl.accounting import validation
+from shufl.accounting.mechanisms import Mechanism
 
 
 def _users(value: Any) -> int:

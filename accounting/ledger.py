@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from accounting import validation
-from accounting.plan import PrivacyPlan
+from shufl.accounting import validation
+from shufl.accounting.plan import PrivacyPlan
 
 FORMAT = 2
 _CHECK_LENGTH = 16

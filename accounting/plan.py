@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from accounting import adjacency, registry
-from accounting.accountants.base import ShuffleAccountant
-from accounting.events import CheckIn, Shuffled
-from accounting.mechanisms import Mechanism, least_delta
-from accounting.validation import (
+from shufl.accounting import adjacency, registry
+from shufl.accounting.accountants.base import ShuffleAccountant
+from shufl.accounting.events import CheckIn, Shuffled
+from shufl.accounting.mechanisms import Mechanism, least_delta
+from shufl.accounting.validation import (
     Checked,
     Count,
     NotNegative,

@@ -4,15 +4,15 @@ To add one: subclass `ShuffleAccountant` in its own module, set `name`, `covers`
 if it does not price all of them, `participations` and `mechanisms`; list it here.
 """
 
-from accounting import adjacency as adjacency_lib
-from accounting import validation
-from accounting.accountants.base import ShuffleAccountant
-from accounting.accountants.blanket import BlanketAccountant
-from accounting.accountants.crowd import CrowdAccountant
-from accounting.accountants.local import LocalAccountant
-from accounting.accountants.pld import PldAccountant
-from accounting.accountants.renyi import CheckInRdpAccountant, Theorem3Accountant
-from accounting.events import Shuffled
+from shufl.accounting import adjacency as adjacency_lib
+from shufl.accounting import validation
+from shufl.accounting.accountants.base import ShuffleAccountant
+from shufl.accounting.accountants.blanket import BlanketAccountant
+from shufl.accounting.accountants.crowd import CrowdAccountant
+from shufl.accounting.accountants.local import LocalAccountant
+from shufl.accounting.accountants.pld import PldAccountant
+from shufl.accounting.accountants.renyi import CheckInRdpAccountant, Theorem3Accountant
+from shufl.accounting.events import Shuffled
 
 ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
     cls.name: cls

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from accounting.calibration import CalibrationError, least_blankets
-from accounting.mechanisms import RandomisedResponse
+from shufl.accounting.calibration import CalibrationError, least_blankets
+from shufl.accounting.mechanisms import RandomisedResponse
 
 _ALONE = (1.0, 0.99, 0.95)  # of the target: what a report may cost that nothing hides
 _HARDLY_A_BLANKET = 0.1

@@ -23,11 +23,11 @@ from typing import Any
 import dp_accounting
 from rich.table import Table
 
-import accounting
-from accounting.numerics import moments
-from accounting.numerics import renyi as rdp_bounds
-from simulator.console import Console
-from simulator.tables import epsilon_text
+from shufl import accounting
+from shufl.accounting.numerics import moments
+from shufl.accounting.numerics import renyi as rdp_bounds
+from shufl.simulator.console import Console
+from shufl.simulator.tables import epsilon_text
 
 RATE, NOISE, SIGMA = 0.1, 5.0, 5.0
 MANY = 10**9

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from accounting import Ledger, PrivacyPlan, accountants_for
-from simulator.config import load
-from simulator.plots import plot_accuracy_epsilon
-from simulator.records import read_rows
-from simulator.tables import epsilon_text
+from shufl.accounting import Ledger, PrivacyPlan, accountants_for
+from shufl.simulator.config import load
+from shufl.simulator.plots import plot_accuracy_epsilon
+from shufl.simulator.records import read_rows
+from shufl.simulator.tables import epsilon_text
 
 PUBLISHED_EPSILON, PUBLISHED_ACCURACY = 9.6, 80
 

@@ -23,15 +23,15 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from rich.table import Table
 
-from accounting.mechanisms import SeededRandomness
-from clients import local_update, user_updates
-from simulator.config import load
-from simulator.console import Console
-from simulator.engines.base import running_ray
-from simulator.engines.flower import run_on_flower
-from simulator.experiment import Experiment, prepare
-from simulator.records import read_rows
-from simulator.run import run
+from shufl.accounting.mechanisms import SeededRandomness
+from shufl.clients import local_update, user_updates
+from shufl.simulator.config import load
+from shufl.simulator.console import Console
+from shufl.simulator.engines.base import running_ray
+from shufl.simulator.engines.flower import run_on_flower
+from shufl.simulator.experiment import Experiment, prepare
+from shufl.simulator.records import read_rows
+from shufl.simulator.run import run
 
 _loaded: dict[str, tuple] = {}
 

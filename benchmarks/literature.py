@@ -23,7 +23,7 @@ from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
 from scipy import optimize
 
-from accounting import (
+from shufl.accounting import (
     CheckIn,
     CrowdAccountant,
     GaussianMechanism,
@@ -32,25 +32,25 @@ from accounting import (
     Shuffled,
     adjacency,
 )
-from accounting.numerics.conversion import epsilon_from_rdp
-from accounting.numerics.gaussian import gaussian_epsilon
-from accounting.peers.clones import clones_delta
-from accounting.peers.comparisons import composed_epsilon, strong_composition
-from accounting.peers.girgis import (
+from shufl.accounting.numerics.conversion import epsilon_from_rdp
+from shufl.accounting.numerics.gaussian import gaussian_epsilon
+from shufl.accounting.peers.clones import clones_delta
+from shufl.accounting.peers.comparisons import composed_epsilon, strong_composition
+from shufl.accounting.peers.girgis import (
     girgis_lower_rdp,
     girgis_rdp,
     girgis_simple_rdp,
     girgis_subsampled_rdp,
     poisson_sampled_rdp,
 )
-from accounting.peers.randomised_response import blanket_share, randomised_response_delta
-from accounting.peers.variation_ratio import (
+from shufl.accounting.peers.randomised_response import blanket_share, randomised_response_delta
+from shufl.accounting.peers.variation_ratio import (
     of_any,
     of_laplace,
     of_response,
     variation_ratio_delta,
 )
-from simulator.plots import draw
+from shufl.simulator.plots import draw
 
 ORDERS = np.arange(2.0, 400.0)
 

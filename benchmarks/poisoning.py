@@ -29,11 +29,11 @@ from flwr.app import ArrayRecord
 from rich.table import Table
 from torch import nn
 
-from accounting import Ledger
-from accounting.mechanisms import clip, to_normals
-from clients import Announcement, ClientSettings, Node, UserRecords, user_updates
-from server import AGGREGATORS, PlayedRound, Training, TrainingSettings, aggregate_reports
-from shuffler import (
+from shufl.accounting import Ledger
+from shufl.accounting.mechanisms import clip, to_normals
+from shufl.clients import Announcement, ClientSettings, Node, UserRecords, user_updates
+from shufl.server import AGGREGATORS, PlayedRound, Training, TrainingSettings, aggregate_reports
+from shufl.shuffler import (
     ControlClient,
     Outcome,
     RoundHeader,
@@ -44,9 +44,9 @@ from shuffler import (
     report_length,
     sealed_length,
 )
-from simulator.config import load
-from simulator.console import Console
-from simulator.experiment import Experiment, prepare
+from shufl.simulator.config import load
+from shufl.simulator.console import Console
+from shufl.simulator.experiment import Experiment, prepare
 
 ATTACKS = {
     "none": "nobody attacks",

@@ -15,10 +15,10 @@ import numpy as np
 import scipy
 from dp_accounting.rdp import compute_epsilon
 
-from accounting import CheckIn, GaussianMechanism, Shuffled, price
-from accounting.numerics import renyi
-from simulator.plots import draw
-from simulator.tables import epsilon_text
+from shufl.accounting import CheckIn, GaussianMechanism, Shuffled, price
+from shufl.accounting.numerics import renyi
+from shufl.simulator.plots import draw
+from shufl.simulator.tables import epsilon_text
 
 USERS, SIGMA, LARGEST_ORDER = 60_000, 9.48, 30
 RATE, FIGURE_SIGMA, ROUNDS = 0.1, 5.0, 5540

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from accounting.mechanisms import make_randomness
-from simulator.config import load
-from simulator.console import Console
-from simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
-from simulator.experiment import prepare
+from shufl.accounting.mechanisms import make_randomness
+from shufl.simulator.config import load
+from shufl.simulator.console import Console
+from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
+from shufl.simulator.experiment import prepare
 
 
 def measure(

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import grpc
 
-from shuffler import (
+from shufl.shuffler import (
     ControlClient,
     IntakeClient,
     RoundHeader,
@@ -45,10 +45,10 @@ from shuffler import (
     seal,
     sealed_length,
 )
-from shuffler.callers import Role
-from shuffler.config import Limits
-from shuffler.keys import Authority, Credentials
-from shuffler.wire.channel import CHANNEL_OPTIONS, parse_address
+from shufl.shuffler.callers import Role
+from shufl.shuffler.config import Limits
+from shufl.shuffler.keys import Authority, Credentials
+from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, parse_address
 
 MOST_BYTES = 300e6
 PAYLOAD = 1000

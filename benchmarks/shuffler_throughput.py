@@ -38,8 +38,8 @@ from pathlib import Path
 
 import grpc
 
-from accounting.mechanisms import most_blankets
-from shuffler import (
+from shufl.accounting.mechanisms import most_blankets
+from shufl.shuffler import (
     ControlClient,
     IntakeClient,
     Outcome,
@@ -51,10 +51,10 @@ from shuffler import (
     seal,
     sealed_length,
 )
-from shuffler.callers import Role
-from shuffler.keys import Authority, Credentials
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.channel import SERVER_OPTIONS
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority, Credentials
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import SERVER_OPTIONS
 
 CLIENT_CORE, SERVER_CORE = 0, 1
 

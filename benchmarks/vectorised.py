@@ -41,14 +41,14 @@ import torch
 from rich.table import Table
 from torch.nn import functional
 
-from accounting.mechanisms import SeededRandomness
-from simulator.config import Config, load
-from simulator.console import Console
-from simulator.engines.memory import keep_freed_memory
-from simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
-from simulator.experiment import Experiment, prepare
-from simulator.records import read_rows
-from simulator.run import run
+from shufl.accounting.mechanisms import SeededRandomness
+from shufl.simulator.config import Config, load
+from shufl.simulator.console import Console
+from shufl.simulator.engines.memory import keep_freed_memory
+from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
+from shufl.simulator.experiment import Experiment, prepare
+from shufl.simulator.records import read_rows
+from shufl.simulator.run import run
 
 _PAUSE_SECONDS = 0.3  # OpenMP's threads spin for a while after their work
 _TURN_SECONDS = 0.5

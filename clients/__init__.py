@@ -2,10 +2,10 @@
 
 `make_client_app` gives the Flower ClientApp of a simulation, `serve_device` the process of a
 deployed node; the rest are their parts, each usable alone. Coins and the noisy report itself are in
-`accounting.mechanisms`.
+`shufl.accounting.mechanisms`.
 
 The names of `__init__.pyi` are imported when they are first used, so that the deployed ClientApp
-(`clients.relay`) starts without torch.
+(`shufl.clients.relay`) starts without torch.
 """
 
 import lazy_loader

@@ -10,9 +10,9 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.device import RoundRefused
-from clients.node import Announcement, Node, Question
-from clients.settings import ClientSettings
+from shufl.clients.device import RoundRefused
+from shufl.clients.node import Announcement, Node, Question
+from shufl.clients.settings import ClientSettings
 
 _nodes: dict[str | None, Node] = {}  # this process's, by run; Flower rebuilds the app per message
 

@@ -26,9 +26,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from accounting import PrivacyPlan
-from accounting.registry import check_accountant, make_accountant
-from accounting.validation import (
+from shufl.accounting import PrivacyPlan
+from shufl.accounting.registry import check_accountant, make_accountant
+from shufl.accounting.validation import (
     Checked,
     NotNegative,
     Positive,
@@ -37,7 +37,7 @@ from accounting.validation import (
     first_mistake,
     read_toml,
 )
-from shuffler import RoundHeader
+from shufl.shuffler import RoundHeader
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs(

@@ -2,8 +2,8 @@
 
 Flower starts a new process for every message, ends it seconds after its answer, and runs in it
 whatever code the server has sent. So none of a node's own work is done there. The deployed
-ClientApp (`clients.relay`) only passes messages on, over a Unix socket, to this process, which runs
-its owner's installed code and nothing else, and goes on working after an answer.
+ClientApp (`shufl.clients.relay`) only passes messages on, over a Unix socket, to this process,
+which runs its owner's installed code and nothing else, and goes on working after an answer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flwr.app import ArrayRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
-from accounting.lines import one_line
-from clients.app import ANSWERS, Answer
-from clients.device import RoundRefused
-from clients.relay import SERVICE
-from clients.settings import ClientSettings
+from shufl.accounting.lines import one_line
+from shufl.clients.app import ANSWERS, Answer
+from shufl.clients.device import RoundRefused
+from shufl.clients.relay import SERVICE
+from shufl.clients.settings import ClientSettings
 
 log = logging.getLogger(__name__)
 

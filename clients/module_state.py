@@ -33,7 +33,7 @@ _UNCHANGING = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo,
 )  # fmt: skip
 """What never changes, or holds nothing of a record. What a class or a Python module holds is
-outside a model: `simulator.trial` looks for models that keep something there."""
+outside a model: `shufl.simulator.trial` looks for models that keep something there."""
 
 _CACHE = type(functools.lru_cache(len))
 _VIEWS = type({}.keys()), type({}.values()), type({}.items())

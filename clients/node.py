@@ -17,14 +17,14 @@ from flwr.app import ArrayRecord
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from accounting import rounds_within_budget
-from accounting.mechanisms import Randomness, make_randomness
-from accounting.validation import Seconds
-from clients.device import DeviceLedger, RoundRefused
-from clients.module_state import ModuleState, StateError
-from clients.settings import ClientSettings
-from clients.update import local_update, record_orders, user_updates
-from shuffler import (
+from shufl.accounting import rounds_within_budget
+from shufl.accounting.mechanisms import Randomness, make_randomness
+from shufl.accounting.validation import Seconds
+from shufl.clients.device import DeviceLedger, RoundRefused
+from shufl.clients.module_state import ModuleState, StateError
+from shufl.clients.settings import ClientSettings
+from shufl.clients.update import local_update, record_orders, user_updates
+from shufl.shuffler import (
     IntakeClient,
     RoundHeader,
     ShufflerError,

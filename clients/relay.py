@@ -2,8 +2,8 @@
 
 It runs in a process that Flower starts for one message, with code that the server has sent, so it
 has no data, no keys and no coins: those are in the process behind the socket
-(`clients.device_process`). It imports neither torch nor anything else of this project, so that it
-starts quickly.
+(`shufl.clients.device_process`). It imports neither torch nor anything else of this project, so
+that it starts quickly.
 """
 
 from __future__ import annotations

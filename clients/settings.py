@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from accounting import PrivacyPlan
-from clients.device import DeviceLedger
-from shuffler import Credentials
+from shufl.accounting import PrivacyPlan
+from shufl.clients.device import DeviceLedger
+from shufl.shuffler import Credentials
 
 UserRecords = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Gives the records of a user id: features of shape (r, ...) and int64 labels of shape (r,)."""

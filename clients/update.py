@@ -12,9 +12,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
 
-from accounting.mechanisms import split_mix
-from clients.module_state import ModuleState
-from clients.settings import LocalTraining
+from shufl.accounting.mechanisms import split_mix
+from shufl.clients.module_state import ModuleState
+from shufl.clients.settings import LocalTraining
 
 
 def local_update(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from server.aggregators import Aggregator
-from shuffler import (
+from shufl.server.aggregators import Aggregator
+from shufl.shuffler import (
     PrivateKey,
     RejectReason,
     ReportOpener,

@@ -10,7 +10,7 @@ import numpy as np
 from scipy import linalg
 
 if TYPE_CHECKING:
-    from accounting import PrivacyPlan
+    from shufl.accounting import PrivacyPlan
 
 _DEVIATIONS = 3.0  # of the noise, beyond which a report counts as poisoned
 _FOLDS = 4  # parts of a block, each measured along directions of the others

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from server.rounds import RoundLoop
-from server.settings import RunResult, ServerSettings
-from server.words import RoundRecord
+from shufl.server.rounds import RoundLoop
+from shufl.server.settings import RunResult, ServerSettings
+from shufl.server.words import RoundRecord
 
 
 def make_server_app(

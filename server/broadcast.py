@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from shuffler import RoundHeader
+from shufl.shuffler import RoundHeader
 
 _LEAST_POLL_SECONDS, _MOST_POLL_SECONDS = 0.005, 0.5
 _REASON_CHARACTERS = 300

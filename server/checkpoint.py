@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from server.checkpoint_file import CheckpointError, read_checkpoint, write_checkpoint
+from shufl.server.checkpoint_file import CheckpointError, read_checkpoint, write_checkpoint
 
 
 @dataclass(frozen=True)

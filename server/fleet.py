@@ -15,9 +15,9 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from server.broadcast import Exchange, greet
-from server.settings import NodeFailed, RoundFailed, ServerSettings, enough_users
-from server.words import NODES_FILE, AgreedNode
+from shufl.server.broadcast import Exchange, greet
+from shufl.server.settings import NodeFailed, RoundFailed, ServerSettings, enough_users
+from shufl.server.words import NODES_FILE, AgreedNode
 
 log = logging.getLogger(__name__)
 

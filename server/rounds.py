@@ -11,10 +11,10 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from server.aggregate import aggregate_reports
-from server.broadcast import Exchange, broadcast
-from server.fleet import Fleet
-from server.settings import (
+from shufl.server.aggregate import aggregate_reports
+from shufl.server.broadcast import Exchange, broadcast
+from shufl.server.fleet import Fleet
+from shufl.server.settings import (
     MOST_INCOMPLETE,
     NodeFailed,
     RoundFailed,
@@ -22,9 +22,9 @@ from server.settings import (
     ServerSettings,
     enough_users,
 )
-from server.training import PlayedRound, Training
-from server.words import RoundOutcome, RoundRecord
-from shuffler import (
+from shufl.server.training import PlayedRound, Training
+from shufl.server.words import RoundOutcome, RoundRecord
+from shufl.shuffler import (
     ControlClient,
     Outcome,
     Refusal,

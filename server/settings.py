@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from accounting import ACCOUNTANTS, Ledger, PrivacyPlan
-from server.aggregators import Aggregator
-from server.checkpoint import Checkpoint
-from server.words import AgreedNode, Schedule, StoppedBy
-from shuffler import Credentials, Sealing
+from shufl.accounting import ACCOUNTANTS, Ledger, PrivacyPlan
+from shufl.server.aggregators import Aggregator
+from shufl.server.checkpoint import Checkpoint
+from shufl.server.words import AgreedNode, Schedule, StoppedBy
+from shufl.shuffler import Credentials, Sealing
 
 
 class RoundFailed(RuntimeError):

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from accounting import PrivacyBudget
-from server.aggregate import Aggregate
-from server.checkpoint import Checkpoint, tensor_bytes
-from server.checkpoint_file import save_atomically
-from server.evaluation import Evaluation, evaluate
-from server.settings import RoundFailed, RunResult, TrainingSettings
-from server.words import RoundOutcome, RoundRecord, StoppedBy
-from shuffler import model_digest
+from shufl.accounting import PrivacyBudget
+from shufl.server.aggregate import Aggregate
+from shufl.server.checkpoint import Checkpoint, tensor_bytes
+from shufl.server.checkpoint_file import save_atomically
+from shufl.server.evaluation import Evaluation, evaluate
+from shufl.server.settings import RoundFailed, RunResult, TrainingSettings
+from shufl.server.words import RoundOutcome, RoundRecord, StoppedBy
+from shufl.shuffler import model_digest
 
 _MODEL = "model_digest"  # of the model a round was played with, in its ledger line
 

@@ -1,12 +1,12 @@
-"""`python -m shuffler`."""
+"""`python -m shufl.shuffler`."""
 
 import sys
 
 import click
 import typer
 
-from accounting.lines import one_line
-from shuffler.cli import shuffler_command
+from shufl.accounting.lines import one_line
+from shufl.shuffler.cli import shuffler_command
 
 
 def main() -> int:
@@ -15,7 +15,7 @@ def main() -> int:
     app.command()(shuffler_command)
     command = typer.main.get_command(app)
     try:
-        return command.main(prog_name="python -m shuffler", standalone_mode=False) or 0
+        return command.main(prog_name="python -m shufl.shuffler", standalone_mode=False) or 0
     except click.ClickException as error:
         click.echo(f"shuffler: {one_line(error.format_message())}", err=True)
         return 2

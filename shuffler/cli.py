@@ -1,4 +1,4 @@
-"""The shuffler's command: `python -m shuffler`, or a command of another typer application."""
+"""The shuffler's command: `python -m shufl.shuffler`, or a command of another typer application."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def shuffler_command(
     With `plaintext = true` the server's control token is read from the environment variable
     SHUFL_CONTROL_TOKEN; otherwise certificates say who may do what (`shufl keys`).
     """
-    from shuffler.serving import serve
+    from shufl.shuffler.serving import serve
 
     serve(config, exit_with_parent)

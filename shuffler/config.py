@@ -12,11 +12,11 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from accounting.validation import Seconds, first_mistake, read_toml
-from shuffler.keys import Credentials, read_certificate
-from shuffler.store.floor import Floor
-from shuffler.store.quota import Quota
-from shuffler.wire.channel import MOST_USERS, parse_address
+from shufl.accounting.validation import Seconds, first_mistake, read_toml
+from shufl.shuffler.keys import Credentials, read_certificate
+from shufl.shuffler.store.floor import Floor
+from shufl.shuffler.store.quota import Quota
+from shufl.shuffler.wire.channel import MOST_USERS, parse_address
 
 Count = Annotated[int, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]
 File = Annotated[Path, Field(description="the path of a file")]

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from shuffler.callers import NAME, Role, fingerprint_of, uri_of
+from shufl.shuffler.callers import NAME, Role, fingerprint_of, uri_of
 
 MAX_DAYS = 36_500
 """Longest life of a certificate."""

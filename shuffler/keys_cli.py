@@ -9,9 +9,9 @@ from typing import Annotated, Optional
 
 import typer
 
-from accounting.lines import one_line
-from shuffler.callers import Role, fingerprint_of
-from shuffler.keys import (
+from shufl.accounting.lines import one_line
+from shufl.shuffler.callers import Role, fingerprint_of
+from shufl.shuffler.keys import (
     MAX_DAYS,
     Authority,
     Request,

@@ -16,10 +16,10 @@ from typing import IO, Any, Self
 
 import tomli_w
 
-from shuffler.callers import Role
-from shuffler.keys import Authority, Credentials
-from shuffler.wire.channel import READY, TOKEN_VARIABLE, parse_address
-from shuffler.wire.errors import ShufflerError, ShufflerUnavailable
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority, Credentials
+from shufl.shuffler.wire.channel import READY, TOKEN_VARIABLE, parse_address
+from shufl.shuffler.wire.errors import ShufflerError, ShufflerUnavailable
 
 _TAIL_BYTES = 2000
 # One credential serves all nodes of a run, and they train between two reports.
@@ -155,12 +155,11 @@ class ShufflerProcess:
         config.write_text(tomli_w.dumps(self._config), encoding="utf-8")
         if self._own is not None:
             self._own.write(scratch, "shuffler")
-        paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
         try:
             self._child = subprocess.Popen(
-                # -P: the working directory is not ours and may hold a folder named `shuffler`.
+                # -P: the working directory is not ours and may hold modules of any name.
                 [
-                    *(sys.executable, "-P", "-m", "shuffler"),
+                    *(sys.executable, "-P", "-m", "shufl.shuffler"),
                     *("--config", str(config), "--exit-with-parent"),
                 ],
                 stdin=subprocess.PIPE,
@@ -168,7 +167,6 @@ class ShufflerProcess:
                 stderr=self._errors,
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                     **({TOKEN_VARIABLE: self.control} if isinstance(self.control, str) else {}),
                     "TMPDIR": self._scratch.name,
                 },

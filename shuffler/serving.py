@@ -19,20 +19,20 @@ from pathlib import Path
 
 import typer
 
-from accounting.lines import one_line
-from accounting.mechanisms import make_randomness
-from shuffler.callers import Revoked
-from shuffler.config import ShufflerConfig, load_config
-from shuffler.service.connections import raise_descriptor_limit
-from shuffler.service.log import Log
-from shuffler.service.operations import Metrics
-from shuffler.service.server import ShufflerServer
-from shuffler.store.runs import RunStore
-from shuffler.store.storage import without_syncs
-from shuffler.wire.channel import READY, TOKEN_VARIABLE
-from shuffler.wire.errors import ShufflerError
+from shufl.accounting.lines import one_line
+from shufl.accounting.mechanisms import make_randomness
+from shufl.shuffler.callers import Revoked
+from shufl.shuffler.config import ShufflerConfig, load_config
+from shufl.shuffler.service.connections import raise_descriptor_limit
+from shufl.shuffler.service.log import Log
+from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.server import ShufflerServer
+from shufl.shuffler.store.runs import RunStore
+from shufl.shuffler.store.storage import without_syncs
+from shufl.shuffler.wire.channel import READY, TOKEN_VARIABLE
+from shufl.shuffler.wire.errors import ShufflerError
 
-_log = logging.getLogger("shuffler")
+_log = logging.getLogger("shufl.shuffler")
 
 _MIN_TOKEN_CHARACTERS = 32
 _PARENT_SECONDS = 0.5

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from simulator.data.vision import MissingOperators
+from shufl.simulator.data.vision import MissingOperators
 
 # Read when Flower and Ray are imported; a user's own setting wins.
 for _name, _value in {

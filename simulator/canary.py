@@ -19,12 +19,17 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from accounting import PrivacyPlan, accountants_for, validation
-from accounting.audit.attack import AuditResult, ClaimCheck, delta_lower_bound, epsilon_lower_bound
-from accounting.audit.placements import AttackedRound, Placement
-from clients import Announcement, ClientSettings, LocalTraining, Node, UserRecords
-from server import Aggregate, Mean, aggregate_reports
-from shuffler import (
+from shufl.accounting import PrivacyPlan, accountants_for, validation
+from shufl.accounting.audit.attack import (
+    AuditResult,
+    ClaimCheck,
+    delta_lower_bound,
+    epsilon_lower_bound,
+)
+from shufl.accounting.audit.placements import AttackedRound, Placement
+from shufl.clients import Announcement, ClientSettings, LocalTraining, Node, UserRecords
+from shufl.server import Aggregate, Mean, aggregate_reports
+from shufl.shuffler import (
     ControlClient,
     Outcome,
     RoundHeader,

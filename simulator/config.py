@@ -10,20 +10,20 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from accounting import validation
-from accounting.mechanisms import MECHANISMS
-from accounting.validation import ClipNorm, Count, Positive, Probability
-from server.aggregators import AGGREGATORS
-from server.words import Schedule
-from simulator.engines.table import ENGINES
-from simulator.names import ACCOUNTANTS, DATASETS, FEATURES, PARTITIONS
-from simulator.section import ConfigError, Section
+from shufl.accounting import validation
+from shufl.accounting.mechanisms import MECHANISMS
+from shufl.accounting.validation import ClipNorm, Count, Positive, Probability
+from shufl.server.aggregators import AGGREGATORS
+from shufl.server.words import Schedule
+from shufl.simulator.engines.table import ENGINES
+from shufl.simulator.names import ACCOUNTANTS, DATASETS, FEATURES, PARTITIONS
+from shufl.simulator.section import ConfigError, Section
 
 Blankets = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 
 
 class Privacy(Section):
-    """The privacy plan, but for n. See `accounting.PrivacyPlan`."""
+    """The privacy plan, but for n. See `shufl.accounting.PrivacyPlan`."""
 
     check_in_rate: float = Field(ge=1e-12, le=1, description="a number in [1e-12, 1]")
     clip_norm: ClipNorm = 1.0
@@ -248,13 +248,13 @@ def dumps(config: Config) -> str:
 
 def shipped() -> list[str]:
     """Names of the configurations that ship with shufl."""
-    folder = importlib.resources.files("configs")
+    folder = importlib.resources.files("shufl.configs")
     return sorted(Path(f.name).stem for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
 def _find(source: str) -> Path:
     if source in shipped() and not Path(source).exists():
-        return Path(str(importlib.resources.files("configs") / f"{source}.toml"))
+        return Path(str(importlib.resources.files("shufl.configs") / f"{source}.toml"))
     return Path(source)
 
 

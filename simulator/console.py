@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console as _Console  # noqa: TID251 (the one place)
 from rich.text import Text
 
-from accounting.lines import printable
+from shufl.accounting.lines import printable
 
 
 class Console(_Console):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from accounting import (
+from shufl.accounting import (
     PrivacyPlan,
     RandomisedResponse,
     epsilon_of,
@@ -20,17 +20,17 @@ from accounting import (
     rounds_within_budget,
     unused_note,
 )
-from accounting.mechanisms import MECHANISMS, Mechanism
-from clients import LocalTraining
-from server import AGGREGATORS, Aggregator, Optimiser
-from shuffler import most_parameters
-from simulator.config import Config, Privacy
-from simulator.data.datasets import Dataset, load_dataset
-from simulator.data.features import data_digest, load_records
-from simulator.data.partition import load_user_records, records_per_user
-from simulator.models import build_model
-from simulator.section import ConfigError
-from simulator.trial import try_users
+from shufl.accounting.mechanisms import MECHANISMS, Mechanism
+from shufl.clients import LocalTraining
+from shufl.server import AGGREGATORS, Aggregator, Optimiser
+from shufl.shuffler import most_parameters
+from shufl.simulator.config import Config, Privacy
+from shufl.simulator.data.datasets import Dataset, load_dataset
+from shufl.simulator.data.features import data_digest, load_records
+from shufl.simulator.data.partition import load_user_records, records_per_user
+from shufl.simulator.models import build_model
+from shufl.simulator.section import ConfigError
+from shufl.simulator.trial import try_users
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from accounting import (
+from shufl.accounting import (
     ACCOUNTANTS,
     CheckIn,
     PrivacyPlan,

@@ -17,11 +17,11 @@ from typing import Any
 import jinja2
 from pydantic import ValidationError
 
-from accounting import PrivacyPlan, epsilon_table
-from accounting.validation import first_mistake, read_toml
-from simulator.plots import plot_accuracy_epsilon, plot_rounds
-from simulator.records import check_ledger, read_run, rounds_told
-from simulator.tables import (
+from shufl.accounting import PrivacyPlan, epsilon_table
+from shufl.accounting.validation import first_mistake, read_toml
+from shufl.simulator.plots import plot_accuracy_epsilon, plot_rounds
+from shufl.simulator.records import check_ledger, read_run, rounds_told
+from shufl.simulator.tables import (
     AS_PLANNED,
     STOPPED,
     epsilon_cells,
@@ -159,7 +159,7 @@ def _randomness(seed: int | str) -> str:
 
 
 def _of_grid(folder: Path) -> str:
-    from simulator.grid.page import (
+    from shufl.simulator.grid.page import (
         accuracy_table,
         coverage_table,
         finished,
@@ -167,8 +167,8 @@ def _of_grid(folder: Path) -> str:
         plan_table,
         plot_results,
     )
-    from simulator.grid.points import configuration_of
-    from simulator.grid.settings import Grid
+    from shufl.simulator.grid.points import configuration_of
+    from shufl.simulator.grid.settings import Grid
 
     stored = json.loads((folder / "grid.json").read_bytes())
     try:
@@ -217,7 +217,9 @@ def _of_grid(folder: Path) -> str:
 
 def _render(title: str, subtitle: str, sections: list[Section]) -> str:
     """The page; whatever comes from files is escaped."""
-    source = (importlib.resources.files("simulator") / "page.html").read_text(encoding="utf-8")
+    source = (importlib.resources.files("shufl.simulator") / "page.html").read_text(
+        encoding="utf-8"
+    )
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(source)
     version = importlib.metadata.version("shufl")
     return template.render(title=title, subtitle=subtitle, sections=sections, version=version)

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from accounting.lines import printable
+from shufl.accounting.lines import printable
 
 _MOST_CHARACTERS = 8000
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from clients import ModuleState
-from simulator.section import ConfigError, find, one_line, readers_code
+from shufl.clients import ModuleState
+from shufl.simulator.section import ConfigError, find, one_line, readers_code
 
 
 def logistic_regression(input_shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -1,15 +1,16 @@
 """The names that a configuration may use, and where to find what they mean.
 
 A mistake in a configuration is said before torch, Flower or Ray are imported: nothing here, nor in
-`simulator.config`, needs them. What a name stands for is imported by `simulator.section.find`.
+`shufl.simulator.config`, needs them. What a name stands for is imported by
+`shufl.simulator.section.find`.
 """
 
 DATASETS = {
-    "digits": "simulator.data.datasets:digits",
-    "mnist": "simulator.data.datasets:mnist",
-    "fashion-mnist": "simulator.data.datasets:fashion_mnist",
-    "cifar10": "simulator.data.datasets:cifar10",
+    "digits": "shufl.simulator.data.datasets:digits",
+    "mnist": "shufl.simulator.data.datasets:mnist",
+    "fashion-mnist": "shufl.simulator.data.datasets:fashion_mnist",
+    "cifar10": "shufl.simulator.data.datasets:cifar10",
 }
-FEATURES = {"scattering": "simulator.data.features:whitened_scattering"}
+FEATURES = {"scattering": "shufl.simulator.data.features:whitened_scattering"}
 PARTITIONS = ("iid", "by-label", "dirichlet", "repeated")
 ACCOUNTANTS = ("theorem3", "rdp", "pld", "blanket", "crowd", "local")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accounting import PrivacyPlan
+    from shufl.accounting import PrivacyPlan
 
 
 def check_format(option: str, path: Path) -> None:
@@ -42,7 +42,7 @@ def draw(*paths: Path) -> Iterator[Any]:
 
 def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Path) -> None:
     """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
-    from accounting import accountants_for
+    from shufl.accounting import accountants_for
 
     evaluated = [row for row in rows if row["accuracy"] is not None]
     with draw(*paths) as axes:

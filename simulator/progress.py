@@ -7,9 +7,9 @@ import time
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from server import RoundRecord
-from simulator.console import Console
-from simulator.tables import epsilon_text
+from shufl.server import RoundRecord
+from shufl.simulator.console import Console
+from shufl.simulator.tables import epsilon_text
 
 
 class RoundProgress:

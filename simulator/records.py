@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from accounting import (
+from shufl.accounting import (
     ACCOUNTANTS,
     Ledger,
     LedgerContent,
@@ -21,8 +21,8 @@ from accounting import (
     accountants_for,
     validation,
 )
-from server import CheckpointError, RoundRecord, read_checkpoint
-from simulator.tables import too_few_present
+from shufl.server import CheckpointError, RoundRecord, read_checkpoint
+from shufl.simulator.tables import too_few_present
 
 _COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"}
 

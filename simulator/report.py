@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from accounting import epsilon_table
-from server import RunResult
-from simulator.console import Console
-from simulator.engines import Engine
-from simulator.experiment import Experiment
-from simulator.records import RunRecorder
-from simulator.tables import STOPPED, epsilon_rows, print_epsilons
+from shufl.accounting import epsilon_table
+from shufl.server import RunResult
+from shufl.simulator.console import Console
+from shufl.simulator.engines import Engine
+from shufl.simulator.experiment import Experiment
+from shufl.simulator.records import RunRecorder
+from shufl.simulator.tables import STOPPED, epsilon_rows, print_epsilons
 
 
 def summarise(

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic_core import to_json
 from rich.text import Text
 
-from accounting import (
+from shufl.accounting import (
     GaussianMechanism,
     Ledger,
     LedgerError,
@@ -23,7 +23,7 @@ from accounting import (
     epsilon_of,
     rounds_within_budget,
 )
-from server import (
+from shufl.server import (
     Checkpoint,
     CheckpointError,
     RoundRecord,
@@ -31,19 +31,19 @@ from server import (
     TrainingSettings,
     load_checkpoint,
 )
-from simulator.config import Config, dumps, load
-from simulator.console import Console
-from simulator.data.datasets import dataset_digest
-from simulator.data.partition import sharing
-from simulator.engines import ENGINES, Engine, interrupts
-from simulator.experiment import Experiment, prepare
-from simulator.names import DATASETS
-from simulator.plots import plot_accuracy_epsilon
-from simulator.progress import RoundProgress
-from simulator.records import RunRecorder, check_ledger, rounds_told
-from simulator.report import print_summary, summarise
-from simulator.section import ConfigError
-from simulator.tables import epsilon_text
+from shufl.simulator.config import Config, dumps, load
+from shufl.simulator.console import Console
+from shufl.simulator.data.datasets import dataset_digest
+from shufl.simulator.data.partition import sharing
+from shufl.simulator.engines import ENGINES, Engine, interrupts
+from shufl.simulator.experiment import Experiment, prepare
+from shufl.simulator.names import DATASETS
+from shufl.simulator.plots import plot_accuracy_epsilon
+from shufl.simulator.progress import RoundProgress
+from shufl.simulator.records import RunRecorder, check_ledger, rounds_told
+from shufl.simulator.report import print_summary, summarise
+from shufl.simulator.section import ConfigError
+from shufl.simulator.tables import epsilon_text
 
 MakeEngine = Callable[[Experiment], Engine]
 

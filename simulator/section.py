@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from accounting import lines
-from accounting.validation import Record
+from shufl.accounting import lines
+from shufl.accounting.validation import Record
 
 
 class ConfigError(ValueError):
@@ -24,6 +26,13 @@ READERS_ERRORS = (Exception, SystemExit)
 
 class Section(Record):
     """A table of the configuration."""
+
+
+def make_importable(folders: Iterable[str | Path]) -> None:
+    """Lets modules of the reader's in these folders be imported, after all that is installed."""
+    for folder in map(os.path.abspath, folders):
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
@@ -75,11 +84,8 @@ def one_line(error: BaseException) -> str:
     return said
 
 
-_ROOMS = "accounting", "clients", "server", "shuffler", "simulator"
-
-
 def _is_of_others(path: Path) -> bool:
     """Whether a file is Python's, of an installed package or ours, and so none of the reader's."""
     installed = {"site-packages", "dist-packages"}.intersection(path.parts)
-    ours = (Path(__file__).parents[1] / room for room in _ROOMS)
-    return bool(installed) or any(map(path.is_relative_to, (sysconfig.get_path("stdlib"), *ours)))
+    others = sysconfig.get_path("stdlib"), Path(__file__).parents[1]
+    return bool(installed) or any(map(path.is_relative_to, others))

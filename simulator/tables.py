@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from accounting.digits import rounded_down, rounded_up
-from simulator.console import Console
+from shufl.accounting.digits import rounded_down, rounded_up
+from shufl.simulator.console import Console
 
 if TYPE_CHECKING:
-    from accounting import EpsilonRow, PrivacyPlan
+    from shufl.accounting import EpsilonRow, PrivacyPlan
 
 
 STOPPED = {

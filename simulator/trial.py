@@ -20,16 +20,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
-from simulator.models import MODELS, build_model, seeded
-from simulator.section import READERS_ERRORS, ConfigError, one_line, readers_code
+from shufl.clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
+from shufl.simulator.models import MODELS, build_model, seeded
+from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line, readers_code
 
 _CALLS = 256  # records that are tried at least: a model may use only later what it keeps
 
 _OTHER_PROCESS = """
 import pickle, sys
-sys.path = pickle.load(sys.stdin.buffer)
-from simulator.trial import _write_updates
+from shufl.simulator.section import make_importable
+from shufl.simulator.trial import _write_updates
+make_importable(pickle.load(sys.stdin.buffer))
 _write_updates(*pickle.load(sys.stdin.buffer))
 """
 
@@ -134,7 +135,7 @@ def _in_another_process(name: str, given: tuple) -> list[np.ndarray]:
     with tempfile.TemporaryDirectory(prefix="shufl-") as folder:
         path = Path(folder, "updates")
         ended = subprocess.run(
-            [sys.executable, "-c", _OTHER_PROCESS],
+            [sys.executable, "-P", "-c", _OTHER_PROCESS],
             input=pickle.dumps(sys.path) + pickle.dumps((path, given)),
             capture_output=True,
         )

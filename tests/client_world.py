@@ -7,11 +7,11 @@ import dataclasses
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
-from rounds import make_plan
 from torch import nn
 
-from clients import ClientSettings, LocalTraining, make_client_app
-from shuffler import (
+from rounds import make_plan
+from shufl.clients import ClientSettings, LocalTraining, make_client_app
+from shufl.shuffler import (
     Outcome,
     RoundHeader,
     decode_report,

@@ -11,7 +11,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-import accounting
+from shufl import accounting
 
 # The same examples each time; HYPOTHESIS_PROFILE=default looks for others.
 settings.register_profile("same", derandomize=True)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from run_world import LIMIT, children, json_lines, shufl_command
 
-from accounting import Ledger, PrivacyPlan
-from simulator.config import load
-from simulator.deployment.node import agreed_plan
-from simulator.deployment.plan import Deployment, flower_environment
-from simulator.deployment.rehearse import Rehearsal
+from run_world import LIMIT, children, json_lines, shufl_command
+from shufl.accounting import Ledger, PrivacyPlan
+from shufl.simulator.config import load
+from shufl.simulator.deployment.node import agreed_plan
+from shufl.simulator.deployment.plan import Deployment, flower_environment
+from shufl.simulator.deployment.rehearse import Rehearsal
 
 NAME = "wards"
 ROOT = Path(__file__).parents[1]
@@ -116,7 +116,7 @@ class World(Rehearsal):
         self.command = subprocess.Popen(
             shufl_command("run", *(arguments or ["run.toml"]), "--on", NAME),
             cwd=self.server,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+            env={**os.environ, "COLUMNS": "120"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -177,7 +177,6 @@ class World(Rehearsal):
         done = subprocess.run(
             shufl_command("status", "--json"),
             cwd=self.server,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
         )

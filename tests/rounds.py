@@ -2,7 +2,7 @@
 
 import attrs
 
-from accounting import CheckIn, FixedSize, GaussianMechanism, PrivacyPlan, Shuffled
+from shufl.accounting import CheckIn, FixedSize, GaussianMechanism, PrivacyPlan, Shuffled
 
 
 def check_in(users, rate, noise, blankets=0.0):

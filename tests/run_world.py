@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import torch
-from rounds import check_in
 
-from accounting import make_accountant
+from rounds import check_in
+from shufl.accounting import make_accountant
 
 LIMIT = 600
 """Seconds in which anything that is waited for happens, however busy the machine is."""
@@ -66,7 +66,7 @@ def tiny_config(folder, rounds):
 
 
 def shufl_command(*arguments):
-    return [sys.executable, "-m", "simulator.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "shufl.simulator.cli", *map(str, arguments)]
 
 
 def shufl(*arguments, **options):

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from shuffler import (
+from shufl.shuffler import (
     ControlClient,
     Credentials,
     IntakeClient,
@@ -28,11 +28,11 @@ from shuffler import (
     seal,
     sealed_length,
 )
-from shuffler.callers import Caller, Role
-from shuffler.store.open_batches import Report
-from shuffler.store.slots import Slot
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.channel import CHANNEL_OPTIONS
+from shufl.shuffler.callers import Caller, Role
+from shufl.shuffler.store.open_batches import Report
+from shufl.shuffler.store.slots import Slot
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
 
 PAYLOAD_BYTES = 100
 PUBLIC_KEY = generate_key_pair()[1]

@@ -10,10 +10,10 @@ import pytest
 from pydantic import BaseModel
 from typer.main import get_command
 
-from accounting import ACCOUNTANTS
-from simulator.cli.__main__ import app
-from simulator.config import Config
-from simulator.tables import epsilon_text
+from shufl.accounting import ACCOUNTANTS
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.config import Config
+from shufl.simulator.tables import epsilon_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 import dp_accounting
 from dp_accounting import DpEvent, NeighboringRelation, dp_event
 
-from accounting import adjacency, validation
-from accounting.events import CheckIn, FixedSize, Shuffled
-from accounting.mechanisms import GaussianMechanism
+from shufl.accounting import adjacency, validation
+from shufl.accounting.events import CheckIn, FixedSize, Shuffled
+from shufl.accounting.mechanisms import GaussianMechanism
 
 # How dp_accounting's own event for a release without any protection is priced.
 UNPROTECTED = Shuffled(1, CheckIn(1.0), GaussianMechanism(noise_multiplier=0.0))

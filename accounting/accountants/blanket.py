@@ -7,23 +7,29 @@ between records x and x' of user 1 is *exactly*
     H_α = (γ/λ) E[(b + X_1 + ... + X_K)_+],   K ~ Poisson(λ),   b = (λ/γ) (1-γ) (1-α),
 
 X = E - αE', E the density ratio of a report of x to a blanket at a blanket; and it is largest for
-the pairs of `accounting.numerics.worst_pairs`.
+the pairs of `shufl.accounting.numerics.worst_pairs`.
 """
 
 import functools
 
 from dp_accounting import DpEvent
 
-from accounting.accountants.base import UNPROTECTED
-from accounting.accountants.local import AmplifiedAccountant
-from accounting.events import CheckIn, Shuffled
-from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
-from accounting.numerics import FloatArray
-from accounting.numerics.jump_counts import PoissonCount
-from accounting.numerics.jump_sum import positive_part
-from accounting.numerics.lower_profile import LowerProfile
-from accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
-from accounting.numerics.worst_pairs import LEAST_NOISE, Pair, lower_profile, note_on, upper_profile
+from shufl.accounting.accountants.base import UNPROTECTED
+from shufl.accounting.accountants.local import AmplifiedAccountant
+from shufl.accounting.events import CheckIn, Shuffled
+from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.jump_counts import PoissonCount
+from shufl.accounting.numerics.jump_sum import positive_part
+from shufl.accounting.numerics.lower_profile import LowerProfile
+from shufl.accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
+from shufl.accounting.numerics.worst_pairs import (
+    LEAST_NOISE,
+    Pair,
+    lower_profile,
+    note_on,
+    upper_profile,
+)
 
 # Fewer expected blankets are priced as none, more as so many.
 _LEAST, _MOST = 1e-6, 1e12
@@ -79,7 +85,7 @@ def divergence_of(event: Shuffled, alpha: float, pair: Pair, lower: bool = False
     Args:
         event: A round of users who check in, with λ > 0 and z > 0.
         alpha: α >= 1.
-        pair: One of `accounting.numerics.worst_pairs`.
+        pair: One of `shufl.accounting.numerics.worst_pairs`.
         lower: Whether to bound from below.
     """
     rate, blankets = event.chance, min(event.blankets, _MOST)  # more hide more

@@ -16,7 +16,7 @@ between records x and x' of user 1 is at most
         0                              otherwise
 
 (with m of n users in a round, n - m terms -β(α - 1) and m terms without them, m/n for γ), and the
-first part is largest for the pairs of `accounting.numerics.worst_pairs`.
+first part is largest for the pairs of `shufl.accounting.numerics.worst_pairs`.
 
 Both give up some total variation, and hide the more the more they give up. Every choice is a bound
 at every α: a ladder of choices is gone down as α rises. And as H_α does not rise in α, every bound
@@ -29,16 +29,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accounting.accountants.local import AmplifiedAccountant
-from accounting.events import FixedSize, Shuffled
-from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
-from accounting.numerics import FloatArray
-from accounting.numerics.gaussian import least_loss, log_gaussian_delta
-from accounting.numerics.jump_counts import TermsCount
-from accounting.numerics.jump_sum import positive_part
-from accounting.numerics.sign_pairs import Response, among_reports, sign_profile
-from accounting.numerics.swap_bound import SwapBound
-from accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
+from shufl.accounting.accountants.local import AmplifiedAccountant
+from shufl.accounting.events import FixedSize, Shuffled
+from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.gaussian import least_loss, log_gaussian_delta
+from shufl.accounting.numerics.jump_counts import TermsCount
+from shufl.accounting.numerics.jump_sum import positive_part
+from shufl.accounting.numerics.sign_pairs import Response, among_reports, sign_profile
+from shufl.accounting.numerics.swap_bound import SwapBound
+from shufl.accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
 
 # What is given up falls down a ladder by steps, the second where the first would be too far.
 _LADDER_STEPS, _LADDER_END = (0.2, 0.45), 1e-26

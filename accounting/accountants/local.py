@@ -5,13 +5,13 @@ import math
 import attrs
 import numpy as np
 
-from accounting.accountants.profile import ProfileShuffleAccountant
-from accounting.digits import rounded_up
-from accounting.events import CheckIn, Shuffled
-from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
-from accounting.numerics import FloatArray
-from accounting.numerics.gaussian import gaussian_epsilon, gaussian_losses, log_gaussian_delta
-from accounting.numerics.sign_pairs import Response, sign_profile
+from shufl.accounting.accountants.profile import ProfileShuffleAccountant
+from shufl.accounting.digits import rounded_up
+from shufl.accounting.events import CheckIn, Shuffled
+from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.gaussian import gaussian_epsilon, gaussian_losses, log_gaussian_delta
+from shufl.accounting.numerics.sign_pairs import Response, sign_profile
 
 _LEAST_RATE = 1e-290  # where floats still have all their digits
 

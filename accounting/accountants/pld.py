@@ -13,14 +13,14 @@ import math
 
 import numpy as np
 
-from accounting.accountants.local import AmplifiedAccountant
-from accounting.events import CheckIn, FixedSize, Shuffled
-from accounting.numerics import FloatArray
-from accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
-from accounting.numerics.graded_law import BoundedLaw, law_of_sum
-from accounting.numerics.loss_pmf import MAX_LOSS
-from accounting.numerics.lower_profile import LowerProfile
-from accounting.numerics.summand import Summand
+from shufl.accounting.accountants.local import AmplifiedAccountant
+from shufl.accounting.events import CheckIn, FixedSize, Shuffled
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
+from shufl.accounting.numerics.graded_law import BoundedLaw, law_of_sum
+from shufl.accounting.numerics.loss_pmf import MAX_LOSS
+from shufl.accounting.numerics.lower_profile import LowerProfile
+from shufl.accounting.numerics.summand import Summand
 
 # With less noise e^{t/σ} overflows in the tails; a user's own report is all that is accounted.
 LEAST_SIGMA = 0.08

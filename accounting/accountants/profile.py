@@ -9,13 +9,13 @@ from typing import NamedTuple
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
 
-from accounting.accountants.base import ShuffleAccountant
-from accounting.events import Shuffled
-from accounting.mechanisms import GaussianMechanism
-from accounting.numerics import FloatArray
-from accounting.numerics.composition import Composition, Target, count_block, fitted_tilt
-from accounting.numerics.loss_pmf import MAX_LOSS, LossPmf, Profile, dyadic_interval
-from accounting.numerics.lower_profile import LowerProfile
+from shufl.accounting.accountants.base import ShuffleAccountant
+from shufl.accounting.events import Shuffled
+from shufl.accounting.mechanisms import GaussianMechanism
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.composition import Composition, Target, count_block, fitted_tilt
+from shufl.accounting.numerics.loss_pmf import MAX_LOSS, LossPmf, Profile, dyadic_interval
+from shufl.accounting.numerics.lower_profile import LowerProfile
 
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
 _WIDEST = 1e-3

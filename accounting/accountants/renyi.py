@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from accounting import validation
-from accounting.accountants.base import ShuffleAccountant
-from accounting.digits import rounded_up
-from accounting.events import FixedSize, Shuffled
-from accounting.numerics import FloatArray, conversion, reverse_moments, theorem3
-from accounting.numerics import renyi as rdp_bounds
+from shufl.accounting import validation
+from shufl.accounting.accountants.base import ShuffleAccountant
+from shufl.accounting.digits import rounded_up
+from shufl.accounting.events import FixedSize, Shuffled
+from shufl.accounting.numerics import FloatArray, conversion, reverse_moments, theorem3
+from shufl.accounting.numerics import renyi as rdp_bounds
 
 
 @functools.lru_cache(maxsize=1024)

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from accounting import validation
-from accounting.accountants.base import ShuffleAccountant
-from accounting.adjacency import ADJACENCIES
-from accounting.audit.placements import PLACEMENTS, AttackedRound, Placement, make_placement
-from accounting.events import Shuffled
-from accounting.numerics import FloatArray
+from shufl.accounting import validation
+from shufl.accounting.accountants.base import ShuffleAccountant
+from shufl.accounting.adjacency import ADJACENCIES
+from shufl.accounting.audit.placements import PLACEMENTS, AttackedRound, Placement, make_placement
+from shufl.accounting.events import Shuffled
+from shufl.accounting.numerics import FloatArray
 
 _MOST_THRESHOLDS = 400
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accounting import adjacency as adjacency_lib
-from accounting import validation
-from accounting.events import FixedSize, Shuffled
-from accounting.numerics import FloatArray
+from shufl.accounting import adjacency as adjacency_lib
+from shufl.accounting import validation
+from shufl.accounting.events import FixedSize, Shuffled
+from shufl.accounting.numerics import FloatArray
 
 BoolArray = npt.NDArray[np.bool_]
 

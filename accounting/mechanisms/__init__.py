@@ -8,11 +8,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from accounting.mechanisms.draws import to_normals
-from accounting.mechanisms.gaussian import GaussianMechanism, clip
-from accounting.mechanisms.ldp_sgd import LdpSgd
-from accounting.mechanisms.randomised_response import RandomisedResponse
-from accounting.mechanisms.randomness import (
+from shufl.accounting.mechanisms.draws import to_normals
+from shufl.accounting.mechanisms.gaussian import GaussianMechanism, clip
+from shufl.accounting.mechanisms.ldp_sgd import LdpSgd
+from shufl.accounting.mechanisms.randomised_response import RandomisedResponse
+from shufl.accounting.mechanisms.randomness import (
     Randomness,
     SeededRandomness,
     SystemRandomness,

@@ -15,8 +15,8 @@ import numpy as np
 from pydantic import Field
 from scipy import linalg
 
-from accounting.mechanisms.draws import AT_ONCE, Normal, to_normals
-from accounting.validation import Checked, ClipNorm, NotNegative
+from shufl.accounting.mechanisms.draws import AT_ONCE, Normal, to_normals
+from shufl.accounting.validation import Checked, ClipNorm, NotNegative
 
 _LARGEST = 2**15 - 1
 _NOISE_RANGE = 12.0  # standard deviations that the grid holds; beyond lie 4e-33 of the law

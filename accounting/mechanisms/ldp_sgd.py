@@ -14,9 +14,9 @@ import numpy as np
 from pydantic import Field
 from scipy import linalg, special
 
-from accounting.mechanisms.draws import coins, to_normals
-from accounting.mechanisms.gaussian import clip
-from accounting.validation import Checked, ClipNorm, Positive
+from shufl.accounting.mechanisms.draws import coins, to_normals
+from shufl.accounting.mechanisms.gaussian import clip
+from shufl.accounting.validation import Checked, ClipNorm, Positive
 
 _LARGEST = 2**15 - 1
 _RANGE = 12.0  # deviations of one entry that the grid holds

@@ -13,8 +13,8 @@ import numpy as np
 from pydantic import Field
 from scipy import special
 
-from accounting.mechanisms.draws import coins, place_of, to_normals
-from accounting.validation import Checked
+from shufl.accounting.mechanisms.draws import coins, place_of, to_normals
+from shufl.accounting.validation import Checked
 
 
 class RandomisedResponse(Checked):

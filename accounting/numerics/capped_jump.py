@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from scipy import special
 
-from accounting.numerics import FloatArray
-from accounting.numerics.jump_counts import Count
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.jump_counts import Count
 
 _RULE = np.polynomial.legendre.leggauss(10)
 # A panel of t: its width in standard deviations, and over the scale 1/w of e^{wt}; and how far

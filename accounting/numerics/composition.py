@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import fft
 
-from accounting.numerics import FloatArray
-from accounting.numerics.loss_pmf import LossPmf
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.loss_pmf import LossPmf
 
 # A bound of the error of one Fourier coefficient of a distribution (FFT of up to 2²² terms) and,
 # in relative terms, of one logarithm of M. The observed errors are about fifty times less.

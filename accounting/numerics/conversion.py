@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from accounting.numerics import FloatArray
+from shufl.accounting.numerics import FloatArray
 
 
 def _checked(rdp: FloatArray) -> FloatArray:

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from accounting.numerics import FloatArray
-from accounting.numerics.loss_pmf import MAX_LOSS
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.loss_pmf import MAX_LOSS
 
 # Special functions err by less; ε and δ are raised (relative).
 _ROUND_UP = 1e-9

@@ -19,8 +19,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from accounting.numerics import FloatArray
-from accounting.numerics.summand import Summand, at_ends, at_means, left_out, totals
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.summand import Summand, at_ends, at_means, left_out, totals
 
 GRADE = 16
 # Cut off where mass times distance is below; at most 10⁵ points in 60 sums.

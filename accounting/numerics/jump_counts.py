@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from accounting.numerics import FloatArray
+from shufl.accounting.numerics import FloatArray
 
 ComplexArray = npt.NDArray[np.complex128]
 

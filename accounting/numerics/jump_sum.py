@@ -20,7 +20,7 @@ P spans the tilted law. What makes the result a bound:
 - With few jumps expected, the cases of none and (Poisson) of one are taken out of the integral.
 
 Integrals over t by Gauss and Legendre are taken to be exact but for rounding (`_Law.rounding`): an
-error model, which the tests check against an independent way (`accounting.numerics.graded_law`).
+error model, which the tests check against an independent way (`numerics.graded_law`).
 """
 
 import math
@@ -28,9 +28,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accounting.numerics import FloatArray
-from accounting.numerics.capped_jump import FAINT, ROOT_TAU, CappedJump, Jumps, panels, quadrature
-from accounting.numerics.jump_counts import ComplexArray, Count, PoissonCount, Tilt
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.capped_jump import (
+    FAINT,
+    ROOT_TAU,
+    CappedJump,
+    Jumps,
+    panels,
+    quadrature,
+)
+from shufl.accounting.numerics.jump_counts import ComplexArray, Count, PoissonCount, Tilt
 
 _BELOW_SADDLE = 0.6
 _ALIAS = 20.0

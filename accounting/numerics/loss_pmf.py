@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from accounting.numerics import FloatArray
+from shufl.accounting.numerics import FloatArray
 
 # Rounding in slopes and sums errs by less; every δ is raised by it (relative).
 _ROUND_UP = 1e-11

@@ -5,8 +5,8 @@ import math
 import numpy as np
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
-from accounting.numerics import FloatArray
-from accounting.numerics.loss_pmf import lower_hull
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.loss_pmf import lower_hull
 
 _MAX_POINTS = 2**18
 _NEGLIGIBLE = 1e-30

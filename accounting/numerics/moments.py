@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from accounting.numerics import FloatArray
+from shufl.accounting.numerics import FloatArray
 
 # Rounding in the recurrences stays below a few 1e-12 of a log-moment (tests compare with 50-digit
 # arithmetic); the result is raised by this much so that it cannot end below the truth.

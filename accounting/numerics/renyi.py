@@ -3,10 +3,10 @@
 Every function returns log-moments `(λ - 1) ε(λ)`, shape (max_order + 1,): entry λ belongs to order
 λ, entries 0 and 1 are 0. `rdp_from_log_moments` turns them into `ε(λ)` for λ = 2..max_order.
 `sigma` is always the noise standard deviation in units of the sensitivity of one report; see
-`accounting.adjacency` for how the noise multiplier becomes one.
+`shufl.accounting.adjacency` for how the noise multiplier becomes one.
 
 All of them hold for the homogeneous pair: the users other than the differing one all hold its
-record. Theorem 3 lives in `accounting.numerics.theorem3`.
+record. Theorem 3 lives in `shufl.accounting.numerics.theorem3`.
 """
 
 import math
@@ -14,7 +14,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from accounting.numerics import FloatArray, moments
+from shufl.accounting.numerics import FloatArray, moments
 
 
 def rdp_from_log_moments(log_moments: FloatArray) -> FloatArray:

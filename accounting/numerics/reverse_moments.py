@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from accounting.numerics import FloatArray, moments
+from shufl.accounting.numerics import FloatArray, moments
 
 _NEGLIGIBLE = 45.0  # e^-45 of the result is left out at each end
 _LARGEST_EXPONENT = 600.0

@@ -18,11 +18,11 @@ import math
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from accounting.mechanisms import LdpSgd, RandomisedResponse
-from accounting.numerics import FloatArray
-from accounting.numerics.jump_counts import Count, PoissonCount, TermsCount
-from accounting.numerics.loss_pmf import MAX_LOSS
-from accounting.numerics.sign_sum import positive_parts
+from shufl.accounting.mechanisms import LdpSgd, RandomisedResponse
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.jump_counts import Count, PoissonCount, TermsCount
+from shufl.accounting.numerics.loss_pmf import MAX_LOSS
+from shufl.accounting.numerics.sign_sum import positive_parts
 
 # α - 1 at which a divergence is computed, in units of the scale of the mean: chords between.
 _PLACES = np.concatenate([np.arange(0.125, 5.0, 0.125), 5.0 * np.geomspace(1.0, 1e12, 290)])

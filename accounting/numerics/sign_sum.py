@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special, stats
 
-from accounting.numerics import FloatArray
-from accounting.numerics.jump_counts import Count, PoissonCount, TermsCount
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.jump_counts import Count, PoissonCount, TermsCount
 
 # Special functions at up to 10⁹ trials err by less (relative; checked in 60 digits).
 ROUND_UP = 1e-9

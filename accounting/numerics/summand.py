@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from accounting.numerics import FloatArray
+from shufl.accounting.numerics import FloatArray
 
 # Beyond so many standard deviations of the driving normal less than 1e-30 is left.
 _REACH = 11.6

@@ -18,12 +18,12 @@ from collections.abc import Callable
 import numpy as np
 from scipy import special
 
-from accounting.numerics import FloatArray
-from accounting.numerics.capped_jump import Jumps
-from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
-from accounting.numerics.jump_counts import TermsCount
-from accounting.numerics.jump_sum import positive_parts
-from accounting.numerics.worst_pairs import Pair, against_zero, opposite, zero_against
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.capped_jump import Jumps
+from shufl.accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
+from shufl.accounting.numerics.jump_counts import TermsCount
+from shufl.accounting.numerics.jump_sum import positive_parts
+from shufl.accounting.numerics.worst_pairs import Pair, against_zero, opposite, zero_against
 
 # Of what is given up, the part that goes to π.
 _RARE_SHARE = 0.1

@@ -18,8 +18,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from accounting.numerics import FloatArray, moments
-from accounting.numerics import renyi as rdp_bounds
+from shufl.accounting.numerics import FloatArray, moments
+from shufl.accounting.numerics import renyi as rdp_bounds
 
 _Index = NDArray[np.int64]
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from accounting.numerics import FloatArray
-from accounting.numerics.capped_jump import Jumps
-from accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
-from accounting.numerics.loss_pmf import MAX_LOSS
-from accounting.numerics.lower_profile import LowerProfile
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.capped_jump import Jumps
+from shufl.accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
+from shufl.accounting.numerics.loss_pmf import MAX_LOSS
+from shufl.accounting.numerics.lower_profile import LowerProfile
 
 # α - 1 at which a divergence is computed, in units of the scale of the mean: chords between.
 _STEP, _EVEN_UNTIL = 0.125, 5.0

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from accounting import validation
-from accounting.numerics import FloatArray
-from accounting.numerics.sign_sum import ROUND_UP, sign_mean_calls
+from shufl.accounting import validation
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.sign_sum import ROUND_UP, sign_mean_calls
 
 _Index = npt.NDArray[np.int64]
 _NEGLIGIBLE = 1e-32

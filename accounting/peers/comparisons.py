@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from dp_accounting import pld
 
-from accounting import validation
-from accounting.mechanisms import GaussianMechanism, LdpSgd
-from accounting.numerics import FloatArray, conversion
-from accounting.numerics.composition import Composition, Target, count_block
-from accounting.numerics.gaussian import gaussian_epsilon
-from accounting.numerics.loss_pmf import MAX_LOSS, Profile, dyadic_interval
-from accounting.peers.clones import clones_delta
-from accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
-from accounting.peers.randomised_response import Adversary, randomised_response_delta
+from shufl.accounting import validation
+from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd
+from shufl.accounting.numerics import FloatArray, conversion
+from shufl.accounting.numerics.composition import Composition, Target, count_block
+from shufl.accounting.numerics.gaussian import gaussian_epsilon
+from shufl.accounting.numerics.loss_pmf import MAX_LOSS, Profile, dyadic_interval
+from shufl.accounting.peers.clones import clones_delta
+from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
+from shufl.accounting.peers.randomised_response import Adversary, randomised_response_delta
 
 
 def composed_epsilon(

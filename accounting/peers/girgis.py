@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special, stats
 
-from accounting import validation
-from accounting.numerics import FloatArray
-from accounting.peers.clones import check_reports
+from shufl.accounting import validation
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.peers.clones import check_reports
 
 
 def _checked(reports: int, local_epsilon: float, orders: npt.ArrayLike) -> FloatArray:

@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from accounting import validation
-from accounting.numerics import FloatArray
-from accounting.numerics.sign_sum import sign_mean_calls
-from accounting.peers.clones import check_reports
+from shufl.accounting import validation
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.sign_sum import sign_mean_calls
+from shufl.accounting.peers.clones import check_reports
 
 Adversary = Literal["strong", "weak"]
 

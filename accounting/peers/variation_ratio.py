@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special, stats
 
-from accounting import validation
-from accounting.numerics import FloatArray
-from accounting.numerics.sign_sum import ROUND_UP, sign_mean_calls
+from shufl.accounting import validation
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.sign_sum import ROUND_UP, sign_mean_calls
 
 _DEVIATIONS = 13.0
 _AT_ONCE = 2**21  # entries of a table

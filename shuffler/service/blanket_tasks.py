@@ -6,10 +6,10 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
-from shuffler.service.intake import Intake
-from shuffler.store.open_batches import OpenBatches
+from shufl.shuffler.service.intake import Intake
+from shufl.shuffler.store.open_batches import OpenBatches
 
-_log = logging.getLogger("shuffler")
+_log = logging.getLogger("shufl.shuffler")
 
 
 class BlanketTasks:

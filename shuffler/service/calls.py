@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from shuffler.callers import Caller
-from shuffler.wire.errors import Refusal, ShufflerRefused
+from shufl.shuffler.callers import Caller
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 
 class PerSender:

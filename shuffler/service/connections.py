@@ -20,7 +20,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-from shuffler.wire.channel import parse_address
+from shufl.shuffler.wire.channel import parse_address
 
 Peer = tuple[str, int]
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import grpc
 
-from shuffler.callers import Caller
-from shuffler.config import Limits
-from shuffler.service.blanket_tasks import BlanketTasks
-from shuffler.service.intake import Intake
-from shuffler.service.operations import Metrics
-from shuffler.store.runs import RunStore
-from shuffler.store.spool import RoundSpool
-from shuffler.wire import shuffler_pb2
+from shufl.shuffler.callers import Caller
+from shufl.shuffler.config import Limits
+from shufl.shuffler.service.blanket_tasks import BlanketTasks
+from shufl.shuffler.service.intake import Intake
+from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.store.runs import RunStore
+from shufl.shuffler.store.spool import RoundSpool
+from shufl.shuffler.wire import shuffler_pb2
 
 # Log lines name runs and rounds: no senders, no counts, no contents, nothing for each report.
-_log = logging.getLogger("shuffler")
+_log = logging.getLogger("shufl.shuffler")
 
 _CHUNK_BYTES = 2**19
 

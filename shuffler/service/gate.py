@@ -13,16 +13,16 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from shuffler.callers import Caller, Revoked, Role, caller_of
-from shuffler.config import Limits
-from shuffler.service.calls import PermittedCalls, PerSender
-from shuffler.service.connections import Connections
-from shuffler.service.operations import Metrics
-from shuffler.service.streams import Stream
-from shuffler.wire.channel import TOKEN_KEY
-from shuffler.wire.errors import Refusal, ShufflerRefused
+from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
+from shufl.shuffler.config import Limits
+from shufl.shuffler.service.calls import PermittedCalls, PerSender
+from shufl.shuffler.service.connections import Connections
+from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.streams import Stream
+from shufl.shuffler.wire.channel import TOKEN_KEY
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
-_log = logging.getLogger("shuffler")
+_log = logging.getLogger("shufl.shuffler")
 
 _ANY_USERS = 2**32  # a plan has no more
 _STATUS = {

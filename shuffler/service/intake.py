@@ -14,8 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from shuffler.store.open_batches import OpenBatches, Report
-from shuffler.wire.errors import Verdict
+from shufl.shuffler.store.open_batches import OpenBatches, Report
+from shufl.shuffler.wire.errors import Verdict
 
 _T = TypeVar("_T")
 _Item = tuple[Report | Callable[[], Any], asyncio.Future[Any]]  # with its answer

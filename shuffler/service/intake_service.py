@@ -13,19 +13,19 @@ from typing import Any
 
 import grpc
 
-from shuffler.callers import Caller
-from shuffler.config import Limits
-from shuffler.service.gate import Gate
-from shuffler.service.intake import Intake
-from shuffler.service.operations import Metrics, Pace
-from shuffler.service.streams import Stream, Streams
-from shuffler.store.open_batches import OpenBatches, Report
-from shuffler.store.slots import Slot
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.channel import MAX_REPORT_BYTES
-from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.callers import Caller
+from shufl.shuffler.config import Limits
+from shufl.shuffler.service.gate import Gate
+from shufl.shuffler.service.intake import Intake
+from shufl.shuffler.service.operations import Metrics, Pace
+from shufl.shuffler.service.streams import Stream, Streams
+from shufl.shuffler.store.open_batches import OpenBatches, Report
+from shufl.shuffler.store.slots import Slot
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 
-_log = logging.getLogger("shuffler")
+_log = logging.getLogger("shufl.shuffler")
 
 _STREAM_REPORTS = 512  # of one stream, read and not yet answered
 _WRITE_BYTES = 2**19  # of a report in pieces, at once

@@ -19,7 +19,7 @@ _FIELDS = (
     *("run", "round", "outcome", "reason"),
     *("address", "version", "configuration", "line", "left_out"),
 )
-_log = logging.getLogger("shuffler")
+_log = logging.getLogger("shufl.shuffler")
 
 
 class Log:

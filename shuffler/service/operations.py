@@ -18,7 +18,7 @@ from prometheus_client import (
     start_http_server,
 )
 
-from shuffler.wire.channel import parse_address
+from shufl.shuffler.wire.channel import parse_address
 
 _MOST_SENDERS = 10_000
 

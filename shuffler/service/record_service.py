@@ -6,9 +6,9 @@ from typing import Any
 
 import grpc
 
-from shuffler.service.intake import Intake
-from shuffler.store.runs import RunStore
-from shuffler.wire import shuffler_pb2
+from shufl.shuffler.service.intake import Intake
+from shufl.shuffler.store.runs import RunStore
+from shufl.shuffler.wire import shuffler_pb2
 
 _ENTRIES = 500  # in one answer; one entry has at most some kilobytes, by the length of a run's name
 

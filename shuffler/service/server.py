@@ -12,21 +12,21 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from shuffler.callers import Revoked, Role
-from shuffler.config import Limits
-from shuffler.keys import Credentials
-from shuffler.service import memory
-from shuffler.service.blanket_tasks import BlanketTasks
-from shuffler.service.connections import Connections, most_connections
-from shuffler.service.control_service import ControlService
-from shuffler.service.gate import Gate
-from shuffler.service.intake import Intake
-from shuffler.service.intake_service import IntakeService
-from shuffler.service.operations import Metrics
-from shuffler.service.record_service import RecordService
-from shuffler.store.runs import RunStore
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
+from shufl.shuffler.callers import Revoked, Role
+from shufl.shuffler.config import Limits
+from shufl.shuffler.keys import Credentials
+from shufl.shuffler.service import memory
+from shufl.shuffler.service.blanket_tasks import BlanketTasks
+from shufl.shuffler.service.connections import Connections, most_connections
+from shufl.shuffler.service.control_service import ControlService
+from shufl.shuffler.service.gate import Gate
+from shufl.shuffler.service.intake import Intake
+from shufl.shuffler.service.intake_service import IntakeService
+from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.record_service import RecordService
+from shufl.shuffler.store.runs import RunStore
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
 
 _STOP_SECONDS = 2.0
 _WATCH_SECONDS = 0.1

@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 
 from prometheus_client import Gauge
 
-from shuffler.config import Limits
-from shuffler.service.calls import PerSender
-from shuffler.wire.channel import PIECE_BYTES
-from shuffler.wire.errors import Refusal, ShufflerRefused
+from shufl.shuffler.config import Limits
+from shufl.shuffler.service.calls import PerSender
+from shufl.shuffler.wire.channel import PIECE_BYTES
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 _GRACE_SECONDS = 10.0  # a stream that brings nothing keeps its place, though others want it
 _GRACE = 1 / 6  # of `idle_seconds`, if that is shorter

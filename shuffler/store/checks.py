@@ -17,7 +17,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
-from shuffler.store.storage import DamagedFile, exists, sync_directory, syncs
+from shufl.shuffler.store.storage import DamagedFile, exists, sync_directory, syncs
 
 CHECK_BYTES = 16
 """Length in bytes of a checksum."""

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shuffler.wire.errors import Refusal, ShufflerRefused
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 if TYPE_CHECKING:
-    from shuffler.store.rounds import Plan
+    from shufl.shuffler.store.rounds import Plan
 
 
 class Floor(BaseModel):

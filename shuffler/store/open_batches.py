@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from accounting.mechanisms import Randomness
-from shuffler.callers import Caller
-from shuffler.store.rounds import Round, RoundState, Run
-from shuffler.store.slots import Slot
-from shuffler.store.spool import RoundSpool
-from shuffler.store.spool_rows import BlanketsLeft
-from shuffler.store.storage import Disk, storage_errors, storage_verdict
-from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
-from shuffler.wire.reports import empty_report, encode_report, report_length
-from shuffler.wire.sealing import payload_length, seal
+from shufl.accounting.mechanisms import Randomness
+from shufl.shuffler.callers import Caller
+from shufl.shuffler.store.rounds import Round, RoundState, Run
+from shufl.shuffler.store.slots import Slot
+from shufl.shuffler.store.spool import RoundSpool
+from shufl.shuffler.store.spool_rows import BlanketsLeft
+from shufl.shuffler.store.storage import Disk, storage_errors, storage_verdict
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.wire.reports import empty_report, encode_report, report_length
+from shufl.shuffler.wire.sealing import payload_length, seal
 
 _BLANKET_BYTES = 2**22  # made at once, at most
 _BLANKETS = 256  # the same

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shuffler.store.rounds import Run
-from shuffler.wire.errors import Refusal, ShufflerRefused
+from shufl.shuffler.store.rounds import Run
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from accounting.mechanisms import Mechanism, most_blankets
-from accounting.validation import first_mistake
-from shuffler.store.slots import slot_bytes
-from shuffler.store.spool import RoundSpool
-from shuffler.store.storage import PAGE_BYTES
-from shuffler.wire.channel import MAX_REPORT_BYTES
-from shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
-from shuffler.wire.reports import report_length
-from shuffler.wire.sealing import RoundHeader, key_digest, payload_length, seal
+from shufl.accounting.mechanisms import Mechanism, most_blankets
+from shufl.accounting.validation import first_mistake
+from shufl.shuffler.store.slots import slot_bytes
+from shufl.shuffler.store.spool import RoundSpool
+from shufl.shuffler.store.storage import PAGE_BYTES
+from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
+from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
+from shufl.shuffler.wire.reports import report_length
+from shufl.shuffler.wire.sealing import RoundHeader, key_digest, payload_length, seal
 
 _MAX_PLAN_BYTES = 2**20
 _OVERHEAD_BYTES = 2 * (PAGE_BYTES + 8)  # of the journal, for the two pages of a report's marks

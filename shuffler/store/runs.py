@@ -22,15 +22,15 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accounting.mechanisms import Randomness, SystemRandomness
-from shuffler.store.floor import Floor
-from shuffler.store.open_batches import OpenBatches
-from shuffler.store.quota import Quota
-from shuffler.store.rounds import Round, RoundState, Run, parse_run
-from shuffler.store.runs_file import RunsFile, naming
-from shuffler.store.slots import file_bytes
-from shuffler.store.spool import RoundSpool, delete_batch
-from shuffler.store.storage import (
+from shufl.accounting.mechanisms import Randomness, SystemRandomness
+from shufl.shuffler.store.floor import Floor
+from shufl.shuffler.store.open_batches import OpenBatches
+from shufl.shuffler.store.quota import Quota
+from shufl.shuffler.store.rounds import Round, RoundState, Run, parse_run
+from shufl.shuffler.store.runs_file import RunsFile, naming
+from shufl.shuffler.store.slots import file_bytes
+from shufl.shuffler.store.spool import RoundSpool, delete_batch
+from shufl.shuffler.store.storage import (
     DamagedFile,
     Disk,
     claim_directory,
@@ -39,8 +39,8 @@ from shuffler.store.storage import (
     storage_errors,
     sync_directory,
 )
-from shuffler.wire.channel import MOST_USERS
-from shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
+from shufl.shuffler.wire.channel import MOST_USERS
+from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 
 _MAX_NAME = 256  # characters of a run id or a model digest
 _MAX_ROUND = 2**63 - 1

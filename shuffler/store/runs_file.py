@@ -10,10 +10,10 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shuffler.record import START, entry_hash, make_entry
-from shuffler.store.checks import Anchor
-from shuffler.store.rounds import Round, RoundState, Run, parse_run
-from shuffler.store.storage import (
+from shufl.shuffler.record import START, entry_hash, make_entry
+from shufl.shuffler.store.checks import Anchor
+from shufl.shuffler.store.rounds import Round, RoundState, Run, parse_run
+from shufl.shuffler.store.storage import (
     DamagedFile,
     check_schema,
     connect,
@@ -23,9 +23,9 @@ from shuffler.store.storage import (
     storage_errors,
     transaction,
 )
-from shuffler.wire.errors import Outcome, ShufflerRefused
+from shufl.shuffler.wire.errors import Outcome, ShufflerRefused
 
-_log = logging.getLogger("shuffler")
+_log = logging.getLogger("shufl.shuffler")
 
 _SCHEMA = """
 CREATE TABLE runs(

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from shuffler.store.checks import CHECK_BYTES, Checks
-from shuffler.store.spool_rows import TakenSlots
-from shuffler.store.storage import PAGE_BYTES, DamagedFile, Disk, storage_verdict, syncs
-from shuffler.wire.errors import Verdict
+from shufl.shuffler.store.checks import CHECK_BYTES, Checks
+from shufl.shuffler.store.spool_rows import TakenSlots
+from shufl.shuffler.store.storage import PAGE_BYTES, DamagedFile, Disk, storage_verdict, syncs
+from shufl.shuffler.wire.errors import Verdict
 
 _BLOCK_BYTES = 4096  # of a file system; no two slots share one, unless several fit into it
 _PARTS = 1024  # written with one call; the system takes no more (IOV_MAX)

@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from shuffler.store.checks import Checks
-from shuffler.store.slots import Slot, SlotFile
-from shuffler.store.spool_rows import BatchRows, BlanketsLeft, ReportedUsers, TakenSlots
-from shuffler.store.storage import (
+from shufl.shuffler.store.checks import Checks
+from shufl.shuffler.store.slots import Slot, SlotFile
+from shufl.shuffler.store.spool_rows import BatchRows, BlanketsLeft, ReportedUsers, TakenSlots
+from shufl.shuffler.store.storage import (
     DamagedFile,
     connect,
     damage,
@@ -43,7 +43,7 @@ from shuffler.store.storage import (
     sync_directory,
     transaction,
 )
-from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 
 _UNKEYED = Checks(b"")
 

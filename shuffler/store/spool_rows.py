@@ -21,8 +21,8 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from shuffler.store.checks import CHECK_BYTES, Checks
-from shuffler.store.storage import DamagedFile, check_schema, transaction
+from shufl.shuffler.store.checks import CHECK_BYTES, Checks
+from shufl.shuffler.store.storage import DamagedFile, check_schema, transaction
 
 _T = TypeVar("_T")
 

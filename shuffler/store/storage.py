@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 
 PAGE_BYTES = 4096
 """Length in bytes of a database page."""

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import grpc
 
-from shuffler.keys import Credentials
-from shuffler.wire.channel import CHANNEL_OPTIONS, check_address, join_address, parse_address
-from shuffler.wire.errors import Refusal, ShufflerRefused, ShufflerUnavailable
+from shufl.shuffler.keys import Credentials
+from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, check_address, join_address, parse_address
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, ShufflerUnavailable
 
 
 class Connection:

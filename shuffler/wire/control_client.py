@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from shuffler.keys import Credentials
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.channel import TOKEN_KEY
-from shuffler.wire.connection import Answers, Connection
-from shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
-from shuffler.wire.stub import Stub
+from shufl.shuffler.keys import Credentials
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import TOKEN_KEY
+from shufl.shuffler.wire.connection import Answers, Connection
+from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
+from shufl.shuffler.wire.stub import Stub
 
 _BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
 _NOTHING_THERE = {

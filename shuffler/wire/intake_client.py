@@ -12,20 +12,20 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shuffler.keys import Credentials
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.channel import MAX_REPORT_BYTES, PIECE_BYTES
-from shuffler.wire.connection import Answers, Connection
-from shuffler.wire.errors import (
+from shufl.shuffler.keys import Credentials
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import MAX_REPORT_BYTES, PIECE_BYTES
+from shufl.shuffler.wire.connection import Answers, Connection
+from shufl.shuffler.wire.errors import (
     Refusal,
     ShufflerError,
     ShufflerRefused,
     ShufflerUnavailable,
     Verdict,
 )
-from shuffler.wire.retries import Retries
-from shuffler.wire.sealing import RoundHeader
-from shuffler.wire.stub import Stub
+from shufl.shuffler.wire.retries import Retries
+from shufl.shuffler.wire.sealing import RoundHeader
+from shufl.shuffler.wire.stub import Stub
 
 _WINDOW_REPORTS = 256  # of one stream, sent and not yet answered
 _WINDOW_BYTES = 32 * 2**20

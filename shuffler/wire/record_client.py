@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shuffler.keys import Credentials
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.connection import Connection
-from shuffler.wire.stub import Stub
+from shufl.shuffler.keys import Credentials
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.connection import Connection
+from shufl.shuffler.wire.stub import Stub
 
 
 class RecordClient(Connection):

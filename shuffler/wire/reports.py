@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shuffler.wire.errors import RejectReason, ReportRejected
+from shufl.shuffler.wire.errors import RejectReason, ReportRejected
 
 _ENTRY, _ENTRY_BYTES = "<i2", 2  # little-endian 16-bit integers
 

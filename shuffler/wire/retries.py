@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from shuffler.wire.errors import Refusal, ShufflerError, ShufflerRefused, ShufflerUnavailable
+from shufl.shuffler.wire.errors import Refusal, ShufflerError, ShufflerRefused, ShufflerUnavailable
 
 _FIRST_SECONDS = 0.1
 _LONGEST_SECONDS = 5.0

@@ -46,9 +46,9 @@ from cryptography.hazmat.primitives.hpke import (
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from shuffler.wire.channel import MAX_REPORT_BYTES
-from shuffler.wire.errors import RejectReason, ReportRejected
-from shuffler.wire.reports import report_length
+from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
+from shufl.shuffler.wire.errors import RejectReason, ReportRejected
+from shufl.shuffler.wire.reports import report_length
 
 Sealing = Literal["x25519", "mlkem768-x25519"]
 """The names of the suites."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from shuffler.wire.shuffler_pb2 import DESCRIPTOR
+from shufl.shuffler.wire.shuffler_pb2 import DESCRIPTOR
 
 
 class Stub:

@@ -13,22 +13,22 @@ import click
 import typer
 from click.exceptions import NoArgsIsHelpError
 
-from shuffler.cli import shuffler_command
-from shuffler.keys_cli import keys_app
-from simulator.cli.account import account_command, compare_command
-from simulator.cli.audit import audit_command
-from simulator.cli.calibrate import calibrate_command
-from simulator.cli.deployment import provision_command, rehearse_command
-from simulator.cli.device import device_app
-from simulator.cli.doctor import doctor_command
-from simulator.cli.experiment import experiment_command
-from simulator.cli.histogram import histogram_command
-from simulator.cli.node import node_command
-from simulator.cli.options import fail, print_error
-from simulator.cli.plan import plan_command
-from simulator.cli.record import record_app
-from simulator.cli.report import report_command
-from simulator.cli.status import status_command
+from shufl.shuffler.cli import shuffler_command
+from shufl.shuffler.keys_cli import keys_app
+from shufl.simulator.cli.account import account_command, compare_command
+from shufl.simulator.cli.audit import audit_command
+from shufl.simulator.cli.calibrate import calibrate_command
+from shufl.simulator.cli.deployment import provision_command, rehearse_command
+from shufl.simulator.cli.device import device_app
+from shufl.simulator.cli.doctor import doctor_command
+from shufl.simulator.cli.experiment import experiment_command
+from shufl.simulator.cli.histogram import histogram_command
+from shufl.simulator.cli.node import node_command
+from shufl.simulator.cli.options import fail, print_error
+from shufl.simulator.cli.plan import plan_command
+from shufl.simulator.cli.record import record_app
+from shufl.simulator.cli.report import report_command
+from shufl.simulator.cli.status import status_command
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -121,24 +121,23 @@ def _run(
     on: tuple[str, Path] | None,
 ) -> str:
     """Runs or resumes; returns what stopped the run, or ends the command in one line."""
-    # For models and datasets named module:callable. Our own folder first: in an editable install
-    # it is not on the path, and a folder of the user's named `server` would hide ours.
-    sys.path += [str(Path(__file__).resolve().parents[2]), str(Path.cwd())]
-    from simulator.config import ConfigError, load
+    from shufl.simulator.config import ConfigError, load
+    from shufl.simulator.section import make_importable
 
+    make_importable([Path(config or "").parent, Path.cwd()])
     try:  # before torch, Flower and Ray are imported
         loaded = None if config is None else load(config, overrides)
     except ConfigError as error:
         fail(error)
     from torch import OutOfMemoryError
 
-    from accounting import LedgerError
-    from server import CheckpointError, RoundFailed
-    from shuffler import ShufflerError
-    from simulator.console import Console
-    from simulator.engines import EngineFailed
-    from simulator.records import MetricsError
-    from simulator.run import resume_run, run
+    from shufl.accounting import LedgerError
+    from shufl.server import CheckpointError, RoundFailed
+    from shufl.shuffler import ShufflerError
+    from shufl.simulator.console import Console
+    from shufl.simulator.engines import EngineFailed
+    from shufl.simulator.records import MetricsError
+    from shufl.simulator.run import resume_run, run
 
     ends_early = (
         CheckpointError,
@@ -150,7 +149,7 @@ def _run(
     )
     try:
         if on is not None:
-            from simulator.deployment.submit import resume_on, run_on
+            from shufl.simulator.deployment.submit import resume_on, run_on
 
             if loaded is not None:
                 return run_on(*on, loaded, runs)

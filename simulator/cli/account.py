@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from simulator.cli import options
-from simulator.cli.options import needed
-from simulator.console import Console
-from simulator.plots import check_format, draw
-from simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
+from shufl.simulator.cli import options
+from shufl.simulator.cli.options import needed
+from shufl.simulator.console import Console
+from shufl.simulator.plots import check_format, draw
+from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
 if TYPE_CHECKING:
-    from accounting import EpsilonRow, PrivacyPlan
+    from shufl.accounting import EpsilonRow, PrivacyPlan
 
 
 def account_command(
@@ -32,7 +32,7 @@ def account_command(
     json: options.Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
-    from accounting import LedgerError, price
+    from shufl.accounting import LedgerError, price
 
     try:
         if run is not None:
@@ -64,8 +64,8 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, int, list[EpsilonRow]]:
     Raises:
         LedgerError: something is missing or damaged, or the ledger lacks rounds.
     """
-    from accounting import epsilon_table
-    from simulator.records import read_run  # slow to import
+    from shufl.accounting import epsilon_table
+    from shufl.simulator.records import read_run  # slow to import
 
     ledger, rows = read_run(folder)
     plan, count = ledger.plan, len(ledger.entries)
@@ -92,8 +92,8 @@ def compare_command(
     json: options.Json = False,
 ) -> None:
     """Print, and plot, ε against rounds by every accountant side by side."""
-    from accounting import price
-    from accounting.peers import comparisons
+    from shufl.accounting import price
+    from shufl.accounting.peers import comparisons
 
     try:
         users = options.checked_users(n, noise)
@@ -158,9 +158,9 @@ def make_event(
     mechanism: str = "gaussian",
 ) -> Any:
     """One check-in round, from the options."""
-    from accounting import CheckIn, Shuffled
-    from accounting.mechanisms import MECHANISMS
-    from accounting.validation import choice
+    from shufl.accounting import CheckIn, Shuffled
+    from shufl.accounting.mechanisms import MECHANISMS
+    from shufl.accounting.validation import choice
 
     if blankets and not 1e-3 <= blankets <= 1e9:
         raise ValueError(f"--blankets must be 0 or lie in [0.001, 10^9], got {blankets:g}")

@@ -8,9 +8,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from simulator.cli import options
-from simulator.cli.account import make_event
-from simulator.console import Console
+from shufl.simulator.cli import options
+from shufl.simulator.cli.account import make_event
+from shufl.simulator.console import Console
 
 Accountants = Annotated[
     list[str] | None,
@@ -61,8 +61,8 @@ def audit_command(
     """
     import numpy as np
 
-    from accounting import ACCOUNTANTS, accountants_for, check_accountant, make_accountant
-    from accounting.audit.attack import PLACEMENTS, check_claims, claims_something
+    from shufl.accounting import ACCOUNTANTS, accountants_for, check_accountant, make_accountant
+    from shufl.accounting.audit.attack import PLACEMENTS, check_claims, claims_something
 
     if end_to_end is not None:
         _end_to_end(end_to_end, epsilon, samples, confidence, seed, json)
@@ -103,10 +103,10 @@ def _end_to_end(
     """The attack on a configuration's plan through the running system."""
     import secrets
 
-    from shuffler import ShufflerError
-    from simulator.canary import check_end_to_end
-    from simulator.config import load
-    from simulator.experiment import prepare
+    from shufl.shuffler import ShufflerError
+    from shufl.simulator.canary import check_end_to_end
+    from shufl.simulator.config import load
+    from shufl.simulator.experiment import prepare
 
     try:
         heeded = "end_to_end", "epsilon", "samples", "confidence", "seed", "json"

@@ -10,9 +10,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from simulator.cli import options
-from simulator.cli.account import make_event
-from simulator.console import Console
+from shufl.simulator.cli import options
+from shufl.simulator.cli.account import make_event
+from shufl.simulator.console import Console
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Plan:
 
     def epsilon(self, **values: Any) -> float:
         """ε of the plan with these values in it."""
-        from accounting import check_accountant, epsilon_of
+        from shufl.accounting import check_accountant, epsilon_of
 
         plan = replace(self, **values)
         event = make_event(plan.n, plan.gamma, plan.noise, plan.blankets, plan.mechanism)
@@ -61,14 +61,14 @@ class _Plan:
 
     def completed(self) -> _Plan:
         """The plan with the values that were left out."""
-        from accounting import (
+        from shufl.accounting import (
             largest_rate,
             least_blankets,
             least_error_blankets,
             least_noise,
             most_rounds,
         )
-        from accounting.mechanisms import MECHANISMS
+        from shufl.accounting.mechanisms import MECHANISMS
 
         target, mechanism = self.target_epsilon, MECHANISMS[self.mechanism]
         match self.missing():
@@ -128,8 +128,8 @@ def calibrate_command(
     With --accountant blanket and neither --noise nor --blankets: the two of the least error of the
     mean update.
     """
-    from accounting.mechanisms import MECHANISMS
-    from accounting.validation import choice
+    from shufl.accounting.mechanisms import MECHANISMS
+    from shufl.accounting.validation import choice
 
     try:
         users = options.checked_users(n, noise)
@@ -160,9 +160,9 @@ def calibrate_command(
 
 def _calibrated(plan: _Plan, dimension: int | None) -> tuple[list[str], dict[str, Any]]:
     """What was left out, and the plan with it: its ε, its error, and what a round weighs."""
-    from accounting import MOST_ROUNDS, mean_update_error, unused_note
-    from accounting.mechanisms import MECHANISMS
-    from shuffler import report_length, sealed_length
+    from shufl.accounting import MOST_ROUNDS, mean_update_error, unused_note
+    from shufl.accounting.mechanisms import MECHANISMS
+    from shufl.shuffler import report_length, sealed_length
 
     missing = plan.missing()
     plan = plan.completed()

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from simulator.cli.options import fail
+from shufl.simulator.cli.options import fail
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -25,12 +25,12 @@ def provision_command(
 
     Run it again whenever a node is added or a request has come: what is there stays as it is.
     """
-    from simulator.deployment.plan import load_deployment
-    from simulator.deployment.provision import provision
-    from simulator.section import ConfigError
+    from shufl.simulator.deployment.plan import load_deployment
+    from shufl.simulator.deployment.provision import provision
+    from shufl.simulator.section import ConfigError, make_importable
 
     base = deployment.absolute().parent
-    sys.path += [str(Path(__file__).resolve().parents[2]), str(base)]
+    make_importable([base])
     out = out or base / "sites"
     try:
         done = provision(load_deployment(deployment), base, out)
@@ -57,14 +57,14 @@ def rehearse_command(
     ] = False,
 ) -> None:
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
-    from server import RoundFailed
-    from simulator.deployment.plan import load_deployment
-    from simulator.deployment.rehearse import rehearse
-    from simulator.engines import EngineFailed
-    from simulator.section import ConfigError
+    from shufl.server import RoundFailed
+    from shufl.simulator.deployment.plan import load_deployment
+    from shufl.simulator.deployment.rehearse import rehearse
+    from shufl.simulator.engines import EngineFailed
+    from shufl.simulator.section import ConfigError, make_importable
 
     base = deployment.absolute().parent
-    sys.path += [str(Path(__file__).resolve().parents[2]), str(base)]
+    make_importable([base])
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is stopped
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from simulator.cli import options
-from simulator.console import Console
-from simulator.tables import epsilon_text
+from shufl.simulator.cli import options
+from shufl.simulator.console import Console
+from shufl.simulator.tables import epsilon_text
 
 device_app = typer.Typer(
     help="A device's own ledger: what it was offered, and its owner's limits.",
@@ -30,7 +30,7 @@ def status_command(
     json: options.Json = False,
 ) -> None:
     """Print what was spent, for which run, and what is left of the owner's budget."""
-    from clients.device import load_device
+    from shufl.clients.device import load_device
 
     try:
         ledger = load_device(device, create=False)

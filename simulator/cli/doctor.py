@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from simulator.cli import options
+from shufl.simulator.cli import options
 
 
 def doctor_command(
@@ -20,9 +19,10 @@ def doctor_command(
 
     Exits with 1 if anything is wrong, and says what mends it.
     """
-    sys.path += [str(Path(__file__).resolve().parents[2]), str(folder.absolute())]
-    from simulator.deployment.doctor import examine
+    from shufl.simulator.deployment.doctor import examine
+    from shufl.simulator.section import make_importable
 
+    make_importable([folder])
     try:
         findings = examine(folder)
     except (OSError, ValueError) as error:

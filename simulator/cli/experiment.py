@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from simulator.cli.options import fail
+from shufl.simulator.cli.options import fail
 
 
 def experiment_command(
@@ -34,15 +34,15 @@ def experiment_command(
     Ray is the one at RAY_ADDRESS, else one of this machine's own. After an interruption the same
     command goes on.
     """
-    sys.path += [str(Path(__file__).resolve().parents[2]), str(Path.cwd())]
-    from simulator.console import Console
-    from simulator.engines import EngineFailed
-    from simulator.grid.page import finished, keep_grid, write_page
-    from simulator.grid.rows import take_over_rows
-    from simulator.grid.runner import play_points
-    from simulator.grid.settings import load_grid
-    from simulator.section import ConfigError
+    from shufl.simulator.console import Console
+    from shufl.simulator.engines import EngineFailed
+    from shufl.simulator.grid.page import finished, keep_grid, write_page
+    from shufl.simulator.grid.rows import take_over_rows
+    from shufl.simulator.grid.runner import play_points
+    from shufl.simulator.grid.settings import load_grid
+    from shufl.simulator.section import ConfigError, make_importable
 
+    make_importable([Path(grid).parent, Path.cwd()])
     try:
         if cpus < 1:
             raise ConfigError(f"--cpus must be at least 1, got {cpus}")

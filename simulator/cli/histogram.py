@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from simulator.cli import options
-from simulator.cli.options import needed
-from simulator.console import Console
-from simulator.plots import draw
-from simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
+from shufl.simulator.cli import options
+from shufl.simulator.cli.options import needed
+from shufl.simulator.console import Console
+from shufl.simulator.plots import draw
+from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from accounting import PrivacyPlan
-    from simulator.histogram import Histogram
+    from shufl.accounting import PrivacyPlan
+    from shufl.simulator.histogram import Histogram
 
 _OTHER = "other"
 _EMPTY = '""'  # how the empty value is named and shown
@@ -69,9 +69,9 @@ def histogram_command(
     json: options.Json = False,
 ) -> None:
     """Estimate the share of each category, with error bars, and print ε by every accountant."""
-    from accounting import LedgerError, epsilon_table
-    from accounting.validation import choice
-    from simulator import histogram
+    from shufl.accounting import LedgerError, epsilon_table
+    from shufl.accounting.validation import choice
+    from shufl.simulator import histogram
 
     true, too_few, note = None, False, None
     try:
@@ -132,7 +132,7 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
     """The names of --categories, or None if it was not given."""
     if text is None:
         return None
-    from simulator.histogram import shown
+    from shufl.simulator.histogram import shown
 
     # Path.is_file fails where a list is longer than a file's name can be.
     is_file = os.path.isfile(text)  # noqa: PTH113
@@ -151,11 +151,11 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
 
 def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool]:
     """The plan and the estimate of a run that has ended, and whether `too_few_present`."""
-    from accounting import RandomisedResponse
-    from server import load_tensors
-    from simulator.config import load
-    from simulator.histogram import Histogram
-    from simulator.records import read_run
+    from shufl.accounting import RandomisedResponse
+    from shufl.server import load_tensors
+    from shufl.simulator.config import load
+    from shufl.simulator.histogram import Histogram
+    from shufl.simulator.records import read_run
 
     ledger, rows = read_run(folder)
     plan = ledger.plan

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from simulator.cli.options import fail
-from simulator.logs import log_handler
+from shufl.simulator.cli.options import fail
+from shufl.simulator.logs import log_handler
 
 
 def node_command(
@@ -27,16 +26,16 @@ def node_command(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     folder = config.absolute().parent
-    sys.path += [str(Path(__file__).resolve().parents[2]), str(folder)]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is said in our own words
     try:
         logging.basicConfig(level=logging.INFO, handlers=[log_handler(log_file)])
     except OSError as error:
         fail(error)
-    from simulator.deployment.node import serve_node
-    from simulator.deployment.sites import NodeSite, load_site
-    from simulator.section import ConfigError
+    from shufl.simulator.deployment.node import serve_node
+    from shufl.simulator.deployment.sites import NodeSite, load_site
+    from shufl.simulator.section import ConfigError, make_importable
 
+    make_importable([folder])
     try:
         serve_node(load_site(config, NodeSite), folder, stop)
     except ConfigError as error:

@@ -12,7 +12,7 @@ import typer
 from click.core import ParameterSource
 from pydantic_core import to_json
 
-from accounting.lines import one_line
+from shufl.accounting.lines import one_line
 
 Users = Annotated[int | None, typer.Option("--n", help="Eligible users n.")]
 Rate = Annotated[float | None, typer.Option("--gamma", help="Check-in rate γ in (0, 1].")]
@@ -55,7 +55,7 @@ def checked_count(option: str, value: int | None) -> int:
 
 def warn_of_delta(rate: float, rounds: int, delta: float) -> None:
     """Prints a line where δ is too large to promise much, or too small for a plan."""
-    from accounting import ideal_note, participation_note
+    from shufl.accounting import ideal_note, participation_note
 
     for note in (participation_note(rate, rounds, delta), ideal_note(rounds, delta)):
         if note:
@@ -75,7 +75,7 @@ def checked_delta(text: str, n: int) -> float:
 
 def check_adjacency(adjacency: str) -> None:
     """Refuses an unknown adjacency."""
-    from accounting import ADJACENCIES
+    from shufl.accounting import ADJACENCIES
 
     if adjacency not in ADJACENCIES:
         allowed = " or ".join(ADJACENCIES)

@@ -9,8 +9,8 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
-from simulator.cli import options
-from simulator.console import Console
+from shufl.simulator.cli import options
+from shufl.simulator.console import Console
 
 
 def plan_command(
@@ -47,9 +47,9 @@ def plan_command(
     For each check-in rate and number of rounds the noise and the blankets of least error are found.
     ε holds for every pair of datasets, by the accountant blanket, whoever else takes part.
     """
-    from shuffler import most_parameters
-    from simulator.data.partition import records_per_user
-    from simulator.grid.plans import RATES, ROUNDS, SETTINGS, Question, as_dict, find_plans
+    from shufl.shuffler import most_parameters
+    from shufl.simulator.data.partition import records_per_user
+    from shufl.simulator.grid.plans import RATES, ROUNDS, SETTINGS, Question, as_dict, find_plans
 
     try:
         n = options.checked_users(users, None, digits=9, option="--users")
@@ -115,8 +115,8 @@ def _configuration(
     dataset: str, budget: tuple[int, float, float, str, bool], row: dict[str, Any]
 ) -> str:
     """The configuration of a plan, as TOML."""
-    from simulator.config import dumps, load
-    from simulator.grid.plans import SETTINGS
+    from shufl.simulator.config import dumps, load
+    from shufl.simulator.grid.plans import SETTINGS
 
     users, epsilon, delta, adjacency, cover = budget
     values = {

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from simulator.cli import options
+from shufl.simulator.cli import options
 
 record_app = typer.Typer(
     help="A shuffler's public record of rounds: fetch it, check it.", no_args_is_help=True
@@ -27,9 +27,9 @@ def fetch_command(
     ] = None,
 ) -> None:
     """Fetch a shuffler's record, one entry a line, and check it."""
-    from shuffler import Credentials, ShufflerError
-    from shuffler.record import verify
-    from shuffler.wire.record_client import RecordClient
+    from shufl.shuffler import Credentials, ShufflerError
+    from shufl.shuffler.record import verify
+    from shufl.shuffler.wire.record_client import RecordClient
 
     try:
         options.check_file("FILE", file)
@@ -57,7 +57,7 @@ def verify_command(
     ] = None,
 ) -> None:
     """Check that a record is whole, and holds what was seen of it elsewhere."""
-    from shuffler.record import verify
+    from shufl.shuffler.record import verify
 
     try:
         found = verify(options.read_text(file).splitlines())
@@ -72,7 +72,7 @@ def verify_command(
 
 def _compare(device: Path, found: list[dict[str, object]]) -> None:
     """Refuses a record in which a round is missing that the device was offered, or is another."""
-    from clients.device import load_device
+    from shufl.clients.device import load_device
 
     opened = {
         (entry["run"], entry["round"]): entry["commitment"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from simulator.cli.options import check_file, fail
+from shufl.simulator.cli.options import check_file, fail
 
 
 def report_command(
@@ -23,11 +22,11 @@ def report_command(
 
     It needs no network: mail it, or open it on a phone.
     """
-    # For models and datasets of an experiment that are named module:callable.
-    sys.path += [str(Path(__file__).resolve().parents[2]), str(Path.cwd())]
-    from accounting import LedgerError
-    from simulator.html_page import page_of
+    from shufl.accounting import LedgerError
+    from shufl.simulator.html_page import page_of
+    from shufl.simulator.section import make_importable
 
+    make_importable([Path.cwd()])  # for an experiment's models and datasets
     target = output or path / "report.html"
     try:
         if output is not None:

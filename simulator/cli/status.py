@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from simulator.cli import options
-from simulator.console import Console
-from simulator.tables import epsilon_text
+from shufl.simulator.cli import options
+from shufl.simulator.console import Console
+from shufl.simulator.tables import epsilon_text
 
 
 def status_command(
@@ -25,9 +25,9 @@ def status_command(
     json: options.Json = False,
 ) -> None:
     """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
-    from simulator.deployment.sites import ServerSite, load_site
-    from simulator.deployment.status import status_of
-    from simulator.section import ConfigError
+    from shufl.simulator.deployment.sites import ServerSite, load_site
+    from shufl.simulator.deployment.status import status_of
+    from shufl.simulator.section import ConfigError
 
     here = Path("server.toml")
     try:
@@ -69,7 +69,7 @@ def status_command(
 
 def _newest() -> Path:
     """The run folder that was made last."""
-    from simulator.section import ConfigError
+    from shufl.simulator.section import ConfigError
 
     found = sorted(Path("runs").glob("*/ledger.jsonl"), key=lambda path: path.stat().st_mtime)
     if not found:

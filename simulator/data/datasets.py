@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from simulator.names import DATASETS
-from simulator.section import ConfigError, find, one_line, readers_code
+from shufl.simulator.names import DATASETS
+from shufl.simulator.section import ConfigError, find, one_line, readers_code
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +225,7 @@ _TO_FLOAT32 = "x.float() (a model of token ids then begins with x.long())"
 def _mistake(dataset: Any) -> str | None:
     """What is wrong with something that should be a dataset, or None."""
     if not isinstance(dataset, Dataset):
-        return f"must return a simulator.data.datasets.Dataset, got {type(dataset).__name__}"
+        return f"must return a shufl.simulator.data.datasets.Dataset, got {type(dataset).__name__}"
     if type(dataset.classes) is not int or dataset.classes < 1:
         return f"must have classes, a whole number of at least 1, got {dataset.classes!r}"
     for part in ("train", "test"):

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from server import load_tensors, save_tensors
-from simulator.data.datasets import (
+from shufl.server import load_tensors, save_tensors
+from shufl.simulator.data.datasets import (
     Dataset,
     cache_folder,
     dataset_digest,
@@ -28,10 +28,10 @@ from simulator.data.datasets import (
     kind_of,
     load_dataset,
 )
-from simulator.data.scattering import COEFFICIENTS, scattering
-from simulator.data.whitening import dead_leaves, whitened, whitening
-from simulator.names import FEATURES
-from simulator.section import ConfigError, find, one_line, readers_code
+from shufl.simulator.data.scattering import COEFFICIENTS, scattering
+from shufl.simulator.data.whitening import dead_leaves, whitened, whitening
+from shufl.simulator.names import FEATURES
+from shufl.simulator.section import ConfigError, find, one_line, readers_code
 
 FeatureMap = Callable[[torch.Tensor], torch.Tensor]
 """Maps normalised records to features, float32 (r, ...) to float32 (r, ...), each by itself."""
@@ -42,7 +42,7 @@ def whitened_scattering(images: torch.Tensor) -> torch.Tensor:
 
     Within a record every three of the 81 coefficients of an image's channel get mean 0 and variance
     1, so that the faint second order counts like the first. Then the coefficients are made as
-    uncorrelated as those of dead leaves are; see `simulator.data.whitening`.
+    uncorrelated as those of dead leaves are; see `shufl.simulator.data.whitening`.
     """
     planes = _normalised(scattering(images))
     return whitened(planes, *_of_dead_leaves()).reshape(len(images), -1, *planes.shape[2:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simulator.data.datasets import Dataset, load_dataset
+from shufl.simulator.data.datasets import Dataset, load_dataset
 
 
 def mnist() -> Dataset:

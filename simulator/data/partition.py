@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from simulator.data.datasets import Dataset
-from simulator.data.features import check_digest, load_records
+from shufl.simulator.data.datasets import Dataset
+from shufl.simulator.data.features import check_digest, load_records
 
 
 def partition(
@@ -25,7 +25,7 @@ def partition(
     Args:
         labels: int of shape (r,).
         users: number of users, at least 1; at most r, but for `repeated`.
-        scheme: one of `simulator.names.PARTITIONS`.
+        scheme: one of `shufl.simulator.names.PARTITIONS`.
         seed: the deal.
         concentration: for `dirichlet`; small is skewed.
 

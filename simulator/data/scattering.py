@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from simulator.section import ConfigError
+from shufl.simulator.section import ConfigError
 
 COEFFICIENTS = 81
 """Of each channel of an image, at each position."""

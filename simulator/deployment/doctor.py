@@ -16,20 +16,20 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from accounting import rounds_within_budget
-from accounting.validation import read_toml
-from clients.device import DeviceLedger, RunOffered, read_device
-from shuffler import Credentials
-from shuffler.callers import Role, caller_of
-from shuffler.config import load_config
-from shuffler.keys import read_certificate
-from shuffler.wire.channel import parse_address
-from simulator.config import load
-from simulator.deployment.node import agreed_plan, check_data
-from simulator.deployment.plan import LONGEST_SOCKET
-from simulator.deployment.sites import NodeSite, ServerSite, load_site
-from simulator.deployment.status import health_of
-from simulator.section import ConfigError, one_line
+from shufl.accounting import rounds_within_budget
+from shufl.accounting.validation import read_toml
+from shufl.clients.device import DeviceLedger, RunOffered, read_device
+from shufl.shuffler import Credentials
+from shufl.shuffler.callers import Role, caller_of
+from shufl.shuffler.config import load_config
+from shufl.shuffler.keys import read_certificate
+from shufl.shuffler.wire.channel import parse_address
+from shufl.simulator.config import load
+from shufl.simulator.deployment.node import agreed_plan, check_data
+from shufl.simulator.deployment.plan import LONGEST_SOCKET
+from shufl.simulator.deployment.sites import NodeSite, ServerSite, load_site
+from shufl.simulator.deployment.status import health_of
+from shufl.simulator.section import ConfigError, one_line
 
 _LEAST_DAYS = 14
 _LEAST_FREE = 10**9

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from accounting import PrivacyPlan
-from clients import ClientSettings, UserRecords, load_device, serve_device
-from simulator.config import Config, load
-from simulator.data.datasets import kind_of
-from simulator.data.features import map_records
-from simulator.data.partition import load_user_records
-from simulator.deployment.sites import NodeSite, check_cover
-from simulator.experiment import check_report_size, data_seed, local_training, plan_of
-from simulator.models import build_model
-from simulator.section import READERS_ERRORS, ConfigError, find, one_line
-from simulator.trial import try_users
+from shufl.accounting import PrivacyPlan
+from shufl.clients import ClientSettings, UserRecords, load_device, serve_device
+from shufl.simulator.config import Config, load
+from shufl.simulator.data.datasets import kind_of
+from shufl.simulator.data.features import map_records
+from shufl.simulator.data.partition import load_user_records
+from shufl.simulator.deployment.sites import NodeSite, check_cover
+from shufl.simulator.experiment import check_report_size, data_seed, local_training, plan_of
+from shufl.simulator.models import build_model
+from shufl.simulator.section import READERS_ERRORS, ConfigError, find, one_line
+from shufl.simulator.trial import try_users
 
 
 def serve_node(site: NodeSite, folder: Path, stop: threading.Event) -> None:

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
-from accounting.validation import Count, Positive, Seconds, first_mistake, read_toml
-from simulator.section import ConfigError, Section
+from shufl.accounting.validation import Count, Positive, Seconds, first_mistake, read_toml
+from shufl.simulator.section import ConfigError, Section
 
 Name = Annotated[
     str,

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import tomli_w
 
-from accounting import PrivacyPlan
-from clients import DeviceLimits
-from clients.device import RunOffered
-from shuffler.callers import Role
-from shuffler.keys import Authority, Request, write_new
-from simulator.config import Config, dumps, load
-from simulator.data.features import data_digest
-from simulator.deployment.plan import (
+from shufl.accounting import PrivacyPlan
+from shufl.clients import DeviceLimits
+from shufl.clients.device import RunOffered
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority, Request, write_new
+from shufl.simulator.config import Config, dumps, load
+from shufl.simulator.data.features import data_digest
+from shufl.simulator.deployment.plan import (
     Deployment,
     NodeEntry,
     Process,
@@ -29,10 +29,10 @@ from simulator.deployment.plan import (
     server_process,
     shuffler_process,
 )
-from simulator.deployment.server_app import deployed_experiment
-from simulator.deployment.sites import ServerSite
-from simulator.experiment import Experiment
-from simulator.section import ConfigError
+from shufl.simulator.deployment.server_app import deployed_experiment
+from shufl.simulator.deployment.sites import ServerSite
+from shufl.simulator.experiment import Experiment
+from shufl.simulator.section import ConfigError
 
 _FOLDER = "@folder@"  # stands for a site's, until it is known
 _AGREED = "nodes/agreed.toml"
@@ -290,7 +290,7 @@ def _complete(site: Site, deployment: Deployment, readme: str, **about: object) 
 
 
 def _template(name: str, **values: object) -> str:
-    text = importlib.resources.files("simulator.deployment") / "templates" / name
+    text = importlib.resources.files("shufl.simulator.deployment") / "templates" / name
     return string.Template(text.read_text(encoding="utf-8")).substitute(values)
 
 

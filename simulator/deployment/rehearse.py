@@ -18,19 +18,19 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from shuffler.keys import Request, make_flower_key
-from simulator.config import load
-from simulator.deployment.plan import (
+from shufl.shuffler.keys import Request, make_flower_key
+from shufl.simulator.config import load
+from shufl.simulator.deployment.plan import (
     LONGEST_SOCKET,
     Deployment,
     NodeEntry,
     Process,
     flower_environment,
 )
-from simulator.deployment.provision import experiment_of, provision, sites_of
-from simulator.deployment.submit import FLOWER_FOLDER, run_on
-from simulator.engines import EngineFailed
-from simulator.section import ConfigError
+from shufl.simulator.deployment.provision import experiment_of, provision, sites_of
+from shufl.simulator.deployment.submit import FLOWER_FOLDER, run_on
+from shufl.simulator.engines import EngineFailed
+from shufl.simulator.section import ConfigError
 
 _START_SECONDS = 600.0
 _STOP_SECONDS = 10.0

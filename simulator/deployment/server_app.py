@@ -16,7 +16,6 @@ import atexit
 import gc
 import json
 import os
-import sys
 import threading
 import time
 import traceback
@@ -26,8 +25,8 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from accounting import Ledger, LedgerError
-from server import (
+from shufl.accounting import Ledger, LedgerError
+from shufl.server import (
     CheckpointError,
     RoundFailed,
     RoundLoop,
@@ -36,11 +35,11 @@ from server import (
     ServerSettings,
     TrainingSettings,
 )
-from shuffler import ShufflerError
-from simulator.config import Config, load
-from simulator.console import Console
-from simulator.data.features import check_digest
-from simulator.deployment.sites import (
+from shufl.shuffler import ShufflerError
+from shufl.simulator.config import Config, load
+from shufl.simulator.console import Console
+from shufl.simulator.data.features import check_digest
+from shufl.simulator.deployment.sites import (
     CONSOLE_FILE,
     OUTCOME_FILE,
     STOP_FILE,
@@ -48,11 +47,11 @@ from simulator.deployment.sites import (
     check_cover,
     load_site,
 )
-from simulator.engines.base import logs_to
-from simulator.experiment import Experiment, check_report_size, prepare
-from simulator.records import MetricsError
-from simulator.run import begin_run, make_folder, resume_run
-from simulator.section import ConfigError, one_line
+from shufl.simulator.engines.base import logs_to
+from shufl.simulator.experiment import Experiment, check_report_size, prepare
+from shufl.simulator.records import MetricsError
+from shufl.simulator.run import begin_run, make_folder, resume_run
+from shufl.simulator.section import ConfigError, make_importable, one_line
 
 atexit.register(gc.freeze)  # as in `shufl` itself
 
@@ -66,7 +65,7 @@ def main(grid: Grid, context: Context) -> None:
     os.umask(0o077)
     try:
         site_path = Path(given["site"]).absolute()
-        sys.path.append(str(site_path.parent))  # for models and datasets named module:callable
+        make_importable([site_path.parent])
         site = load_site(site_path, ServerSite)
         if "folder" in given:
             folder = Path(given["folder"])
@@ -194,5 +193,5 @@ class DeployedEngine:
         def stopped() -> bool:
             return stop.is_set() or asked.exists()
 
-        with logs_to(training.folder / "server.log", "server"):
+        with logs_to(training.folder / "server.log", "shufl.server"):
             return RoundLoop(settings, self._grid, observe, stopped, lambda: False).run()

@@ -7,11 +7,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from accounting.validation import Count, Positive, Seconds, first_mistake, read_toml
-from server import AgreedNode
-from shuffler import Credentials
-from shuffler.wire.channel import check_address
-from simulator.section import ConfigError, Section
+from shufl.accounting.validation import Count, Positive, Seconds, first_mistake, read_toml
+from shufl.server import AgreedNode
+from shufl.shuffler import Credentials
+from shufl.shuffler.wire.channel import check_address
+from shufl.simulator.section import ConfigError, Section
 
 CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
 """In a run folder: what is printed; how the run ended; asks it to end."""

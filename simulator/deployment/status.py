@@ -10,14 +10,14 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from accounting import Ledger, LedgerError, rounds_within_budget
-from server.words import NODES_FILE
-from shuffler import Credentials
-from shuffler.wire.connection import Connection
-from shuffler.wire.errors import ShufflerError
-from simulator.deployment.sites import OUTCOME_FILE, ServerSite
-from simulator.records import read_run
-from simulator.section import ConfigError
+from shufl.accounting import Ledger, LedgerError, rounds_within_budget
+from shufl.server.words import NODES_FILE
+from shufl.shuffler import Credentials
+from shufl.shuffler.wire.connection import Connection
+from shufl.shuffler.wire.errors import ShufflerError
+from shufl.simulator.deployment.sites import OUTCOME_FILE, ServerSite
+from shufl.simulator.records import read_run
+from shufl.simulator.section import ConfigError
 
 _LATELY = 5  # rounds whose time says how long the rest will take
 _SECONDS = 5.0  # for a shuffler to answer

@@ -13,21 +13,21 @@ import time
 from pathlib import Path
 from typing import IO
 
-from accounting import Ledger
-from server import RoundFailed
-from simulator.config import Config
-from simulator.deployment.plan import PROGRAMS, flower_environment
-from simulator.deployment.server_app import deployed_experiment
-from simulator.deployment.sites import (
+from shufl.accounting import Ledger
+from shufl.server import RoundFailed
+from shufl.simulator.config import Config
+from shufl.simulator.deployment.plan import PROGRAMS, flower_environment
+from shufl.simulator.deployment.server_app import deployed_experiment
+from shufl.simulator.deployment.sites import (
     CONSOLE_FILE,
     OUTCOME_FILE,
     STOP_FILE,
     ServerSite,
     load_site,
 )
-from simulator.engines import EngineFailed, interrupts
-from simulator.run import make_folder
-from simulator.section import ConfigError, one_line
+from shufl.simulator.engines import EngineFailed, interrupts
+from shufl.simulator.run import make_folder
+from shufl.simulator.section import ConfigError, one_line
 
 # The Flower app: no code, but the names of two modules that are installed where they run.
 _APP = Path(__file__).with_name("flower_app")

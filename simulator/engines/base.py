@@ -6,19 +6,18 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from simulator.logs import log_handler
-from simulator.section import ConfigError, one_line
+from shufl.simulator.logs import log_handler
+from shufl.simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
-    from server import RoundRecord, RunResult, TrainingSettings
-    from simulator.experiment import Experiment
+    from shufl.server import RoundRecord, RunResult, TrainingSettings
+    from shufl.simulator.experiment import Experiment
 
 
 _CONNECT_SECONDS = 10.0  # for a cluster to answer
@@ -29,7 +28,7 @@ class EngineFailed(RuntimeError):
 
 
 class Engine(Protocol):
-    """Plays the rounds of a run; `simulator.engines.ENGINES` has them by name.
+    """Plays the rounds of a run; `shufl.simulator.engines.ENGINES` has them by name.
 
     Making one from an experiment is the check before any work.
 
@@ -133,20 +132,11 @@ def running_ray(log_file: Path) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS") or "local"
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     options |= {"logging_level": logging.WARNING, "log_to_driver": "://" not in address}
-    here, path = Path.cwd(), os.environ.get("PYTHONPATH")
     with logs_to(log_file, "ray"):
-        os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-        os.chdir(Path(__file__).resolve().parents[2])
         try:
             ray.init(address, **options)
         except Exception as error:  # Ray's own has no class of its own
             raise EngineFailed(f"Ray does not start: {one_line(error)}") from error
-        finally:
-            os.chdir(here)
-            if path is None:
-                del os.environ["PYTHONPATH"]
-            else:
-                os.environ["PYTHONPATH"] = path
         try:
             yield
         finally:

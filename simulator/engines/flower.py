@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -17,9 +18,9 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from accounting.mechanisms import seed_of_shuffler
-from clients import ClientSettings, DeviceLedger, make_client_app
-from server import (
+from shufl.accounting.mechanisms import seed_of_shuffler
+from shufl.clients import ClientSettings, DeviceLedger, make_client_app
+from shufl.server import (
     NodeFailed,
     RoundFailed,
     RoundRecord,
@@ -28,21 +29,21 @@ from server import (
     TrainingSettings,
     make_server_app,
 )
-from shuffler import ShufflerProcess
-from simulator.engines.base import (
+from shufl.shuffler import ShufflerProcess
+from shufl.simulator.engines.base import (
     EngineFailed,
     check_cluster,
     interrupts,
     logs_to,
     running_ray,
 )
-from simulator.engines.memory import keep_freed_memory
-from simulator.engines.outside_shuffler import OutsideShuffler
-from simulator.experiment import check_report_size
-from simulator.section import ConfigError, one_line
+from shufl.simulator.engines.memory import keep_freed_memory
+from shufl.simulator.engines.outside_shuffler import OutsideShuffler
+from shufl.simulator.experiment import check_report_size
+from shufl.simulator.section import ConfigError, make_importable, one_line
 
 if TYPE_CHECKING:
-    from simulator.experiment import Experiment
+    from shufl.simulator.experiment import Experiment
 
 _GRACE_SECONDS = 5.0  # for nodes still at work when the ServerApp has ended
 
@@ -115,7 +116,7 @@ class FlowerEngine:
         keys, folder = self._keys, training.folder
         results: list[RunResult] = []
         with ExitStack() as stack:
-            stack.enter_context(logs_to(folder / "server.log", "server"))
+            stack.enter_context(logs_to(folder / "server.log", "shufl.server"))
             # Gone with this run: one that is resumed plays rounds again, with the same coins.
             devices = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
             own = self._own_shufflers(folder)
@@ -207,14 +208,13 @@ def run_on_flower(
     from flwr.simulation import run_simulation
 
     main = _Main(server_app)
-    home = Path.cwd()
     with logs_to(log_file, "flwr"), tempfile.TemporaryDirectory(prefix="shufl-") as lease:
         try:
             with interrupts(stop):
                 threading.Thread(target=main.end_lease_late, args=(lease,), daemon=True).start()
                 run_simulation(
                     main.app,
-                    _leased(client_app, Path(lease), home),
+                    _leased(client_app, Path(lease), sys.path),
                     num_supernodes=nodes,
                     backend_config={
                         "client_resources": {"num_cpus": cpus_per_node, "num_gpus": 0.0}
@@ -259,16 +259,16 @@ class _Main:
             shutil.rmtree(lease, ignore_errors=True)
 
 
-def _leased(client_app: ClientApp, lease: Path, home: Path) -> ClientApp:
+def _leased(client_app: ClientApp, lease: Path, path: list[str]) -> ClientApp:
     """The same app, in Ray workers whose processes end when the folder `lease` is gone.
 
-    Neither Flower nor Ray has a call that stops a node at work from outside. The processes also
-    change to `home`, so that relative paths mean what they mean in the driver.
+    Neither Flower nor Ray has a call that stops a node at work from outside. The processes
+    also find the modules in the folders of `path`, as the driver does.
     """
     leased = ClientApp()
 
     def handle(message: Message, context: Context) -> Message:
-        _enter(lease, home)
+        _enter(lease, tuple(path))
         return client_app(message, context)
 
     leased.train()(handle)
@@ -277,7 +277,7 @@ def _leased(client_app: ClientApp, lease: Path, home: Path) -> ClientApp:
 
 
 @functools.cache  # in a process of a Ray worker, where Flower unpickles the app for every message
-def _enter(lease: Path, home: Path) -> None:
+def _enter(lease: Path, path: tuple[str, ...]) -> None:
     """Puts a Ray worker's process under a lease, once."""
 
     def watch() -> None:
@@ -285,7 +285,7 @@ def _enter(lease: Path, home: Path) -> None:
             time.sleep(1)
         os._exit(1)
 
-    os.chdir(home)
+    make_importable(path)
     keep_freed_memory()
     threading.Thread(target=watch, name="lease", daemon=True).start()
 

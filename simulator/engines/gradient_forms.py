@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from scipy import special
 
-from accounting.mechanisms import LdpSgd
+from shufl.accounting.mechanisms import LdpSgd
 
 FLOAT32 = torch.finfo(torch.float32)
 """What the type of gradients can hold."""
@@ -69,7 +69,7 @@ class Products:
     numbers that it sums. So are users with inputs above 1e19, whose squared length float32 could
     not hold: a scaled g_t is wrong by 1e-45 an entry where it is hardly a float32, and a_t
     multiplies that. To 1e-26 an entry, which is little of a C of 1e-18, the least that
-    `simulator.config` takes.
+    `shufl.simulator.config` takes.
 
     Attributes:
         inputs: a, float32 of shape (k, groups, t, p).

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from shuffler import (
+from shufl.shuffler import (
     ControlClient,
     Credentials,
     IntakeClient,
@@ -18,11 +18,11 @@ from shuffler import (
     report_length,
     sealed_length,
 )
-from shuffler.callers import Role, caller_of
-from simulator.section import ConfigError
+from shufl.shuffler.callers import Role, caller_of
+from shufl.simulator.section import ConfigError
 
 if TYPE_CHECKING:
-    from simulator.experiment import Experiment
+    from shufl.simulator.experiment import Experiment
 
 _SECONDS = 10.0  # to answer before a run is begun
 

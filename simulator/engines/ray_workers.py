@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import nn
 
-from simulator.data.partition import PartitionedRecords
-from simulator.engines.base import EngineFailed, running_ray
-from simulator.engines.vectorised import Blankets, ReportSum, SumReports, VectorisedSettings
+from shufl.simulator.data.partition import PartitionedRecords
+from shufl.simulator.engines.base import EngineFailed, running_ray
+from shufl.simulator.engines.vectorised import Blankets, ReportSum, SumReports, VectorisedSettings
+from shufl.simulator.section import make_importable
 
 _START_SECONDS = 600.0
 _TRIES = 3  # of a shard's part of a round
@@ -67,7 +69,8 @@ def ray_workers(
 class _Worker:
     """Sums the reports of one shard's users, in a process that Ray may have to start anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: list[str]) -> None:
+        make_importable(path)
         self._reports: ReportSum | None = None
 
     def sum(self, held: list[ray.ObjectRef], *what: Any) -> np.ndarray:
@@ -85,7 +88,7 @@ def _start(
         needs = needs_of_a_worker(settings.keys.device, len(ends))
         make = ray.remote(max_restarts=-1, max_task_retries=_TRIES - 1, **needs)(_Worker).remote
         shared = ray.put(settings)
-        workers = [(make(), [shared, ray.put(records.of(*shard))]) for shard in ends]
+        workers = [(make(sys.path), [shared, ray.put(records.of(*shard))]) for shard in ends]
         ready = [worker.__ray_ready__.remote() for worker, _ in workers]
         ray.get(ready, timeout=_START_SECONDS)
         return workers

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from accounting.validation import Count, Seconds
-from simulator.section import Section, find
+from shufl.accounting.validation import Count, Seconds
+from shufl.simulator.section import Section, find
 
 if TYPE_CHECKING:
-    from simulator.engines.base import Engine
+    from shufl.simulator.engines.base import Engine
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -62,9 +62,9 @@ class EngineEntry:
 
 
 ENGINES = {
-    "flower": EngineEntry("simulator.engines.flower:FlowerEngine", FlowerKeys),
+    "flower": EngineEntry("shufl.simulator.engines.flower:FlowerEngine", FlowerKeys),
     "vectorised": EngineEntry(
-        "simulator.engines.vectorised:VectorisedEngine",
+        "shufl.simulator.engines.vectorised:VectorisedEngine",
         VectorisedKeys,
         not_ignored=("noise", "device", "precision", "silent"),
     ),

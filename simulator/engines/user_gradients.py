@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from clients import LocalTraining, ModuleState, user_updates
-from simulator.engines.book_keeping import autocast, gradients_of_users, names_of
-from simulator.engines.gradient_forms import (
+from shufl.clients import LocalTraining, ModuleState, user_updates
+from shufl.simulator.engines.book_keeping import autocast, gradients_of_users, names_of
+from shufl.simulator.engines.gradient_forms import (
     FLOAT32,
     Clipping,
     Dense,
@@ -32,9 +32,9 @@ from simulator.engines.gradient_forms import (
     scaled_sum,
     weighted_sum,
 )
-from simulator.engines.table import Precision
-from simulator.models import seeded
-from simulator.trial import agrees_one_by_one, made_up
+from shufl.simulator.engines.table import Precision
+from shufl.simulator.models import seeded
+from shufl.simulator.trial import agrees_one_by_one, made_up
 
 Method = Literal["book-keeping", "vmap"]
 """How users' gradients are computed."""
@@ -54,7 +54,7 @@ def clipped_sum_of_updates(
     clipping: Clipping,
     precision: Precision = "float32",
 ) -> torch.Tensor:
-    """The sum over k users of `clients.clip` of `clients.local_update`.
+    """The sum over k users of `shufl.clients.clip` of `shufl.clients.local_update`.
 
     `model` keeps its parameters; it is nobody else's meanwhile. It is computed where they are.
 

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from accounting import PrivacyPlan
-from accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
-from clients import LocalTraining, ModuleState, record_orders
-from server import (
+from shufl.accounting import PrivacyPlan
+from shufl.accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
+from shufl.clients import LocalTraining, ModuleState, record_orders
+from shufl.server import (
     MOST_INCOMPLETE,
     Aggregate,
     Aggregator,
@@ -38,21 +38,21 @@ from server import (
     TrainingSettings,
     enough_users,
 )
-from simulator.data.partition import PartitionedRecords
-from simulator.engines.base import check_cluster, interrupts
-from simulator.engines.gradient_forms import Clipping, RandomSides
-from simulator.engines.memory import keep_freed_memory
-from simulator.engines.table import VectorisedKeys
-from simulator.engines.user_gradients import (
+from shufl.simulator.data.partition import PartitionedRecords
+from shufl.simulator.engines.base import check_cluster, interrupts
+from shufl.simulator.engines.gradient_forms import Clipping, RandomSides
+from shufl.simulator.engines.memory import keep_freed_memory
+from shufl.simulator.engines.table import VectorisedKeys
+from shufl.simulator.engines.user_gradients import (
     Method,
     clipped_sum_of_updates,
     fastest_method,
     ready_for,
 )
-from simulator.section import READERS_ERRORS, ConfigError, one_line
+from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line
 
 if TYPE_CHECKING:
-    from simulator.experiment import Experiment
+    from shufl.simulator.experiment import Experiment
 
 _SILENCE = 0x5113  # sets the random numbers of who is away apart from others of the same seed
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
@@ -168,7 +168,7 @@ class VectorisedEngine:
         if self.settings.keys.workers == 1:
             yield ReportSum(self.settings, self.load_users()).sum
         else:
-            from simulator.engines.ray_workers import ray_workers
+            from shufl.simulator.engines.ray_workers import ray_workers
 
             log_file = folder / "ray.log"
             with ray_workers(self.settings, self.load_users(), log_file) as sum_reports:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from server import Optimiser, evaluate
-from simulator.config import Config
-from simulator.data.features import load_records
-from simulator.experiment import data_seed
-from simulator.models import build_model
-from simulator.section import ConfigError, readers_code
+from shufl.server import Optimiser, evaluate
+from shufl.simulator.config import Config
+from shufl.simulator.data.features import load_records
+from shufl.simulator.experiment import data_seed
+from shufl.simulator.models import build_model
+from shufl.simulator.section import ConfigError, readers_code
 
 
 class Reference:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from accounting import ACCOUNTANTS
-from simulator.config import dumps
-from simulator.grid.points import read_result
-from simulator.grid.rows import write_rows
-from simulator.grid.settings import Grid, Point, Series, shown
-from simulator.plots import draw
-from simulator.tables import epsilon_text
+from shufl.accounting import ACCOUNTANTS
+from shufl.simulator.config import dumps
+from shufl.simulator.grid.points import read_result
+from shufl.simulator.grid.rows import write_rows
+from shufl.simulator.grid.settings import Grid, Point, Series, shown
+from shufl.simulator.plots import draw
+from shufl.simulator.tables import epsilon_text
 
 Result = dict[str, Any]
 """A point's `result.json`."""

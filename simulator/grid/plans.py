@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from accounting import (
+from shufl.accounting import (
     CalibrationError,
     CheckIn,
     GaussianMechanism,
@@ -22,7 +22,7 @@ from accounting import (
     mean_update_error,
     unused_note,
 )
-from shuffler import report_length, sealed_length
+from shufl.shuffler import report_length, sealed_length
 
 RATES = (1.0, 0.3, 0.1)
 ROUNDS = (100, 300, 1000, 4000)
@@ -72,7 +72,7 @@ class Plan:
         check_in_rate, rounds, noise_multiplier, shuffler_blankets: γ, T, z, λ.
         epsilon: what `blanket` says of them.
         unused: why it is not the target, or None.
-        round_error: `accounting.mean_update_error` of a round.
+        round_error: `shufl.accounting.mean_update_error` of a round.
         run_error: that of the mean of all rounds' estimates, if the model stood still.
         reports_a_round: nγ + λ, expected, without the empty ones of cover.
         device_bytes: what a device sends in the whole run, expected.

@@ -14,16 +14,16 @@ import torch
 from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
-from accounting.validation import NotNegative, Probability, Rate, Record, first_mistake
-from server import CheckpointError
-from simulator.config import dumps
-from simulator.console import Console
-from simulator.engines import ENGINES
-from simulator.experiment import prepare
-from simulator.grid.central import Reference
-from simulator.grid.settings import Point
-from simulator.records import MetricsError, read_rows
-from simulator.run import resume_run, run
+from shufl.accounting.validation import NotNegative, Probability, Rate, Record, first_mistake
+from shufl.server import CheckpointError
+from shufl.simulator.config import dumps
+from shufl.simulator.console import Console
+from shufl.simulator.engines import ENGINES
+from shufl.simulator.experiment import prepare
+from shufl.simulator.grid.central import Reference
+from shufl.simulator.grid.settings import Point
+from shufl.simulator.records import MetricsError, read_rows
+from shufl.simulator.run import resume_run, run
 
 _RESULT = "result.json"
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from simulator.grid.points import checked_result, read_result, write_result
-from simulator.grid.settings import Point
-from simulator.section import one_line
+from shufl.simulator.grid.points import checked_result, read_result, write_result
+from shufl.simulator.grid.settings import Point
+from shufl.simulator.section import one_line
 
 _POINT = ("series", "value", "seed", "digest")
 _WORDS = ("adjacency", "accountant", "command", "commit")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from simulator.console import Console
-from simulator.engines.base import EngineFailed, interrupts, running_ray
-from simulator.grid.points import check, play, read_result
-from simulator.grid.settings import Point
-from simulator.section import ConfigError, one_line
+from shufl.simulator.console import Console
+from shufl.simulator.engines.base import EngineFailed, interrupts, running_ray
+from shufl.simulator.grid.points import check, play, read_result
+from shufl.simulator.grid.settings import Point
+from shufl.simulator.section import ConfigError, make_importable, one_line
 
 _POLL_SECONDS = 0.5  # between looks at whether an interrupt came
 
@@ -58,7 +59,8 @@ def play_points(
 
         def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:
             needs = {"num_cpus": cpus, "num_gpus": _gpus(point)}
-            return ray.remote(max_retries=0, **needs)(task).remote(point, *arguments)
+            remote = ray.remote(max_retries=0, **needs)(_at_path).remote
+            return remote(sys.path, task, point, *arguments)
 
         def ended(at_work: dict[Any, Point]) -> Iterator[tuple[Any, Point]]:
             while at_work:
@@ -85,6 +87,12 @@ def play_points(
                     soft_wrap=True,
                     highlight=False,
                 )
+
+
+def _at_path(path: list[str], task: Callable[..., None], *arguments: Any) -> None:
+    """The task, in a process that finds the reader's modules as this one does."""
+    make_importable(path)
+    task(*arguments)
 
 
 def _refuse_mistake(done: Any, point: Point) -> None:

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from accounting.validation import first_mistake, read_toml
-from simulator.config import Config, dumps, load
-from simulator.section import ConfigError, Section
+from shufl.accounting.validation import first_mistake, read_toml
+from shufl.simulator.config import Config, dumps, load
+from shufl.simulator.section import ConfigError, Section
 
 Value = Annotated[int | float | str, Field(description="numbers, or words")]
 
@@ -181,7 +181,7 @@ def load_grid(source: str) -> tuple[str, Grid]:
     Raises:
         ConfigError: one line naming the key, what it was given, and what is allowed.
     """
-    shipped = importlib.resources.files("configs") / "experiments"
+    shipped = importlib.resources.files("shufl.configs") / "experiments"
     path = Path(source)
     if not path.exists() and (shipped / f"{source}.toml").is_file():
         path = Path(str(shipped / f"{source}.toml"))

@@ -1,6 +1,6 @@
 import pytest
 
-from accounting.accountants.local import AmplifiedAccountant
+from shufl.accounting.accountants.local import AmplifiedAccountant
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from dp_accounting import privacy_accountant_test
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta, compute_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds import check_in, everyone, fixed_size, with_noise
 from scipy import stats
 
-import accounting
-from accounting.digits import rounded_up
-from accounting.numerics import conversion
+from rounds import check_in, everyone, fixed_size, with_noise
+from shufl import accounting
+from shufl.accounting.digits import rounded_up
+from shufl.accounting.numerics import conversion
 
 RELATION = dp_accounting.NeighboringRelation
 CHECK_IN = check_in(60_000, 0.1, 5.0)

@@ -7,21 +7,21 @@ import attrs
 import numpy as np
 import pytest
 from accounting_oracles import gaussian_delta
-from rounds import check_in, everyone, fixed_size
 from scipy import stats
 
-from accounting import (
+from rounds import check_in, everyone, fixed_size
+from shufl.accounting import (
     CrowdAccountant,
     make_accountant,
 )
-from accounting.audit.attack import (
+from shufl.accounting.audit.attack import (
     audit_round,
     check_claims,
     clopper_pearson,
     delta_lower_bound,
     epsilon_lower_bound,
 )
-from accounting.audit.placements import (
+from shufl.accounting.audit.placements import (
     AttackedRound,
     Placement,
     make_placement,

@@ -9,12 +9,12 @@ import pytest
 from dp_accounting import NeighboringRelation, privacy_accountant_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds import check_in, everyone, make_plan
 from scipy import special, stats
 
-import accounting
-from accounting.accountants.blanket import BlanketAccountant, divergence_of
-from accounting.numerics.worst_pairs import against_zero, opposite, zero_against
+from rounds import check_in, everyone, make_plan
+from shufl import accounting
+from shufl.accounting.accountants.blanket import BlanketAccountant, divergence_of
+from shufl.accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
 pytestmark = pytest.mark.slow
 

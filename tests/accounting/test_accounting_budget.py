@@ -5,9 +5,9 @@ import math
 import dp_accounting
 import numpy as np
 import pytest
-from rounds import make_plan
 
-import accounting
+from rounds import make_plan
+from shufl import accounting
 
 
 def small_plan(**change):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from accounting import (
+from shufl.accounting import (
     CalibrationError,
     least_blankets,
     least_error_blankets,

@@ -10,18 +10,18 @@ import pytest
 from accounting_oracles import gaussian_delta
 from scipy import optimize, special
 
-from accounting import CheckIn, CrowdAccountant, GaussianMechanism, LdpSgd, Shuffled
-from accounting.peers import comparisons, variation_ratio
-from accounting.peers.clones import clones_delta
-from accounting.peers.comparisons import strong_composition
-from accounting.peers.girgis import (
+from shufl.accounting import CheckIn, CrowdAccountant, GaussianMechanism, LdpSgd, Shuffled
+from shufl.accounting.peers import comparisons, variation_ratio
+from shufl.accounting.peers.clones import clones_delta
+from shufl.accounting.peers.comparisons import strong_composition
+from shufl.accounting.peers.girgis import (
     girgis_lower_rdp,
     girgis_rdp,
     girgis_simple_rdp,
     girgis_subsampled_rdp,
     poisson_sampled_rdp,
 )
-from accounting.peers.randomised_response import blanket_share, randomised_response_delta
+from shufl.accounting.peers.randomised_response import blanket_share, randomised_response_delta
 
 
 def enumerated_response(n, k, local, epsilon, adversary):

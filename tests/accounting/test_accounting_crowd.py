@@ -14,11 +14,11 @@ from accounting_oracles import (
 from dp_accounting import NeighboringRelation, privacy_accountant_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds import check_in, everyone, fixed_size
 
-import accounting
-from accounting.accountants.crowd import CrowdAccountant, crowd_of
-from accounting.numerics.worst_pairs import pairs_of
+from rounds import check_in, everyone, fixed_size
+from shufl import accounting
+from shufl.accounting.accountants.crowd import CrowdAccountant, crowd_of
+from shufl.accounting.numerics.worst_pairs import pairs_of
 
 pytestmark = pytest.mark.slow
 

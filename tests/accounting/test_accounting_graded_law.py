@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, special, stats
 
-from accounting.accountants.pld import _report
-from accounting.numerics.graded_law import law_of_sum
-from accounting.numerics.summand import Summand
+from shufl.accounting.accountants.pld import _report
+from shufl.accounting.numerics.graded_law import law_of_sum
+from shufl.accounting.numerics.summand import Summand
 
 pytestmark = pytest.mark.slow
 

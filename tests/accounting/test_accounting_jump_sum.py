@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from accounting.numerics.graded_law import law_of_sum
-from accounting.numerics.jump_counts import PoissonCount, TermsCount
-from accounting.numerics.jump_sum import positive_part
-from accounting.numerics.summand import Summand
-from accounting.numerics.worst_pairs import against_zero, opposite, zero_against
+from shufl.accounting.numerics.graded_law import law_of_sum
+from shufl.accounting.numerics.jump_counts import PoissonCount, TermsCount
+from shufl.accounting.numerics.jump_sum import positive_part
+from shufl.accounting.numerics.summand import Summand
+from shufl.accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
 pytestmark = pytest.mark.slow
 

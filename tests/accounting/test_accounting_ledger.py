@@ -9,10 +9,10 @@ import sys
 import textwrap
 
 import pytest
-from rounds import make_plan
 
-import accounting
-from accounting import ledger as ledger_lib
+from rounds import make_plan
+from shufl import accounting
+from shufl.accounting import ledger as ledger_lib
 
 PLAN = make_plan(
     users=1000,
@@ -225,7 +225,7 @@ def test_a_failed_sync_is_not_believed(three, monkeypatch):
 KILLED = textwrap.dedent(
     """
     import sys
-    import accounting
+    from shufl import accounting
     path, acknowledge = sys.argv[1], open(sys.argv[2], "ab", buffering=0)
     try:
         ledger = accounting.Ledger.open(path)

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pydantic
 import pytest
-from rounds import check_in, make_plan
 
-import accounting
+from rounds import check_in, make_plan
+from shufl import accounting
 
 GOOD = {
     "users": 60_000,

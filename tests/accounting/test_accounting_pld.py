@@ -8,13 +8,13 @@ from dp_accounting import NeighboringRelation, dp_event, privacy_accountant_test
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds import check_in, everyone, fixed_size
 from scipy import special, stats
 
-import accounting
-from accounting.accountants.pld import PldAccountant, round_profile
-from accounting.numerics.gaussian import log_gaussian_delta
-from accounting.numerics.lower_profile import LowerProfile
+from rounds import check_in, everyone, fixed_size
+from shufl import accounting
+from shufl.accounting.accountants.pld import PldAccountant, round_profile
+from shufl.accounting.numerics.gaussian import log_gaussian_delta
+from shufl.accounting.numerics.lower_profile import LowerProfile
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,12 @@ from dp_accounting import NeighboringRelation, gaussian_mechanism, privacy_accou
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds import everyone, fixed_size
 from scipy import special
 
-from accounting.accountants import profile as profiles
-from accounting.numerics import composition, loss_pmf
-from accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
+from rounds import everyone, fixed_size
+from shufl.accounting.accountants import profile as profiles
+from shufl.accounting.numerics import composition, loss_pmf
+from shufl.accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
 
 pytestmark = pytest.mark.slow
 

@@ -9,13 +9,13 @@ from accounting_oracles import moment, quadrature, series_moments, theorem2
 from dp_accounting.rdp import compute_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds import check_in
 from scipy import stats
 
-from accounting import CheckInRdpAccountant
-from accounting.numerics import moments
-from accounting.numerics import renyi as rdp_bounds
-from accounting.numerics.reverse_moments import _integrated, larger_direction
+from rounds import check_in
+from shufl.accounting import CheckInRdpAccountant
+from shufl.accounting.numerics import moments
+from shufl.accounting.numerics import renyi as rdp_bounds
+from shufl.accounting.numerics.reverse_moments import _integrated, larger_direction
 
 CASES = [
     (1, 1.0, 2.0),

@@ -9,7 +9,7 @@ import pytest
 from dp_accounting import UnsupportedEventError
 from scipy import stats
 
-from accounting import (
+from shufl.accounting import (
     BlanketAccountant,
     CheckIn,
     CrowdAccountant,
@@ -21,9 +21,9 @@ from accounting import (
     Shuffled,
     adjacency,
 )
-from accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
-from accounting.peers.clones import clones_delta
-from accounting.peers.randomised_response import randomised_response_delta
+from shufl.accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
+from shufl.accounting.peers.clones import clones_delta
+from shufl.accounting.peers.randomised_response import randomised_response_delta
 
 RELATIONS = list(adjacency.ADJACENCIES.values())
 

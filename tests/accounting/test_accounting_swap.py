@@ -5,16 +5,16 @@ import math
 
 import numpy as np
 import pytest
-from rounds import check_in
 from scipy import special
 
-import accounting
-from accounting.audit import placements as audit_placements
-from accounting.audit.placements import AttackedRound, Placement
-from accounting.numerics.jump_counts import TermsCount
-from accounting.numerics.jump_sum import positive_parts
-from accounting.numerics.swap_bound import _WORST, SwapBound
-from accounting.numerics.worst_pairs import against_zero, opposite, zero_against
+from rounds import check_in
+from shufl import accounting
+from shufl.accounting.audit import placements as audit_placements
+from shufl.accounting.audit.placements import AttackedRound, Placement
+from shufl.accounting.numerics.jump_counts import TermsCount
+from shufl.accounting.numerics.jump_sum import positive_parts
+from shufl.accounting.numerics.swap_bound import _WORST, SwapBound
+from shufl.accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from dp_accounting.rdp import compute_epsilon
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from accounting.numerics import renyi as rdp_bounds
-from accounting.numerics import theorem3 as t3
+from shufl.accounting.numerics import renyi as rdp_bounds
+from shufl.accounting.numerics import theorem3 as t3
 
 PARAMETERS = {
     "users": st.integers(1, 200_000),

@@ -13,8 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse, clip, to_normals
-from accounting.mechanisms.draws import Normal, coins, place_of
+from shufl.accounting.mechanisms import (
+    GaussianMechanism,
+    LdpSgd,
+    RandomisedResponse,
+    clip,
+    to_normals,
+)
+from shufl.accounting.mechanisms.draws import Normal, coins, place_of
 
 MECHANISMS = [
     GaussianMechanism(clip_norm=0.7, noise_multiplier=z) for z in (1e-12, 0.2, 1.0, 3.3, 1e6)

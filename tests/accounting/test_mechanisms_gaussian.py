@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-from accounting.mechanisms import GaussianMechanism, SystemRandomness, clip, to_normals
+from shufl.accounting.mechanisms import GaussianMechanism, SystemRandomness, clip, to_normals
 
 any_vector = hnp.arrays(
     np.float64,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from accounting.mechanisms import LdpSgd, SeededRandomness, SystemRandomness
+from shufl.accounting.mechanisms import LdpSgd, SeededRandomness, SystemRandomness
 
 
 def reports_of(mechanism, update, count, randomness, round=1):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from accounting import CheckIn, RandomisedResponse, Shuffled, epsilon_of, fitted_response
-from accounting.mechanisms import SeededRandomness, SystemRandomness
+from shufl.accounting import CheckIn, RandomisedResponse, Shuffled, epsilon_of, fitted_response
+from shufl.accounting.mechanisms import SeededRandomness, SystemRandomness
 
 REPORTS = 40_000
 

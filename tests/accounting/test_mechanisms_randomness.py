@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from accounting.mechanisms import (
+from shufl.accounting.mechanisms import (
     SeededRandomness,
     SystemRandomness,
     make_randomness,
@@ -16,8 +16,8 @@ from accounting.mechanisms import (
     split_mix,
     to_normals,
 )
-from accounting.mechanisms.randomness import _make_normals, _poisson_steps
-from clients import record_orders
+from shufl.accounting.mechanisms.randomness import _make_normals, _poisson_steps
+from shufl.clients import record_orders
 
 USERS = np.arange(20_000)
 

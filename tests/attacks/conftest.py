@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from client_world import begin_flower_task
 
 

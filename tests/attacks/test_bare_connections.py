@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from shuffler_world import World, in_release, plan
 
-from shuffler import IntakeClient, Refusal, ShufflerProcess, ShufflerRefused, Verdict
-from shuffler.wire.channel import parse_address
+from shuffler_world import World, in_release, plan
+from shufl.shuffler import IntakeClient, Refusal, ShufflerProcess, ShufflerRefused, Verdict
+from shufl.shuffler.wire.channel import parse_address
 
 DESCRIPTORS = 1024
 FIRST_BYTES_OF_TLS = b"\x16\x03\x01\x02\x00"

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from shuffler_world import PUBLIC_KEY, plan, report
 
-from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.store.runs import RunStore
+from shuffler_world import PUBLIC_KEY, plan, report
+from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.store.runs import RunStore
 
 USERS, LENGTH, MINIMUM = 40, 200, 30
 

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from shuffler_world import World, plan
 
-from shuffler import (
+from shuffler_world import World, plan
+from shufl.shuffler import (
     ControlClient,
     Refusal,
     ShufflerProcess,
@@ -20,8 +20,8 @@ from shuffler import (
     ShufflerUnavailable,
     Verdict,
 )
-from shuffler.callers import Role
-from shuffler.keys import Authority
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority
 
 USERS = 2**23
 LENGTH = 200

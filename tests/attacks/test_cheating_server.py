@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from deployment_world import NAME, deployment_of, run_flwr, write_flower_app
 from run_world import wait_until
-
-from simulator.deployment.provision import experiment_of
-from simulator.deployment.rehearse import Rehearsal
+from shufl.simulator.deployment.provision import experiment_of
+from shufl.simulator.deployment.rehearse import Rehearsal
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,10 +11,10 @@ import signal
 import threading
 
 import pytest
+
 from client_world import Round, reply_content
 from rounds import make_plan
-
-from clients import (
+from shufl.clients import (
     DeviceLedger,
     DeviceLimits,
     RoundRefused,
@@ -22,7 +22,7 @@ from clients import (
     load_device,
     serve_device,
 )
-from shuffler import ControlClient, RoundHeader, ShufflerProcess
+from shufl.shuffler import ControlClient, RoundHeader, ShufflerProcess
 
 PLAN = make_plan(
     users=1000,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from shuffler_world import PUBLIC_KEY
 
-from shuffler import (
+from shuffler_world import PUBLIC_KEY
+from shufl.shuffler import (
     ControlClient,
     Outcome,
     Refusal,
@@ -15,8 +15,8 @@ from shuffler import (
     ShufflerRefused,
     sealed_length,
 )
-from shuffler.callers import Role
-from shuffler.keys import Authority
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority
 
 FLOOR = {"least_blankets": 5.0, "least_batch": 20, "most_rounds": 3}
 LENGTH = sealed_length(20)

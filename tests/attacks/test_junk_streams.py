@@ -7,13 +7,13 @@ import time
 
 import grpc
 import pytest
-from shuffler_world import World, raw_channel
 
-from shuffler import IntakeClient, ShufflerProcess, Verdict
-from shuffler.callers import Role
-from shuffler.keys import Authority
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.stub import Stub
+from shuffler_world import World, raw_channel
+from shufl.shuffler import IntakeClient, ShufflerProcess, Verdict
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.stub import Stub
 
 IDLE = 3.0
 STREAMS = 24

@@ -6,13 +6,13 @@ import os
 
 import pytest
 import torch
-from client_world import WIDTH, Round, reply_content
 from flwr.app import ArrayRecord
-from shuffler_world import free_port, scrape
 from torch import nn
 
-from clients import RoundRefused
-from shuffler import ControlClient, ShufflerProcess, generate_key_pair
+from client_world import WIDTH, Round, reply_content
+from shuffler_world import free_port, scrape
+from shufl.clients import RoundRefused
+from shufl.shuffler import ControlClient, ShufflerProcess, generate_key_pair
 
 REPORTS_OF_A_NODE = 4
 

@@ -10,13 +10,13 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
-from tiny_disk import fill, tiny_disk_at
 from typer.testing import CliRunner
 
-from shuffler import Credentials
-from shuffler.callers import Caller, Role, caller_of
-from shuffler.keys import Request
-from shuffler.keys_cli import keys_app
+from shufl.shuffler import Credentials
+from shufl.shuffler.callers import Caller, Role, caller_of
+from shufl.shuffler.keys import Request
+from shufl.shuffler.keys_cli import keys_app
+from tiny_disk import fill, tiny_disk_at
 
 
 def keys(*arguments: object):

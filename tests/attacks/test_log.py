@@ -8,12 +8,12 @@ import ssl
 from collections import Counter
 
 import grpc
-from shuffler_world import World, raw_channel
 
-from shuffler import ShufflerProcess
-from shuffler.service.log import LINES_PER_MINUTE
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.stub import Stub
+from shuffler_world import World, raw_channel
+from shufl.shuffler import ShufflerProcess
+from shufl.shuffler.service.log import LINES_PER_MINUTE
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.stub import Stub
 
 CALLS = 1000
 REFUSED = "call without the right credential refused"

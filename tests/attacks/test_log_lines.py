@@ -4,13 +4,13 @@ import json
 import logging
 
 import pytest
-from shuffler_world import World
 
-from server.broadcast import _reason
-from server.fleet import read_node
-from shuffler import ShufflerProcess
-from shuffler.record import START, make_entry, verify
-from simulator.engines.base import logs_to
+from shuffler_world import World
+from shufl.server.broadcast import _reason
+from shufl.server.fleet import read_node
+from shufl.shuffler import ShufflerProcess
+from shufl.shuffler.record import START, make_entry, verify
+from shufl.simulator.engines.base import logs_to
 
 HOSTILE = "x\n2026-11-25 12:00:00,000 INFO forged\r\x1b[2J\x7f\x9b2J\u202e\u2028\ud800forged\x00"
 

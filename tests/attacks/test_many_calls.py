@@ -8,14 +8,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-from shuffler_world import Silence, World, raw_channel
 
-from shuffler import ControlClient, Refusal, ShufflerProcess, Verdict
-from shuffler.callers import Role
-from shuffler.keys import Authority, Credentials
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.channel import CHANNEL_OPTIONS
-from shuffler.wire.stub import Stub
+from shuffler_world import Silence, World, raw_channel
+from shufl.shuffler import ControlClient, Refusal, ShufflerProcess, Verdict
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority, Credentials
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
+from shufl.shuffler.wire.stub import Stub
 
 CALLS, CHANNELS = 5000, 10
 LIMITS = {"calls_per_sender": 32, "streams_per_sender": 4}

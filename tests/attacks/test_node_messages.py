@@ -11,19 +11,19 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from deployment_world import deployment_of
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import ArrayRecord as ArrayRecordMessage
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
-from run_world import wait_until
 
-from clients import RoundRefused
-from clients.device_process import _Reader
-from clients.node import Announcement, Question
-from simulator.deployment.node import node_settings
-from simulator.deployment.rehearse import Rehearsal
-from simulator.deployment.sites import NodeSite, load_site
+from deployment_world import deployment_of
+from run_world import wait_until
+from shufl.clients import RoundRefused
+from shufl.clients.device_process import _Reader
+from shufl.clients.node import Announcement, Question
+from shufl.simulator.deployment.node import node_settings
+from shufl.simulator.deployment.rehearse import Rehearsal
+from shufl.simulator.deployment.sites import NodeSite, load_site
 
 FORGED = "x\n2026-11-25 12:00:00,000 INFO forged\r\x1b[2Jforged\x9b2J\u202eforged\u2028forged"
 EVENT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) [ -~…]*")

@@ -10,11 +10,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from client_world import USERS, Round, records, reply_content
 
-from accounting.mechanisms import SeededRandomness, most_blankets
-from server import Mean, aggregate_reports
-from shuffler import (
+from client_world import USERS, Round, records, reply_content
+from shufl.accounting.mechanisms import SeededRandomness, most_blankets
+from shufl.server import Mean, aggregate_reports
+from shufl.shuffler import (
     ControlClient,
     IntakeClient,
     ReportOpener,

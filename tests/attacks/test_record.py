@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from client_world import Round, reply_content
 from typer.testing import CliRunner
 
-from clients import load_device
-from shuffler import ControlClient, ShufflerProcess
-from shuffler.record import START, entry_hash, make_entry, verify
-from shuffler.wire.record_client import RecordClient
-from simulator.cli.__main__ import app
+from client_world import Round, reply_content
+from shufl.clients import load_device
+from shufl.shuffler import ControlClient, ShufflerProcess
+from shufl.shuffler.record import START, entry_hash, make_entry, verify
+from shufl.shuffler.wire.record_client import RecordClient
+from shufl.simulator.cli.__main__ import app
 
 OWNER = 'ledger = "device.db"\nmost_epsilon = 1e6\ndelta = 1e-5\naccountant = "local"\n'
 

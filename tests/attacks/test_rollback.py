@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shuffler_world import PUBLIC_KEY, plan, report
 
-from shuffler import Outcome, Refusal, ShufflerRefused
-from shuffler.record import verify
-from shuffler.store.runs import RunStore
+from shuffler_world import PUBLIC_KEY, plan, report
+from shufl.shuffler import Outcome, Refusal, ShufflerRefused
+from shufl.shuffler.record import verify
+from shufl.shuffler.store.runs import RunStore
 
 ROOT = Path(__file__).parents[2]
 SEALED = bytes(range(64))
@@ -125,7 +125,7 @@ def test_a_generation_with_no_place_is_refused_in_one_line(tmp_path: Path):
     config = tmp_path / "shuffler.toml"
     config.write_text('plaintext = true\nspool = "spool"\ngeneration = "nowhere/generation"\n')
     done = subprocess.run(
-        [sys.executable, "-m", "shuffler", "--config", str(config), "--exit-with-parent"],
+        [sys.executable, "-m", "shufl.shuffler", "--config", str(config), "--exit-with-parent"],
         env={**os.environ, "SHUFL_CONTROL_TOKEN": "t" * 32},
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
@@ -141,8 +141,8 @@ def test_a_generation_with_no_place_is_refused_in_one_line(tmp_path: Path):
 CRASHING = """
 import os, sys
 from pathlib import Path
-from shuffler.store import checks
-from shuffler.store.runs import RunStore
+from shufl.shuffler.store import checks
+from shufl.shuffler.store.runs import RunStore
 
 store = RunStore(Path(sys.argv[1]), generation=Path(sys.argv[2]))
 checks.Anchor.advance = lambda self, to: to == self.generation or os.kill(os.getpid(), 9)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from shuffler_world import PUBLIC_KEY, plan
 
-from shuffler import ControlClient, Outcome, Refusal, ShufflerProcess, ShufflerRefused
-from shuffler.callers import Role
-from shuffler.keys import Authority
+from shuffler_world import PUBLIC_KEY, plan
+from shufl.shuffler import ControlClient, Outcome, Refusal, ShufflerProcess, ShufflerRefused
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority
 
 
 @pytest.fixture

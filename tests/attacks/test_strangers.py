@@ -20,18 +20,18 @@ from pathlib import Path
 import httpx
 import pytest
 import tomli_w
-from deployment_world import NAME, Nginx, World, command, run_flwr, write_flower_app
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, RegisterNodeFleetRequest
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
-from run_world import LIMIT, wait_until
 
-from shuffler.keys import make_flower_key
-from simulator.deployment.plan import flower_environment
-from simulator.deployment.rehearse import free_ports
+from deployment_world import NAME, Nginx, World, command, run_flwr, write_flower_app
+from run_world import LIMIT, wait_until
+from shufl.shuffler.keys import make_flower_key
+from shufl.simulator.deployment.plan import flower_environment
+from shufl.simulator.deployment.rehearse import free_ports
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,6 +8,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from client_world import (
     DIMENSION,
     USERS,
@@ -20,13 +22,11 @@ from client_world import (
     records,
     reply_content,
 )
-from torch import nn
-
-from accounting import rounds_within_budget
-from accounting.mechanisms import SeededRandomness
-from clients import DeviceLedger, LocalTraining, ReportFailed, RoundRefused, local_update
-from clients.update import user_updates
-from shuffler import (
+from shufl.accounting import rounds_within_budget
+from shufl.accounting.mechanisms import SeededRandomness
+from shufl.clients import DeviceLedger, LocalTraining, ReportFailed, RoundRefused, local_update
+from shufl.clients.update import user_updates
+from shufl.shuffler import (
     ControlClient,
     IntakeClient,
     Outcome,
@@ -128,10 +128,10 @@ def test_a_report_is_that_of_its_user_alone_whoever_is_computed_with_it(
         together.append(len(features))
         return user_updates(model, features, *rest)
 
-    monkeypatch.setattr("clients.node.user_updates", counted)
-    monkeypatch.setattr("clients.node._ALONE", 1)  # few users would not pay
-    monkeypatch.setattr("clients.node._TOGETHER", 15 if changes is EPOCHS else 3)  # records
-    caplog.set_level("INFO", "clients.node")
+    monkeypatch.setattr("shufl.clients.node.user_updates", counted)
+    monkeypatch.setattr("shufl.clients.node._ALONE", 1)  # few users would not pay
+    monkeypatch.setattr("shufl.clients.node._TOGETHER", 15 if changes is EPOCHS else 3)  # records
+    caplog.set_level("INFO", "shufl.clients.node")
     round = make_round(rate=1.0, **changes).open()
     round.announce()
     assert together == sizes

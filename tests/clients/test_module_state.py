@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from clients import LocalTraining, ModuleState, Node, StateError, local_update, user_updates
-from simulator.cli.__main__ import app
-from simulator.models import build_model
-from simulator.section import ConfigError
-from simulator.trial import agrees_one_by_one, try_users
+from shufl.clients import LocalTraining, ModuleState, Node, StateError, local_update, user_updates
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.models import build_model
+from shufl.simulator.section import ConfigError
+from shufl.simulator.trial import agrees_one_by_one, try_users
 
 TRAININGS = [LocalTraining(), LocalTraining("fedavg", local_epochs=2, local_batch_size=2)]
 _GENERATOR = torch.Generator().manual_seed(0)

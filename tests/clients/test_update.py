@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from clients import LocalTraining, local_update
+from shufl.clients import LocalTraining, local_update
 
 
 @pytest.fixture

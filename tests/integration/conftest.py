@@ -1,6 +1,7 @@
 """Runs in the background."""
 
 import pytest
+
 from run_world import LongRun
 
 

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from rounds import make_plan
-from run_world import json_lines, model_of, only_folder, python_path, shufl
 from typer.testing import CliRunner
 
-from accounting import make_accountant
-from accounting.audit.attack import clopper_pearson, delta_lower_bound
-from accounting.mechanisms import SeededRandomness, seed_of_shuffler
-from shuffler import ShufflerProcess
-from simulator.canary import likelihood_score, projections, run_canary
-from simulator.cli.__main__ import app
-from simulator.config import ConfigError, load
-from simulator.experiment import prepare
-from simulator.run import run
+from rounds import make_plan
+from run_world import json_lines, model_of, only_folder, python_path, shufl
+from shufl.accounting import make_accountant
+from shufl.accounting.audit.attack import clopper_pearson, delta_lower_bound
+from shufl.accounting.mechanisms import SeededRandomness, seed_of_shuffler
+from shufl.shuffler import ShufflerProcess
+from shufl.simulator.canary import likelihood_score, projections, run_canary
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.config import ConfigError, load
+from shufl.simulator.experiment import prepare
+from shufl.simulator.run import run
 
 ALONE = make_plan(
     users=40,
@@ -81,7 +81,7 @@ def shuffler_that_repeats_blankets(memory_path, tmp_path, monkeypatch):
     """The real process, but every round gets the blankets of the first one again."""
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
-            from accounting.mechanisms import SeededRandomness
+            from shufl.accounting.mechanisms import SeededRandomness
             honest = SeededRandomness.blanket_noise
             SeededRandomness.blanket_noise = lambda self, round, numbers, size: honest(
                 self, 1, numbers, size

@@ -7,15 +7,15 @@ import textwrap
 
 import numpy as np
 import pytest
-from rounds import make_plan
-from run_world import python_path
 from scipy import stats
 
-from accounting import make_accountant, mean_update_error
-from accounting.mechanisms import SeededRandomness
-from clients import Node
-from shuffler import ShufflerProcess
-from simulator.canary import canary_rounds, likelihood_score, projections, run_canary
+from rounds import make_plan
+from run_world import python_path
+from shufl.accounting import make_accountant, mean_update_error
+from shufl.accounting.mechanisms import SeededRandomness
+from shufl.clients import Node
+from shufl.shuffler import ShufflerProcess
+from shufl.simulator.canary import canary_rounds, likelihood_score, projections, run_canary
 
 DELTA = 0.3  # large, so that a few hundred rounds can say something
 

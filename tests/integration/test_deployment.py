@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+
 from deployment_world import NAME, ROOT, World, deployment_of
 from run_world import LIMIT, children, shufl_command, wait_until
-
-from simulator.deployment.sites import STOP_FILE
+from shufl.simulator.deployment.sites import STOP_FILE
 
 
 @pytest.mark.slow
@@ -62,7 +62,6 @@ def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
     with out.open("wb") as log:
         command = subprocess.Popen(
             shufl_command("rehearse", file, "--kill-node", "--runs", tmp_path / "runs"),
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -10,12 +10,12 @@ import threading
 import time
 
 import pytest
+
 from deployment_world import World
 from run_world import LIMIT, wait_until
+from shufl.simulator.deployment.plan import node_processes
+from shufl.simulator.deployment.rehearse import free_ports
 from tiny_disk import fill, tiny_disk_at
-
-from simulator.deployment.plan import node_processes
-from simulator.deployment.rehearse import free_ports
 
 
 class Network(socketserver.ThreadingTCPServer):

@@ -3,10 +3,10 @@
 import re
 
 import pytest
+
 from deployment_world import World
 from run_world import LIMIT, wait_until
-
-from accounting import rounds_within_budget
+from shufl.accounting import rounds_within_budget
 
 PRIVACY = {  # allows twelve rounds
     "target_epsilon": 1.48,

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 
 import pytest
+
 from deployment_world import World
 
 SEED = int(os.environ.get("SHUFL_SOAK_SEED", "1"))

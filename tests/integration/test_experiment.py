@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from run_world import (
     LIMIT,
     children,
@@ -23,12 +24,11 @@ from run_world import (
     tiny_config,
     wait_until,
 )
-
-from simulator.grid.page import plan_table
-from simulator.grid.points import read_result, write_result
-from simulator.grid.rows import take_over_rows, write_rows
-from simulator.grid.settings import load_grid
-from simulator.section import ConfigError
+from shufl.simulator.grid.page import plan_table
+from shufl.simulator.grid.points import read_result, write_result
+from shufl.simulator.grid.rows import take_over_rows, write_rows
+from shufl.simulator.grid.settings import load_grid
+from shufl.simulator.section import ConfigError
 
 GRID = """
 title = "A tiny grid"
@@ -172,17 +172,14 @@ def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path, interrupt
 @pytest.mark.parametrize("tracked", [False, True])
 def test_a_result_names_the_commit_of_its_own_code_alone(tmp_path, tracked):
     """An installed copy may lie in a checkout of something else."""
-    here = Path(__file__).parents[2]
-    for package in ("accounting", "clients", "server", "shuffler", "simulator"):
-        shutil.copytree(
-            here / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    (tmp_path / ".gitignore").write_text("__pycache__\n" + ("" if tracked else "simulator\n"))
+    source = Path(__file__).parents[2] / "src" / "shufl"
+    shutil.copytree(source, tmp_path / "shufl", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / ".gitignore").write_text("__pycache__\n" + ("" if tracked else "shufl\n"))
     git = ["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e@example.org"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "something"]):
         subprocess.run([*git, *command], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    asked = "from simulator.grid.points import _commit; print(_commit())"
+    asked = "from shufl.simulator.grid.points import _commit; print(_commit())"
     told = subprocess.run(
         [sys.executable, "-c", asked],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},

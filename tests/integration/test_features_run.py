@@ -2,11 +2,11 @@
 
 import pytest
 from rich.console import Console
-from run_world import json_lines, model_of, only_folder, shufl, tiny_config
 from torch.testing import assert_close
 
-from simulator.data import features
-from simulator.run import resume_run
+from run_world import json_lines, model_of, only_folder, shufl, tiny_config
+from shufl.simulator.data import features
+from shufl.simulator.run import resume_run
 
 MODULE = "def halved(records):\n    return records.flatten(1) / FACTOR\n"
 

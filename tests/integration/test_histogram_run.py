@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from run_world import only_folder, shufl
 from typer.testing import CliRunner
 
-from simulator.cli.__main__ import app
-from simulator.data.datasets import load_dataset
+from run_world import only_folder, shufl
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.data.datasets import load_dataset
 
 
 @pytest.mark.slow

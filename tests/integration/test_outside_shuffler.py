@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
 from run_world import (
     LongRun,
     json_lines,
@@ -21,13 +22,12 @@ from run_world import (
     shufl_command,
     tiny_config,
 )
-
-from accounting import Ledger
-from server import load_checkpoint
-from shuffler.callers import Role
-from shuffler.keys import Authority
-from simulator.config import ConfigError, load
-from simulator.run import run
+from shufl.accounting import Ledger
+from shufl.server import load_checkpoint
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority
+from shufl.simulator.config import ConfigError, load
+from shufl.simulator.run import run
 
 ROUNDS = 2
 CONFIG = """

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from run_world import json_lines, model_of, only_folder, python_path, shufl, tiny_config
 
-from server import CheckpointError
-from simulator.config import load
-from simulator.data.datasets import load_dataset
-from simulator.data.features import data_digest
-from simulator.data.partition import load_user_records
-from simulator.run import resume_run, run
-from simulator.section import ConfigError
+from run_world import json_lines, model_of, only_folder, python_path, shufl, tiny_config
+from shufl.server import CheckpointError
+from shufl.simulator.config import load
+from shufl.simulator.data.datasets import load_dataset
+from shufl.simulator.data.features import data_digest
+from shufl.simulator.data.partition import load_user_records
+from shufl.simulator.run import resume_run, run
+from shufl.simulator.section import ConfigError
 
 MODULE = """
     import numpy as np
     import torch
     from torchvision import transforms  # as every user of its image folders does
-    from simulator.data.datasets import Dataset
+    from shufl.simulator.data.datasets import Dataset
 
     def blobs():
         records = torch.from_numpy(np.load("blobs.npy"))  # relative to where `shufl` was called
@@ -147,7 +147,7 @@ def test_records_and_features_of_one_process_are_refused_in_another(place):
 @pytest.mark.slow
 def test_torchvision_is_imported_in_a_process_of_its_own(place):
     """Beside a CPU wheel of torch its import fails if nothing is done about it."""
-    code = "from simulator.data.datasets import load_dataset; load_dataset('blobs:blobs')"
+    code = "from shufl.simulator.data.datasets import load_dataset; load_dataset('blobs:blobs')"
     environment = {"PYTHONPATH": python_path(place)}
     subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True)
 

@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_world import shufl
 from typer.testing import CliRunner
 
-from simulator.cli.__main__ import app
-from simulator.grid.page import keep_grid
-from simulator.grid.points import play
-from simulator.grid.settings import Grid
-from simulator.html_page import page_of
-from simulator.tables import AS_PLANNED, epsilon_text
+from run_world import shufl
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.grid.page import keep_grid
+from shufl.simulator.grid.points import play
+from shufl.simulator.grid.settings import Grid
+from shufl.simulator.html_page import page_of
+from shufl.simulator.tables import AS_PLANNED, epsilon_text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FIGURE_1B = Path(__file__).parents[2] / "benchmarks" / "figure_1b.py"
@@ -184,8 +184,8 @@ def test_what_cannot_be_shown_is_one_line(tmp_path, file, content, message):
 def test_the_page_of_a_run_needs_no_torch(run_folder):
     """A report is wanted at once, as is a status, and torch takes seconds to import."""
     code = (
-        "import pathlib, sys; from simulator.html_page import page_of; "
-        "import simulator.deployment.status; "
+        "import pathlib, sys; from shufl.simulator.html_page import page_of; "
+        "import shufl.simulator.deployment.status; "
         "page_of(pathlib.Path(sys.argv[1])); print({'torch', 'flwr', 'ray'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code, run_folder]

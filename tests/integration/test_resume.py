@@ -6,6 +6,9 @@ import subprocess
 
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from typer.testing import CliRunner
+
 from run_world import (
     json_lines,
     only_folder,
@@ -15,17 +18,14 @@ from run_world import (
     tiny_config,
     wait_until,
 )
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from shufl.accounting import Ledger, LedgerError
+from shufl.server import CheckpointError, load_checkpoint
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.config import ConfigError, load
+from shufl.simulator.engines.vectorised import VectorisedEngine
+from shufl.simulator.records import MetricsError
+from shufl.simulator.run import begin_run, resume_run, run
 from tiny_disk import tiny_disk_at
-from typer.testing import CliRunner
-
-from accounting import Ledger, LedgerError
-from server import CheckpointError, load_checkpoint
-from simulator.cli.__main__ import app
-from simulator.config import ConfigError, load
-from simulator.engines.vectorised import VectorisedEngine
-from simulator.records import MetricsError
-from simulator.run import begin_run, resume_run, run
 
 ROUNDS = 90
 SETTINGS = [

@@ -7,6 +7,8 @@ import re
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
+
 from run_world import (
     NOISE,
     RATE,
@@ -23,13 +25,11 @@ from run_world import (
     tiny_config,
     wait_until,
 )
-from typer.testing import CliRunner
-
-from accounting import ACCOUNTANTS, Ledger, PrivacyPlan
-from accounting.mechanisms import SeededRandomness
-from simulator.cli.__main__ import app
-from simulator.config import load
-from simulator.experiment import prepare
+from shufl.accounting import ACCOUNTANTS, Ledger, PrivacyPlan
+from shufl.accounting.mechanisms import SeededRandomness
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.config import load
+from shufl.simulator.experiment import prepare
 
 pytestmark = pytest.mark.slow  # all of them wait for a run on Flower
 ROUNDS = 6

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from odd_models import fingerprint
+from typer.testing import CliRunner
+
 from run_world import (
     USERS,
     LongRun,
@@ -21,12 +23,10 @@ from run_world import (
     tiny_config,
     wait_until,
 )
-from typer.testing import CliRunner
-
-from accounting import Ledger, price, rounds_within_budget
-from simulator.cli.__main__ import app
-from simulator.config import load
-from simulator.experiment import prepare
+from shufl.accounting import Ledger, price, rounds_within_budget
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.config import load
+from shufl.simulator.experiment import prepare
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from run_world import LIMIT, children, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ def commands(text):
 
 def environment():
     found = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated environment
-    return {**os.environ, "PATH": found, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "TERM": "dumb"}
+    return {**os.environ, "PATH": found, "COLUMNS": "120", "TERM": "dumb"}
 
 
 NUMBER = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"

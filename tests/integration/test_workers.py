@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 from rich.console import Console
+
 from run_world import (
     only_folder,
     python_path,
@@ -23,15 +24,14 @@ from run_world import (
     tiny_config,
     wait_until,
 )
-
-from accounting import Ledger
-from accounting.mechanisms import SeededRandomness
-from simulator.config import ConfigError, load
-from simulator.engines import EngineFailed, base
-from simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
-from simulator.engines.vectorised import ReportSum, VectorisedEngine
-from simulator.experiment import prepare
-from simulator.run import run
+from shufl.accounting import Ledger
+from shufl.accounting.mechanisms import SeededRandomness
+from shufl.simulator.config import ConfigError, load
+from shufl.simulator.engines import EngineFailed, base
+from shufl.simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
+from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine
+from shufl.simulator.experiment import prepare
+from shufl.simulator.run import run
 
 HERE = Path(__file__).parent
 VECTORISED = "simulation.engine=vectorised"

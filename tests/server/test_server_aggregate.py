@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from rounds import make_plan
 
-from server import Aggregator, Mean, aggregate_reports
-from shuffler import RoundHeader, encode_report, generate_key_pair, key_digest, seal
+from rounds import make_plan
+from shufl.server import Aggregator, Mean, aggregate_reports
+from shufl.shuffler import RoundHeader, encode_report, generate_key_pair, key_digest, seal
 
 PLAN = make_plan(
     users=50,

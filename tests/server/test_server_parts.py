@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from server import (
+from shufl.server import (
     Checkpoint,
     CheckpointError,
     Optimiser,

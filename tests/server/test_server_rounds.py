@@ -1,11 +1,11 @@
 """What nodes say of themselves before the first round is checked, and decides what is released."""
 
 import pytest
-from rounds import make_plan
 
-from server import AgreedNode
-from server.fleet import NodeState, check_agreed, read_node
-from server.rounds import enough_users
+from rounds import make_plan
+from shufl.server import AgreedNode
+from shufl.server.fleet import NodeState, check_agreed, read_node
+from shufl.server.rounds import enough_users
 
 PLAN = make_plan(
     users=100, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=1.0, rounds=10, delta=1e-3,

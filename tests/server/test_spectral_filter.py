@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from rounds import make_plan
 
-from server import Mean, SpectralFilter, aggregate_reports, aggregators
-from shuffler import RoundHeader, encode_report, generate_key_pair, key_digest, seal
+from rounds import make_plan
+from shufl.server import Mean, SpectralFilter, aggregate_reports, aggregators
+from shufl.shuffler import RoundHeader, encode_report, generate_key_pair, key_digest, seal
 
 REPORTS, DIMENSION, CLIP, NOISE = 400, 100, 0.5, 2.0
 PLAN = make_plan(

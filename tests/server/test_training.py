@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from rounds import make_plan
 from torch import nn
 
-from accounting import Ledger
-from server import (
+from rounds import make_plan
+from shufl.accounting import Ledger
+from shufl.server import (
     Aggregate,
     Mean,
     Optimiser,

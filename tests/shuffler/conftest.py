@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from shuffler_world import Ended, World
-from tiny_disk import tiny_disk_at
 
-from shuffler import ShufflerProcess
-from shuffler.__main__ import main
+from shuffler_world import Ended, World
+from shufl.shuffler import ShufflerProcess
+from shufl.shuffler.__main__ import main
+from tiny_disk import tiny_disk_at
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,9 +57,9 @@ def shared() -> Iterator[World]:
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Iterator[Callable[..., Ended]]:
-    """Runs `python -m shuffler` in this process, where it ends by itself: with this content of its
-    configuration, which lies in `tmp_path`."""
-    log, mask = logging.getLogger("shuffler"), os.umask(0o077)
+    """Runs `python -m shufl.shuffler` in this process, where it ends by itself: with this content
+    of its configuration, which lies in `tmp_path`."""
+    log, mask = logging.getLogger("shufl.shuffler"), os.umask(0o077)
     hang_up = signal.getsignal(signal.SIGHUP)
     handlers, level, propagate = log.handlers[:], log.level, log.propagate
 

@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
-from shuffler_world import World, kill, logged, raw_channel
 
-from accounting.mechanisms import GaussianMechanism, SeededRandomness, most_blankets
-from shuffler import (
+from shuffler_world import World, kill, logged, raw_channel
+from shufl.accounting.mechanisms import GaussianMechanism, SeededRandomness, most_blankets
+from shufl.shuffler import (
     Outcome,
     Refusal,
     ReportOpener,
@@ -39,12 +39,12 @@ from shuffler import (
     seal,
     sealed_length,
 )
-from shuffler.store.checks import Anchor
-from shuffler.store.runs import RunStore
-from shuffler.store.spool import RoundSpool
-from shuffler.store.spool_rows import BatchRows, BlanketsLeft
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.stub import Stub
+from shufl.shuffler.store.checks import Anchor
+from shufl.shuffler.store.runs import RunStore
+from shufl.shuffler.store.spool import RoundSpool
+from shufl.shuffler.store.spool_rows import BatchRows, BlanketsLeft
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.stub import Stub
 
 DIMENSION = 40
 EXPECTED = 200.0

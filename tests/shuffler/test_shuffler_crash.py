@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shuffler_world import World, kill
 
-from shuffler import (
+from shuffler_world import World, kill
+from shufl.shuffler import (
     Outcome,
     Refusal,
     ShufflerRefused,
@@ -132,7 +132,7 @@ def test_a_full_disk_is_a_verdict_and_the_accepted_reports_are_released(
 
 def test_when_its_parent_is_killed_the_shuffler_ends_and_takes_its_spool_along(tmp_path: Path):
     script = (
-        "import time; from shuffler import ShufflerProcess\n"
+        "import time; from shufl.shuffler import ShufflerProcess\n"
         "with ShufflerProcess() as process:\n"
         "    print(process.pid, flush=True); time.sleep(600)\n"
     )

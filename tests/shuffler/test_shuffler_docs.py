@@ -10,10 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from shuffler_world import free_port, scrape
 
-from shuffler import ControlClient, Credentials, Refusal, ShufflerRefused
-from shuffler.config import ShufflerConfig
+from shuffler_world import free_port, scrape
+from shufl.shuffler import ControlClient, Credentials, Refusal, ShufflerRefused
+from shufl.shuffler.config import ShufflerConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "shuffler.md").read_text(encoding="utf-8")
@@ -29,10 +29,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """Of a shell that finds `shufl`."""
     shufl = tmp_path / "bin" / "shufl"
     shufl.parent.mkdir()
-    shufl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m simulator.cli "$@"\n')
+    shufl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shufl.simulator.cli "$@"\n')
     shufl.chmod(0o700)
     path = f"{shufl.parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, "PATH": path}
 
 
 @pytest.mark.slow

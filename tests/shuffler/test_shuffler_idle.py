@@ -16,14 +16,21 @@ from pathlib import Path
 
 import grpc
 import pytest
-from shuffler_world import World, exit_code, free_port, in_release, kill, raw_channel, scrape
 
-from shuffler import IntakeClient, Outcome, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
-from shuffler.callers import Role
-from shuffler.keys import Authority
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.channel import PIECE_BYTES
-from shuffler.wire.stub import Stub
+from shuffler_world import World, exit_code, free_port, in_release, kill, raw_channel, scrape
+from shufl.shuffler import (
+    IntakeClient,
+    Outcome,
+    Refusal,
+    ShufflerRefused,
+    ShufflerUnavailable,
+    Verdict,
+)
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import PIECE_BYTES
+from shufl.shuffler.wire.stub import Stub
 
 IDLE = 0.8  # longer than a busy machine stands still
 

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from shuffler_world import World, plan
 
-from shuffler import ControlClient
-from shuffler.callers import Role
-from shuffler.keys import Authority
-from shuffler.service.log import LINES_PER_MINUTE, Log
-from shuffler.wire.channel import READY
+from shuffler_world import World, plan
+from shufl.shuffler import ControlClient
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority
+from shufl.shuffler.service.log import LINES_PER_MINUTE, Log
+from shufl.shuffler.wire.channel import READY
 
 ROOT = Path(__file__).parents[2]
 PLAIN = 'plaintext = true\nspool = "spool"\nlog_file = "log"\n'
@@ -31,7 +31,7 @@ PLAIN = 'plaintext = true\nspool = "spool"\nlog_file = "log"\n'
 def shuffler(config: Path) -> Iterator[subprocess.Popen[str]]:
     """The command with this configuration, which may not have been written yet."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "shuffler", "--config", str(config)],
+        [sys.executable, "-m", "shufl.shuffler", "--config", str(config)],
         cwd=ROOT,
         env={**os.environ, "SHUFL_CONTROL_TOKEN": "t" * 32},
         stdout=subprocess.PIPE,
@@ -157,7 +157,7 @@ def test_log_files_are_rotated_and_the_oldest_dropped(tmp_path: Path):
 
 def test_the_next_minute_has_room_for_more_lines_of_a_kind(tmp_path: Path, command):
     """`command` puts the logger back."""
-    log, logger = Log(tmp_path / "log", 1, 1), logging.getLogger("shuffler")
+    log, logger = Log(tmp_path / "log", 1, 1), logging.getLogger("shufl.shuffler")
     for _ in range(2):
         for number in range(LINES_PER_MINUTE + 5):
             logger.info("a kind, %d", number)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-from shuffler_world import World, free_port, plan, raw_channel, scrape
 
-from shuffler import IntakeClient, Outcome, Verdict
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.channel import PIECE_BYTES
-from shuffler.wire.stub import Stub
+from shuffler_world import World, free_port, plan, raw_channel, scrape
+from shufl.shuffler import IntakeClient, Outcome, Verdict
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import PIECE_BYTES
+from shufl.shuffler.wire.stub import Stub
 
 pytestmark = pytest.mark.slow
 

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from shuffler_world import (
     KEY_DIGEST,
     PUBLIC_KEY,
@@ -31,8 +32,7 @@ from shuffler_world import (
     raw_channel,
     scrape,
 )
-
-from shuffler import (
+from shufl.shuffler import (
     ControlClient,
     IntakeClient,
     Refusal,
@@ -42,12 +42,12 @@ from shuffler import (
     ShufflerUnavailable,
     Verdict,
 )
-from shuffler.callers import Role
-from shuffler.config import Limits
-from shuffler.keys import Authority
-from shuffler.service.operations import Pace
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.stub import Stub
+from shufl.shuffler.callers import Role
+from shufl.shuffler.config import Limits
+from shufl.shuffler.keys import Authority
+from shufl.shuffler.service.operations import Pace
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.stub import Stub
 
 
 def test_metrics_count_reasons_and_the_log_names_nobody(

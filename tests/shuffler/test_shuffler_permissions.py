@@ -21,6 +21,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner, Result
+
 from shuffler_world import (
     KEY_DIGEST,
     PAYLOAD_BYTES,
@@ -31,9 +33,7 @@ from shuffler_world import (
     raw_channel,
     scrape,
 )
-from typer.testing import CliRunner, Result
-
-from shuffler import (
+from shufl.shuffler import (
     ControlClient,
     Credentials,
     IntakeClient,
@@ -46,15 +46,15 @@ from shuffler import (
     Verdict,
     sealed_length,
 )
-from shuffler.callers import Caller, Revoked, Role, caller_of
-from shuffler.config import Limits
-from shuffler.keys import Authority
-from shuffler.keys_cli import keys_app
-from shuffler.service.operations import Metrics
-from shuffler.service.server import ShufflerServer
-from shuffler.store.runs import RunStore
-from shuffler.wire import shuffler_pb2
-from shuffler.wire.stub import Stub
+from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
+from shufl.shuffler.config import Limits
+from shufl.shuffler.keys import Authority
+from shufl.shuffler.keys_cli import keys_app
+from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.server import ShufflerServer
+from shufl.shuffler.store.runs import RunStore
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.stub import Stub
 
 ROOT = Path(__file__).parents[2]
 AUTHORITY = Authority.create()
@@ -439,7 +439,7 @@ def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
 def running(config: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command with this configuration; the process and its address."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "simulator.cli", "shuffler", "--config", str(config)],
+        [sys.executable, "-m", "shufl.simulator.cli", "shuffler", "--config", str(config)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -15,13 +15,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shuffler import Refusal, ShufflerProcess, ShufflerRefused, ShufflerUnavailable
-from shuffler.__main__ import main
-from shuffler.callers import Role
-from shuffler.cli import shuffler_command
-from shuffler.keys import Authority
-from shuffler.store.storage import syncs
-from shuffler.wire.channel import parse_address
+from shufl.shuffler import Refusal, ShufflerProcess, ShufflerRefused, ShufflerUnavailable
+from shufl.shuffler.__main__ import main
+from shufl.shuffler.callers import Role
+from shufl.shuffler.cli import shuffler_command
+from shufl.shuffler.keys import Authority
+from shufl.shuffler.store.storage import syncs
+from shufl.shuffler.wire.channel import parse_address
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "t" * 32
@@ -95,7 +95,7 @@ def test_a_configuration_that_is_not_there_is_one_line(
 
 def test_an_unknown_option_is_one_line():
     done = subprocess.run(
-        [sys.executable, "-m", "shuffler", "--bogus"],
+        [sys.executable, "-m", "shufl.shuffler", "--bogus"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -170,7 +170,7 @@ def test_a_store_that_refuses_at_the_start_is_one_line(command, monkeypatch: pyt
     def full(*_, **__):
         raise ShufflerRefused(Refusal.STORAGE_FULL, "the disk is full")
 
-    monkeypatch.setattr("shuffler.serving.RunStore", full)
+    monkeypatch.setattr("shufl.shuffler.serving.RunStore", full)
     done = command(PLAIN + SPOOL)
     assert done.returncode == 2
     assert done.stderr == "shuffler: STORAGE_FULL: the disk is full\n"
@@ -186,7 +186,7 @@ def test_only_a_spool_that_stays_is_brought_to_the_disk(
         found.append(syncs())
         raise ShufflerRefused(Refusal.STORAGE_FULL)
 
-    monkeypatch.setattr("shuffler.serving.RunStore", look)
+    monkeypatch.setattr("shufl.shuffler.serving.RunStore", look)
     command(PLAIN + spool, "--exit-with-parent")
     assert found == [spool != ""]
     assert syncs()
@@ -199,7 +199,7 @@ def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     child = subprocess.Popen(
-        [sys.executable, "-m", "shuffler", "--config", str(config)],
+        [sys.executable, "-m", "shufl.shuffler", "--config", str(config)],
         env={**os.environ, "SHUFL_CONTROL_TOKEN": TOKEN, "TMPDIR": str(scratch)},
         cwd=ROOT,
         stdin=subprocess.DEVNULL,

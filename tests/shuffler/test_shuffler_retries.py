@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from shuffler_world import World, free_port, kill
 
-from shuffler import IntakeClient, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
-from shuffler.callers import Role
-from shuffler.keys import Authority
-from shuffler.wire.retries import Retries
+from shuffler_world import World, free_port, kill
+from shufl.shuffler import IntakeClient, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority
+from shufl.shuffler.wire.retries import Retries
 
 NODES = 40
 
@@ -92,8 +92,8 @@ def test_a_node_that_may_not_submit_is_told_at_once(start: Callable[..., World])
 
 def test_waits_are_drawn_from_bounds_that_double(monkeypatch: pytest.MonkeyPatch):
     bounds: list[float] = []
-    monkeypatch.setattr("shuffler.wire.retries.time.sleep", bounds.append)
-    monkeypatch.setattr("shuffler.wire.retries._random.uniform", lambda low, high: low + high)
+    monkeypatch.setattr("shufl.shuffler.wire.retries.time.sleep", bounds.append)
+    monkeypatch.setattr("shufl.shuffler.wire.retries._random.uniform", lambda low, high: low + high)
     retries = Retries(float("inf"))
     for _ in range(8):
         retries.wait(ShufflerRefused(Refusal.BUSY))

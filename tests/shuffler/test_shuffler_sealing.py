@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shuffler import (
+from shufl.shuffler import (
     RejectReason,
     ReportOpener,
     ReportRejected,
@@ -92,8 +92,8 @@ def test_a_dropped_private_key_is_nowhere_in_memory(name):
 import ctypes, re, secrets
 from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
-from shuffler.wire import sealing
-from shuffler import RoundHeader, ReportOpener, generate_key_pair, seal
+from shufl.shuffler.wire import sealing
+from shufl.shuffler import RoundHeader, ReportOpener, generate_key_pair, seal
 
 made = []  # the parts of the pair, masked and wiped, to be searched for
 def masked(raw):

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shuffler_world import World, logged
 
-from shuffler import seal, sealed_length
+from shuffler_world import World, logged
+from shufl.shuffler import seal, sealed_length
 
 MARKER = b"the plaintext marker that must stay sealed"
 

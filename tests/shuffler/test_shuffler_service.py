@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 from scipy.stats import chisquare
-from shuffler_world import PAYLOAD_BYTES, PUBLIC_KEY, World, payload, plan
 
-from shuffler import (
+from shuffler_world import PAYLOAD_BYTES, PUBLIC_KEY, World, payload, plan
+from shufl.shuffler import (
     ControlClient,
     IntakeClient,
     Outcome,
@@ -32,7 +32,7 @@ from shuffler import (
     open_report,
     sealed_length,
 )
-from shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire import shuffler_pb2
 
 FALSE_ALARM = 1e-6
 

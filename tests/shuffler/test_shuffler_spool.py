@@ -18,20 +18,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import shuffler_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, spearmanr
-from shuffler_world import PUBLIC_KEY, plan
-from tiny_disk import fill
 
-from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.store.checks import CHECK_BYTES
-from shuffler.store.quota import Quota
-from shuffler.store.runs import RunStore
-from shuffler.store.runs_file import RunsFile
-from shuffler.store.spool import RoundSpool
-from shuffler.store.storage import connect, without_syncs
+import shuffler_world
+from shuffler_world import PUBLIC_KEY, plan
+from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.store.checks import CHECK_BYTES
+from shufl.shuffler.store.quota import Quota
+from shufl.shuffler.store.runs import RunStore
+from shufl.shuffler.store.runs_file import RunsFile
+from shufl.shuffler.store.spool import RoundSpool
+from shufl.shuffler.store.storage import connect, without_syncs
+from tiny_disk import fill
 
 # Every chi-square test below fails by chance once in a million runs.
 FALSE_ALARM = 1e-6
@@ -197,7 +197,7 @@ def test_the_files_hold_two_sets_a_key_and_how_far_the_blankets_are(tmp_path):
 
 
 def test_a_full_bucket_refuses_the_report_and_loses_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("shuffler.store.spool_rows.USERS_PER_BUCKET", 1000)
+    monkeypatch.setattr("shufl.shuffler.store.spool_rows.USERS_PER_BUCKET", 1000)
     spool = RoundSpool(tmp_path / "batch.db", 2, 1000)
     sent = [("node", user, user.to_bytes(2, "big")) for user in range(300)]
     verdicts = spool.add(sent)

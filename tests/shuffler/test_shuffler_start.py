@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shuffler_world import PUBLIC_KEY, plan, report
 
-from shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shuffler.store.runs import RunStore
+from shuffler_world import PUBLIC_KEY, plan, report
+from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.store.runs import RunStore
 
 ROOT = Path(__file__).parents[2]
 RUNS = 12
@@ -80,7 +80,15 @@ def start(spool: Path, files: int | None = None) -> subprocess.CompletedProcess:
     config.write_text(f'plaintext = true\nspool = "{spool}"\nlog_file = "log"\n')
     limit = ["prlimit", f"--nofile={files}"] if files else []
     return subprocess.run(
-        [*limit, sys.executable, "-m", "shuffler", "--config", str(config), "--exit-with-parent"],
+        [
+            *limit,
+            sys.executable,
+            "-m",
+            "shufl.shuffler",
+            "--config",
+            str(config),
+            "--exit-with-parent",
+        ],
         env={**os.environ, "SHUFL_CONTROL_TOKEN": "t" * 32},
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
@@ -111,7 +119,7 @@ def test_too_few_open_files_stop_the_start_and_no_batch_is_lost(spool: Path):
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from shuffler.store.runs import RunStore
+from shufl.shuffler.store.runs import RunStore
 
 refusals = set()
 while True:

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import mpmath as mp
 import pytest
-from rounds import check_in, make_plan
-from run_world import shufl_command
 from typer.testing import CliRunner
 
-from accounting import (
+from rounds import check_in, make_plan
+from run_world import shufl_command
+from shufl.accounting import (
     ACCOUNTANTS,
     Ledger,
     LocalAccountant,
     make_accountant,
 )
-from accounting.digits import rounded_up
-from shuffler import report_length, sealed_length
-from simulator.cli.__main__ import app
+from shufl.accounting.digits import rounded_up
+from shufl.shuffler import report_length, sealed_length
+from shufl.simulator.cli.__main__ import app
 
 PAPER = "--n 60000 --gamma 0.1 --noise 5 --rounds 5540 --adjacency zero-out"
 COMPARED = "compare --n 9 --gamma 1 --noise 5 --rounds 1 --delta 0.1"

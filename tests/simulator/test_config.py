@@ -7,12 +7,12 @@ from pathlib import Path
 
 import attrs
 import pytest
-from rounds import with_noise
 
-from accounting import ACCOUNTANTS
-from simulator import names
-from simulator.config import ConfigError, dumps, load, shipped
-from simulator.experiment import prepare
+from rounds import with_noise
+from shufl.accounting import ACCOUNTANTS
+from shufl.simulator import names
+from shufl.simulator.config import ConfigError, dumps, load, shipped
+from shufl.simulator.experiment import prepare
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_overrides_take_toml_values_and_bare_words():
 
 def test_a_mistake_is_said_before_anything_heavy_is_imported():
     code = (
-        "import sys; from simulator.config import ConfigError, load\n"
+        "import sys; from shufl.simulator.config import ConfigError, load\n"
         "try: load('quickstart', ['privacy.delta=2'])\n"
         "except ConfigError: print(sorted({'torch', 'flwr', 'ray', 'grpc', 'dp_accounting'}\n"
         "    & sys.modules.keys()))"

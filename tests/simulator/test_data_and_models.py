@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from clients import local_update, user_updates
-from shuffler import model_digest
-from simulator.config import load
-from simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
-from simulator.data.held_out import held_out
-from simulator.data.partition import load_user_records, partition, sharing
-from simulator.engines import ENGINES
-from simulator.experiment import prepare
-from simulator.models import build_model
-from simulator.names import PARTITIONS
-from simulator.section import ConfigError
+from shufl.clients import local_update, user_updates
+from shufl.shuffler import model_digest
+from shufl.simulator.config import load
+from shufl.simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
+from shufl.simulator.data.held_out import held_out
+from shufl.simulator.data.partition import load_user_records, partition, sharing
+from shufl.simulator.engines import ENGINES
+from shufl.simulator.experiment import prepare
+from shufl.simulator.models import build_model
+from shufl.simulator.names import PARTITIONS
+from shufl.simulator.section import ConfigError
 
 
 def test_digits_are_scikit_learns_split_in_fifths():
@@ -257,7 +257,7 @@ class Words(nn.Module):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: 3, "must return a simulator.data.datasets.Dataset, got int"),
+        (lambda: 3, "must return a shufl.simulator.data.datasets.Dataset, got int"),
         (lambda: 1 / 0, "could not be loaded: division by zero"),
         (lambda needed: None, "could not be loaded: .* missing 1 required positional argument"),
         (7, "could not be loaded: 'int' object is not callable"),

@@ -3,13 +3,13 @@
 import json
 import math
 
-from rounds import make_plan
 from typer.testing import CliRunner
 
-from clients import load_device
-from shuffler import RoundHeader
-from simulator.cli.__main__ import app
-from simulator.tables import epsilon_text
+from rounds import make_plan
+from shufl.clients import load_device
+from shufl.shuffler import RoundHeader
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.tables import epsilon_text
 
 OWNER = 'ledger = "device.db"\nmost_epsilon = 50.0\ndelta = 1e-5\n'
 

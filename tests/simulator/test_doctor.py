@@ -5,15 +5,15 @@ import shutil
 
 import numpy as np
 import pytest
-from deployment_world import deployment_of
 from typer.testing import CliRunner
 
-from shuffler.callers import Role
-from shuffler.keys import Authority, Request
-from simulator.cli.__main__ import app
-from simulator.deployment.doctor import examine
-from simulator.deployment.rehearse import Rehearsal
-from simulator.section import ConfigError
+from deployment_world import deployment_of
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority, Request
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.deployment.doctor import examine
+from shufl.simulator.deployment.rehearse import Rehearsal
+from shufl.simulator.section import ConfigError
 
 
 @pytest.fixture(scope="module")

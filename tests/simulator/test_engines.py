@@ -8,19 +8,19 @@ import sys
 import pytest
 from rich.console import Console
 
-from simulator.config import ConfigError, load
-from simulator.engines import ENGINES
-from simulator.engines.flower import FlowerEngine
-from simulator.run import run
+from shufl.simulator.config import ConfigError, load
+from shufl.simulator.engines import ENGINES
+from shufl.simulator.engines.flower import FlowerEngine
+from shufl.simulator.run import run
 
 SILENT = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from server import PlayedRound, Training
-from simulator.engines import ENGINES, EngineEntry
-from accounting.validation import Count
-from simulator.section import Section
+from shufl.server import PlayedRound, Training
+from shufl.simulator.engines import ENGINES, EngineEntry
+from shufl.accounting.validation import Count
+from shufl.simulator.section import Section
 
 class SilentKeys(Section):
     hush: Count = 1
@@ -40,8 +40,8 @@ class SilentEngine:
 
 ENGINES["silent"] = EngineEntry(SilentEngine, SilentKeys, not_ignored=("hush",))
 
-from simulator.config import ConfigError, load
-from simulator.run import run
+from shufl.simulator.config import ConfigError, load
+from shufl.simulator.run import run
 
 run(
     load("quickstart", ["simulation.engine=silent", "simulation.hush=3", "privacy.rounds=2"]),

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from simulator.config import ConfigError, load
-from simulator.data import features
-from simulator.data.datasets import load_dataset
-from simulator.data.features import load_records, map_records
-from simulator.data.scattering import scattering
-from simulator.data.whitening import dead_leaves, whitened, whitening
-from simulator.experiment import prepare
+from shufl.simulator.config import ConfigError, load
+from shufl.simulator.data import features
+from shufl.simulator.data.datasets import load_dataset
+from shufl.simulator.data.features import load_records, map_records
+from shufl.simulator.data.scattering import scattering
+from shufl.simulator.data.whitening import dead_leaves, whitened, whitening
+from shufl.simulator.experiment import prepare
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 
-from simulator.config import load
-from simulator.grid.central import Reference
-from simulator.section import ConfigError
+from shufl.simulator.config import load
+from shufl.simulator.grid.central import Reference
+from shufl.simulator.section import ConfigError
 
 DIGITS = ["privacy.rounds = 40", "privacy.check_in_rate = 0.25", "privacy.delta = 1e-5"]
 

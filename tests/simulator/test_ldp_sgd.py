@@ -5,15 +5,15 @@ import math
 
 import numpy as np
 import pytest
-from run_world import shufl
 from typer.testing import CliRunner
 
-from accounting.mechanisms import SeededRandomness, clip
-from clients import local_update
-from simulator.cli.__main__ import app
-from simulator.config import ConfigError, load
-from simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
-from simulator.experiment import prepare
+from run_world import shufl
+from shufl.accounting.mechanisms import SeededRandomness, clip
+from shufl.clients import local_update
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.config import ConfigError, load
+from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
+from shufl.simulator.experiment import prepare
 
 USERS, RATE, CLIP = 80, 0.5, 0.3
 SETTINGS = [

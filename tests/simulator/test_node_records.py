@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from simulator.deployment.node import _check_records, _from_folder, _mapped
-from simulator.section import ConfigError
+from shufl.simulator.deployment.node import _check_records, _from_folder, _mapped
+from shufl.simulator.section import ConfigError
 
 SITE = types.SimpleNamespace(input_shape=(3,), classes=4)
 FEATURES, LABELS = np.ones((2, 3)), np.array([0, 3])

@@ -7,9 +7,9 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from accounting import CheckIn, GaussianMechanism, Shuffled, make_accountant
-from simulator.cli.__main__ import app
-from simulator.config import load
+from shufl.accounting import CheckIn, GaussianMechanism, Shuffled, make_accountant
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.config import load
 
 ASKED = ["plan", "--users", "3000", "--epsilon", "1.5", "--delta", "1e-6"]
 

@@ -12,15 +12,15 @@ import typer
 from rich import markup
 from rich.table import Table
 from rich.text import Text
-from run_world import shufl_command
 from typer.testing import CliRunner
 
-from accounting.lines import one_line
-from server import RoundRecord
-from simulator.cli.__main__ import app
-from simulator.cli.options import print_error
-from simulator.console import Console
-from simulator.progress import RoundProgress
+from run_world import shufl_command
+from shufl.accounting.lines import one_line
+from shufl.server import RoundRecord
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.cli.options import print_error
+from shufl.simulator.console import Console
+from shufl.simulator.progress import RoundProgress
 
 OUTSIDE = ["pip install 'shufl[bench]'", "[red]x", "[/]", "a:cat:b", "\\[bold]y", "[@click=z]w"]
 

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from run_world import shufl
 
-from accounting import PrivacyPlan
-from clients import RoundRefused, load_device
-from shuffler import Credentials, RoundHeader
-from shuffler.callers import Role, caller_of
-from shuffler.config import load_config
-from shuffler.keys import Authority, Request, make_flower_key
-from simulator.config import load
-from simulator.data.datasets import load_dataset
-from simulator.deployment.node import agreed_plan, check_data, node_settings
-from simulator.deployment.plan import load_deployment
-from simulator.deployment.provision import provision
-from simulator.deployment.server_app import DeployedEngine
-from simulator.deployment.sites import NodeSite, ServerSite, load_site
-from simulator.experiment import prepare
-from simulator.section import ConfigError
+from run_world import shufl
+from shufl.accounting import PrivacyPlan
+from shufl.clients import RoundRefused, load_device
+from shufl.shuffler import Credentials, RoundHeader
+from shufl.shuffler.callers import Role, caller_of
+from shufl.shuffler.config import load_config
+from shufl.shuffler.keys import Authority, Request, make_flower_key
+from shufl.simulator.config import load
+from shufl.simulator.data.datasets import load_dataset
+from shufl.simulator.deployment.node import agreed_plan, check_data, node_settings
+from shufl.simulator.deployment.plan import load_deployment
+from shufl.simulator.deployment.provision import provision
+from shufl.simulator.deployment.server_app import DeployedEngine
+from shufl.simulator.deployment.sites import NodeSite, ServerSite, load_site
+from shufl.simulator.experiment import prepare
+from shufl.simulator.section import ConfigError
 
 RUN = {
     "name": "digits",
@@ -111,7 +111,7 @@ def test_every_site_has_files_that_its_process_reads(base):
 
 
 def test_modules_of_the_reader_come_to_whoever_runs_them(base):
-    model = "from simulator.models import mlp\n\nwide = mlp\n"
+    model = "from shufl.simulator.models import mlp\n\nwide = mlp\n"
     records = "def of_ward(user):\n    return features[user], labels[user]\n"
     (base / "own").mkdir()
     (base / "own/models.py").write_text(model)
@@ -231,7 +231,7 @@ def test_a_log_file_of_a_node_that_cannot_be_written_is_one_line(tmp_path):
 def test_the_command_says_what_it_waits_for(base):
     (base / "deployment.toml").write_text(tomli_w.dumps(DEPLOYMENT))
     done = subprocess.run(
-        [sys.executable, "-m", "simulator.cli", "provision", str(base / "deployment.toml")],
+        [sys.executable, "-m", "shufl.simulator.cli", "provision", str(base / "deployment.toml")],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -241,7 +241,7 @@ def test_the_command_says_what_it_waits_for(base):
     assert f"waiting for {base}/sites/ward-2/keys/ward-2.csr" in done.stdout
     (base / "deployment.toml").write_text("name =")
     done = subprocess.run(
-        [sys.executable, "-m", "simulator.cli", "provision", str(base / "deployment.toml")],
+        [sys.executable, "-m", "shufl.simulator.cli", "provision", str(base / "deployment.toml")],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -337,7 +337,7 @@ def test_data_that_differ_between_machines_are_refused_on_both_sides(base, monke
     """Each loads them anew: with another split, nodes would train on the server's test records."""
     (base / "cuts.py").write_text(
         "import numpy as np\n"
-        "from simulator.data.datasets import Dataset\n"
+        "from shufl.simulator.data.datasets import Dataset\n"
         "def at_random():\n"
         "    x, y = np.random.default_rng().random((200, 4), np.float32), np.arange(200) % 2\n"
         "    return Dataset(x[:150], y[:150], x[150:], y[150:], classes=2)\n"

@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from accounting import Ledger
-from simulator.cli.__main__ import app
-from simulator.config import load
-from simulator.run import run
+from shufl.accounting import Ledger
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.config import load
+from shufl.simulator.run import run
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from accounting.mechanisms import clip
-from clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
-from simulator.engines.gradient_forms import Clipping, squared_lengths_of
-from simulator.engines.user_gradients import (
+from shufl.accounting.mechanisms import clip
+from shufl.clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
+from shufl.simulator.engines.gradient_forms import Clipping, squared_lengths_of
+from shufl.simulator.engines.user_gradients import (
     call_in,
     clipped_sum,
     clipped_sum_of_updates,
     fastest_method,
 )
-from simulator.models import logistic_regression, mlp, small_cnn
+from shufl.simulator.models import logistic_regression, mlp, small_cnn
 
 pytestmark = pytest.mark.slow
 
@@ -420,7 +420,7 @@ def test_many_different_words_are_measured_at_once(device, monkeypatch):
     model = Words(3000).train()
     features, labels = torch.randint(3000, (5, 2, 800)).float(), torch.randint(2, (5, 2))
     assert_same_sum(model, features, labels, 1e-3, device)
-    monkeypatch.setattr("simulator.engines.user_gradients.clipped_sum", never)
+    monkeypatch.setattr("shufl.simulator.engines.user_gradients.clipped_sum", never)
     together(model, features, labels, 1e-3, device)
 
 

@@ -19,18 +19,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from accounting import Ledger, LocalAccountant, PrivacyBudget
-from accounting.mechanisms import SeededRandomness, clip, make_randomness
-from clients import local_update
-from server import AGGREGATORS, Aggregator, RoundFailed
-from simulator.cli.__main__ import app
-from simulator.config import ConfigError, load
-from simulator.data.partition import PartitionedRecords
-from simulator.engines import vectorised
-from simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
-from simulator.experiment import prepare
-from simulator.models import mlp
-from simulator.run import run
+from shufl.accounting import Ledger, LocalAccountant, PrivacyBudget
+from shufl.accounting.mechanisms import SeededRandomness, clip, make_randomness
+from shufl.clients import local_update
+from shufl.server import AGGREGATORS, Aggregator, RoundFailed
+from shufl.simulator.cli.__main__ import app
+from shufl.simulator.config import ConfigError, load
+from shufl.simulator.data.partition import PartitionedRecords
+from shufl.simulator.engines import vectorised
+from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
+from shufl.simulator.experiment import prepare
+from shufl.simulator.models import mlp
+from shufl.simulator.run import run
 
 USERS, RATE, NOISE, CLIP = 60, 0.5, 1.0, 0.3
 SETTINGS = [
@@ -399,7 +399,7 @@ def test_what_it_cannot_do_is_one_line_before_any_work(tmp_path, monkeypatch, ov
 
 FAULTS = """
 import resource, sys, torch
-from simulator.engines.memory import keep_freed_memory
+from shufl.simulator.engines.memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
