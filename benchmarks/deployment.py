@@ -22,10 +22,10 @@ import threading
 import time
 from pathlib import Path
 
+from shufl.deploy.plan import Deployment, NodeEntry, ServerEntry, ShufflerEntry
+from shufl.deploy.rehearse import Rehearsal
+from shufl.deploy.submit import run_on
 from shufl.simulator.config import load
-from shufl.simulator.deployment.plan import Deployment, NodeEntry, ServerEntry, ShufflerEntry
-from shufl.simulator.deployment.rehearse import Rehearsal
-from shufl.simulator.deployment.submit import run_on
 
 RUN = """
 name = "digits"

@@ -159,7 +159,7 @@ class ShufflerProcess:
             self._child = subprocess.Popen(
                 # -P: the working directory is not ours and may hold modules of any name.
                 [
-                    *(sys.executable, "-P", "-m", "shufl.shuffler"),
+                    *(sys.executable, "-P", "-m", "shufl.cli", "shuffler"),
                     *("--config", str(config), "--exit-with-parent"),
                 ],
                 stdin=subprocess.PIPE,

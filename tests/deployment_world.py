@@ -18,10 +18,10 @@ import tomli_w
 
 from run_world import LIMIT, children, json_lines, shufl_command
 from shufl.accounting import Ledger, PrivacyPlan
+from shufl.deploy.node import agreed_plan
+from shufl.deploy.plan import Deployment, flower_environment
+from shufl.deploy.rehearse import Rehearsal
 from shufl.simulator.config import load
-from shufl.simulator.deployment.node import agreed_plan
-from shufl.simulator.deployment.plan import Deployment, flower_environment
-from shufl.simulator.deployment.rehearse import Rehearsal
 
 NAME = "wards"
 ROOT = Path(__file__).parents[1]

@@ -66,7 +66,7 @@ def tiny_config(folder, rounds):
 
 
 def shufl_command(*arguments):
-    return [sys.executable, "-m", "shufl.simulator.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "shufl.cli", *map(str, arguments)]
 
 
 def shufl(*arguments, **options):

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from shufl.accounting import ACCOUNTANTS
-from shufl.simulator.cli.__main__ import app
+from shufl.cli.__main__ import app
 from shufl.simulator.config import Config
 from shufl.simulator.tables import epsilon_text
 

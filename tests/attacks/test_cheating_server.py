@@ -20,8 +20,8 @@ import pytest
 
 from deployment_world import NAME, deployment_of, run_flwr, write_flower_app
 from run_world import wait_until
-from shufl.simulator.deployment.provision import experiment_of
-from shufl.simulator.deployment.rehearse import Rehearsal
+from shufl.deploy.provision import experiment_of
+from shufl.deploy.rehearse import Rehearsal
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from typer.testing import CliRunner
 
+from shufl.cli.keys import keys_app
 from shufl.shuffler import Credentials
 from shufl.shuffler.callers import Caller, Role, caller_of
 from shufl.shuffler.keys import Request
-from shufl.shuffler.keys_cli import keys_app
 from tiny_disk import fill, tiny_disk_at
 
 

@@ -21,9 +21,9 @@ from run_world import wait_until
 from shufl.clients import RoundRefused
 from shufl.clients.device_process import _Reader
 from shufl.clients.node import Announcement, Question
-from shufl.simulator.deployment.node import node_settings
-from shufl.simulator.deployment.rehearse import Rehearsal
-from shufl.simulator.deployment.sites import NodeSite, load_site
+from shufl.deploy.node import node_settings
+from shufl.deploy.rehearse import Rehearsal
+from shufl.deploy.sites import NodeSite, load_site
 
 FORGED = "x\n2026-11-25 12:00:00,000 INFO forged\r\x1b[2Jforged\x9b2J\u202eforged\u2028forged"
 EVENT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) [ -~…]*")

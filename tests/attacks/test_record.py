@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from client_world import Round, reply_content
+from shufl.cli.__main__ import app
 from shufl.clients import load_device
 from shufl.shuffler import ControlClient, ShufflerProcess
 from shufl.shuffler.record import START, entry_hash, make_entry, verify
 from shufl.shuffler.wire.record_client import RecordClient
-from shufl.simulator.cli.__main__ import app
 
 OWNER = 'ledger = "device.db"\nmost_epsilon = 1e6\ndelta = 1e-5\naccountant = "local"\n'
 

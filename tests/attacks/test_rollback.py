@@ -125,7 +125,15 @@ def test_a_generation_with_no_place_is_refused_in_one_line(tmp_path: Path):
     config = tmp_path / "shuffler.toml"
     config.write_text('plaintext = true\nspool = "spool"\ngeneration = "nowhere/generation"\n')
     done = subprocess.run(
-        [sys.executable, "-m", "shufl.shuffler", "--config", str(config), "--exit-with-parent"],
+        [
+            sys.executable,
+            "-m",
+            "shufl.cli",
+            "shuffler",
+            "--config",
+            str(config),
+            "--exit-with-parent",
+        ],
         env={**os.environ, "SHUFL_CONTROL_TOKEN": "t" * 32},
         cwd=ROOT,
         stdin=subprocess.DEVNULL,

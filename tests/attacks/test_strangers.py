@@ -29,9 +29,9 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from deployment_world import NAME, Nginx, World, command, run_flwr, write_flower_app
 from run_world import LIMIT, wait_until
+from shufl.deploy.plan import flower_environment
+from shufl.deploy.rehearse import free_ports
 from shufl.shuffler.keys import make_flower_key
-from shufl.simulator.deployment.plan import flower_environment
-from shufl.simulator.deployment.rehearse import free_ports
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from shufl.cli.__main__ import app
 from shufl.clients import LocalTraining, ModuleState, Node, StateError, local_update, user_updates
-from shufl.simulator.cli.__main__ import app
 from shufl.simulator.models import build_model
 from shufl.simulator.section import ConfigError
 from shufl.simulator.trial import agrees_one_by_one, try_users

@@ -15,9 +15,9 @@ from run_world import json_lines, model_of, only_folder, python_path, shufl
 from shufl.accounting import make_accountant
 from shufl.accounting.audit.attack import clopper_pearson, delta_lower_bound
 from shufl.accounting.mechanisms import SeededRandomness, seed_of_shuffler
+from shufl.cli.__main__ import app
 from shufl.shuffler import ShufflerProcess
 from shufl.simulator.canary import likelihood_score, projections, run_canary
-from shufl.simulator.cli.__main__ import app
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.experiment import prepare
 from shufl.simulator.run import run

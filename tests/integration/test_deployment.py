@@ -11,7 +11,7 @@ import tomli_w
 
 from deployment_world import NAME, ROOT, World, deployment_of
 from run_world import LIMIT, children, shufl_command, wait_until
-from shufl.simulator.deployment.sites import STOP_FILE
+from shufl.deploy.sites import STOP_FILE
 
 
 @pytest.mark.slow

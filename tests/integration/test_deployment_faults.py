@@ -13,8 +13,8 @@ import pytest
 
 from deployment_world import World
 from run_world import LIMIT, wait_until
-from shufl.simulator.deployment.plan import node_processes
-from shufl.simulator.deployment.rehearse import free_ports
+from shufl.deploy.plan import node_processes
+from shufl.deploy.rehearse import free_ports
 from tiny_disk import fill, tiny_disk_at
 
 

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from run_world import only_folder, shufl
-from shufl.simulator.cli.__main__ import app
+from shufl.cli.__main__ import app
 from shufl.simulator.data.datasets import load_dataset
 
 

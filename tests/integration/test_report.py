@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from run_world import shufl
-from shufl.simulator.cli.__main__ import app
+from shufl.cli.__main__ import app
 from shufl.simulator.grid.page import keep_grid
 from shufl.simulator.grid.points import play
 from shufl.simulator.grid.settings import Grid
@@ -185,7 +185,7 @@ def test_the_page_of_a_run_needs_no_torch(run_folder):
     """A report is wanted at once, as is a status, and torch takes seconds to import."""
     code = (
         "import pathlib, sys; from shufl.simulator.html_page import page_of; "
-        "import shufl.simulator.deployment.status; "
+        "import shufl.deploy.status; "
         "page_of(pathlib.Path(sys.argv[1])); print({'torch', 'flwr', 'ray'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code, run_folder]

@@ -19,8 +19,8 @@ from run_world import (
     wait_until,
 )
 from shufl.accounting import Ledger, LedgerError
+from shufl.cli.__main__ import app
 from shufl.server import CheckpointError, load_checkpoint
-from shufl.simulator.cli.__main__ import app
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines.vectorised import VectorisedEngine
 from shufl.simulator.records import MetricsError

@@ -27,7 +27,7 @@ from run_world import (
 )
 from shufl.accounting import ACCOUNTANTS, Ledger, PrivacyPlan
 from shufl.accounting.mechanisms import SeededRandomness
-from shufl.simulator.cli.__main__ import app
+from shufl.cli.__main__ import app
 from shufl.simulator.config import load
 from shufl.simulator.experiment import prepare
 

@@ -24,7 +24,7 @@ from run_world import (
     wait_until,
 )
 from shufl.accounting import Ledger, price, rounds_within_budget
-from shufl.simulator.cli.__main__ import app
+from shufl.cli.__main__ import app
 from shufl.simulator.config import load
 from shufl.simulator.experiment import prepare
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from shuffler_world import Ended, World
+from shufl.cli.__main__ import main
 from shufl.shuffler import ShufflerProcess
-from shufl.shuffler.__main__ import main
 from tiny_disk import tiny_disk_at
 
 
@@ -57,7 +57,7 @@ def shared() -> Iterator[World]:
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Iterator[Callable[..., Ended]]:
-    """Runs `python -m shufl.shuffler` in this process, where it ends by itself: with this content
+    """Runs `shufl shuffler` in this process, where it ends by itself: with this content
     of its configuration, which lies in `tmp_path`."""
     log, mask = logging.getLogger("shufl.shuffler"), os.umask(0o077)
     hang_up = signal.getsignal(signal.SIGHUP)
@@ -67,12 +67,10 @@ def command(
         file = tmp_path / "shuffler.toml"
         file.write_text(config, encoding="utf-8")
         monkeypatch.setenv("SHUFL_CONTROL_TOKEN", token)
-        monkeypatch.setattr(sys, "argv", ["shuffler", "--config", str(file), *arguments])
-        try:
-            code = main()
-        except SystemExit as ended:
-            code = ended.code
-        return Ended(code, *capsys.readouterr())
+        monkeypatch.setattr(sys, "argv", ["shufl", "shuffler", "--config", str(file), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(ended.value.code, *capsys.readouterr())
 
     yield run
     os.umask(mask)

@@ -29,7 +29,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """Of a shell that finds `shufl`."""
     shufl = tmp_path / "bin" / "shufl"
     shufl.parent.mkdir()
-    shufl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shufl.simulator.cli "$@"\n')
+    shufl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shufl.cli "$@"\n')
     shufl.chmod(0o700)
     path = f"{shufl.parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path}

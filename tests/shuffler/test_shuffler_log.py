@@ -31,7 +31,7 @@ PLAIN = 'plaintext = true\nspool = "spool"\nlog_file = "log"\n'
 def shuffler(config: Path) -> Iterator[subprocess.Popen[str]]:
     """The command with this configuration, which may not have been written yet."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "shufl.shuffler", "--config", str(config)],
+        [sys.executable, "-m", "shufl.cli", "shuffler", "--config", str(config)],
         cwd=ROOT,
         env={**os.environ, "SHUFL_CONTROL_TOKEN": "t" * 32},
         stdout=subprocess.PIPE,

@@ -33,6 +33,7 @@ from shuffler_world import (
     raw_channel,
     scrape,
 )
+from shufl.cli.keys import keys_app
 from shufl.shuffler import (
     ControlClient,
     Credentials,
@@ -49,7 +50,6 @@ from shufl.shuffler import (
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.keys_cli import keys_app
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.server import ShufflerServer
 from shufl.shuffler.store.runs import RunStore
@@ -439,7 +439,7 @@ def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
 def running(config: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command with this configuration; the process and its address."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "shufl.simulator.cli", "shuffler", "--config", str(config)],
+        [sys.executable, "-m", "shufl.cli", "shuffler", "--config", str(config)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

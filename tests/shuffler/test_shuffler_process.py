@@ -12,13 +12,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
+from shufl.cli.__main__ import main
 from shufl.shuffler import Refusal, ShufflerProcess, ShufflerRefused, ShufflerUnavailable
-from shufl.shuffler.__main__ import main
 from shufl.shuffler.callers import Role
-from shufl.shuffler.cli import shuffler_command
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.store.storage import syncs
 from shufl.shuffler.wire.channel import parse_address
@@ -84,18 +81,16 @@ def test_bad_input_is_one_line_and_exit_code_2(command, config: str, token: str,
 def test_a_configuration_that_is_not_there_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ):
-    monkeypatch.setattr(sys, "argv", ["shuffler", *arguments])
-    try:
-        code = main()
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
+    monkeypatch.setattr(sys, "argv", ["shufl", "shuffler", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_an_unknown_option_is_one_line():
     done = subprocess.run(
-        [sys.executable, "-m", "shufl.shuffler", "--bogus"],
+        [sys.executable, "-m", "shufl.cli", "shuffler", "--bogus"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -199,7 +194,7 @@ def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     child = subprocess.Popen(
-        [sys.executable, "-m", "shufl.shuffler", "--config", str(config)],
+        [sys.executable, "-m", "shufl.cli", "shuffler", "--config", str(config)],
         env={**os.environ, "SHUFL_CONTROL_TOKEN": TOKEN, "TMPDIR": str(scratch)},
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
@@ -227,17 +222,6 @@ def test_a_temporary_spool_needs_a_parent_and_goes_at_the_end(
         assert list(tmp_path.glob("shufl-*/shufl-*/runs.db"))
         os.kill(process.pid, signal.SIGKILL)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_command_can_be_mounted_in_another_application():
-    app = typer.Typer()
-    app.command("shuffler")(shuffler_command)
-    app.command("other")(lambda: None)
-    shown = CliRunner().invoke(app, ["shuffler", "--help"])
-    assert shown.exit_code == 0
-    assert "shuffler" in shown.output
-    refused = CliRunner().invoke(app, ["shuffler", "--config", "/nowhere.toml"], env={})
-    assert refused.exit_code == 2
 
 
 def test_only_what_is_certain_to_be_loopback_counts_as_loopback():
@@ -279,9 +263,9 @@ def test_a_child_that_ignores_sigterm_is_killed():
 
 def test_importing_the_package_does_not_load_the_service():
     code = (
-        "import sys, shuffler; "
-        "print([m for m in sys.modules if m in "
-        "('shuffler.service.server', 'shuffler.store.runs', 'sqlite3', 'typer', 'torch')])"
+        "import sys, shufl.shuffler; names = ('shufl.shuffler.service.server', "
+        "'shufl.shuffler.store.runs', 'sqlite3', 'typer', 'torch'); "
+        "print([name for name in names if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

@@ -20,8 +20,8 @@ from shufl.accounting import (
     make_accountant,
 )
 from shufl.accounting.digits import rounded_up
+from shufl.cli.__main__ import app
 from shufl.shuffler import report_length, sealed_length
-from shufl.simulator.cli.__main__ import app
 
 PAPER = "--n 60000 --gamma 0.1 --noise 5 --rounds 5540 --adjacency zero-out"
 COMPARED = "compare --n 9 --gamma 1 --noise 5 --rounds 1 --delta 0.1"

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from rounds import check_in
 from shufl.accounting import accountants_for
-from shufl.simulator.cli.__main__ import app
+from shufl.cli.__main__ import app
 
 COUNTEREXAMPLE = (
     "audit --n 10 --noise 2 --adjacency zero-out --epsilon 0.3 --samples 20000 --seed 1"

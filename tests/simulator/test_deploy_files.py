@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shufl.simulator.deployment.plan import (
+from shufl.deploy.plan import (
     PROGRAMS,
     load_deployment,
     node_processes,
     server_process,
 )
-from shufl.simulator.deployment.provision import provision
+from shufl.deploy.provision import provision
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

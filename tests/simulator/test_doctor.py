@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from deployment_world import deployment_of
+from shufl.cli.__main__ import app
+from shufl.deploy.doctor import examine
+from shufl.deploy.rehearse import Rehearsal
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority, Request
-from shufl.simulator.cli.__main__ import app
-from shufl.simulator.deployment.doctor import examine
-from shufl.simulator.deployment.rehearse import Rehearsal
 from shufl.simulator.section import ConfigError
 
 

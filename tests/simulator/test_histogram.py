@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from run_world import shufl
-from shufl.simulator.cli.histogram import _categories
+from shufl.cli.histogram import _categories
 from shufl.simulator.histogram import Histogram, count_column, plan_for, simulate
 
 COUNTS = np.array([5_000, 3_000, 1_500, 480, 20])

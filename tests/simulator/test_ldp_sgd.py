@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from run_world import shufl
 from shufl.accounting.mechanisms import SeededRandomness, clip
+from shufl.cli.__main__ import app
 from shufl.clients import local_update
-from shufl.simulator.cli.__main__ import app
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
 from shufl.simulator.experiment import prepare

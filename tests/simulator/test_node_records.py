@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shufl.simulator.deployment.node import _check_records, _from_folder, _mapped
+from shufl.deploy.node import _check_records, _from_folder, _mapped
 from shufl.simulator.section import ConfigError
 
 SITE = types.SimpleNamespace(input_shape=(3,), classes=4)

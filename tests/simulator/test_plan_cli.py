@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shufl.accounting import CheckIn, GaussianMechanism, Shuffled, make_accountant
-from shufl.simulator.cli.__main__ import app
+from shufl.cli.__main__ import app
 from shufl.simulator.config import load
 
 ASKED = ["plan", "--users", "3000", "--epsilon", "1.5", "--delta", "1e-6"]

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from run_world import shufl_command
 from shufl.accounting.lines import one_line
+from shufl.cli.__main__ import app
+from shufl.cli.options import print_error
 from shufl.server import RoundRecord
-from shufl.simulator.cli.__main__ import app
-from shufl.simulator.cli.options import print_error
 from shufl.simulator.console import Console
 from shufl.simulator.progress import RoundProgress
 

@@ -10,17 +10,17 @@ import tomli_w
 from run_world import shufl
 from shufl.accounting import PrivacyPlan
 from shufl.clients import RoundRefused, load_device
+from shufl.deploy.node import agreed_plan, check_data, node_settings
+from shufl.deploy.plan import load_deployment
+from shufl.deploy.provision import provision
+from shufl.deploy.server_app import DeployedEngine
+from shufl.deploy.sites import NodeSite, ServerSite, load_site
 from shufl.shuffler import Credentials, RoundHeader
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import Authority, Request, make_flower_key
 from shufl.simulator.config import load
 from shufl.simulator.data.datasets import load_dataset
-from shufl.simulator.deployment.node import agreed_plan, check_data, node_settings
-from shufl.simulator.deployment.plan import load_deployment
-from shufl.simulator.deployment.provision import provision
-from shufl.simulator.deployment.server_app import DeployedEngine
-from shufl.simulator.deployment.sites import NodeSite, ServerSite, load_site
 from shufl.simulator.experiment import prepare
 from shufl.simulator.section import ConfigError
 
@@ -231,7 +231,7 @@ def test_a_log_file_of_a_node_that_cannot_be_written_is_one_line(tmp_path):
 def test_the_command_says_what_it_waits_for(base):
     (base / "deployment.toml").write_text(tomli_w.dumps(DEPLOYMENT))
     done = subprocess.run(
-        [sys.executable, "-m", "shufl.simulator.cli", "provision", str(base / "deployment.toml")],
+        [sys.executable, "-m", "shufl.cli", "provision", str(base / "deployment.toml")],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -241,7 +241,7 @@ def test_the_command_says_what_it_waits_for(base):
     assert f"waiting for {base}/sites/ward-2/keys/ward-2.csr" in done.stdout
     (base / "deployment.toml").write_text("name =")
     done = subprocess.run(
-        [sys.executable, "-m", "shufl.simulator.cli", "provision", str(base / "deployment.toml")],
+        [sys.executable, "-m", "shufl.cli", "provision", str(base / "deployment.toml")],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],

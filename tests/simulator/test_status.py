@@ -7,7 +7,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from shufl.accounting import Ledger
-from shufl.simulator.cli.__main__ import app
+from shufl.cli.__main__ import app
 from shufl.simulator.config import load
 from shufl.simulator.run import run
 

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from shufl.accounting import Ledger, LocalAccountant, PrivacyBudget
 from shufl.accounting.mechanisms import SeededRandomness, clip, make_randomness
+from shufl.cli.__main__ import app
 from shufl.clients import local_update
 from shufl.server import AGGREGATORS, Aggregator, RoundFailed
-from shufl.simulator.cli.__main__ import app
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.data.partition import PartitionedRecords
 from shufl.simulator.engines import vectorised

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shufl.simulator.cli.options import check_file, fail
+from shufl.cli.options import check_file, fail
 
 
 def report_command(

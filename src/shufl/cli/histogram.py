@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from shufl.simulator.cli import options
-from shufl.simulator.cli.options import needed
+from shufl.cli import options
+from shufl.cli.options import needed
 from shufl.simulator.console import Console
 from shufl.simulator.plots import draw
 from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present

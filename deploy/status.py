@@ -11,11 +11,11 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shufl.accounting import Ledger, LedgerError, rounds_within_budget
+from shufl.deploy.sites import OUTCOME_FILE, ServerSite
 from shufl.server.words import NODES_FILE
 from shufl.shuffler import Credentials
 from shufl.shuffler.wire.connection import Connection
 from shufl.shuffler.wire.errors import ShufflerError
-from shufl.simulator.deployment.sites import OUTCOME_FILE, ServerSite
 from shufl.simulator.records import read_run
 from shufl.simulator.section import ConfigError
 

@@ -13,11 +13,11 @@ import torch
 
 from shufl.accounting import PrivacyPlan
 from shufl.clients import ClientSettings, UserRecords, load_device, serve_device
+from shufl.deploy.sites import NodeSite, check_cover
 from shufl.simulator.config import Config, load
 from shufl.simulator.data.datasets import kind_of
 from shufl.simulator.data.features import map_records
 from shufl.simulator.data.partition import load_user_records
-from shufl.simulator.deployment.sites import NodeSite, check_cover
 from shufl.simulator.experiment import check_report_size, data_seed, local_training, plan_of
 from shufl.simulator.models import build_model
 from shufl.simulator.section import READERS_ERRORS, ConfigError, find, one_line

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shufl.simulator.cli import options
+from shufl.cli import options
 
 record_app = typer.Typer(
     help="A shuffler's public record of rounds: fetch it, check it.", no_args_is_help=True

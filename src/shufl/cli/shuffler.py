@@ -1,4 +1,4 @@
-"""The shuffler's command: `python -m shufl.shuffler`, or a command of another typer application."""
+"""`shufl shuffler`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shufl.simulator.cli import options
+from shufl.cli import options
 from shufl.simulator.console import Console
 from shufl.simulator.tables import epsilon_text
 
@@ -25,8 +25,8 @@ def status_command(
     json: options.Json = False,
 ) -> None:
     """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
-    from shufl.simulator.deployment.sites import ServerSite, load_site
-    from shufl.simulator.deployment.status import status_of
+    from shufl.deploy.sites import ServerSite, load_site
+    from shufl.deploy.status import status_of
     from shufl.simulator.section import ConfigError
 
     here = Path("server.toml")

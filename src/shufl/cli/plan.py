@@ -9,7 +9,7 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
-from shufl.simulator.cli import options
+from shufl.cli import options
 from shufl.simulator.console import Console
 
 

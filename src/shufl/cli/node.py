@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shufl.simulator.cli.options import fail
+from shufl.cli.options import fail
 from shufl.simulator.logs import log_handler
 
 
@@ -31,8 +31,8 @@ def node_command(
         logging.basicConfig(level=logging.INFO, handlers=[log_handler(log_file)])
     except OSError as error:
         fail(error)
-    from shufl.simulator.deployment.node import serve_node
-    from shufl.simulator.deployment.sites import NodeSite, load_site
+    from shufl.deploy.node import serve_node
+    from shufl.deploy.sites import NodeSite, load_site
     from shufl.simulator.section import ConfigError, make_importable
 
     make_importable([folder])

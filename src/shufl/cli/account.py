@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from shufl.simulator.cli import options
-from shufl.simulator.cli.options import needed
+from shufl.cli import options
+from shufl.cli.options import needed
 from shufl.simulator.console import Console
 from shufl.simulator.plots import check_format, draw
 from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present

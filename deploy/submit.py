@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import IO
 
 from shufl.accounting import Ledger
-from shufl.server import RoundFailed
-from shufl.simulator.config import Config
-from shufl.simulator.deployment.plan import PROGRAMS, flower_environment
-from shufl.simulator.deployment.server_app import deployed_experiment
-from shufl.simulator.deployment.sites import (
+from shufl.deploy.plan import PROGRAMS, flower_environment
+from shufl.deploy.server_app import deployed_experiment
+from shufl.deploy.sites import (
     CONSOLE_FILE,
     OUTCOME_FILE,
     STOP_FILE,
     ServerSite,
     load_site,
 )
+from shufl.server import RoundFailed
+from shufl.simulator.config import Config
 from shufl.simulator.engines import EngineFailed, interrupts
 from shufl.simulator.run import make_folder
 from shufl.simulator.section import ConfigError, one_line

@@ -26,6 +26,14 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from shufl.accounting import Ledger, LedgerError
+from shufl.deploy.sites import (
+    CONSOLE_FILE,
+    OUTCOME_FILE,
+    STOP_FILE,
+    ServerSite,
+    check_cover,
+    load_site,
+)
 from shufl.server import (
     CheckpointError,
     RoundFailed,
@@ -39,14 +47,6 @@ from shufl.shuffler import ShufflerError
 from shufl.simulator.config import Config, load
 from shufl.simulator.console import Console
 from shufl.simulator.data.features import check_digest
-from shufl.simulator.deployment.sites import (
-    CONSOLE_FILE,
-    OUTCOME_FILE,
-    STOP_FILE,
-    ServerSite,
-    check_cover,
-    load_site,
-)
 from shufl.simulator.engines.base import logs_to
 from shufl.simulator.experiment import Experiment, check_report_size, prepare
 from shufl.simulator.records import MetricsError

@@ -8,8 +8,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from shufl.simulator.cli import options
-from shufl.simulator.cli.account import make_event
+from shufl.cli import options
+from shufl.cli.account import make_event
 from shufl.simulator.console import Console
 
 Accountants = Annotated[

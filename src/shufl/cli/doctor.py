@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shufl.simulator.cli import options
+from shufl.cli import options
 
 
 def doctor_command(
@@ -19,7 +19,7 @@ def doctor_command(
 
     Exits with 1 if anything is wrong, and says what mends it.
     """
-    from shufl.simulator.deployment.doctor import examine
+    from shufl.deploy.doctor import examine
     from shufl.simulator.section import make_importable
 
     make_importable([folder])

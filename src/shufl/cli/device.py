@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shufl.simulator.cli import options
+from shufl.cli import options
 from shufl.simulator.console import Console
 from shufl.simulator.tables import epsilon_text
 

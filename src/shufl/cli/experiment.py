@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shufl.simulator.cli.options import fail
+from shufl.cli.options import fail
 
 
 def experiment_command(

@@ -17,11 +17,7 @@ import tomli_w
 from shufl.accounting import PrivacyPlan
 from shufl.clients import DeviceLimits
 from shufl.clients.device import RunOffered
-from shufl.shuffler.callers import Role
-from shufl.shuffler.keys import Authority, Request, write_new
-from shufl.simulator.config import Config, dumps, load
-from shufl.simulator.data.features import data_digest
-from shufl.simulator.deployment.plan import (
+from shufl.deploy.plan import (
     Deployment,
     NodeEntry,
     Process,
@@ -29,8 +25,12 @@ from shufl.simulator.deployment.plan import (
     server_process,
     shuffler_process,
 )
-from shufl.simulator.deployment.server_app import deployed_experiment
-from shufl.simulator.deployment.sites import ServerSite
+from shufl.deploy.server_app import deployed_experiment
+from shufl.deploy.sites import ServerSite
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority, Request, write_new
+from shufl.simulator.config import Config, dumps, load
+from shufl.simulator.data.features import data_digest
 from shufl.simulator.experiment import Experiment
 from shufl.simulator.section import ConfigError
 
@@ -290,7 +290,7 @@ def _complete(site: Site, deployment: Deployment, readme: str, **about: object) 
 
 
 def _template(name: str, **values: object) -> str:
-    text = importlib.resources.files("shufl.simulator.deployment") / "templates" / name
+    text = importlib.resources.files("shufl.deploy") / "templates" / name
     return string.Template(text.read_text(encoding="utf-8")).substitute(values)
 
 

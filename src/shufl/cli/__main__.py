@@ -13,22 +13,22 @@ import click
 import typer
 from click.exceptions import NoArgsIsHelpError
 
-from shufl.shuffler.cli import shuffler_command
-from shufl.shuffler.keys_cli import keys_app
-from shufl.simulator.cli.account import account_command, compare_command
-from shufl.simulator.cli.audit import audit_command
-from shufl.simulator.cli.calibrate import calibrate_command
-from shufl.simulator.cli.deployment import provision_command, rehearse_command
-from shufl.simulator.cli.device import device_app
-from shufl.simulator.cli.doctor import doctor_command
-from shufl.simulator.cli.experiment import experiment_command
-from shufl.simulator.cli.histogram import histogram_command
-from shufl.simulator.cli.node import node_command
-from shufl.simulator.cli.options import fail, print_error
-from shufl.simulator.cli.plan import plan_command
-from shufl.simulator.cli.record import record_app
-from shufl.simulator.cli.report import report_command
-from shufl.simulator.cli.status import status_command
+from shufl.cli.shuffler import shuffler_command
+from shufl.cli.keys import keys_app
+from shufl.cli.account import account_command, compare_command
+from shufl.cli.audit import audit_command
+from shufl.cli.calibrate import calibrate_command
+from shufl.cli.deployment import provision_command, rehearse_command
+from shufl.cli.device import device_app
+from shufl.cli.doctor import doctor_command
+from shufl.cli.experiment import experiment_command
+from shufl.cli.histogram import histogram_command
+from shufl.cli.node import node_command
+from shufl.cli.options import fail, print_error
+from shufl.cli.plan import plan_command
+from shufl.cli.record import record_app
+from shufl.cli.report import report_command
+from shufl.cli.status import status_command
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -149,7 +149,7 @@ def _run(
     )
     try:
         if on is not None:
-            from shufl.simulator.deployment.submit import resume_on, run_on
+            from shufl.deploy.submit import resume_on, run_on
 
             if loaded is not None:
                 return run_on(*on, loaded, runs)

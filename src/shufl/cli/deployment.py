@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shufl.simulator.cli.options import fail
+from shufl.cli.options import fail
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -25,8 +25,8 @@ def provision_command(
 
     Run it again whenever a node is added or a request has come: what is there stays as it is.
     """
-    from shufl.simulator.deployment.plan import load_deployment
-    from shufl.simulator.deployment.provision import provision
+    from shufl.deploy.plan import load_deployment
+    from shufl.deploy.provision import provision
     from shufl.simulator.section import ConfigError, make_importable
 
     base = deployment.absolute().parent
@@ -58,8 +58,8 @@ def rehearse_command(
 ) -> None:
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
     from shufl.server import RoundFailed
-    from shufl.simulator.deployment.plan import load_deployment
-    from shufl.simulator.deployment.rehearse import rehearse
+    from shufl.deploy.plan import load_deployment
+    from shufl.deploy.rehearse import rehearse
     from shufl.simulator.engines import EngineFailed
     from shufl.simulator.section import ConfigError, make_importable
 

@@ -19,16 +19,16 @@ from packaging.requirements import Requirement
 from shufl.accounting import rounds_within_budget
 from shufl.accounting.validation import read_toml
 from shufl.clients.device import DeviceLedger, RunOffered, read_device
+from shufl.deploy.node import agreed_plan, check_data
+from shufl.deploy.plan import LONGEST_SOCKET
+from shufl.deploy.sites import NodeSite, ServerSite, load_site
+from shufl.deploy.status import health_of
 from shufl.shuffler import Credentials
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import read_certificate
 from shufl.shuffler.wire.channel import parse_address
 from shufl.simulator.config import load
-from shufl.simulator.deployment.node import agreed_plan, check_data
-from shufl.simulator.deployment.plan import LONGEST_SOCKET
-from shufl.simulator.deployment.sites import NodeSite, ServerSite, load_site
-from shufl.simulator.deployment.status import health_of
 from shufl.simulator.section import ConfigError, one_line
 
 _LEAST_DAYS = 14

@@ -18,17 +18,17 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from shufl.shuffler.keys import Request, make_flower_key
-from shufl.simulator.config import load
-from shufl.simulator.deployment.plan import (
+from shufl.deploy.plan import (
     LONGEST_SOCKET,
     Deployment,
     NodeEntry,
     Process,
     flower_environment,
 )
-from shufl.simulator.deployment.provision import experiment_of, provision, sites_of
-from shufl.simulator.deployment.submit import FLOWER_FOLDER, run_on
+from shufl.deploy.provision import experiment_of, provision, sites_of
+from shufl.deploy.submit import FLOWER_FOLDER, run_on
+from shufl.shuffler.keys import Request, make_flower_key
+from shufl.simulator.config import load
 from shufl.simulator.engines import EngineFailed
 from shufl.simulator.section import ConfigError
 
