@@ -146,33 +146,10 @@ class Simulation(*(engine.keys for engine in ENGINES.values()), _Choice):  # typ
 
 
 class Shuffler(Section):
-    """How reports travel: through shufflers of the run, or through one that is there already."""
+    """How reports travel."""
 
     sealing: Literal["x25519", "mlkem768-x25519"] = "x25519"
     number: int = Field(1, ge=1, le=64, description="a whole number from 1 to 64")
-    address: str | None = Field(None, description="HOST:PORT of a shuffler that is running")
-    server_certificate: str | None = Field(None, description="the path of a NAME.pem")
-    node_certificate: str | None = Field(None, description="the path of a NAME.pem")
-
-    @model_validator(mode="after")
-    def _outside(self) -> Shuffler:
-        """Refuses an address without credentials, or beside shufflers of the run."""
-        given = {name: getattr(self, name) for name in ("server_certificate", "node_certificate")}
-        for name, value in given.items():
-            if (value is None) != (self.address is None):
-                one, other = ("address", name) if value is None else (name, "address")
-                raise ValueError(f"shuffler.{one} needs shuffler.{other}")
-        if self.address is not None and self.number > 1:
-            raise ValueError(f"shuffler.number must be 1 with shuffler.address, got {self.number}")
-        return self
-
-    def with_absolute_paths(self) -> Shuffler:
-        """The same, for a run folder from which a run goes on wherever it is started."""
-        paths = ("server_certificate", "node_certificate")
-        given = {name: path for name in paths if (path := getattr(self, name)) is not None}
-        return self.model_copy(
-            update={name: str(Path(path).absolute()) for name, path in given.items()}
-        )
 
 
 class Config(Section):

@@ -314,9 +314,8 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
     if privacy.delta == "1/n" and users == 1:
         raise ConfigError('privacy.delta must be a number when there is one user, got "1/n"')
     delta = 1 / users if privacy.delta == "1/n" else privacy.delta
-    data, shuffler = config.data.model_copy(update={"users": users}), config.shuffler
-    sections = {"data": data, "shuffler": shuffler.with_absolute_paths()}
-    config = config.model_copy(update=sections)
+    data = config.data.model_copy(update={"users": users})
+    config = config.model_copy(update={"data": data})
     if config.shuffler.number > min(config.simulation.nodes, users):
         raise ConfigError(
             "shuffler.number must be at most the number of nodes and of users, "

@@ -38,7 +38,6 @@ from shufl.simulator.engines.base import (
     running_ray,
 )
 from shufl.simulator.engines.memory import keep_freed_memory
-from shufl.simulator.engines.outside_shuffler import OutsideShuffler
 from shufl.simulator.experiment import check_report_size
 from shufl.simulator.section import ConfigError, make_importable, one_line
 
@@ -59,16 +58,14 @@ class FlowerEngine:
     """Plays rounds by messages: Flower nodes, real shuffler processes, sealed reports.
 
     A batch is released with the reports of all nodes or not at all, so a round played again makes
-    the same release. It does not where nodes reply before their reports are sent (`reply_after`),
-    or at a shuffler that the run has not started, which draws its own blankets and opens no round
-    twice.
+    the same release. It does not where nodes reply before their reports are sent (`reply_after`).
     """
 
     gradients = "vmap, or user by user"
     nodes = "simulated"
 
     def __init__(self, experiment: Experiment):
-        """Checks the number of nodes, of their CPUs, and a shuffler that is there already."""
+        """Checks the number of nodes, and of their CPUs."""
         simulation, plan = experiment.config.simulation, experiment.plan
         if simulation.nodes > plan.users:
             raise ConfigError(
@@ -81,17 +78,14 @@ class FlowerEngine:
                 f"got {simulation.cpus_per_node:g}"
             )
         check_report_size(experiment.config, experiment.parameters)
-        self._outside = OutsideShuffler.of(experiment)
         self.description = f"flower on {simulation.nodes} nodes, gradients by {self.gradients}"
-        if self._outside is not None:
-            self.description += f", shuffler at {self._outside.address}"
         if simulation.reply_after >= simulation.round_timeout:
             raise ConfigError(
                 "simulation.reply_after must be below simulation.round_timeout, "
                 f"{simulation.round_timeout:g}, got {simulation.reply_after:g}"
             )
         check_cluster()
-        self.repeats_releases = self._outside is None and simulation.reply_after == 0
+        self.repeats_releases = simulation.reply_after == 0
         self._keys, self._shuffler = simulation, experiment.config.shuffler
         self._seed = experiment.seed
         self._client_settings = functools.partial(
@@ -111,7 +105,7 @@ class FlowerEngine:
         observe: Callable[[RoundRecord], None],
         stop: threading.Event,
     ) -> RunResult:
-        """Starts the shufflers, unless one is there already, then Flower, and waits for the end."""
+        """Starts the shufflers, then Flower, and waits for the end."""
         keep_freed_memory()
         keys, folder = self._keys, training.folder
         results: list[RunResult] = []
@@ -119,15 +113,16 @@ class FlowerEngine:
             stack.enter_context(logs_to(folder / "server.log", "shufl.server"))
             # Gone with this run: one that is resumed plays rounds again, with the same coins.
             devices = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
-            own = self._own_shufflers(folder)
-            for each in own:
+            shufflers = [
+                self._shuffler_process(folder, each) for each in range(self._shuffler.number)
+            ]
+            for each in shufflers:
                 stack.push(each)
                 each.start()
             stack.enter_context(running_ray(folder / "ray.log"))  # starts meanwhile
             stack.enter_context(interrupts(stop))
-            for each in own:
+            for each in shufflers:
                 each.wait()
-            shufflers = own if self._outside is None else [self._outside]
             server_app = make_server_app(
                 ServerSettings(
                     **vars(training),
@@ -159,11 +154,6 @@ class FlowerEngine:
                 resume = f"shufl run --resume {folder} goes on"
                 raise RoundFailed(f"{error}{advice}; {resume}") from error
         return results[0]
-
-    def _own_shufflers(self, folder: Path) -> list[ShufflerProcess]:
-        """The run's own, not yet started; none where there is one already."""
-        number = 0 if self._outside is not None else self._shuffler.number
-        return [self._shuffler_process(folder, each) for each in range(number)]
 
     def _shuffler_process(self, folder: Path, number: int) -> ShufflerProcess:
         """One shuffler, with an authority of its own: it serves its own users alone."""

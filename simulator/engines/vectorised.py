@@ -109,11 +109,6 @@ class VectorisedEngine:
     def __init__(self, experiment: Experiment):
         """Checks that the device, the CPUs or the Ray cluster are there; tries the model."""
         simulation = experiment.config.simulation
-        if (address := experiment.config.shuffler.address) is not None:
-            raise ConfigError(
-                "shuffler.address must be left out with engine vectorised, which has no shuffler, "
-                f"got {address}"
-            )
         names = VectorisedKeys.model_fields
         keys = VectorisedKeys(**{name: getattr(simulation, name) for name in names})
         _check_machine(keys)

@@ -64,14 +64,6 @@ def run_command(
         str | None,
         typer.Option(help="flower, or vectorised: no messages. Same as --set simulation.engine=…."),
     ] = None,
-    shuffler: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="A shuffler that is running, instead of one of the run's own. "
-            "Same as --set shuffler.address=…; see docs/running.md.",
-        ),
-    ] = None,
     runs: Annotated[
         Path | None, typer.Option(help="Where the run folder is made; runs if left out.")
     ] = None,
@@ -101,12 +93,11 @@ def run_command(
     """
     if (config is None) == (resume is None):
         fail(ValueError("give either a CONFIG to run or --resume RUN_FOLDER"))
-    if resume is not None and (set_ or engine or shuffler or runs):
-        fail(ValueError("--resume goes alone: no --set, --engine, --shuffler or --runs"))
-    if on is not None and (engine or shuffler):
-        fail(ValueError("--on goes without --engine and --shuffler: the server's file names them"))
+    if resume is not None and (set_ or engine or runs):
+        fail(ValueError("--resume goes alone: no --set, --engine or --runs"))
+    if on is not None and engine:
+        fail(ValueError("--on goes without --engine: real nodes take part, no simulated ones"))
     chosen = [f"simulation.engine={engine}"] if engine else []
-    chosen += [f"shuffler.address={shuffler}"] if shuffler else []
     where = None if on is None else (on, site)
     stopped_by = _run(config, [*(set_ or []), *chosen], runs or Path("runs"), resume, where)
     if stopped_by == "interrupt":
