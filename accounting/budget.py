@@ -27,9 +27,7 @@ class PrivacyBudget:
     def __init__(self, plan: PrivacyPlan, ledger: Ledger | None = None) -> None:
         """Makes a guard; the rounds already in `ledger` are composed at once.
 
-        Args:
-            plan: Whose accountant, event, δ and budget count.
-            ledger: Where rounds are recorded, one of this plan; None to record nowhere.
+        Without a ledger, rounds are recorded nowhere.
 
         Raises:
             ValueError: The ledger is one of another plan.
@@ -61,9 +59,8 @@ class PrivacyBudget:
     def spend(self, round: int | None = None, note: dict[str, Any] | None = None) -> None:
         """Records one round on disk, then composes it.
 
-        Args:
-            round: Its number; the one after the ledger's last if None.
-            note: Plain JSON values kept beside it in the ledger; no accountant uses them.
+        Its number is the one after the ledger's last if None. `note` holds plain JSON values, which
+        are kept beside it in the ledger; no accountant uses them.
 
         Raises:
             BudgetExceeded: It would exceed the budget, or the plan's rounds. Nothing was recorded.
@@ -88,9 +85,7 @@ def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> in
 
     By bisection on T, independently of the step-by-step guard.
 
-    Args:
-        plan: The plan.
-        accountant: Whose ε; the plan's own if None.
+    ε is that of `accountant`, of the plan's own if None.
 
     Raises:
         ValueError: An unknown accountant.
@@ -136,12 +131,8 @@ def price(
 ) -> list[EpsilonRow]:
     """Returns ε of some rounds by every accountant of the registry.
 
-    Args:
-        event: What every round releases.
-        rounds: How many took place, 0 or more.
-        adjacency: "replace" or "zero-out".
-        delta: δ at which ε is read.
-        lower: Whether to compute lower bounds as well, which takes longer; of 10⁶ rounds at most.
+    ε is read at `delta`. `lower` asks for lower bounds as well, which takes longer; of 10⁶ rounds
+    at most.
     """
     rows = []
     for name, cls in ACCOUNTANTS.items():
@@ -167,12 +158,11 @@ def epsilon_table(
 ) -> list[EpsilonRow]:
     """Returns ε after `rounds` rounds of the plan, by every accountant of the registry.
 
+    `lower` is as for `price`.
+
     Args:
-        plan: The plan.
-        rounds: Rounds spent, 0 or more.
         too_few_present: Whether a batch was released with fewer users present than the plan's
             `least_present`: accountants that count on others then have no ε.
-        lower: As for `price`.
     """
     about, allowed = (plan.adjacency, plan.delta), rounds_within_budget(plan)
     spent = price(plan.event(), rounds, *about, lower=lower)

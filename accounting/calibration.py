@@ -64,11 +64,8 @@ def unused_note(
 ) -> str | None:
     """Returns one line where a search ended at the edge of its range, with ε left; otherwise None.
 
-    Args:
-        target_epsilon: The budget.
-        epsilon: ε of what was found.
-        least_noise: The least z that is recommended.
-        found: What was searched for: noise, gamma, blankets or local_epsilon.
+    `epsilon` is that of what was `found`: noise, gamma, blankets or local_epsilon. `least_noise` is
+    the least z that is recommended.
     """
     edges = {
         "noise": least_noise,
@@ -102,13 +99,7 @@ def least_noise(
 ) -> float:
     """Returns the least noise multiplier z (to 0.1 %) with ε(z) <= target.
 
-    Args:
-        epsilon_at: ε as a function of z.
-        target_epsilon: The budget.
-        least: The least z that is recommended.
-
-    Returns:
-        z, at least `least`.
+    `epsilon_at` gives ε(z). z is at least `least`, which is the least that is recommended.
 
     Raises:
         CalibrationError: Not even z = 10^6 is enough.
@@ -148,9 +139,7 @@ def largest_rate(epsilon_at: Callable[[float], float], target_epsilon: float, us
 def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) -> int:
     """Returns the most rounds T <= 10^6 with ε(T) <= target; 0 if not one is.
 
-    Args:
-        epsilon_after: ε as a function of T, increasing.
-        target_epsilon: The budget.
+    `epsilon_after` gives ε(T), increasing.
     """
     return bisect.bisect_left(
         range(1, MOST_ROUNDS + 1),
@@ -164,10 +153,7 @@ def least_blankets(
 ) -> float:
     """Returns the least expected blankets λ in [0.1, 10^7] with ε(λ) <= target.
 
-    Args:
-        epsilon_at: ε as a function of λ.
-        target_epsilon: The budget.
-        guess: λ to start from.
+    `epsilon_at` gives ε(λ); the search starts at λ = `guess`.
 
     Raises:
         CalibrationError: Not even λ = 10^7 is enough.
@@ -207,15 +193,7 @@ def least_error_blankets(
     ratio, `Mechanism.ratio_variance`: that says which z to try next. In the end a z that is 5 % off
     on either side is no better; the error is flat there.
 
-    Args:
-        epsilon_at: ε as a function of z and λ, falling in both.
-        target_epsilon: The budget.
-        users: n.
-        check_in_rate: γ in (0, 1].
-        mechanism: Which one's noise it is.
-
-    Returns:
-        z, at most 64, and λ.
+    `epsilon_at` gives ε(z, λ), falling in both; z is at most 64.
 
     Raises:
         CalibrationError: Not even z = 64 reaches the target with 10^7 blankets.
@@ -331,12 +309,7 @@ def mean_update_error(
 
         E‖estimate - mean‖² = C² (d z² (1 + λ/(nγ)) + (1-γ)) / (nγ).
 
-    Args:
-        users: n.
-        check_in_rate: γ in (0, 1].
-        noise_multiplier: z >= 0.
-        shuffler_blankets: λ >= 0; 0 without blankets.
-        dimension: d >= 1; infinite for a model so large that only the noise counts.
+    The dimension d is infinite for a model so large that only the noise counts.
     """
     reports = users * check_in_rate
     noise = noise_multiplier**2 * (1.0 + shuffler_blankets / reports)

@@ -169,9 +169,7 @@ class Ledger:
     def open(cls, path: str | os.PathLike[str], plan: PrivacyPlan | None = None) -> "Ledger":
         """Continues a ledger; a line cut short by a crash is rewritten so that it still counts.
 
-        Args:
-            path: The file.
-            plan: If given, the plan the ledger must have been made for.
+        `plan`, if given, is the one that the ledger must have been made for.
 
         Raises:
             LedgerError: No such file, damaged, of another plan, or in use by another process.
@@ -252,9 +250,8 @@ class Ledger:
     def append_round(self, round: int, note: dict[str, Any] | None = None) -> None:
         """Records that a round is spent; when this returns the line is on disk.
 
-        Args:
-            round: Its number, above `last_round`.
-            note: Plain JSON values for the reader; no accountant uses them.
+        Its number lies above `last_round`. `note` holds plain JSON values for the reader; no
+        accountant uses them.
 
         Raises:
             ValueError: `round` does not increase.

@@ -47,10 +47,6 @@ def check_accountant(name: str, event: Shuffled) -> str:
 def make_accountant(name: str, adjacency: str = "replace") -> ShuffleAccountant:
     """Returns a fresh accountant of the registry.
 
-    Args:
-        name: A key of `ACCOUNTANTS`.
-        adjacency: "replace" or "zero-out".
-
     Raises:
         ValueError: An unknown name or adjacency.
     """

@@ -25,13 +25,8 @@ def fitted_response(
 ) -> tuple[float, float]:
     """Returns ε₀ and λ, of which what is None is found: both for least error, or the other alone.
 
-    Args:
-        epsilon_at: ε as a function of ε₀ and λ.
-        target_epsilon: The budget.
-        reports: nγ, how many users report in expectation.
-        categories: k.
-        local_epsilon: ε₀, or None.
-        blankets: λ, or None; a number where the accountant does not count blankets.
+    `epsilon_at` gives ε(ε₀, λ), `reports` is nγ, and `categories` is k. λ is a number where the
+    accountant does not count blankets.
 
     Raises:
         CalibrationError: Nothing reaches the target.
@@ -51,9 +46,7 @@ def fitted_response(
 def largest_local_epsilon(epsilon_at: Callable[[float], float], target_epsilon: float) -> float:
     """Returns the largest ε₀ in [1e-6, 20] (to 0.1 %) with ε(ε₀) <= target.
 
-    Args:
-        epsilon_at: ε as a function of ε₀, increasing.
-        target_epsilon: The budget.
+    `epsilon_at` gives ε(ε₀), increasing.
 
     Raises:
         CalibrationError: Not even ε₀ = 1e-6 is little enough.
@@ -80,14 +73,7 @@ def least_error_response(
     post-processing, so it needs no more blankets. If an ε₀ just below the target, with hardly a
     blanket, errs less, it is that.
 
-    Args:
-        epsilon_at: ε as a function of ε₀ and λ.
-        target_epsilon: The budget.
-        reports: nγ, how many users report in expectation.
-        categories: k.
-
-    Returns:
-        ε₀ and λ.
+    `epsilon_at` gives ε(ε₀, λ), `reports` is nγ, and `categories` is k.
 
     Raises:
         CalibrationError: Not even 10^7 blankets are enough.

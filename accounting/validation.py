@@ -75,9 +75,7 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
 
     An unknown key comes before all else: it may be why another one is missing.
 
-    Args:
-        error: What pydantic found.
-        model: The model, whose fields' descriptions say what is allowed.
+    The descriptions of the model's fields say what is allowed.
     """
     first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     path = [str(part) for part in first["loc"]]

@@ -82,11 +82,7 @@ class BlanketAccountant(AmplifiedAccountant):
 def divergence_of(event: Shuffled, alpha: float, pair: Pair, lower: bool = False) -> float:
     """Returns an upper (or lower) bound of H_α for one direction of a pair.
 
-    Args:
-        event: A round of users who check in, with λ > 0 and z > 0.
-        alpha: α >= 1.
-        pair: One of `shufl.accounting.numerics.worst_pairs`.
-        lower: Whether to bound from below.
+    α is at least 1; the event is a round of users who check in, with λ > 0 and z > 0.
     """
     rate, blankets = event.chance, min(event.blankets, _MOST)  # more hide more
     if blankets < _LEAST:

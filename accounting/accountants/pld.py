@@ -66,12 +66,8 @@ def _law_of(event: Shuffled, sigma: float, lower: bool) -> BoundedLaw:
 def round_profile(event: Shuffled, sigma: float) -> tuple[FloatArray, FloatArray]:
     """Returns a certified profile of one round: the larger direction, from above.
 
-    Args:
-        event: A round of Gaussian reports, at least one if their number is fixed.
-        sigma: σ, the noise in units of a report's sensitivity, > 0.
-
-    Returns:
-        epsilons from 0 and deltas, same shape.
+    The event's reports are Gaussian, at least one if their number is fixed; σ > 0 is the noise in
+    units of a report's sensitivity. Returns epsilons from 0 and deltas, of the same shape.
     """
     # More summands, more privacy (section 1): one alone bounds both. Its exact values serve where
     # the grid is too coarse for a ratio near 0, which only few reports can have.

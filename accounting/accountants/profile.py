@@ -122,9 +122,6 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         can be below. It takes one direction throughout, where `get_epsilon` takes the larger of
         both in every round. 0 where δ is too small for the Fourier transform it is computed with,
         below about 1e-14 for each round.
-
-        Args:
-            target_delta: δ in [0, 1].
         """
         if not self._counts or not all(map(self._is_private, self._counts)):
             return 0.0  # without noise δ may still be small: by the coins

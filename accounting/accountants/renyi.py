@@ -47,9 +47,7 @@ class RdpShuffleAccountant(ShuffleAccountant):
     ) -> None:
         """Makes an accountant that has spent nothing.
 
-        Args:
-            neighboring_relation: REPLACE_ONE or REPLACE_SPECIAL.
-            max_order: Highest Rényi order, at least 2; the class's default if None.
+        `max_order` is the highest Rényi order, the class's default if None.
 
         Raises:
             ValueError: ADD_OR_REMOVE_ONE, or `max_order` below 2.
@@ -131,9 +129,9 @@ class Theorem3Accountant(RdpShuffleAccountant):
     ) -> None:
         """Makes an accountant that has spent nothing.
 
+        The highest Rényi order is 256 if `max_order` is None.
+
         Args:
-            neighboring_relation: REPLACE_ONE or REPLACE_SPECIAL.
-            max_order: Highest Rényi order; 256 if None.
             capped: Whether no order costs more than Theorem 1's with all n users, which bounds
                 every check-in rate and every number of reports (docs/theory.md, section 3). Not
                 the published bound then: 0.214 in the published setting, not 9.618.

@@ -102,10 +102,7 @@ def clopper_pearson(
 ) -> tuple[FloatArray, FloatArray]:
     """Returns one-sided lower and upper bounds of a probability, each wrong at most at `error`.
 
-    Args:
-        successes: Counts in 0..trials, any shape.
-        trials: At least 1.
-        error: In (0, 1).
+    `successes` are counts in 0..trials, of any shape.
     """
     k = np.asarray(successes, np.float64)
     lower = np.where(k > 0, special.betaincinv(np.maximum(k, 1), trials - k + 1, error), 0.0)
@@ -184,11 +181,8 @@ def delta_lower_bound(
 ) -> float:
     """Returns a lower confidence bound of δ(ε) between two worlds, in the worse direction.
 
-    Args:
-        first: Scores of independent draws of the one world; the first half chooses the event.
-        second: Scores of the other.
-        epsilon: ε in [0, 700].
-        confidence: In (0, 1), one-sided.
+    `first` and `second` are scores of independent draws of the two worlds; the first half of each
+    chooses the event. ε lies in [0, 700], `confidence` in (0, 1).
 
     Raises:
         ValueError: A value outside its range.
@@ -201,11 +195,7 @@ def epsilon_lower_bound(
 ) -> float:
     """Returns a lower confidence bound of ε at `delta` between two worlds, in the worse direction.
 
-    Args:
-        first: Scores of independent draws of the one world; the first half chooses the event.
-        second: Scores of the other.
-        delta: δ in [0, 1).
-        confidence: In (0, 1), one-sided.
+    The scores are those of `delta_lower_bound`; δ lies in [0, 1), `confidence` in (0, 1).
 
     Raises:
         ValueError: A value outside its range.
@@ -236,13 +226,9 @@ def audit_round(
     """Draws one round under D and D′ and bounds its δ(ε) from below.
 
     Args:
-        event: One round of Gaussian reports.
-        adjacency: "replace" or "zero-out".
-        placement: The two datasets; see `make_placement`.
         epsilon: ε in [0, 700].
         samples: Draws of each world, at least 2.
         confidence: Of the lower bound, in (0, 1).
-        rng: Source of the draws; a fresh one if None.
         method: "events", or "auto": "ratios" wherever the likelihood ratio can be computed.
 
     Raises:
@@ -274,12 +260,7 @@ def audit_round(
 
 
 def claims_something(accountant: type[ShuffleAccountant], placement: str | Placement) -> bool:
-    """Tells whether an accountant claims anything there: not where others it counts on are absent.
-
-    Args:
-        accountant: Its class.
-        placement: A name of `PLACEMENTS`, or a placement.
-    """
+    """Tells whether an accountant claims anything there; not where others it needs are absent."""
     absent = placement == "absent" if isinstance(placement, str) else placement.absent
     return not (absent and accountant.counts_on_others)
 
@@ -302,9 +283,7 @@ def check_claims(
         epsilon: ε in [0, 700].
         placements: Names of `PLACEMENTS`, or placements. Each accountant is checked at those that
             it claims something about.
-        samples: Draws of each world for each placement.
         confidence: The chance of no false violation, over all placements together.
-        rng: Source of the draws; a fresh one if None.
 
     Raises:
         ValueError: A value outside its range, no placement, or none that an accountant claims

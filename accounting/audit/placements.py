@@ -93,11 +93,6 @@ def make_placement(name: str, adjacency: str, users: int) -> Placement:
     - absent: the others send nothing. If they send known reports instead, which the adversary can
       take away, the likelihood ratio is the same.
 
-    Args:
-        name: One of `PLACEMENTS`.
-        adjacency: "replace" or "zero-out".
-        users: n >= 1.
-
     Raises:
         ValueError: A value outside its range.
     """
@@ -129,10 +124,6 @@ class AttackedRound:
 
     def __init__(self, event: Shuffled, placement: Placement) -> None:
         """Prepares both.
-
-        Args:
-            event: A round of Gaussian reports.
-            placement: For as many users as the event has.
 
         Raises:
             ValueError: Noise 0, a placement for another number of users, or blankets in a round of
@@ -201,9 +192,8 @@ class AttackedRound:
     def score(self, reports: npt.ArrayLike, present: BoolArray | None = None) -> FloatArray:
         """Returns the score of observed rounds, shape (samples,): high speaks for D.
 
-        Args:
-            reports: Shape (samples, k, d), in any order, in clip norms.
-            present: Which rows are reports, shape (samples, k); all if None.
+        `reports` are in clip norms, of shape (samples, k, d) and in any order; `present`, of shape
+        (samples, k), says which rows are reports, all if None.
         """
         y = np.asarray(reports, np.float64)
         there = np.ones(y.shape[:2], np.bool_) if present is None else np.asarray(present)

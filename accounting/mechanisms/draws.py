@@ -35,8 +35,7 @@ class Uniform:
     def below(self, bound: Callable[[Any], Any]) -> bool:
         """Whether U is below a number.
 
-        Args:
-            bound: Computes the number in the context that it is given, to that one's precision.
+        `bound` computes the number in the context that it is given, to that one's precision.
         """
         digits = self._digits
         while True:

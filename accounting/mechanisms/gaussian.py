@@ -77,12 +77,8 @@ class GaussianMechanism(Checked):
         takes tells how the noise fell, not the update.) Rounding and saturating come after the
         noise, so they are post-processing.
 
-        Args:
-            update: shape (d,), any float type.
-            draws: of a `Randomness`, shape (d,).
-
-        Returns:
-            int16 of shape (d,).
+        `update` has shape (d,) and any float type, `draws` of a `Randomness` shape (d,). Returns
+        int16 of shape (d,).
         """
         clipped, unit = clip(update, self.clip_norm), self.unit(draws.size)
         deviation = self.noise_multiplier * self.clip_norm
@@ -114,9 +110,6 @@ class GaussianMechanism(Checked):
         C + zC (sqrt(d) + sqrt(2 log 1e12)), and sqrt(d)/2 for rounding: the norm of N(0, I_d) is
         1-Lipschitz, so it exceeds its mean (at most sqrt(d)) by t with probability at most
         exp(-t^2/2).
-
-        Args:
-            dimension: d, the number of entries of a report.
         """
         noise_norm = math.sqrt(dimension) + math.sqrt(2 * _LOG_FALSE_REJECT)
         norm = self.clip_norm * (1 + self.noise_multiplier * noise_norm)
@@ -143,12 +136,7 @@ def clip(update: np.ndarray, clip_norm: float) -> np.ndarray:
     A zero vector stays zero. An update with a NaN or infinite entry has no direction to keep and
     becomes the zero vector, so that the sensitivity bound holds for every input.
 
-    Args:
-        update: shape (d,), any float type.
-        clip_norm: C.
-
-    Returns:
-        float64 of shape (d,).
+    The update has shape (d,) and any float type; float64 of shape (d,) is returned.
     """
     wide = np.asarray(update, dtype=np.float64)
     if not np.isfinite(wide).all():

@@ -107,12 +107,8 @@ class LdpSgd(Checked):
         errors of v, and of the scalar product, which says which side is which, cannot cost any ε.
         From words the coin has exactly the chance (1 + share t)/2, with a share of at most 1.
 
-        Args:
-            update: shape (d,), any float type.
-            draws: of a `Randomness`, shape (d + 1,).
-
-        Returns:
-            int16 of shape (d,).
+        `update` has shape (d,) and any float type, `draws` of a `Randomness` shape (d + 1,).
+        Returns int16 of shape (d,).
         """
         clipped = clip(update, self.clip_norm)
         drawn = to_normals(draws[:-1]).astype(np.float64)

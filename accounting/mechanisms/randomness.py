@@ -254,12 +254,7 @@ def split_mix(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
     Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". Nothing secret
     may depend on it.
 
-    Args:
-        seeds: uint64, of any shape that broadcasts with that of places.
-        places: int, from 0.
-
-    Returns:
-        uint64 of the broadcast shape.
+    `seeds` are uint64, `places` int from 0. Returns uint64 of their broadcast shape.
     """
     mixed = seeds + (places.astype(np.uint64) + 1) * 0x9E3779B97F4A7C15
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -274,9 +269,8 @@ def _make_normals(words: np.ndarray, normals: np.ndarray) -> None:
     That takes a quarter of the time of numpy's ziggurat. 32 bits decide the radius: no draw lies
     beyond 6.8, where 1e-11 of the law is.
 
-    Args:
-        words: uint64 of shape (k, w).
-        normals: where they go, float32 of shape (k, 2w) or (k, 2w - 1).
+    The words are uint64 of shape (k, w). The draws go into `normals`, float32 of shape (k, 2w) or
+    (k, 2w - 1).
     """
     rows, size = words.shape
     halves = words.view(np.uint32).reshape(rows, 2, size)

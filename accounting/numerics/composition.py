@@ -116,10 +116,11 @@ class Composition:
     ) -> None:
         """Tilts, and transforms each distribution once.
 
+        The distribution of the sum is exact near `target`.
+
         Args:
             pmfs: One round's loss of each kind, all of one mesh.
             blocks: The counts to be asked for, per kind (see `count_block`).
-            target: Where in the distribution of the sum to be exact.
             tilt: That of `fitted_tilt`, if it is known; every tilt gives upper bounds.
 
         Raises:

@@ -21,10 +21,7 @@ def _checked(rdp: FloatArray) -> FloatArray:
 def epsilon_from_rdp(orders: FloatArray, rdp: FloatArray, delta: float) -> tuple[float, int]:
     """Returns the least ε over the orders, and the index of the order that gives it.
 
-    Args:
-        orders: λ > 1.01, shape (K,).
-        rdp: ε(λ) >= 0, same shape; inf is allowed.
-        delta: Target δ in [0, 1].
+    Orders λ > 1.01 and their ε(λ) >= 0, which may be inf, have shape (K,); δ lies in [0, 1].
 
     Raises:
         ValueError: δ outside [0, 1], or a negative or undefined divergence.
@@ -44,10 +41,7 @@ def epsilon_from_rdp(orders: FloatArray, rdp: FloatArray, delta: float) -> tuple
 def delta_from_rdp(orders: FloatArray, rdp: FloatArray, epsilon: float) -> tuple[float, int]:
     """Returns the least δ over the orders, and the index of the order that gives it.
 
-    Args:
-        orders: λ > 1.01, shape (K,).
-        rdp: ε(λ) >= 0, same shape; inf is allowed.
-        epsilon: Target ε >= 0; inf is allowed.
+    Orders λ > 1.01 and their ε(λ) >= 0, which may be inf, have shape (K,); ε >= 0 may be inf.
 
     Raises:
         ValueError: Negative or undefined ε, or a negative or undefined divergence.

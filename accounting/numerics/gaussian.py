@@ -22,9 +22,7 @@ def log_gaussian_delta(shift: float, epsilons: npt.ArrayLike) -> FloatArray:
 
     Raised by what floating point may have taken: 1e-9, more for means closer than 1e-5.
 
-    Args:
-        shift: Distance of the means, > 0.
-        epsilons: ε >= 0, any shape.
+    `shift` > 0; ε >= 0 has any shape.
     """
     shift = max(shift, _LEAST_SHIFT)
     x = np.asarray(epsilons, dtype=np.float64) / shift - shift / 2.0
@@ -44,9 +42,7 @@ def gaussian_epsilon(shift: float, delta: float) -> float:
     of x (it convolves log-concave ones), so Newton's steps from `Φ(-x) = δ` downwards never pass
     the root: wherever they end, ε is large enough.
 
-    Args:
-        shift: μ > 0.
-        delta: δ in (0, 1).
+    `shift` is μ > 0; δ lies in (0, 1).
     """
     if delta >= 1.0:
         return 0.0
@@ -84,10 +80,8 @@ def gaussian_losses(shift: float) -> FloatArray:
 def least_loss(shift: float, log_target: float, odds: bool = False) -> float:
     """Returns the least ε >= 0 (to 1e-9, above) at which `δ(ε) e^{-ε}` is at most a target.
 
-    Args:
-        shift: Distance of the means of two Gaussians of variance 1, > 0.
-        log_target: Logarithm of the target.
-        odds: Whether to ask for `δ(ε)/(1 + e^ε)` instead.
+    δ is that of two Gaussians of variance 1 whose means are `shift` > 0 apart. With `odds` it is
+    `δ(ε)/(1 + e^ε)` instead.
     """
 
     def defect(epsilon: float) -> float:

@@ -164,9 +164,9 @@ class GradedLaw:
     ) -> "GradedLaw":
         """Returns the law of one summand on the grid.
 
+        `mesh` is the finest one.
+
         Args:
-            summand: X.
-            mesh: The finest mesh.
             limit: Points on each side of 0 on each level; a multiple of 16.
             levels: How many; `summand.ends` must lie within them.
             lower: Whether the law shall lie below X in convex order, not above.
@@ -282,11 +282,9 @@ class GradedLaw:
 def law_of_sum(summand: Summand, count: int, points: int, lower: bool = False) -> "BoundedLaw":
     """Returns the law of the sum of `count` independent copies of a summand.
 
-    Args:
-        summand: X; the grid is finest around 0, so its mean should be about 0.
-        count: n >= 1.
-        points: Mesh points in the scale of the sum, about: twice as many at most.
-        lower: Whether to bound expectations of convex functions from below, not from above.
+    The grid is finest around 0, so the summand's mean should be about 0. It has about `points` mesh
+    points in the scale of the sum, twice as many at most. `lower` bounds expectations of convex
+    functions from below, not from above.
     """
     limit = math.ceil(18 * points / GRADE) * GRADE
     mesh = summand.jump / points

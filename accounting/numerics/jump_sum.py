@@ -56,10 +56,8 @@ _AT_ONCE = 5  # c tried at once in the search of the saddle point
 def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
     """Returns an upper bound of `E[(b + S)_+]`, or a lower one.
 
-    Args:
-        jumps: X.
-        count: How many, and what else is in b + S; its mean should not be far above 0.
-        lower: Whether to bound from below.
+    X is `jumps`; `count` says how many, and what else is in b + S, whose mean should not be far
+    above 0.
     """
     if not lower:
         return float(positive_parts(jumps, count, np.zeros(1))[0])
@@ -75,10 +73,8 @@ def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
 def positive_parts(jumps: Jumps, count: Count, shifts: FloatArray) -> FloatArray:
     """Returns upper bounds of `E[(y + b + S)_+]` for several y at once.
 
-    Args:
-        jumps: X.
-        count: As for `positive_part`; not Poisson unless y = 0.
-        shifts: y, where the bounds are good if it is small beside the spread of S, shape (K,).
+    X is `jumps`, and `count` as for `positive_part`, but not Poisson unless y = 0. y is `shifts`,
+    of shape (K,); the bounds are good where it is small beside the spread of S.
     """
     law = _Law(jumps, count)
     beyond, line = count.jumps * law.excess, _line(law, count, lower=False)

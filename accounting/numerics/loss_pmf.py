@@ -131,9 +131,8 @@ class Profile:
         Doroshenko et al. 2022, Algorithm 1, with the mirror image of a symmetric pair:
         `P[-x] = e^{-x} P[x]`.
 
-        Args:
-            interval: The mesh wanted; doubled until the grid has at most 2¹⁸ points.
-            rare: A δ that is moved to the infinite loss as a whole, as 1e-30 is always.
+        The mesh is `interval`, doubled until the grid has at most 2¹⁸ points. A δ of `rare` is
+        moved to the infinite loss as a whole, as 1e-30 is always.
         """
         cut = int(np.argmax(self.deltas <= max(rare, _NEGLIGIBLE))) or self.deltas.size - 1
         top = float(self.epsilons[cut])

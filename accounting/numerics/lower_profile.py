@@ -23,9 +23,8 @@ class LowerProfile:
     def __init__(self, losses: FloatArray, values: FloatArray) -> None:
         """Takes the corners: the bound is linear in α between them.
 
-        Args:
-            losses: log α, increasing, shape (K,).
-            values: The bound at them, shape (K,); `max(1 - α, 0)` is used where that is more.
+        `losses` are log α, increasing, and `values` the bound at them, both of shape (K,). Where
+        `max(1 - α, 0)` is more, it is used.
         """
         self._ratios = np.exp(losses)
         self._values = np.maximum(values, np.maximum(-np.expm1(losses), 0.0))

@@ -73,9 +73,7 @@ def log_cumulants(sigma: float, max_order: int) -> FloatArray:
     component of vertex 1 once that last vertex is gone, gives
     `κ_{k+1} = Σ_{i=1..k} C(k-1, i-1) (e^{is} - 1) κ_i κ_{k-i+1}`.
 
-    Args:
-        sigma: Noise standard deviation over the sensitivity, positive.
-        max_order: Highest order, at least 1.
+    σ > 0 is the noise's standard deviation over the sensitivity; `max_order` is at least 1.
 
     Returns:
         Shape (max_order + 1,), read-only; entry 0 is -inf, entry 1 is 0 (the mean is 1).
@@ -105,10 +103,7 @@ def log_central_moments(
     The cumulants of the mean are `κ_k n^{1-k}`, and
     `M_j = Σ_{k=2..j} C(j-1, k-1) κ_k n^{1-k} M_{j-k}` has positive terms for every n >= 1.
 
-    Args:
-        sigma: Noise standard deviation over the sensitivity, positive.
-        max_order: Highest order, at least 1.
-        users: n, one number or a vector of shape (B,).
+    σ and `max_order` are as for `log_cumulants`; n is one number or a vector of shape (B,).
 
     Returns:
         Shape (max_order + 1,) or (max_order + 1, B); order 0 is 0 and order 1 is -inf.
@@ -137,12 +132,8 @@ def log_moments_of_mean(log_moments: FloatArray, users: int) -> FloatArray:
     `M_m = Σ_{k=2..m} C(m, k) (k(n+1) - m)/m · μ_k n^{-k} M_{m-k}`
     has no negative term while m <= 2(n+1); beyond that the power is taken by repeated squaring.
 
-    Args:
-        log_moments: `log E[Z^k]`, shape (L + 1,), all moments non-negative, entry 1 is -inf.
-        users: n, at least 1.
-
-    Returns:
-        `log E[Z̄_n^m]`, shape (L + 1,).
+    `log_moments` are `log E[Z^k]`, all moments non-negative, entry 1 -inf. Returns `log E[Z̄_n^m]`.
+    Both have shape (L + 1,).
     """
     max_order = log_moments.size - 1
     log_fact = log_factorials(max_order)
@@ -185,12 +176,8 @@ def log_moments_around_one(log_central: FloatArray, log_scale: float = 0.0) -> F
     `E[(1 + c Z̄)^λ] = 1 + Σ_{j>=2} C(λ, j) c^j E[Z̄^j]`, summed by its excess over 1 so that a
     log-moment of 1e-12 keeps its digits.
 
-    Args:
-        log_central: `log E[Z̄^j]`, shape (L + 1,), with `E[Z̄] = 0`.
-        log_scale: `log c`.
-
-    Returns:
-        Shape (L + 1,); entries 0 and 1 are 0.
+    `log_central` are `log E[Z̄^j]`, with `E[Z̄] = 0`, and `log_scale` is `log c`. The result has
+    the same shape (L + 1,); entries 0 and 1 are 0.
     """
     max_order = log_central.size - 1
     log_fact = log_factorials(max_order)

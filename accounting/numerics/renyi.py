@@ -32,13 +32,8 @@ def _infinite(max_order: int) -> FloatArray:
 def shuffled_gaussian(users: int, sigma: float, max_order: int) -> FloatArray:
     """Theorem 1: all n users take part; `(λ-1) ε_SG(λ) = log E[Ȳ_n^λ]`, an equality.
 
-    Args:
-        users: n, at least 1.
-        sigma: Noise standard deviation over the sensitivity; 0 gives infinite bounds.
-        max_order: Highest order, at least 2.
-
-    Returns:
-        Log-moments, shape (max_order + 1,).
+    n is at least 1. σ, the noise's standard deviation over the sensitivity, may be 0, which gives
+    infinite bounds. Returns log-moments, of shape (max_order + 1,), with `max_order` at least 2.
     """
     if not moments.is_representable(sigma, max_order):
         return _infinite(max_order)
@@ -55,14 +50,7 @@ def shuffled_check_in_gaussian(
     Averaged over the coins, the likelihood ratio is the mean of n independent W, where W is 1
     with probability 1 - γ and Y with probability γ. The case that nobody checks in is in it.
 
-    Args:
-        users: n, at least 1.
-        check_in_rate: γ in (0, 1].
-        sigma: Noise standard deviation over the sensitivity; 0 gives infinite bounds.
-        max_order: Highest order, at least 2.
-
-    Returns:
-        Log-moments, shape (max_order + 1,).
+    γ lies in (0, 1]; n, σ, `max_order` and the result are as for `shuffled_gaussian`.
     """
     if check_in_rate == 1.0:
         return shuffled_gaussian(users, sigma, max_order)
@@ -81,14 +69,8 @@ def fixed_size_shuffled_gaussian(
     The likelihood ratio is `(1 - m/n) + (m/n) Ȳ_m`. With m the realised number of reports this
     also prices one round of the check-in mechanism, because the coins do not depend on the data.
 
-    Args:
-        users: n, at least 1.
-        reports: m in 0..n; no report costs nothing.
-        sigma: Noise standard deviation over the sensitivity; 0 gives infinite bounds.
-        max_order: Highest order, at least 2.
-
-    Returns:
-        Log-moments, shape (max_order + 1,).
+    m lies in 0..n, and no report costs nothing; n, σ, `max_order` and the result are as for
+    `shuffled_gaussian`.
     """
     if reports == 0:
         return np.zeros(max_order + 1)
@@ -106,12 +88,8 @@ def subsampling_weights(rates: NDArray[np.float64], order: int) -> tuple[FloatAr
     With `E[Ȳ^j] = Σ_i C(j, i) M_i`, the sum `Σ_{j>=3} 2 γ^j C(λ, j) E[Ȳ^j]` becomes
     `Σ_i weight_i M_i` with `weight_i = 2 C(λ, i) γ^i (1+γ)^{λ-i}` less what j < 3 contributes.
 
-    Args:
-        rates: Sampling rates γ, shape (B,).
-        order: λ, at least 2.
-
-    Returns:
-        `log weight_i`, shape (λ + 1, B), and `log γ² C(λ, 2)`, shape (B,).
+    `rates` are γ, of shape (B,), and `order` is λ >= 2. Returns `log weight_i`, of shape
+    (λ + 1, B), and `log γ² C(λ, 2)`, of shape (B,).
     """
     log_fact = moments.log_factorials(order)
     index = np.arange(order + 1.0)[:, None]
@@ -132,9 +110,7 @@ def subsampling_weights(rates: NDArray[np.float64], order: int) -> tuple[FloatAr
 def subsampling_weight_table(rate: float, max_order: int) -> tuple[FloatArray, FloatArray]:
     """Returns `subsampling_weights` of one rate for every order at once.
 
-    Args:
-        rate: Sampling rate γ in (0, 1].
-        max_order: Highest order, at least 2.
+    γ lies in (0, 1]; `max_order` is at least 2.
 
     Returns:
         `log weight_i` of order λ at [λ, i], -inf where i > λ or λ < 2, shape
@@ -165,14 +141,8 @@ def subsampled_log_excess(
     Theorem 9) with `ε(∞) = ∞`:
     `1 + γ² C(λ,2) min{4(e^{ε(2)} - 1), 2 e^{ε(2)}} + Σ_{j>=3} 2 γ^j C(λ,j) e^{(j-1) ε(j)}`.
 
-    Args:
-        rates: γ in (0, 1], shape (B,).
-        reports: m, at least 1, shape (B,).
-        sigma: Noise standard deviation over the sensitivity, representable.
-        max_order: Highest order, at least 2.
-
-    Returns:
-        Shape (max_order + 1, B); rows 0 and 1 are -inf. Not rounded up.
+    γ in (0, 1] and m >= 1 have shape (B,). σ is representable. Returns shape (max_order + 1, B),
+    not rounded up; rows 0 and 1 are -inf.
     """
     central = moments.log_central_moments(sigma, max_order, reports)
     log_two = math.log(2.0)
@@ -193,14 +163,8 @@ def subsampled_shuffled_gaussian(
     It is not tight: its terms j >= 3 do not vanish as m grows, and at γ = 1 it stays above
     Theorem 1.
 
-    Args:
-        rate: γ in (0, 1].
-        reports: m >= 0; no report costs nothing.
-        sigma: Noise standard deviation over the sensitivity; 0 gives infinite bounds.
-        max_order: Highest order, at least 2.
-
-    Returns:
-        Log-moments, shape (max_order + 1,).
+    γ lies in (0, 1], and m = 0 costs nothing; σ, `max_order` and the result are as for
+    `shuffled_gaussian`.
     """
     if reports == 0:
         return np.zeros(max_order + 1)

@@ -41,12 +41,12 @@ def larger_direction(
     Where the bound by geometric means is below the forward direction it is taken for the reverse
     one; nothing is integrated there.
 
+    At σ = 0 `forward` is the answer.
+
     Args:
         forward: `log E[W̄^λ]`, rounded up, shape (max_order + 1,).
-        users: n, at least 1.
         draws: N in 0..n.
         rate: The chance of each of the N to report, in (0, 1].
-        sigma: Noise standard deviation over the sensitivity; at 0 `forward` is the answer.
     """
     result = forward.copy()
     if draws == 0 or sigma == 0.0:

@@ -107,14 +107,9 @@ def sign_profile(
 ) -> tuple[FloatArray, FloatArray]:
     """Returns a profile, both directions: the user's report among others, or without any.
 
-    Args:
-        response: What a report is.
-        chance: That the report is sent at all.
-        relation: Which records are neighbours.
-        hiding: Among what; None: it is seen alone.
-
-    Returns:
-        epsilons from 0, the last so large that the loss never exceeds it, and deltas; same shape.
+    The report is sent at all with probability `chance`, and seen alone where `hiding` is None.
+    Returns epsilons from 0, the last so large that the loss never exceeds it, and deltas of the
+    same shape.
     """
     zero_out = response.hides_zero(relation)
     swing = 0.5 * response.truth * response.places

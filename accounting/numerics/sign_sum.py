@@ -51,12 +51,7 @@ def sign_mean_calls(m: npt.ArrayLike, c: npt.ArrayLike) -> FloatArray:
 
     `½ P[Bin(m-1, ½) = a0 - 1] - c P[Bin(m, ½) >= a0]`, a0 the least count above m(1+c)/2.
 
-    Args:
-        m: Numbers of signs >= 1, shape (M,).
-        c: Levels >= 0, shape (J,) for all m, or (M, J).
-
-    Returns:
-        Shape (M, J).
+    m >= 1 has shape (M,), and c >= 0 shape (J,) for all m, or (M, J). Returns shape (M, J).
     """
     signs = np.asarray(m, dtype=np.float64)[:, None]
     level: FloatArray = np.atleast_2d(np.asarray(c, dtype=np.float64))

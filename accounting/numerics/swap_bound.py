@@ -36,11 +36,8 @@ class SwapBound:
     def __init__(self, users: int, rate: float, noise_multiplier: float, lost: float) -> None:
         """Fixes c and M.
 
-        Args:
-            users: n >= 1.
-            rate: γ in (0, 1].
-            noise_multiplier: z >= 0.2.
-            lost: About what is added to H_1 by the last two terms, in (0, γ/2].
+        n >= 1 users, γ in (0, 1] and z >= 0.2. `lost`, in (0, γ/2], is about what the last two
+        terms add to H_1.
         """
         self._others, self._rate, self._width = users - 1, rate, 1.0 / noise_multiplier
         rare = _RARE_SHARE * lost

@@ -149,14 +149,8 @@ def shuffled_check_in_gaussian(
 ) -> FloatArray:
     """Theorem 3, minimised over every split m = 1..⌊nγ⌋+1 separately for each order.
 
-    Args:
-        users: n, at least 1.
-        check_in_rate: γ in (0, 1].
-        sigma: Noise standard deviation over the sensitivity; 0 gives infinite bounds.
-        max_order: Highest order, at least 2.
-
-    Returns:
-        Log-moments, shape (max_order + 1,), rounded up.
+    n is at least 1 and γ in (0, 1]. σ, the noise's standard deviation over the sensitivity, may be
+    0, which gives infinite bounds. Returns log-moments, of shape (max_order + 1,), rounded up.
     """
     if not moments.is_representable(sigma, max_order):
         return np.concatenate([np.zeros(2), np.full(max_order - 1, np.inf)])

@@ -101,15 +101,8 @@ def upper_profile(
     Seen alone, with the chance γ that it is sent at all, a report has `H_α = γ δ_G(α)`; others
     only hide it.
 
-    Args:
-        divergence: Of one round.
-        rate: γ.
-        noise_multiplier: z > 0.
-        relation: Which records are neighbours.
-        coarseness: How much longer the steps of α are than they should be.
-
-    Returns:
-        epsilons from 0 and deltas, same shape.
+    `divergence` is that of one round, `rate` is γ and z > 0. The steps of α are `coarseness` times
+    as long as they should be. Returns epsilons from 0 and deltas, of the same shape.
     """
     shift, pairs = apart(relation, noise_multiplier), pairs_of(relation)
 
@@ -167,10 +160,7 @@ def lower_profile(
 ) -> LowerProfile:
     """Returns a lower bound of the profile of the worst pair, first direction against second.
 
-    Args:
-        divergence: Of one round.
-        noise_multiplier: z > 0.
-        relation: Which records are neighbours.
+    `divergence` is that of one round, and z > 0.
     """
     first, *rest = (_both_bounds(divergence, pair, noise_multiplier) for pair in pairs_of(relation))
     x, top, bottom = first

@@ -46,11 +46,8 @@ def clones_delta(
 ) -> FloatArray:
     """Returns δ(ε) of k shuffled reports of an ε₀-LDP randomiser, both directions, rounded up.
 
-    Args:
-        reports: k >= 1.
-        local_epsilon: ε₀ > 0 of one report.
-        epsilons: ε >= 0, shape (K,); δ is constant from ε = 20 on, and 0 from ε₀ on.
-        year: Which analysis. That of 2022 is, by its erratum, for some randomisers only.
+    k >= 1, ε₀ > 0, and ε >= 0 of shape (K,); δ is constant from ε = 20 on, and 0 from ε₀ on. The
+    analysis of 2022 is, by its erratum, for some randomisers only.
 
     Raises:
         ValueError: A value outside its range.

@@ -36,12 +36,8 @@ def composed_epsilon(
     Sampling: `δ(1+v) = q δ₁(1 + v/q)`, for a δ₁ that holds for every replacement of one record
     (Balle, Barthe and Gaboardi 2018). Composition: as the accountants do (`composition`).
 
-    Args:
-        delta_at: δ₁ at ε >= 0, shape (K,) to (K,), an upper bound in both directions.
-        grid: Where to read it, ε from 0, increasing, shape (K,).
-        rounds: T >= 1.
-        delta: δ in (0, 1).
-        rate: q in (0, 1].
+    `delta_at` gives δ₁ at ε >= 0, shape (K,) to (K,), an upper bound in both directions. It is read
+    on `grid`, increasing from ε = 0, of shape (K,). q lies in (0, 1].
     """
     inner = np.asarray(grid, dtype=np.float64)
     profile = Profile.enveloping(
@@ -60,11 +56,7 @@ def strong_composition(epsilon: float, delta: float, rounds: int, slack: float) 
 
     The closed form of Kairouz, Oh and Viswanath 2015, Theorem 3.4.
 
-    Args:
-        epsilon: Of a round, > 0.
-        delta: Of a round; only what it is called, no ε depends on it.
-        rounds: T >= 1.
-        slack: δ̃ in (0, 1).
+    δ̃ is `slack`, in (0, 1). No ε depends on a round's δ.
     """
     mean = rounds * epsilon * math.tanh(epsilon / 2.0)
     root = math.sqrt(rounds) * epsilon
@@ -80,11 +72,7 @@ def central_subsampled_gaussian(
 
     One user added or removed, Poisson sampling at rate γ, Gaussian noise once on the sum.
 
-    Args:
-        rate: γ in (0, 1].
-        noise_multiplier: Of the noise on the sum, over the clip norm, > 0.
-        rounds: T >= 1.
-        delta: δ in (0, 1).
+    `noise_multiplier` is that of the noise on the sum, over the clip norm.
     """
     event = dp_accounting.GaussianDpEvent(noise_multiplier)
     if rate < 1.0:
@@ -120,13 +108,6 @@ def peers(
     most rounds and k = ⌈nγ⌉ reports. The systems price an ε₀-LDP report of k users a round, a share
     k/n of all, so the numbers say what an analysis that knows only ε₀ gets; for Gaussian reports
     its own δ₀ would have to be added to δ, and is not.
-
-    Args:
-        users: n >= 1.
-        check_in_rate: γ in (0, 1].
-        mechanism: What makes a report, with noise.
-        rounds: Numbers of rounds T >= 1.
-        delta: δ in (0, 1).
 
     Raises:
         ValueError: A value outside its range.

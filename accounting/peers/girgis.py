@@ -41,10 +41,7 @@ def girgis_rdp(reports: int, local_epsilon: float, orders: npt.ArrayLike) -> Flo
     With `n̄ = ⌊(n-1)/(2e^{ε₀})⌋ + 1`: `1/(λ-1) log(1 + C(λ,2) (e^{ε₀}-1)²/(n̄ e^{ε₀})
     + Σ_{i>=3} C(λ,i) i Γ(i/2) ((e^{2ε₀}-1)²/(2 e^{2ε₀} n̄))^{i/2} + e^{ε₀λ - (n-1)/(8e^{ε₀})})`.
 
-    Args:
-        reports: n >= 1.
-        local_epsilon: ε₀ > 0 of one report.
-        orders: Integers λ >= 2, shape (K,).
+    n >= 1, ε₀ > 0 of one report, and integers λ >= 2 of shape (K,).
 
     Raises:
         ValueError: A value outside its range.
@@ -74,11 +71,7 @@ def girgis_subsampled_rdp(
     `Υ = ((1+γu)^λ - 1 - λγu) e^{-(k-1)/(8e^{ε₀})}`, `u = e^{ε₀} - e^{-ε₀}`, the most
     by which a density ratio is off 1. (Published code has u/2, which nothing justifies.)
 
-    Args:
-        rate: γ in (0, 1].
-        reports: k >= 1.
-        local_epsilon: ε₀ > 0 of one report.
-        orders: Integers λ >= 2, shape (K,).
+    γ in (0, 1], k >= 1, ε₀ > 0 of one report, and integers λ >= 2 of shape (K,).
 
     Raises:
         ValueError: A value outside its range.
@@ -110,10 +103,7 @@ def girgis_simple_rdp(reports: int, local_epsilon: float, orders: npt.ArrayLike)
 
     `1/(λ-1) log(e^{λ² (e^{ε₀}-1)²/n̄} + e^{ε₀λ - (n-1)/(8e^{ε₀})})`, n̄ as in `girgis_rdp`: larger.
 
-    Args:
-        reports: n >= 1.
-        local_epsilon: ε₀ > 0 of one report.
-        orders: Integers λ >= 2, shape (K,).
+    The arguments are those of `girgis_rdp`.
 
     Raises:
         ValueError: A value outside its range.
@@ -131,10 +121,7 @@ def girgis_lower_rdp(reports: int, local_epsilon: float, orders: npt.ArrayLike) 
     It is the divergence for binary randomised response where one of n users differs from all
     others, `E[(1 + (e^{2ε₀}-1)/(n e^{ε₀}) (K - n/(e^{ε₀}+1)))^λ]` with K ~ Bin(n, 1/(e^{ε₀}+1)).
 
-    Args:
-        reports: n >= 1.
-        local_epsilon: ε₀ > 0 of one report.
-        orders: Integers λ >= 2, shape (K,).
+    The arguments are those of `girgis_rdp`.
 
     Raises:
         ValueError: A value outside its range.
@@ -162,12 +149,8 @@ def poisson_sampled_rdp(rate: float, divergences: npt.ArrayLike) -> FloatArray:
     `1/(λ-1) log((1-γ)^{λ-1} (λγ-γ+1) + C(λ,2) γ² (1-γ)^{λ-2} e^{ε(2)}
     + 3 Σ_{j>=3} C(λ,j) (1-γ)^{λ-j} γ^j e^{(j-1)ε(j)})`.
 
-    Args:
-        rate: γ in (0, 1).
-        divergences: ε(λ) without sampling at λ = 2, 3, ..., shape (K,).
-
-    Returns:
-        At the same orders, shape (K,).
+    γ lies in (0, 1). `divergences` are ε(λ) without sampling at λ = 2, 3, ..., and the result is at
+    the same orders, both of shape (K,).
     """
     base: FloatArray = np.asarray(divergences, dtype=np.float64)
     log_rate = math.log(validation.real("sampling rate", rate, "(0, 1)"))

@@ -41,12 +41,7 @@ def randomised_response_delta(
     first (it falls in m): an upper bound. The published analyses of the strong adversary take
     P[loss >= ε], which is larger.
 
-    Args:
-        reports: n >= 1.
-        categories: k >= 2.
-        local_epsilon: ε₀ > 0 of one report.
-        epsilons: ε >= 0, shape (K,).
-        adversary: "weak" or "strong".
+    n >= 1, k >= 2, ε₀ > 0 of one report, and ε >= 0 of shape (K,).
 
     Raises:
         ValueError: A value outside its range.
