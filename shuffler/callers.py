@@ -70,9 +70,8 @@ class Revoked:
     def __init__(self, path: Path | None) -> None:
         """Reads the file; None: nothing is withdrawn.
 
-        Args:
-            path: a file with the name of a credential, which withdraws all of that name, or the
-                SHA-256 fingerprint of one certificate on each line; `#` begins a comment line.
+        Each line of the file has the name of a credential, which withdraws all of that name, or the
+        SHA-256 fingerprint of one certificate; `#` begins a comment line.
 
         Raises:
             ValueError: if a line is neither; one line naming the file.

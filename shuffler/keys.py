@@ -145,9 +145,7 @@ class Authority:
     ) -> Credentials:
         """A new key and its certificate: a request and its signature, both on this machine.
 
-        Args:
-            role, hosts, users, days: as for `sign`.
-            name: 1 to 64 letters, digits, `.`, `_` or `-`.
+        The name has 1 to 64 letters, digits, `.`, `_` or `-`; the rest is as for `sign`.
 
         Raises:
             ValueError: if an argument does not fit the role.
@@ -168,11 +166,8 @@ class Authority:
         """The certificate (PEM) for a request; what it may be used for is decided here alone.
 
         Args:
-            request: name and public key.
-            role: what it is for.
             hosts: for a shuffler: the DNS names and IP addresses that clients know it by.
             users: for a node: how many users report through it.
-            days: how long it is valid.
 
         Raises:
             ValueError: if an argument does not fit the role.

@@ -73,16 +73,15 @@ class ShufflerProcess:
     ) -> None:
         """Remembers how to start; `__enter__` does it.
 
+        `listen` and `metrics` (for Prometheus) are `HOST:PORT`; port 0 picks a free one. `floor` is
+        what the configuration has in `[floor]`.
+
         Args:
             spool: where accepted reports are kept, also for a later start on the same directory.
                 Default: a temporary directory that goes with the process; nothing there waits for
                 the disk.
-            listen: `HOST:PORT`; port 0 picks a free one.
-            log_file: where the shuffler logs.
-            metrics: `HOST:PORT` for Prometheus.
             limits: what its configuration has in `[limits]`. Defaults that differ: one credential
                 may have 24 streams, each silent for an hour, and `stop_seconds` is 30.
-            floor: what its configuration has in `[floor]`.
             plaintext: no TLS; a fresh token instead of certificates. On loopback only.
             authority: issues the certificates; default: a fresh one.
             simulation_seed: makes its blankets a function of this, for a simulation; default: they

@@ -26,11 +26,9 @@ def entry_hash(entry: str) -> str:
 def make_entry(index: int, previous: str, about: dict[str, Any]) -> str:
     """The JSON of an entry, on one line.
 
-    Args:
-        index: counts from 0.
-        previous: the hash of the entry before, or `START`.
-        about: run, round, event, plan, commitment, and the number of reports, blankets among them,
-            where the batch was released.
+    `index` counts from 0, and `previous` is the hash of the entry before, or `START`. `about` holds
+    run, round, event, plan, commitment, and the number of reports, blankets among them, where the
+    batch was released.
     """
     return json.dumps({"index": index, **about, "previous": previous}, separators=(",", ":"))
 
@@ -38,11 +36,8 @@ def make_entry(index: int, previous: str, about: dict[str, Any]) -> str:
 def verify(entries: Iterable[str]) -> list[dict[str, Any]]:
     """Checks a whole record.
 
-    Args:
-        entries: their JSON, from the first on.
-
-    Returns:
-        The entries' values, each with its `hash` added.
+    The entries are given as JSON, from the first on. Returns their values, each with its `hash`
+    added.
 
     Raises:
         ValueError: an entry is none, or not the one that belongs there; names its index.

@@ -44,9 +44,7 @@ _SWITCH_SECONDS = 0.0005
 def serve(config: Path, exit_with_parent: bool) -> None:
     """Serves until it is told to stop; what is wrong is one line, and exit code 2.
 
-    Args:
-        config: its TOML file.
-        exit_with_parent: whether to stop when standard input ends or the parent is gone.
+    With `exit_with_parent` it stops when standard input ends or the parent is gone.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can be heard, and once it cannot
     parent = os.getppid()

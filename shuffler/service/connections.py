@@ -88,9 +88,7 @@ class Connections:
     def call(self, name: str, sender: str) -> Iterator[bool]:
         """A call that comes over a connection, for as long as the block lasts.
 
-        Args:
-            name: of the peer, as gRPC says it.
-            sender: whose the call is.
+        `name` is the peer's, as gRPC says it.
 
         Yields:
             Whether it may come: its sender has not too many connections.

@@ -28,10 +28,8 @@ class Log:
     def __init__(self, path: Path | None, megabytes: float, kept: int) -> None:
         """Opens the file.
 
-        Args:
-            path: the file; None: standard error.
-            megabytes: a file that grows beyond is renamed to `path`.1; 0: none is.
-            kept: how many of the renamed ones are kept.
+        Without a path lines go to standard error. A file that grows beyond `megabytes` is renamed
+        to `path`.1, and `kept` of the renamed ones are kept; with 0 megabytes none is renamed.
 
         Raises:
             OSError: the file cannot be opened.

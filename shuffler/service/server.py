@@ -47,12 +47,8 @@ class ShufflerServer:
     ) -> None:
         """Prepares the server; nothing listens yet.
 
-        Args:
-            store: runs and rounds.
-            security: the shuffler's side of TLS; or, in plaintext, the server's control token.
-            revoked: whose calls and reports are refused, also on connections that are open.
-            limits: how much at once.
-            metrics: what is counted.
+        `security` is the shuffler's side of TLS or, in plaintext, the server's control token. Calls
+        and reports of those who are `revoked` are refused, also on connections that are open.
         """
         memory.keep_little()
         token = security if isinstance(security, str) else None
@@ -90,11 +86,8 @@ class ShufflerServer:
     async def start(self, listen: str) -> str:
         """Listens and serves.
 
-        Args:
-            listen: `HOST:PORT`; port 0 picks a free one. In plaintext only a loopback address.
-
-        Returns:
-            The address with the actual port.
+        Port 0 picks a free one; in plaintext only a loopback address is allowed. Returns the
+        address with the actual port.
 
         Raises:
             ValueError: if the address is malformed, in use, or not loopback without TLS, or if
@@ -129,8 +122,7 @@ class ShufflerServer:
         Releases get `limits.stop_seconds`, because a batch is lost with its release; all other
         calls two seconds, or as long as there are releases.
 
-        Args:
-            at_once: once it is set nothing is waited for.
+        Once `at_once` is set nothing is waited for.
         """
         at_once = at_once or asyncio.Event()
         stopping = asyncio.create_task(self._server.stop(self._stop_seconds + _STOP_SECONDS))

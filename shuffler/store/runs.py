@@ -76,7 +76,6 @@ class RunStore:
         """Opens the directory (made with mode 0700 if missing) and takes up what is in it.
 
         Args:
-            directory: where `runs.db` and one file for each batch are kept.
             reserve_bytes: free space in bytes that reports may not use, so that rounds can still
                 be closed and released when they have filled the disk.
             most_users: for how many users' reports a round makes room here, at most.
@@ -279,10 +278,8 @@ class RunStore:
 
         Its room counts as taken until it has been given back.
 
-        Args:
-            run_id, number: the round.
-            submit: has another thread call what gives the batch's room back, which takes time. Left
-                out: this thread does it.
+        `submit` has another thread call what gives the room back, which takes time; without it this
+        thread does.
         """
         run = self._runs.get(run_id)
         entry = run.rounds.get(number) if run is not None else None

@@ -70,9 +70,7 @@ class RunsFile:
     def __init__(self, directory: Path, anchor: Path) -> None:
         """Opens the file, or makes it.
 
-        Args:
-            directory: where `runs.db` is.
-            anchor: the file that says how old the directory may be, made if both are missing.
+        `anchor` is the file that says how old the directory may be. It is made if both are missing.
 
         Raises:
             ValueError: directory and anchor are not those that were last used together, one of

@@ -78,9 +78,9 @@ class RoundSpool:
     ) -> None:
         """Opens the batch in this file, or starts an empty one.
 
+        The reports lie beside the SQLite file `path`; each has `report_bytes`.
+
         Args:
-            path: of the SQLite file; the reports lie beside it.
-            report_bytes: length of every report.
             users: how many users' reports the batch may hold.
             work: how many blankets are made for it.
             draw: how many of them are blankets; asked where the batch is new.

@@ -78,8 +78,7 @@ class Connection:
     def errors(self, seconds: float | None = None) -> Iterator[None]:
         """Turns gRPC's errors, a wait that was too long and an early end into ours.
 
-        Args:
-            seconds: the longest wait; left out: `timeout`.
+        The longest wait is `timeout` where `seconds` is None.
         """
         within = self.timeout if seconds is None else seconds
         try:

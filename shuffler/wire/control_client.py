@@ -31,7 +31,6 @@ class ControlClient(Connection):
         """Remembers where the shuffler is; connects with the first call.
 
         Args:
-            address: the shuffler's `HOST:PORT`.
             credentials: a server's; or, in plaintext, the control token that the shuffler was
                 started with.
             timeout: longest wait in seconds for one answer, or one part of a release.
@@ -49,8 +48,9 @@ class ControlClient(Connection):
     def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
         """Registers a run with its plan; the same call again changes nothing.
 
+        The run's name has 1 to 256 characters.
+
         Args:
-            run_id: the run's name, 1 to 256 characters.
             plan: the privacy plan, a JSON object with `users`, `minimum_batch` and
                 `shuffler_blankets`; with blankets also its `mechanism`.
             report_bytes: length of every sealed report in bytes (`sealed_length` of the payload).
@@ -85,11 +85,8 @@ class ControlClient(Connection):
 
         Waits until the round's blankets are made, an hour at most.
 
-        Args:
-            run_id: the run.
-            round: the open round.
-            discard: whether to destroy the batch unseen, whatever its size; also one that is
-                closed and not yet released.
+        With `discard` the batch is destroyed unseen, whatever its size; also one that is closed and
+        not yet released.
 
         Returns:
             `RELEASABLE`, or `BELOW_MINIMUM` or `DISCARDED`: then the batch has been destroyed. How

@@ -49,7 +49,6 @@ class IntakeClient(Connection):
         """Remembers where the shuffler is; connects with the first report.
 
         Args:
-            address: the shuffler's `HOST:PORT`.
             credentials: a node's; None: plaintext, to a shuffler that has no TLS.
             timeout: longest wait in seconds for one verdict. A stream of reports may last longer.
 
@@ -62,8 +61,7 @@ class IntakeClient(Connection):
     def commitment(self, header: RoundHeader) -> str:
         """Returns what the shuffler knows of an open round, to be compared with the header's.
 
-        Args:
-            header: the round as the server has shown it; the shuffler counts another one than its.
+        The shuffler counts a header other than its own.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `UNKNOWN_ROUND`, `NOT_PERMITTED`; or `BUSY`, for as long
@@ -100,7 +98,6 @@ class IntakeClient(Connection):
         `ACCEPTED`.
 
         Args:
-            header: the round; the same that the reports were sealed with.
             reports: pairs of the user's number, counted by this sender, and the sealed report.
             deadline: seconds until the round is over, from the first iteration; so long is tried.
                 Left out: not known, and each verdict is tried for `timeout` seconds.
@@ -253,10 +250,8 @@ class _Reports:
 def _messages(items: queue.SimpleQueue[Any], about: dict[str, Any]) -> Iterator[Any]:
     """The messages of one call: in one as many reports as fit and come within a moment.
 
-    Args:
-        items: pairs of user and sealed report; `_SEND`, where no more will come before those that
-            are here are sent; None at the end.
-        about: what a message says of the round.
+    `items` are pairs of user and sealed report; `_SEND`, where no more will come before those that
+    are here are sent; None at the end. `about` is what a message says of the round.
     """
     held: list[tuple[int, bytes]] = []
     until = 0.0

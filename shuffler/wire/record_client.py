@@ -18,10 +18,8 @@ class RecordClient(Connection):
     ) -> None:
         """Remembers where the shuffler is; connects with the first question.
 
-        Args:
-            address: the shuffler's `HOST:PORT`.
-            credentials: anybody's; None: plaintext, to a shuffler that has no TLS.
-            timeout: longest wait in seconds for one answer.
+        Anybody's credentials will do; without any, in plaintext, to a shuffler that has no TLS.
+        `timeout` is the longest wait in seconds for one answer.
 
         Raises:
             ValueError: if the address is malformed, or not loopback without `credentials`.

@@ -47,8 +47,7 @@ def decode_report(payload: bytes, dimension: int) -> np.ndarray[Any, np.dtype[np
 def model_digest(parameters: Mapping[str, ArrayLike]) -> str:
     """SHA-256 (hexadecimal) of a model: the names, types, shapes and values of its parameters.
 
-    Args:
-        parameters: by name, for example a PyTorch `state_dict` on the CPU.
+    The parameters are given by name, for example as a PyTorch `state_dict` on the CPU.
     """
     digest = hashlib.sha256()
     for name, given in parameters.items():

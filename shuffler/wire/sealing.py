@@ -192,13 +192,8 @@ def most_parameters(sealing: Sealing = "x25519") -> int:
 def seal(payload: bytes, public_key: bytes, header: RoundHeader) -> bytes:
     """Seals a payload to the server's public key for one round (RFC 9180, base mode).
 
-    Args:
-        payload: the report's bytes; all of a run must have one length, since sealing keeps it.
-        public_key: the server's public key, as `generate_key_pair` gave it.
-        header: the round; the server must name the same to open the report.
-
-    Returns:
-        `sealed_length(len(payload))` bytes.
+    All payloads of a run must have one length, since sealing keeps it. The server must name the
+    same header to open the report, of `sealed_length(len(payload))` bytes.
 
     Raises:
         ValueError: if the public key has another length or is no usable key.
