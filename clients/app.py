@@ -36,11 +36,7 @@ def ready(
 
     It says that it agrees to the plan, for how many users it speaks, and where they report.
 
-    Args:
-        settings: the client's side of the run.
-        asked: the server's message.
-        number: the node's.
-        users: ids of the node's users, int of shape (u,).
+    `number` is the node's; `users` are the ids of its users, int of shape (u,).
 
     Raises:
         RoundRefused: it does not agree.
@@ -61,8 +57,7 @@ def train(
     The acknowledgement is the same constant whether or not any user checked in, and comes
     `reply_after` seconds after the message, whether or not the node's work is done by then.
 
-    Args:
-        settings, asked, number, users: as for `ready`.
+    The arguments are those of `ready`.
 
     Raises:
         RoundRefused: the node does not agree; decided before any coin.

@@ -162,10 +162,8 @@ class DeviceLedger:
     def __init__(self, path: Path, limits: DeviceLimits | None = None, create: bool = True):
         """Opens the file, or makes it.
 
-        Args:
-            path: of the file; its directory exists.
-            limits: the owner's; None: none, in simulation only, and nothing waits for the disk.
-            create: whether a file that is missing is made.
+        The file's directory exists. Without limits, in simulation only, nothing waits for the disk.
+        `create` says whether a file that is missing is made.
 
         Raises:
             ValueError: the file cannot be used, or is not a device's ledger.
@@ -184,9 +182,10 @@ class DeviceLedger:
     def offer(self, header: RoundHeader, plan: PrivacyPlan, rounds: int) -> None:
         """Enters a round, on disk when this returns; then its coins may be flipped.
 
+        The header is that of the round as the shuffler has confirmed it, and names the digest of
+        `plan`.
+
         Args:
-            header: the round, as the shuffler has confirmed it.
-            plan: the run's plan, whose digest the header names.
             rounds: how many rounds the run may have; what counts is what is said with the first.
 
         Raises:
@@ -220,10 +219,6 @@ class DeviceLedger:
 
     def check(self, run_id: str, plan: PrivacyPlan, rounds: int) -> None:
         """Refuses a run of which no round would be accepted; enters nothing.
-
-        Args:
-            run_id: the run's name.
-            plan, rounds: as for `offer`.
 
         Raises:
             RoundRefused, ValueError: as `offer`.
@@ -295,10 +290,8 @@ class DeviceLedger:
 def load_device(path: Path, create: bool = True) -> DeviceLedger:
     """Opens the ledger that an owner's file names, under the limits in it.
 
-    Args:
-        path: a TOML file with the keys of `DeviceLimits`, and `ledger`, the path of the ledger
-            relative to this file.
-        create: whether a ledger that is missing is made.
+    The TOML file has the keys of `DeviceLimits`, and `ledger`, the path of the ledger relative to
+    this file. `create` says whether a ledger that is missing is made.
 
     Raises:
         ValueError: one line that says what is wrong.

@@ -39,10 +39,8 @@ _MOST_SAID_BYTES = 2**14  # of a message beside its model; a fifth of it would d
 def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) -> None:
     """Answers the messages of one deployed node until `stop` is set.
 
-    Args:
-        settings: the node's; with `users` and a ledger.
-        socket: path of the Unix socket, which is made; at most 100 characters long.
-        stop: ends it.
+    The settings have `users` and a ledger. `socket` is the path of the Unix socket, which is made;
+    it has at most 100 characters.
 
     Raises:
         ValueError: the settings lack what a deployed node has, or the socket cannot be made.

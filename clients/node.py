@@ -178,10 +178,7 @@ class Node:
         different keys or models is refused by all nodes but those who were shown the shuffler's.
         A round that is agreed to is in the device's ledger, on disk, when this returns.
 
-        Args:
-            announced: what the server says of the round.
-            model: the broadcast model.
-            node: this node's number, which decides its shuffler and its ledger.
+        The number `node` decides this node's shuffler and its ledger.
 
         Raises:
             RoundRefused: another run or plan, a model that is not this client's, a key that nothing
@@ -262,10 +259,8 @@ class Node:
         simulation, a failing computation and a lost report are told. A round whose time is over
         before the one before it has ended is given up without a coin.
 
-        Args:
-            users: ids of this node's users, int of shape (u,).
-            round: what `prepare` agreed to.
-            node: this node's number, which decides where it submits.
+        `users` are the ids of this node's users, int of shape (u,). The number `node` decides where
+        it submits.
 
         Raises:
             ReportFailed: in simulation, when computing a report failed, or one was lost.

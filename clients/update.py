@@ -36,10 +36,8 @@ def local_update(
     optimization": the pseudo-gradient).
 
     Args:
-        model: the round's model.
         features: shape (r, ...), the user's r records.
         labels: int64 of shape (r,).
-        training: which of the two, and its steps.
         seed: in [0, 2^64), of everything random in local training: `record_orders`, dropout, and
             what the model draws from Python's and numpy's own generators.
         state: the model's, if it has been taken already.
@@ -85,7 +83,6 @@ def user_updates(
         model: the round's model; nobody else's meanwhile.
         features: shape (k, r, ...), r records of each of k users.
         labels: int64 of shape (k, r).
-        training: one gradient, or local epochs.
         orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
         call: gives the scores as `torch.func.functional_call` does, perhaps in another precision;
             parameters and their gradients stay as they are.
@@ -132,13 +129,8 @@ def user_updates(
 def record_orders(seeds: np.ndarray, epochs: int, records: int) -> torch.Tensor:
     """The order of each user's records in each of its local epochs.
 
-    Args:
-        seeds: of each of k users' local training, uint64 of shape (k,).
-        epochs: number of epochs.
-        records: of each user.
-
-    Returns:
-        Permutations of 0 to records - 1, int64 of shape (epochs, k, records).
+    `seeds` are those of k users' local training, uint64 of shape (k,). Returns permutations of 0 to
+    records - 1, int64 of shape (epochs, k, records).
     """
     places = np.arange(epochs * records).reshape(epochs, 1, records)
     return torch.from_numpy(split_mix(seeds[:, None], places).argsort(axis=2))
