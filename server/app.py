@@ -21,9 +21,9 @@ def make_server_app(
 ) -> ServerApp:
     """The ServerApp of a run.
 
+    `observe` is called after every round.
+
     Args:
-        settings: the server's side of the run.
-        observe: called after every round.
         finish: called once, with how the run ended.
         stop: polled; when it turns true, the round is closed early and the run ends.
         shuffler_gone: polled; once it is true, no shuffler will answer again, and nodes are not

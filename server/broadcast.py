@@ -40,9 +40,6 @@ class Exchange:
         """Sends it.
 
         Args:
-            grid: Flower's.
-            nodes: their ids.
-            content: of the message.
             message_type: `query` or `train`.
             round: the round's number; 0 before the first.
             seconds: how long answers are waited for.

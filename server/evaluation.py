@@ -24,10 +24,7 @@ class Evaluation:
 def evaluate(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> Evaluation:
     """Evaluates a copy in eval mode, in batches, on the device of the data.
 
-    Args:
-        model: a classifier with output of shape (r, classes); it stays as it is.
-        features: shape (r, ...).
-        labels: int64 of shape (r,), on the same device.
+    The model's output has shape (r, classes), the features (r, ...) and the labels, int64, (r,).
     """
     model = copy.deepcopy(model).to(features.device).eval()
     correct, loss = 0, 0.0

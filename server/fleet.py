@@ -94,10 +94,7 @@ class Fleet:
     def __init__(self, settings: ServerSettings, grid: Grid, over: Callable[[], bool]):
         """Begins without any.
 
-        Args:
-            settings: the server's side of the run.
-            grid: Flower's.
-            over: polled; when it turns true, nobody is waited for.
+        Once `over` turns true, nobody is waited for.
         """
         self.settings = settings
         self.known: dict[int, NodeState] = {}
