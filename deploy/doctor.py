@@ -67,9 +67,6 @@ _Look = Callable[[], None]
 def examine(folder: Path) -> list[Finding]:
     """Looks at everything that a site needs.
 
-    Args:
-        folder: the site's, as `shufl provision` made it.
-
     Raises:
         ConfigError: it is no site's.
     """

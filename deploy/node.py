@@ -27,10 +27,7 @@ from shufl.simulator.trial import try_users
 def serve_node(site: NodeSite, folder: Path, stop: threading.Event) -> None:
     """Serves a node until `stop` is set.
 
-    Args:
-        site: the node's file.
-        folder: where the file is, to which a data folder is relative.
-        stop: ends it.
+    A data folder is relative to `folder`, where the node's file is.
 
     Raises:
         ConfigError: something in the file, the configuration, the data or the limits does not fit.

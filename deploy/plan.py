@@ -175,8 +175,7 @@ LONGEST_SOCKET = 100
 def flower_environment(home: Path) -> dict[str, str]:
     """Environment variables for Flower's programs, which start others by their names alone.
 
-    Args:
-        home: Flower's own folder of a site.
+    `home` is Flower's own folder of a site.
     """
     path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}

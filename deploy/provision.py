@@ -76,11 +76,9 @@ class Provisioned:
 def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = False) -> Provisioned:
     """Makes what is missing of a deployment's folders.
 
-    Args:
-        deployment: the deployment.
-        base: where its file is, to which the configuration's path is relative.
-        out: gets a folder for each site, and the two authorities.
-        in_place: whether the sites run in these folders, and not in /srv/shufl of their machines.
+    The configuration's path is relative to `base`, where the deployment's file is. `out` gets a
+    folder for each site, and the two authorities. With `in_place` the sites run in these folders,
+    and not in /srv/shufl of their machines.
 
     Raises:
         ConfigError: the configuration cannot be run, or does not fit the sites.

@@ -84,12 +84,8 @@ class Rehearsal:
     def __init__(self, deployment: Deployment, base: Path, folder: Path, proxied: bool = False):
         """Provisions every site, makes all keys, and has them signed.
 
-        Args:
-            deployment: any; its hosts and ports are replaced.
-            base: where its file is.
-            folder: where the sites go.
-            proxied: whether nodes go through a reverse proxy, which the caller starts, with the
-                server's `nginx.conf`.
+        The deployment's file is in `base`; its hosts and ports are replaced. If `proxied`, nodes go
+        through a reverse proxy, which the caller starts, with the server's `nginx.conf`.
 
         Raises:
             ConfigError: the deployment cannot be run, or the folder's path is too long.
@@ -230,16 +226,9 @@ class Rehearsal:
 def rehearse(deployment: Deployment, base: Path, folder: Path, runs: Path, kill_node: bool) -> str:
     """Runs a deployment on this machine from keys to the end of its budget.
 
-    Args:
-        deployment: the deployment.
-        base: where its file is.
-        folder: where the sites go.
-        runs: where the run folder goes.
-        kill_node: whether the last node is killed after two rounds, and brought back after two
-            more, or after a while if the run does not go on without it.
-
-    Returns:
-        What stopped the run.
+    The deployment's file is in `base`; the sites go to `folder` and the run folder to `runs`. With
+    `kill_node` the last node is killed after two rounds, and brought back after two more, or after
+    a while if the run does not go on without it. Returns what stopped the run.
 
     Raises:
         ConfigError: before any work.

@@ -60,9 +60,7 @@ class Status:
 def status_of(folder: Path, site: ServerSite | None) -> Status:
     """Looks, and changes nothing.
 
-    Args:
-        folder: the run folder.
-        site: the server's file, for its shufflers; None: they are not asked.
+    The shufflers are those of the server's file, `site`; without it they are not asked.
 
     Raises:
         ConfigError: it is no run folder, or one that is damaged.

@@ -41,14 +41,8 @@ FLOWER_FOLDER = "flower"
 def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
     """Begins a run on a SuperLink, and shows it to its end.
 
-    Args:
-        connection: name of a connection in Flower's configuration; of a SuperLink on this machine.
-        site_path: the server's file.
-        config: the run's configuration.
-        runs: where the run folder is made.
-
-    Returns:
-        What stopped the run.
+    `connection` is the name, in Flower's configuration, of a SuperLink on this machine; `site_path`
+    is the server's file. The run folder is made in `runs`. Returns what stopped the run.
 
     Raises:
         ConfigError: before any work.
@@ -67,10 +61,6 @@ def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
 
 def resume_on(connection: str, site_path: Path, folder: Path) -> str:
     """Goes on with an interrupted run, as a new run of Flower's, and shows it to its end.
-
-    Args:
-        connection, site_path: as for `run_on`.
-        folder: the run folder.
 
     Returns, raises: as `run_on`.
     """
