@@ -116,14 +116,12 @@ def canary_rounds(
 
     The model does not change between rounds: they are independent draws of one round.
 
+    User 0 holds `canary`, and all other users `others`. `make_node` builds the client's side.
+
     Args:
         plan: of a mechanism whose single round is audited; its budget must allow all rounds.
-        canary: what user 0 holds.
-        others: what all other users hold.
-        shuffler: a running one.
         seed: of the users' coins and noise; the two worlds need different ones. The shuffler draws
             its blankets and its order from its own source.
-        make_node: builds the client's side.
 
     Raises:
         ShufflerError: the shuffler does not answer or refuses.
@@ -215,15 +213,9 @@ def check_end_to_end(
 ) -> list[ClaimCheck]:
     """Attacks a plan through client, shuffler and server, by a server that asks one user alone.
 
-    Args:
-        plan: whose single round is attacked.
-        epsilon: ε at which the accountants' δ(ε) is attacked.
-        rounds: how many rounds are run in each of the two worlds, at least 4.
-        confidence: the chance of no false violation.
-        seed: as for `run_canary`.
-
-    Returns:
-        A check for each accountant that claims something where nobody else takes part.
+    It runs `rounds` rounds, at least 4, in each of the two worlds; the seed is as for `run_canary`.
+    Returns a check, whose δ(ε) is attacked at `epsilon`, for each accountant that claims something
+    where nobody else takes part. `confidence` is the chance of no false violation.
 
     Raises:
         ValueError: a value outside its range.

@@ -56,11 +56,11 @@ class Histogram:
     ) -> Histogram:
         """With the standard errors that follow from the plan and the shares themselves.
 
+        The plan has randomised response. Each of the `shufflers` has its own blankets.
+
         Args:
             shares: unbiased estimates, shape (k,).
-            plan: with randomised response.
             present: how many users were there; None: all.
-            shufflers: how many there are, each with its own blankets.
             one_each: every user is known to have one category. A user of several records has shares
                 of many, and the reports of such users vary more, by as much as this assumes then.
         """
@@ -104,14 +104,8 @@ def plan_for(
 ) -> PrivacyPlan:
     """The plan of one round of reports with about the least error that the target allows.
 
-    Args:
-        users: n.
-        categories: k.
-        target_epsilon: the budget.
-        delta: at which ε is read.
-        check_in_rate: γ.
-        accountant: whose ε. With one that does not count blankets there are none.
-        local_epsilon: ε₀, or None for what is best.
+    n users, k categories, and γ = `check_in_rate`. With an accountant that does not count blankets
+    there are none. ε₀ = `local_epsilon` is the best one if None.
 
     Raises:
         ValueError: a value out of range, or nothing reaches the target.
@@ -161,10 +155,7 @@ def unused(plan: PrivacyPlan, local_epsilon: float | None) -> str | None:
 def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:
     """What a server would estimate of users whose categories are known.
 
-    Args:
-        counts: users of each category, shape (k,).
-        plan: with randomised response.
-        seed: of coins, answers and blankets.
+    `counts` are the users of each category, shape (k,). The plan has randomised response.
     """
     draw, k = np.random.Generator(np.random.Philox(key=seed)), len(counts)
     rate, truth = plan.check_in_rate, plan.mechanism.truth
@@ -182,11 +173,8 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
     Every line is a row. What a reader of CSV would mend in silence is refused: one open quote makes
     one value of many users.
 
-    Args:
-        path: of a file whose first line names its columns.
-        column: its name.
-        categories: all there may be, no two alike.
-        other: whether the last of them stands for any other value.
+    The first line names the columns. No two of the categories, which are all there may be, are
+    alike; `other` says whether the last of them stands for any other value.
 
     Raises:
         ValueError: a line is no row, the column or a value's category is not there, or there are no

@@ -84,12 +84,8 @@ def build_model(
 ) -> nn.Module:
     """The model of that name with parameters initialised from `seed`.
 
-    Args:
-        name: a key of MODELS or `module:callable`.
-        input_shape: shape of one record.
-        classes: number of classes.
-        seed: of the initial parameters.
-        options: keyword arguments of the model.
+    `name` is a key of MODELS or `module:callable`, `input_shape` the shape of one record, and
+    `options` the model's keyword arguments.
 
     Raises:
         ConfigError: unknown name, wrong options, an output of the wrong shape, nothing to train,

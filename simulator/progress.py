@@ -42,9 +42,7 @@ class RoundProgress:
     def __call__(self, record: RoundRecord, every_pair: float | None = None) -> None:
         """Shows one finished round.
 
-        Args:
-            record: the round.
-            every_pair: ε so far by `blanket`, where another accountant halts; None: not shown.
+        `every_pair` is ε so far by `blanket`, where another accountant halts; None is not shown.
         """
         first = self._started is None
         accuracy = self._accuracy  # of an earlier round, which it names

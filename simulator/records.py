@@ -98,10 +98,7 @@ def rounds_told(folder: Path) -> dict[str, int]:
 def check_ledger(folder: Path, last_round: int, told: dict[str, int]) -> None:
     """Refuses a ledger that was cut: a round is in it, on disk, before any other file has it.
 
-    Args:
-        folder: the run folder.
-        last_round: the last one in the ledger.
-        told: by `rounds_told`.
+    `last_round` is the ledger's last one, and `told` is by `rounds_told`.
 
     Raises:
         LedgerError: it lacks rounds that were spent.

@@ -38,13 +38,9 @@ _write_updates(*pickle.load(sys.stdin.buffer))
 def try_users(make_model: functools.partial, training: LocalTraining, records: int) -> bool:
     """Refuses a model that gives a user another update after other users than before them.
 
-    Args:
-        make_model: `build_model` with its arguments. The models here need no trial.
-        training: the plan's own.
-        records: the most that a user has.
-
-    Returns:
-        Whether computing users together gives the same updates as computing one by one.
+    `make_model` is `build_model` with its arguments; the models here need no trial. `records` is
+    the most that a user has. Returns whether computing users together gives the same updates as
+    computing one by one.
 
     Raises:
         ConfigError: other users change a user's update, or the model fails.

@@ -179,9 +179,8 @@ fashion_mnist = functools.partial(_idx, "FashionMNIST", 0.2860, 0.3530)
 def load_dataset(name: str) -> Dataset:
     """The dataset of that name, kept in memory for the process.
 
-    Args:
-        name: a key of DATASETS, or `module:callable`. The callable takes nothing and returns a
-            `Dataset`, the same one at every call: each process that needs it calls it anew.
+    It is a key of DATASETS, or `module:callable`. The callable takes nothing and returns a
+    `Dataset`, the same one at every call: each process that needs it calls it anew.
 
     Raises:
         ConfigError: it is not available, its archive does not verify, or it is no dataset.

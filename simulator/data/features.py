@@ -65,10 +65,8 @@ _RECORDS_AT_ONCE = 32  # what a thread works on stays in its core's cache
 def load_records(dataset: str, features: str | None) -> Dataset:
     """The dataset of that name, its records mapped to features if there is a map.
 
-    Args:
-        dataset: see `load_dataset`.
-        features: a key of FEATURES, `module:callable`, or None. Several threads call the callable
-            at once; it must give a record the same features at every call.
+    `features` is a key of FEATURES, `module:callable`, or None. Several threads call the callable
+    at once; it must give a record the same features at every call.
 
     Raises:
         ConfigError: see `load_dataset`; or the map fails, or there is no room to keep its features.

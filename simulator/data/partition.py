@@ -22,12 +22,8 @@ def partition(
     2019). `repeated`: one record each; the records are dealt again and again in the same random
     order, so that there may be more users than records.
 
-    Args:
-        labels: int of shape (r,).
-        users: number of users, at least 1; at most r, but for `repeated`.
-        scheme: one of `shufl.simulator.names.PARTITIONS`.
-        seed: the deal.
-        concentration: for `dirichlet`; small is skewed.
+    `labels` are int of shape (r,). There are at most r users, but for `repeated`. A small
+    concentration makes `dirichlet` skewed.
 
     Returns:
         int of shape (k, q), k at most users: row u modulo k has user u's record indices. Rows are
@@ -162,10 +158,7 @@ def load_user_records(
 ) -> PartitionedRecords:
     """The records of all users: what `load_records` gives, dealt as `partition` says.
 
-    Args:
-        dataset, features: as for `load_records`.
-        users, scheme, seed, concentration: as for `partition`.
-        digest: as for `check_digest`.
+    `digest` is as for `check_digest`.
 
     Raises:
         ConfigError: see `check_digest` and `load_records`.

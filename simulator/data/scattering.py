@@ -30,8 +30,7 @@ _WIDTH, _FREQUENCY, _SLANT = 0.8, 0.75 * math.pi, 0.5  # of the fine wavelets
 def scattering(images: torch.Tensor) -> torch.Tensor:
     """The scattering transform of each image, channel by channel.
 
-    Args:
-        images: float32 of shape (r, channels, height, width).
+    The images are float32 of shape (r, channels, height, width).
 
     Returns:
         float32 of shape (r, 81 channels, height // 4, width // 4). The 81 coefficients are the

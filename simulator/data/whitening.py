@@ -41,12 +41,9 @@ def dead_leaves() -> torch.Tensor:
 def whitening(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What makes channels uncorrelated, and of variance 1 where they vary at all.
 
-    Args:
-        features: shape (r, channels, height, width).
-
-    Returns:
-        The channels' means, of shape (channels,), and the symmetric matrix that multiplies what is
-        left without them, of shape (channels, channels).
+    The features have shape (r, channels, height, width). Returns the channels' means, of shape
+    (channels,), and the symmetric matrix that multiplies what is left without them, of shape
+    (channels, channels).
     """
     samples = features.double().movedim(1, -1).flatten(0, -2)
     variances, directions = torch.linalg.eigh(samples.T.cov(correction=0))

@@ -29,8 +29,9 @@ class Reference:
     def __init__(self, config: Config, private: bool):
         """Gets ready.
 
+        The configuration gives C, ε and δ too.
+
         Args:
-            config: gives C, ε and δ too.
             private: by Opacus, where ε is that of adding or removing a record; that of replacing
                 one would be larger. Otherwise nothing is clipped, no noise is added, and the
                 batches of 1/γ rounds are all records in random order.

@@ -31,11 +31,8 @@ _RESULT = "result.json"
 def play(point: Point, folder: Path, threads: int, command: str) -> None:
     """Plays a point, or goes on with it where it was interrupted, and writes its `result.json`.
 
-    Args:
-        point: what to play.
-        folder: of the point, made if it is not there.
-        threads: of torch.
-        command: that all this is part of.
+    The point's folder is made if it is not there. `threads` are torch's, and `command` is what all
+    this is part of.
 
     Raises:
         Exception: whatever ends a run early.
@@ -70,10 +67,8 @@ def _reference(point: Point) -> Reference:
 def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
     """Writes a point's `result.json`.
 
-    Args:
-        folder: of the point, made if it is not there.
-        point: what was played.
-        came_to: what `read_result` gives, but for what `point` says.
+    The folder is made if it is not there. `came_to` is what `read_result` gives, but for what
+    `point` says.
     """
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{_RESULT}.tmp"

@@ -29,13 +29,9 @@ def play_points(
 ) -> None:
     """Plays those that have no result yet, once all of them are known to be playable.
 
-    Args:
-        points: of a grid.
-        folder: has a folder for each point.
-        cpus: of each point, and torch's threads.
-        command: that all this is part of.
-        console: where each finished point gets a line.
-        failed: gets why points failed, by what they are called; the others are finished.
+    Each point has a folder in `folder` and as many CPUs, and threads of torch, as `cpus`. The
+    console gets a line of each finished point, and `failed` says why points failed, by what they
+    are called; the others are finished. `command` is what all this is part of.
 
     Raises:
         ConfigError: the configuration of one of them is wrong; none has been played.

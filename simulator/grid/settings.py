@@ -175,8 +175,7 @@ def shown(value: float | str) -> str:
 def load_grid(source: str) -> tuple[str, Grid]:
     """A grid and its name.
 
-    Args:
-        source: a TOML file, or the name of a grid that ships with shufl.
+    `source` is a TOML file, or the name of a grid that ships with shufl.
 
     Raises:
         ConfigError: one line naming the key, what it was given, and what is allowed.
