@@ -1,5 +1,4 @@
-from .aggregate import Aggregate, aggregate_reports
-from .aggregators import AGGREGATORS, Aggregator, Mean, SpectralFilter
+from .aggregate import Aggregate, Mean, aggregate_reports
 from .app import make_server_app
 from .checkpoint import Checkpoint, load_checkpoint, load_tensors, save_tensors
 from .checkpoint_file import CheckpointError, read_checkpoint
@@ -19,10 +18,8 @@ from .training import PlayedRound, Training
 from .words import AgreedNode, RoundRecord, Schedule
 
 __all__ = [
-    "AGGREGATORS",
     "MOST_INCOMPLETE",
     "Aggregate",
-    "Aggregator",
     "AgreedNode",
     "Checkpoint",
     "CheckpointError",
@@ -37,7 +34,6 @@ __all__ = [
     "RunResult",
     "Schedule",
     "ServerSettings",
-    "SpectralFilter",
     "Training",
     "TrainingSettings",
     "aggregate_reports",

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shufl.server.aggregators import Aggregator
 from shufl.shuffler import (
     PrivateKey,
     RejectReason,
@@ -20,17 +20,43 @@ from shufl.shuffler import (
     empty_report,
 )
 
+if TYPE_CHECKING:
+    from shufl.accounting import PrivacyPlan
+
+
+class Mean:
+    """The estimate of the mean update: the reports' sum over gamma times the users present.
+
+    Dividing by the expected number of users' reports, not the realised one, keeps the estimate
+    unbiased whatever the coins, and says nothing of how many reports are blankets. The sum is one
+    of integers below 2^53, so it does not depend on the (random) order of the release, nor on how
+    the batch was divided.
+    """
+
+    def __init__(self, plan: PrivacyPlan, dimension: int):
+        """Begins a round of a plan, whose model has `dimension` parameters."""
+        self.plan, self.dimension = plan, dimension
+        self._total = np.zeros(dimension)
+
+    def add(self, report: np.ndarray) -> None:
+        """Adds a report, whole numbers of units of shape (d,), or the sum of several."""
+        self._total += report
+
+    def result(self, users: int) -> np.ndarray:
+        """The estimate, float32 of shape (d,), where so many users were present (flipped coins)."""
+        scale = self.plan.mechanism.unit(self.dimension) / (users * self.plan.check_in_rate)
+        return (self._total * scale).astype(np.float32)
+
 
 @dataclass(frozen=True)
 class Aggregate:
     """The estimate of the mean update and how many reports it holds.
 
     Attributes:
-        estimate: an `Aggregator`'s result, float32 of shape (d,).
+        estimate: float32 of shape (d,).
         reports: how many were summed: users' reports and shufflers' blankets alike, and no empty
             ones.
-        rejected: how many did not open, no honest client could have sent, or the aggregator left
-            out.
+        rejected: how many did not open, or no honest client could have sent.
         reasons: how many of them for which reason (`RejectReason`).
     """
 
@@ -44,21 +70,17 @@ def aggregate_reports(
     sealed_reports: Iterable[bytes],
     private_key: PrivateKey,
     header: RoundHeader,
-    aggregator: Aggregator,
+    mean: Mean,
     users: int,
 ) -> Aggregate:
     """Opens, validates and aggregates a batch, one report after the other.
 
-    Args:
-        sealed_reports: the release.
-        private_key: the round's key.
-        header: the round's header; a report sealed under another does not open.
-        aggregator: of this round alone.
-        users: how many users were present, as in `Aggregator.result`.
+    A report that was sealed under another header does not open. `mean` is of this round alone, and
+    `users` is how many were present.
     """
-    dimension = aggregator.dimension
-    empty = empty_report(dimension) if aggregator.plan.cover else None
-    limit = aggregator.plan.mechanism.largest_honest_norm(dimension)
+    dimension = mean.dimension
+    empty = empty_report(dimension) if mean.plan.cover else None
+    limit = mean.plan.mechanism.largest_honest_norm(dimension)
     opener = ReportOpener(private_key, header)
     reports = 0
     reasons: Counter[str] = Counter()
@@ -75,10 +97,6 @@ def aggregate_reports(
         if math.sqrt(np.einsum("i,i->", report, report)) > limit:
             reasons[RejectReason.TOO_LONG] += 1
             continue
-        aggregator.add(report)
+        mean.add(report)
         reports += 1
-    estimate = aggregator.result(users)
-    if aggregator.left_out:
-        reasons[RejectReason.OUTLIER] = aggregator.left_out
-    kept = reports - aggregator.left_out
-    return Aggregate(estimate, kept, reasons.total(), dict(reasons))
+    return Aggregate(mean.result(users), reports, reasons.total(), dict(reasons))

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shufl.accounting import ACCOUNTANTS, Ledger, PrivacyPlan
-from shufl.server.aggregators import Aggregator
 from shufl.server.checkpoint import Checkpoint
 from shufl.server.words import AgreedNode, Schedule, StoppedBy
 from shufl.shuffler import Credentials, Sealing
@@ -81,7 +80,6 @@ class TrainingSettings:
         ledger: open, of this plan; its run id is that of the run.
         make_model: builds the initial model.
         load_test: gives public test data, features (r, ...) and int64 labels of shape (r,).
-        aggregator: makes the estimate of the mean update from a round's reports.
         optimiser: the server's step.
         folder: an existing folder for checkpoints and the final model.
         evaluate_every, checkpoint_every: in rounds; the end of the run always does both.
@@ -95,7 +93,6 @@ class TrainingSettings:
     ledger: Ledger
     make_model: Callable[[], nn.Module]
     load_test: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    aggregator: type[Aggregator]
     optimiser: Optimiser
     folder: Path
     evaluate_every: int

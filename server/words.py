@@ -35,8 +35,7 @@ class RoundRecord:
             released: at such shufflers.
         smallest_crowd: fewest of them at one shuffler whose batch was released; 0 if none was.
         reports: reports aggregated, blankets among them; 0 when nothing was released.
-        rejected: released reports that did not open, that no honest client could have sent, or that
-            the aggregator left out.
+        rejected: released reports that did not open, or that no honest client could have sent.
         reasons: how many of them for which reason.
         silent_nodes: nodes that did not acknowledge in time or answered with an error.
         accuracy, loss: on the test data, None in rounds without evaluation.

@@ -13,7 +13,6 @@ from pydantic import Field, ValidationError, model_validator
 from shufl.accounting import validation
 from shufl.accounting.mechanisms import MECHANISMS
 from shufl.accounting.validation import ClipNorm, Count, Positive, Probability
-from shufl.server.aggregators import AGGREGATORS
 from shufl.server.words import Schedule
 from shufl.simulator.engines.table import ENGINES
 from shufl.simulator.names import ACCOUNTANTS, DATASETS, FEATURES, PARTITIONS
@@ -114,7 +113,6 @@ class Training(Section):
     local_epochs: Count = 1
     local_learning_rate: LearningRate = 0.1
     local_batch_size: Count = 32
-    aggregator: Literal[tuple(AGGREGATORS)] = "mean"  # type: ignore[valid-type]
     optimiser: Literal["sgd", "adam"] = "sgd"
     learning_rate: LearningRate
     momentum: Decay = 0.0
@@ -179,7 +177,7 @@ class Config(Section):
             **{"privacy.rounds": 1, "model.name": "histogram", "training.algorithm": "fedsgd"},
             **{"training.learning_rate": 1.0, "training.optimiser": "sgd"},
             **{"training.schedule": "constant", "training.averaging": 0.0},
-            **{"training.aggregator": "mean", "simulation.engine": "flower"},
+            **{"simulation.engine": "flower"},
         }
         for key, value in needed.items():
             section, name = key.split(".")

@@ -22,7 +22,7 @@ from shufl.accounting import (
 )
 from shufl.accounting.mechanisms import MECHANISMS, Mechanism
 from shufl.clients import LocalTraining
-from shufl.server import AGGREGATORS, Aggregator, Optimiser
+from shufl.server import Optimiser
 from shufl.shuffler import most_parameters
 from shufl.simulator.config import Config, Privacy
 from shufl.simulator.data.datasets import Dataset, load_dataset
@@ -111,11 +111,6 @@ class Experiment:
     def local_training(self) -> LocalTraining:
         """The clients' side of training."""
         return local_training(self.config)
-
-    @property
-    def aggregator(self) -> type[Aggregator]:
-        """What makes the server's estimate of the mean update."""
-        return AGGREGATORS[self.config.training.aggregator]
 
     @property
     def optimiser(self) -> Optimiser:

@@ -197,8 +197,7 @@ def _prepare(config: Config, make_engine: MakeEngine | None) -> tuple[Experiment
 
 def _repeats(experiment: Experiment, engine: Engine) -> bool:
     """Whether a round played again from the same model makes the same release, bit for bit."""
-    of_sums = experiment.aggregator.takes_sums  # others may depend on the order of the release
-    return experiment.seed is not None and engine.repeats_releases and of_sums
+    return experiment.seed is not None and engine.repeats_releases
 
 
 def _run_in(
@@ -216,7 +215,6 @@ def _run_in(
         ledger=ledger,
         make_model=experiment.make_model,
         load_test=experiment.load_test,
-        aggregator=experiment.aggregator,
         optimiser=experiment.optimiser,
         folder=folder,
         evaluate_every=config.training.evaluate_every,

@@ -108,7 +108,6 @@ class RejectReason(StrEnum):
     REPLAYED = "replayed"
     WRONG_LENGTH = "wrong-length"
     TOO_LONG = "too-long"
-    OUTLIER = "outlier"
 
 
 class ReportRejected(Exception):

@@ -29,7 +29,7 @@ from shufl.clients import LocalTraining, ModuleState, record_orders
 from shufl.server import (
     MOST_INCOMPLETE,
     Aggregate,
-    Aggregator,
+    Mean,
     PlayedRound,
     RoundFailed,
     RoundRecord,
@@ -74,7 +74,6 @@ class VectorisedSettings:
         dimension: d, the number of its parameters.
         training: users' local computation.
         method: how users' gradients are computed.
-        aggregator: makes the estimate of the mean update from the reports' sum.
         seed: of coins and noise; None takes them from the operating system.
         crowds: how many users report to each shuffler.
         shuffler_of: to which shuffler, from 0, each of some users reports.
@@ -86,7 +85,6 @@ class VectorisedSettings:
     dimension: int
     training: LocalTraining
     method: Method
-    aggregator: type[Aggregator]
     seed: int | None
     crowds: tuple[int, ...]
     shuffler_of: Callable[[np.ndarray], np.ndarray]
@@ -112,12 +110,6 @@ class VectorisedEngine:
         names = VectorisedKeys.model_fields
         keys = VectorisedKeys(**{name: getattr(simulation, name) for name in names})
         _check_machine(keys)
-        aggregator = experiment.aggregator
-        if not aggregator.takes_sums:
-            raise ConfigError(
-                "training.aggregator must be one that needs only the sum of the reports with "
-                f"engine vectorised, which has no single ones, got {aggregator.__name__}"
-            )
         mechanism = experiment.plan.mechanism
         if keys.noise == "report" and isinstance(mechanism, LdpSgd):
             raise ConfigError(
@@ -139,7 +131,6 @@ class VectorisedEngine:
             dimension=experiment.parameters,
             training=experiment.local_training,
             method=self.gradients,
-            aggregator=aggregator,
             seed=experiment.seed,
             crowds=experiment.crowds,
             shuffler_of=experiment.shuffler_of,
@@ -255,10 +246,10 @@ class VectorisedRounds:
             mechanism, dimension = plan.mechanism, settings.dimension
             scale = mechanism.noise_deviation(dimension) / mechanism.unit(dimension)
             total += scale * self._randomness.summed_noise(round, count, settings.dimension)
-        aggregator = settings.aggregator(plan, settings.dimension)
-        aggregator.add(total)
+        mean = Mean(plan, settings.dimension)
+        mean.add(total)
         mixed = crowds[released]
-        aggregate = Aggregate(aggregator.result(int(mixed.sum())), count, 0, {})
+        aggregate = Aggregate(mean.result(int(mixed.sum())), count, 0, {})
         return PlayedRound("released", aggregate, int(mixed.sum()), int(mixed.min()))
 
     def _present(self, round: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

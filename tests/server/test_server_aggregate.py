@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rounds import make_plan
-from shufl.server import Aggregator, Mean, aggregate_reports
+from shufl.server import Mean, aggregate_reports
 from shufl.shuffler import RoundHeader, encode_report, generate_key_pair, key_digest, seal
 
 PLAN = make_plan(
@@ -28,8 +28,8 @@ def sealed(reports, header=HEADER, key=PUBLIC):
     return [seal(encode_report(report), key, header) for report in reports]
 
 
-def aggregate(batch, users=50, aggregator=Mean):
-    return aggregate_reports(batch, PRIVATE, HEADER, aggregator(PLAN, DIMENSION), users)
+def aggregate(batch, users=50):
+    return aggregate_reports(batch, PRIVATE, HEADER, Mean(PLAN, DIMENSION), users)
 
 
 @pytest.fixture
@@ -57,29 +57,6 @@ def test_the_estimate_does_not_depend_on_the_release_order(reports):
     for seed in range(20):
         order = np.random.default_rng(seed).permutation(len(batch))
         assert (aggregate([batch[i] for i in order]).estimate == first).all()
-
-
-class TrimmedMean(Aggregator):
-    """What a reader would write: without the least and the largest value of each entry."""
-
-    def __init__(self, plan, dimension):
-        super().__init__(plan, dimension)
-        self._reports = []
-
-    def add(self, report):
-        self._reports.append(report)
-
-    def result(self, users):
-        kept = np.sort(self._reports, axis=0)[1:-1]
-        return (self.plan.mechanism.unit(1) * kept.mean(0)).astype(np.float32)
-
-
-def test_an_aggregator_of_the_readers_is_given_each_report(reports):
-    result = aggregate([b"", *sealed(reports)], aggregator=TrimmedMean)
-    assert (result.reports, result.rejected) == (12, 1)
-    units = reports.astype(float)
-    rest = (units.sum(0) - units.min(0) - units.max(0)) / 10
-    np.testing.assert_allclose(result.estimate, PLAN.mechanism.unit(1) * rest, rtol=1e-5, atol=1e-6)
 
 
 def test_an_empty_batch_is_zero():

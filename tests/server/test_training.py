@@ -9,7 +9,6 @@ from rounds import make_plan
 from shufl.accounting import Ledger
 from shufl.server import (
     Aggregate,
-    Mean,
     Optimiser,
     PlayedRound,
     RoundFailed,
@@ -64,7 +63,7 @@ def train(
         settings = TrainingSettings(
             plan=PLAN, ledger=ledger, make_model=make_model,
             load_test=lambda: (torch.ones(1, 2), torch.zeros(1, dtype=torch.int64)),
-            aggregator=Mean, optimiser=Optimiser("adam"), folder=folder, evaluate_every=1,
+            optimiser=Optimiser("adam"), folder=folder, evaluate_every=1,
             checkpoint_every=5, origin={}, reproducible=reproducible,
             checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
         )  # fmt: skip

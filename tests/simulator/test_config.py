@@ -78,8 +78,8 @@ from shufl.simulator.experiment import prepare
         ),
         ("privcy.rounds=3", r"unknown key privcy; did you mean privacy\? allowed: name, seed, "),
         (
-            "training.aggregator=median",
-            "training.aggregator must be one of mean, .*spectral-filter, got 'median'",
+            "training.optimiser=lion",
+            "training.optimiser must be one of sgd, adam, got 'lion'",
         ),
         ("learning_rate=1.0", "unknown key learning_rate; allowed: name, seed"),
         ("seed=-1", r'seed must be a whole number in \[0, 2\^63\), or "system"'),

@@ -23,7 +23,7 @@ from shufl.accounting import Ledger, LocalAccountant, PrivacyBudget
 from shufl.accounting.mechanisms import SeededRandomness, clip, make_randomness
 from shufl.cli.__main__ import app
 from shufl.clients import local_update
-from shufl.server import AGGREGATORS, Aggregator, RoundFailed
+from shufl.server import RoundFailed
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.data.partition import PartitionedRecords
 from shufl.simulator.engines import vectorised
@@ -153,23 +153,6 @@ def test_a_round_is_not_taken_for_reproducible_on_a_gpu(monkeypatch):
     monkeypatch.setattr(vectorised, "fastest_method", lambda *about: "vmap")  # it would go there
     assert engine().repeats_releases
     assert not engine("simulation.device=cuda").repeats_releases
-
-
-class Median(Aggregator):
-    """Needs each report."""
-
-    def add(self, report):
-        raise AssertionError("was given a sum")
-
-    def result(self, users):
-        raise AssertionError("has no reports")
-
-
-def test_an_aggregator_that_needs_single_reports_is_refused(monkeypatch):
-    monkeypatch.setitem(AGGREGATORS, "mean", Median)
-    message = "training.aggregator must be one that needs only the sum .*, got Median"
-    with pytest.raises(ConfigError, match=message):
-        engine()
 
 
 class Busy(nn.Linear):
