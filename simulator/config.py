@@ -191,8 +191,9 @@ class Config(Section):
 def load(source: str, overrides: list[str] | None = None) -> Config:
     """Reads and validates a configuration.
 
+    `source` is a TOML file, or the name of a configuration that ships with shufl (`quickstart`).
+
     Args:
-        source: a TOML file, or the name of one that ships with shufl (`quickstart`).
         overrides: `section.key=value` settings, values in TOML (a bare word is a string); an
             empty one leaves the key out.
 

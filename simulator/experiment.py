@@ -198,8 +198,7 @@ def check_report_size(config: Config, parameters: int) -> None:
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
     """The plan, and the configuration with what it left open: noise, blankets, minimum batch.
 
-    Args:
-        config: with numbers for n, δ and the fewest users present.
+    n, δ and the fewest users present must be numbers in it.
 
     Raises:
         ValueError: a value out of range, or nothing reaches the target.
