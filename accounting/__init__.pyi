@@ -10,7 +10,6 @@ from .accountants.renyi import (
 from .adjacency import ADJACENCIES, effective_sigma
 from .budget import (
     NOT_PRICED,
-    BudgetExceeded,
     EpsilonRow,
     PrivacyBudget,
     epsilon_table,
@@ -49,7 +48,6 @@ __all__ = [
     "MOST_ROUNDS",
     "NOT_PRICED",
     "BlanketAccountant",
-    "BudgetExceeded",
     "CalibrationError",
     "CheckIn",
     "CheckInRdpAccountant",

@@ -10,10 +10,6 @@ from shufl.accounting.plan import PrivacyPlan
 from shufl.accounting.registry import ACCOUNTANTS, make_accountant
 
 
-class BudgetExceeded(RuntimeError):
-    """The next round would take ε above the budget."""
-
-
 class PrivacyBudget:
     """Stops a run before the round that would exceed its plan's budget.
 
@@ -63,17 +59,11 @@ class PrivacyBudget:
         are kept beside it in the ledger; no accountant uses them.
 
         Raises:
-            BudgetExceeded: It would exceed the budget, or the plan's rounds. Nothing was recorded.
+            RuntimeError: It would exceed the budget, or the plan's rounds. Nothing was recorded.
             LedgerError: It could not be recorded. Nothing was composed: halt.
         """
-        if self._spent >= self.plan.rounds:
-            raise BudgetExceeded(f"all {self.plan.rounds} rounds of the plan are spent")
-        after = self.epsilon_after()
-        if not after <= self.plan.target_epsilon:
-            raise BudgetExceeded(
-                f"{self.accountant.name}: epsilon would be {after:.6g} at delta "
-                f"{self.plan.delta:g}, the budget is {self.plan.target_epsilon:g}"
-            )
+        if self._spent >= self.plan.rounds or self.would_exceed():
+            raise RuntimeError("one more round would exceed the plan's budget or its rounds")
         if self.ledger is not None:
             self.ledger.append_round(self.ledger.last_round + 1 if round is None else round, note)
         self.accountant.compose(self.plan.event())
