@@ -27,7 +27,6 @@ from .wire.sealing import (
     generate_key_pair,
     key_digest,
     most_parameters,
-    open_report,
     seal,
     sealed_length,
 )
@@ -56,7 +55,6 @@ __all__ = [
     "key_digest",
     "model_digest",
     "most_parameters",
-    "open_report",
     "report_length",
     "seal",
     "sealed_length",

@@ -13,12 +13,12 @@ from rounds import make_plan
 from shufl.clients import ClientSettings, LocalTraining, make_client_app
 from shufl.shuffler import (
     Outcome,
+    ReportOpener,
     RoundHeader,
     decode_report,
     generate_key_pair,
     key_digest,
     model_digest,
-    open_report,
     report_length,
     seal,
     sealed_length,
@@ -139,9 +139,9 @@ class Round:
         """The server's view: the opened reports, in float64."""
         if self.control.close_round(self.header.run_id, 1) is Outcome.BELOW_MINIMUM:
             return []
+        opener = ReportOpener(self.private_key, self.header)
         return [
-            self.plan.mechanism.unit(1)
-            * decode_report(open_report(sealed, self.private_key, self.header), self.dimension)
+            self.plan.mechanism.unit(1) * decode_report(opener.open(sealed), self.dimension)
             for sealed in self.control.release(self.header.run_id, 1)
         ]
 

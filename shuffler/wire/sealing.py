@@ -241,12 +241,3 @@ class ReportOpener:
             raise ReportRejected(RejectReason.REPLAYED, "a report with this id was opened before")
         self._seen.add(report_id)
         return payload
-
-
-def open_report(sealed: bytes, private_key: PrivateKey, header: RoundHeader) -> bytes:
-    """Opens a single sealed report; for many of a round use `ReportOpener`.
-
-    Raises:
-        ReportRejected: `NOT_OPENED`.
-    """
-    return ReportOpener(private_key, header).open(sealed)

@@ -20,7 +20,6 @@ from shufl.shuffler import (
     RoundHeader,
     generate_key_pair,
     model_digest,
-    open_report,
     seal,
     sealed_length,
 )
@@ -41,6 +40,10 @@ def sealing(request):
 @pytest.fixture(scope="module")
 def keys(sealing):
     return generate_key_pair(sealing)
+
+
+def open_report(sealed, private_key, header):
+    return ReportOpener(private_key, header).open(sealed)
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 104_000])

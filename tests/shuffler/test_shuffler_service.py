@@ -24,12 +24,12 @@ from shufl.shuffler import (
     IntakeClient,
     Outcome,
     Refusal,
+    ReportOpener,
     RoundHeader,
     ShufflerRefused,
     ShufflerUnavailable,
     Verdict,
     generate_key_pair,
-    open_report,
     sealed_length,
 )
 from shufl.shuffler.wire import shuffler_pb2
@@ -53,7 +53,8 @@ def test_a_release_is_exactly_the_accepted_reports_in_another_order(shared: Worl
     arrived = [sealed for _, sealed in reports]
     assert sorted(released) == sorted(arrived)
     assert released != arrived  # equal with probability 1/200!
-    opened = [open_report(sealed, shared.private_key, header) for sealed in released]
+    opener = ReportOpener(shared.private_key, header)
+    opened = [opener.open(sealed) for sealed in released]
     assert sorted(opened) == sorted(payload(user) for user in range(200))
 
 
