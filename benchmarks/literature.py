@@ -159,7 +159,7 @@ def girgis_rows() -> list[list[str]]:
     rows = []
     for delta in (1e-4, 1e-6, 1e-8, 1e-12, 1e-16, 1e-24):
         one = one_round(clones_of(n, local, 2021), local, delta / (2 * rounds))
-        composed = strong_composition(one, delta / (2 * rounds), rounds, delta / 2)
+        composed = strong_composition(one, rounds, delta / 2)
         first, second, least = (
             by_rdp(rounds * bound(n, local, ORDERS), delta)
             for bound in (girgis_rdp, girgis_simple_rdp, girgis_lower_rdp)
@@ -182,7 +182,7 @@ def sampled_rows() -> list[list[str]]:
         poisson = rounds * poisson_sampled_rdp(rate, girgis_rdp(k, local, ORDERS))
         inner = one_round(clones_of(k, local, 2021), local, delta / (2 * rounds * rate))
         sampled = math.log1p(rate * math.expm1(inner))
-        composed = strong_composition(sampled, delta / (2 * rounds), rounds, delta / 2)
+        composed = strong_composition(sampled, rounds, delta / 2)
         pld = composed_epsilon(clones_of(k, local, 2022), grid(local, k), rounds, delta, rate)
         least = by_rdp(poisson, delta)
         found = composed, least, by_rdp(fixed, delta), pld

@@ -77,16 +77,14 @@ def gaussian_losses(shift: float) -> FloatArray:
 
 
 @functools.lru_cache(maxsize=4096)
-def least_loss(shift: float, log_target: float, odds: bool = False) -> float:
+def least_loss(shift: float, log_target: float) -> float:
     """Returns the least ε >= 0 (to 1e-9, above) at which `δ(ε) e^{-ε}` is at most a target.
 
-    δ is that of two Gaussians of variance 1 whose means are `shift` > 0 apart. With `odds` it is
-    `δ(ε)/(1 + e^ε)` instead.
+    δ is that of two Gaussians of variance 1 whose means are `shift` > 0 apart.
     """
 
     def defect(epsilon: float) -> float:
-        price = float(np.logaddexp(0.0, epsilon)) if odds else epsilon
-        return float(log_gaussian_delta(shift, epsilon)) - price
+        return float(log_gaussian_delta(shift, epsilon)) - epsilon
 
     if defect(0.0) <= log_target:
         return 0.0

@@ -51,12 +51,10 @@ def composed_epsilon(
     return composed.epsilon((rounds,), delta)
 
 
-def strong_composition(epsilon: float, delta: float, rounds: int, slack: float) -> float:
-    """Returns ε after T rounds that are each (ε, δ)-DP, at `1 - (1-δ)^T (1-δ̃)`.
+def strong_composition(epsilon: float, rounds: int, slack: float) -> float:
+    """Returns ε after T rounds that are each (ε, δ)-DP, at `1 - (1-δ)^T (1-δ̃)`, for every δ.
 
-    The closed form of Kairouz, Oh and Viswanath 2015, Theorem 3.4.
-
-    δ̃ is `slack`, in (0, 1). No ε depends on a round's δ.
+    The closed form of Kairouz, Oh and Viswanath 2015, Theorem 3.4; δ̃ is `slack`, in (0, 1).
     """
     mean = rounds * epsilon * math.tanh(epsilon / 2.0)
     root = math.sqrt(rounds) * epsilon

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +31,6 @@ from shufl.simulator.data.scattering import COEFFICIENTS, scattering
 from shufl.simulator.data.whitening import dead_leaves, whitened, whitening
 from shufl.simulator.names import FEATURES
 from shufl.simulator.section import ConfigError, find, one_line, readers_code
-
-FeatureMap = Callable[[torch.Tensor], torch.Tensor]
-"""Maps normalised records to features, float32 (r, ...) to float32 (r, ...), each by itself."""
 
 
 def whitened_scattering(images: torch.Tensor) -> torch.Tensor:

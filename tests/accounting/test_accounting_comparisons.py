@@ -272,5 +272,5 @@ def test_poisson_sampling_of_a_renyi_bound(n, local, rate, order, published):
 def test_strong_composition_of_the_clones(delta, published):
     rounds, local = 10**5, 0.5
     one = epsilon_of_one_round(lambda e: clones_delta(10**6, local, e), delta / (2 * rounds), local)
-    found = strong_composition(one, delta / (2 * rounds), rounds, delta / 2)
+    found = strong_composition(one, rounds, delta / 2)
     assert published <= found <= 1.001 * published
