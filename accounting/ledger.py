@@ -46,8 +46,6 @@ class LedgerContent(NamedTuple):
     """What a ledger file says.
 
     Attributes:
-        run_id: The run it belongs to.
-        plan: The plan of that run.
         entries: The spent rounds, in order.
     """
 

@@ -41,7 +41,6 @@ class ClientSettings:
         plan: the privacy plan this client agreed to; a round under any other is refused.
         make_model: builds the model whose parameters the server broadcasts.
         load_users: gives access to the records of the users on this node.
-        training: local computation.
         shufflers: host:port of the shuffler, and this node's credentials there; None only for one
             without TLS. Of several shufflers side by side: node i submits to the (i mod k)-th of k.
         seed: simulation's seed; None takes coins and noise from the operating system.

@@ -101,7 +101,6 @@ class NodeSite(_Site):
         users: for how many users it speaks.
         config: path of the run's configuration, with the plan that this node agrees to.
         input_shape: shape of one record, of its features where the configuration maps records.
-        classes: number of classes.
         data: what gives a user's records, by the user's number from 0, as features and int64
             labels: `module:callable`; or a folder with `0.npz` and so on (arrays `features` and
             `labels`); or `simulated`, the configuration's dataset.

@@ -28,7 +28,6 @@ class Status:
     """What is known of a run from its folder, while it goes on or later.
 
     Attributes:
-        folder: the run folder.
         state: `running`; `ended`; or `interrupted`, and can be resumed.
         why: what stopped it, or the error that ended it; empty: it runs, or was killed.
         rounds: spent, by the ledger.

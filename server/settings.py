@@ -76,7 +76,6 @@ class TrainingSettings:
     """What training needs, whichever engine plays the rounds.
 
     Attributes:
-        plan: the privacy plan.
         ledger: open, of this plan; its run id is that of the run.
         make_model: builds the initial model.
         load_test: gives public test data, features (r, ...) and int64 labels of shape (r,).

@@ -197,7 +197,6 @@ class Request:
     """A name and a public key that ask for a certificate.
 
     Attributes:
-        name: of the credential.
         public_key: of P-256.
         pem: the request as a file holds it, signed with its own key (PKCS #10).
         private_key: PEM; empty where the request came from another machine.

@@ -91,7 +91,6 @@ class Run:
     """A run that has not ended.
 
     Attributes:
-        run_id: its name.
         digest: SHA-256 of its plan, hexadecimal.
         plan: what its plan says.
         report_bytes: length of every sealed report.

@@ -98,7 +98,6 @@ class RoundHeader:
     """What a report belongs to; all of it is bound into the seal.
 
     Attributes:
-        run_id: the run.
         round: the round's number, 0 ≤ round < 2⁶³.
         model_digest: `model_digest` of the model that the report was computed on.
         plan_digest: SHA-256 of the privacy plan's bytes, lower-case hexadecimal.

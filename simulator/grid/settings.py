@@ -134,7 +134,6 @@ class Point:
     Attributes:
         series, value, seed: where it is in the grid.
         trainer: as in `Series`.
-        config: its configuration.
     """
 
     series: str
