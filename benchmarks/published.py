@@ -17,7 +17,7 @@ from dp_accounting.rdp import compute_epsilon
 
 from shufl.accounting import CheckIn, GaussianMechanism, Shuffled, price
 from shufl.accounting.numerics import renyi
-from shufl.simulator.plots import draw
+from shufl.simulator.plots import draw, style_of
 from shufl.simulator.tables import epsilon_text
 
 USERS, SIGMA, LARGEST_ORDER = 60_000, 9.48, 30
@@ -92,10 +92,9 @@ def main() -> None:
     curves = epsilons(RATE, FIGURE_SIGMA, rounds)
     with draw(folder / "published.png", folder / "published.svg") as axes:
         for name, values in curves.items():
-            axes.plot(rounds, values, marker=".", label=name)
+            axes.plot(rounds, values, **style_of(name))
         axes.axhline(float(HALTED), color="gray", linestyle=":", label=f"published end, {HALTED}")
         axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel="ε", title="Figure 1(a)")
-        axes.figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     figure = [
         [str(count), *(epsilon_text(values[index]) for values in curves.values())]
         for index, count in enumerate(rounds)

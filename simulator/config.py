@@ -222,6 +222,15 @@ def dumps(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables, by names with dots."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, dict)
+        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return found
+
+
 def shipped() -> list[str]:
     """Names of the configurations that ship with shufl."""
     folder = importlib.resources.files("shufl.configs")

@@ -9,58 +9,48 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from pydantic import ValidationError
 
-from shufl.accounting import PrivacyPlan, epsilon_table
+from shufl.accounting import ACCOUNTANTS, PrivacyPlan, epsilon_table
 from shufl.accounting.validation import first_mistake, read_toml
+from shufl.simulator.config import flat
 from shufl.simulator.plots import plot_accuracy_epsilon, plot_rounds
-from shufl.simulator.records import check_ledger, read_run, rounds_told
+from shufl.simulator.records import check_ledger, read_run, read_starts, rounds_told
 from shufl.simulator.tables import (
     AS_PLANNED,
     STOPPED,
     epsilon_cells,
     epsilon_rows,
     epsilon_text,
+    for_every_pair,
     too_few_present,
 )
 
-Table = list[list[str]]
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page.
-
-    Attributes:
-        title: its heading, or nothing.
-        text: a paragraph.
-        facts: pairs of a name and a value.
-        plot: a data URL of an image.
-        table: rows of cells, the heads first.
-        lines: of a list.
-        files: names and contents, folded.
-    """
-
-    title: str = ""
-    text: str = ""
-    facts: list[tuple[str, str]] = field(default_factory=list)
-    plot: str = ""
-    table: Table = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    files: list[tuple[str, str]] = field(default_factory=list)
+_WORDS = {
+    "name": "mechanism",
+    "users": "users n",
+    "check_in_rate": "check-in rate γ",
+    "clip_norm": "clip norm C",
+    "noise_multiplier": "noise multiplier z",
+    "local_epsilon": "ε₀ of a report",
+    "rounds": "most rounds",
+    "delta": "δ",
+    "target_epsilon": "budget for ε",
+    "adjacency": "neighbours",
+    "shuffler_blankets": "expected blankets λ",
+    "least_present": "fewest users present",
+    "accountant": "halting accountant",
+}
+"""What the docs call the keys of a plan; of others the underscores go."""
 
 
 def page_of(folder: Path) -> str:
-    """The page of a run folder, or of the results folder of a grid.
-
-    Args:
-        folder: what `shufl run` left below `runs`, or `shufl experiment` below `results`.
+    """The page of a run folder, or of an experiment's folder in `results`.
 
     Raises:
         ValueError: it is neither, or something in it is damaged; one line.
@@ -90,7 +80,8 @@ def _of_run(folder: Path) -> str:
     else:  # before its first round
         check_ledger(folder, 0, rounds_told(folder))
         rows, entries = [], []
-    summary = _json(folder / "summary.json")
+    path = folder / "summary.json"
+    summary = json.loads(path.read_bytes()) if path.exists() else None
     if summary is not None and summary["rounds"] != len(entries):
         summary = None  # of an earlier end: the run goes on, or was killed after it was resumed
     if summary is None:
@@ -99,50 +90,46 @@ def _of_run(folder: Path) -> str:
     else:
         epsilons = summary["epsilon"]
     evaluated = [row for row in rows if row["accuracy"] is not None]
-    accuracy = f"{evaluated[-1]['accuracy']:.2%}" if evaluated else "not evaluated yet"
-    halting = epsilons[plan.accountant]
-    spent = epsilon_text(halting["epsilon"])
-    if "planned" in halting:
-        spent += f" so far, {epsilon_text(halting['planned'])} as planned"
+    settings = read_toml(folder / "config.toml")
+    least = for_every_pair({name: row["epsilon"] for name, row in epsilons.items()})
     stopped = STOPPED[summary["stopped_by"]] if summary else "not finished when this was made"
-    sections = [
-        Section(
-            facts=[
-                ("test accuracy", accuracy),
-                (f"ε by {plan.accountant}", spent),
-                ("budget", f"ε ≤ {plan.target_epsilon:g}"),
-                ("δ, neighbours", f"{plan.delta:.3g}, {plan.adjacency}"),
-                ("users", f"{plan.users:,}"),
-                ("ended by", stopped),
-                ("coins and noise", _randomness(read_toml(folder / "config.toml")["seed"])),
-            ]
-        ),
-        Section(
-            "What ε holds for",
-            AS_PLANNED if any("planned" in row for row in epsilons.values()) else "",
-            table=epsilon_cells(epsilons, plan.accountant),
-        ),
+    seed = settings["seed"]
+    simulated = f"seed {seed}: a simulation, which protects nobody"
+    entropy = "the operating system" if seed == "system" else simulated
+    facts = [("halting ε", _told(epsilons, plan.accountant))]
+    if least is not None and least != plan.accountant:
+        facts.append(("least ε for every pair", _told(epsilons, least)))
+    facts += [
+        ("test accuracy", f"{evaluated[-1]['accuracy']:.2%}" if evaluated else "not evaluated yet"),
+        ("budget", f"ε ≤ {plan.target_epsilon:g}"),
+        ("δ, neighbours", f"{plan.delta:.3g}, {plan.adjacency}"),
+        ("ended by", stopped),
+        ("coins and noise", f"from {entropy}"),
+        *_about(settings).items(),
+        *_origin(read_starts(folder)),
     ]
+    note = AS_PLANNED if any("planned" in row for row in epsilons.values()) else ""
+    cells = epsilon_cells(epsilons, plan.accountant)
+    sections = [_section(facts=facts), _section("What ε holds for", note=note, table=cells)]
     if evaluated:
-        plot = _image(lambda path: plot_accuracy_epsilon(rows, plan, path))
-        sections.append(Section("Accuracy and ε", plot=plot))
+        plot = _image(plot_accuracy_epsilon, rows, plan)
+        alt = "Test accuracy against ε, a line for each accountant, which ends at the ε above."
+        sections.append(_section("Accuracy and ε", plot=plot, alt=alt))
     if rows:
-        plot = _image(lambda path: plot_rounds(rows, path))
-        sections.append(Section("Round by round", plot=plot))
-    outcomes = Counter(row["outcome"] for row in rows)
-    facts = [("rounds spent", str(len(entries)))]
-    facts += [(name, str(count)) for name, count in outcomes.items()]
+        plot = _image(plot_rounds, rows)
+        alt = f"Reports and test accuracy of {len(rows)} rounds."
+        sections.append(_section("Round by round", plot=plot, alt=alt))
+    spent = [("rounds spent", len(entries)), *Counter(row["outcome"] for row in rows).items()]
     if without := len(entries) - len(rows):
-        facts.append(("spent, without a row", str(without)))
+        spent.append(("spent, without a row", without))
+    note = (
+        "A round counts as spent from the moment before anybody is asked for a report, whatever "
+        "becomes of it."
+    )
     sections += [
-        Section(
-            "Ledger",
-            "A round counts as spent from the moment before anybody is asked for a report, "
-            "whatever becomes of it.",
-            facts,
-        ),
-        Section("Plan", facts=list(_flat(json.loads(plan.to_json())))),
-        Section("Configuration", files=[("config.toml", config)]),
+        _section("Ledger", note=note, facts=spent),
+        _section("Plan", facts=list(_in_words(json.loads(plan.to_json())))),
+        _section("Configuration", files=[("config.toml", config)]),
     ]
     versions = (summary or {}).get("versions", {})
     about = [f"{name} {version}" for name, version in versions.items()]
@@ -151,18 +138,69 @@ def _of_run(folder: Path) -> str:
     return _render(folder.resolve().name, ", ".join(about), sections)
 
 
-def _randomness(seed: int | str) -> str:
-    """Where coins and noise came from, and what that means."""
-    if seed == "system":
-        return "from the operating system"
-    return f"from seed {seed}: a simulation, which protects nobody"
+def _section(title: str = "", **parts: Any) -> dict[str, Any]:
+    """A part of the page.
+
+    Args:
+        title: its heading, or nothing.
+        parts: of these: `note`, a paragraph; `facts`, names and values; `plot`, a data URL of an
+            image, and `alt`, what it shows; `table`, rows of cells, the heads first; `lines`, of a
+            list; `files`, names and contents, folded.
+    """
+    return {"title": title, **parts}
+
+
+def _told(epsilons: dict[str, dict[str, Any]], accountant: str) -> str:
+    """One accountant's ε of `epsilon_rows`, as planned too where that differs, and for whom."""
+    row = epsilons[accountant]
+    told = epsilon_text(row["epsilon"])
+    if "planned" in row:
+        told += f" so far, {epsilon_text(row['planned'])} as planned"
+    return f"{told} by {accountant}, {ACCOUNTANTS[accountant].holds_for}"
+
+
+_REFERENCES = {"central": "DP-SGD by Opacus", "plain": "SGD without privacy"}
+
+
+def _about(settings: dict[str, Any], trainer: str = "shufl") -> dict[str, str]:
+    """Data, model and algorithm of a configuration."""
+    data, model, training = (settings[key] for key in ("data", "model", "training"))
+    options = ", ".join(f"{name} = {value}" for name, value in model.get("options", {}).items())
+    mapped = f"{data['features']} of " if "features" in data else ""
+    users = f", {data['users']:,} users" if "users" in data else ""
+    ours = f"{training['algorithm']}, {training['aggregator']}, {training['optimiser']}"
+    return {
+        "data": f"{mapped}{data['dataset']}{users}, {data['partition']}",
+        "model": model["name"] + (f" ({options})" if options else ""),
+        "algorithm": _REFERENCES.get(trainer, ours),
+    }
+
+
+def _origin(starts: list[dict[str, str]]) -> list[tuple[str, str]]:
+    """Command, commit and date of starts or results; older ones lack some."""
+    command, commit, dates = (
+        sorted({each[key] for each in starts} - {""}) for key in ("command", "commit", "date")
+    )
+    span = " to ".join(dict.fromkeys((*dates[:1], *dates[-1:])))
+    told = {"command": "; ".join(command), "commit": "; ".join(commit), "date": span}
+    return [(name, text or "unknown") for name, text in told.items()]
+
+
+def _in_words(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The names of a plan's keys, and their values."""
+    for key, value in flat(plan).items():
+        name = key.removeprefix("mechanism.")
+        shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+        yield _WORDS.get(name, name.replace("_", " ")), shown
 
 
 def _of_grid(folder: Path) -> str:
     from shufl.simulator.grid.page import (
+        EVERY_PAIR,
         accuracy_table,
         coverage_table,
         finished,
+        head_facts,
         origins,
         plan_table,
         plot_results,
@@ -181,41 +219,46 @@ def _of_grid(folder: Path) -> str:
     there = {point.key for point, _ in results}
     missing = [str(point) for point in points if point.key not in there]
     seeds = ", ".join(map(str, sorted({point.seed for point, _ in results})))
-    sections = [
-        Section(text=re.sub(r"\n(?![-\n])", " ", grid.about.strip())),
-        Section(facts=[("runs", f"{len(results)} of {len(points)}"), ("seeds", seeds or "none")]),
+    settings = [_about(each.config.model_dump(exclude_none=True), each.trainer) for each in points]
+    facts = [
+        *head_facts(results),
+        ("runs", f"{len(results)} of {len(points)}"),
+        ("seeds", seeds or "none"),
+        *((key, "; ".join(dict.fromkeys(each[key] for each in settings))) for key in settings[0]),
+        *_origin(plain),
     ]
+    about = re.sub(r"\n(?![-\n])", " ", grid.about.strip())
+    sections = [_section(facts=facts), _section(note=about)]
     if results:
-        plot = _image(lambda path: plot_results(grid, plain, path))
+        plot = _image(plot_results, grid, plain)
+        alt = f"Accuracy and ε against {grid.label}, a line for each series; numbers are below."
         sections += [
-            Section(grid.label, plot=plot),
-            Section("Test accuracy in percent", table=accuracy_table(grid, plain)),
-            Section("What each run did", table=plan_table(grid, results)),
+            _section(grid.label, plot=plot, alt=alt),
+            _section("Test accuracy in percent", table=accuracy_table(grid, plain)),
+            _section("What each run did", note=EVERY_PAIR, table=plan_table(grid, results)),
+            _section("What ε holds for", table=coverage_table(plain)),
         ]
-        sections.append(Section("What ε holds for", table=coverage_table(plain)))
     failed = [f"{name}: {reason}" for name, reason in stored["failed"].items()]
     if failed:
-        sections.append(Section("Runs that failed", lines=failed))
+        sections.append(_section("Runs that failed", lines=failed))
     if waiting := [name for name in missing if name not in stored["failed"]]:
-        sections.append(Section("Runs that are missing", lines=waiting))
-    sections.append(
-        Section(
-            "Where the numbers come from",
-            lines=[
-                f"{command}{f' at commit {commit}' if commit else ''}, {versions}: "
-                f"{runs} runs, {hours:.2f} hours of rounds"
-                for command, commit, versions, runs, hours in origins(plain)
-            ],
-        )
-    )
-    first = {series.name: None for series in grid.series}
-    first |= {point.series: point for point, _ in reversed(results)}
-    files = [(name, configuration_of(point)) for name, point in first.items() if point]
-    sections.append(Section("Configurations", "Of each series' first run.", files=files))
+        sections.append(_section("Runs that are missing", lines=waiting))
+    lines = [
+        f"{command}{f' at commit {commit}' if commit else ''}, {versions}: "
+        f"{runs} runs, {hours:.2f} hours of rounds"
+        for command, commit, versions, runs, hours in origins(plain)
+    ]
+    first = {point.series: point for point, _ in reversed(results)}
+    names = [series.name for series in grid.series if series.name in first]
+    files = [(name, configuration_of(first[name])) for name in names]
+    sections += [
+        _section("Where the numbers come from", lines=lines),
+        _section("Configurations", note="Of each series' first run.", files=files),
+    ]
     return _render(grid.title, folder.resolve().name, sections)
 
 
-def _render(title: str, subtitle: str, sections: list[Section]) -> str:
+def _render(title: str, subtitle: str, sections: list[dict[str, Any]]) -> str:
     """The page; whatever comes from files is escaped."""
     source = (importlib.resources.files("shufl.simulator") / "page.html").read_text(
         encoding="utf-8"
@@ -225,25 +268,9 @@ def _render(title: str, subtitle: str, sections: list[Section]) -> str:
     return template.render(title=title, subtitle=subtitle, sections=sections, version=version)
 
 
-def _image(plot: Callable[[Path], None]) -> str:
-    """What a function draws to a file, as a data URL of an SVG image."""
+def _image(plot: Callable[..., None], *drawn: Any) -> str:
+    """What a function draws to a file, its last argument, as a data URL of an SVG image."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plot.svg"
-        plot(path)
+        plot(*drawn, path)
         return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_bytes()) if path.exists() else None
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Names with dots, and their values, of nested objects."""
-    pairs: list[tuple[str, str]] = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            pairs += _flat(value, f"{prefix}{name}.")
-        else:
-            shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-            pairs.append((prefix + name, shown))
-    return pairs

@@ -24,20 +24,54 @@ def check_format(option: str, path: Path) -> None:
         raise ValueError(f"{option} must end in one of {', '.join(allowed)}, got {path}")
 
 
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_MARKERS = "os^DvPX*"
+"""Okabe and Ito's colours can be told apart by the colour-blind; markers on a grey print."""
+
+
 @contextmanager
 def draw(*paths: Path) -> Iterator[Any]:
-    """Gives the axes of a plot, which is then written to each path, in the format of its name."""
+    """Gives the axes of a plot, which is then written to each path, in the format of its name.
+
+    Lines differ in colour and marker. The legend stands below, and a logarithmic axis says so.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
+    from cycler import cycler
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    axes.grid(alpha=0.3)
-    yield axes
+    colours, markers = _COLOURS * len(_MARKERS), list(_MARKERS) * len(_COLOURS)
+    styles = {
+        "axes.prop_cycle": cycler(color=colours) + cycler(marker=markers),
+        "lines.markersize": 5,
+        "lines.linewidth": 1.2,
+    }
+    with pyplot.rc_context(styles):
+        figure, axes = pyplot.subplots(figsize=(6, 4.4), layout="constrained")
+        axes.grid(alpha=0.3)
+        yield axes
+    for axis in (axis for each in figure.axes for axis in (each.xaxis, each.yaxis)):
+        if axis.get_scale() == "log" and (label := axis.get_label_text()):
+            axis.set_label_text(f"{label}, log scale")
+    if any(each.get_legend_handles_labels()[0] for each in figure.axes):
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small", handlelength=3.5)
     for path in paths:
         figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def style_of(accountant: str) -> dict[str, Any]:
+    """A solid line if its ε holds for every pair, a dashed one if for the homogeneous pair only.
+
+    Another name, which is no accountant's, gets dots.
+    """
+    from shufl.accounting import ACCOUNTANTS
+
+    if accountant not in ACCOUNTANTS:
+        return {"label": accountant, "linestyle": ":"}
+    pairs = ACCOUNTANTS[accountant].holds_for
+    return {"label": f"{accountant}, {pairs}", "linestyle": "-" if pairs == "every pair" else "--"}
 
 
 def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Path) -> None:
@@ -51,11 +85,11 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths:
             axes.plot(
                 [row["epsilons"][name] for row in priced],
                 [100 * row["accuracy"] for row in priced],
-                marker=".",
-                label=name,
+                markevery=0.1,  # of the plot's width: every round would hide the line
+                **style_of(name),
             )
         axes.axvline(
-            plan.target_epsilon, color="grey", linestyle="--", label=f"budget ({plan.accountant})"
+            plan.target_epsilon, color="grey", linestyle=":", label=f"budget of {plan.accountant}"
         )
         axes.set(
             xscale="log",
@@ -64,17 +98,17 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths:
             title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, "
             f"z = {plan.mechanism.noise_multiplier:g}, λ = {plan.shuffler_blankets:g}",
         )
-        axes.legend()
 
 
 def plot_rounds(rows: list[dict[str, Any]], path: Path) -> None:
     """Reports and test accuracy, round by round."""
     with draw(path) as axes:
-        numbers = [row["round"] for row in rows]
+        reports = [row["reports"] for row in rows]
         axes.bar(
-            numbers, [row["reports"] for row in rows], width=1.0, color="#8cf", label="reports"
+            [row["round"] for row in rows], reports, width=1.0, color="#bde", label="reports (left)"
         )
         axes.set(xlabel="round", ylabel="reports")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         evaluated = [row for row in rows if row["accuracy"] is not None]
         if evaluated:
             beside = axes.twinx()
@@ -82,6 +116,7 @@ def plot_rounds(rows: list[dict[str, Any]], path: Path) -> None:
                 [row["round"] for row in evaluated],
                 [100 * row["accuracy"] for row in evaluated],
                 color="#d40",
-                marker="." if len(evaluated) < 100 else "",
+                markevery=0.1,
+                label="test accuracy (right)",
             )
-            beside.set(ylabel="test accuracy (%), the line")
+            beside.set(ylabel="test accuracy (%)")

@@ -1,11 +1,16 @@
-"""What a run leaves behind: metrics.jsonl and TensorBoard events, one entry a round."""
+"""What a run leaves behind: its starts, and one entry a round in metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
+import datetime
+import functools
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,48 @@ _COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"}
 
 _TELL_OF_ROUNDS = ("metrics.jsonl", "summary.json", "shuffler*.log")
 _ROUND = re.compile(rb'"rounds?": ?(\d{1,18})')
+
+
+def note_start(folder: Path) -> None:
+    """Adds to a run folder's starts.jsonl that the run begins or goes on, with its `provenance`."""
+    with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(provenance()) + "\n")
+
+
+def read_starts(folder: Path) -> list[dict[str, str]]:
+    """What `note_start` wrote; nothing in a folder of an older version."""
+    path = folder / "starts.jsonl"
+    return [json.loads(line) for line in path.open(encoding="utf-8")] if path.exists() else []
+
+
+def provenance() -> dict[str, str]:
+    """Now; the command at work; the commit of its code.
+
+    Of programs other than `shufl` only the name is kept: Flower's get a token as an argument.
+    """
+    program = Path(sys.argv[0])
+    own = program.name == "shufl" or program.parts[-2:] == ("cli", "__main__.py")
+    now = datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes")
+    command = shlex.join(["shufl", *sys.argv[1:]]) if own else program.name
+    return {"date": now, "command": command, "commit": _commit()}
+
+
+@functools.cache
+def _commit() -> str:
+    """The commit of the code at work; `+` where files but docs differ; empty outside a checkout."""
+    here = Path(__file__).resolve()
+    git = ["git", "-C", str(here.parents[1])]
+    try:  # an installed copy may lie in a checkout of something else
+        subprocess.run(
+            [*git, "ls-files", "--error-unmatch", str(here)], capture_output=True, check=True
+        )
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", ".", ":!docs"], capture_output=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.stdout.decode().strip()[:10] + ("+" if changed.stdout.strip() else "")
 
 
 class MetricsError(RuntimeError):

@@ -40,7 +40,7 @@ from shufl.simulator.experiment import Experiment, prepare
 from shufl.simulator.names import DATASETS
 from shufl.simulator.plots import plot_accuracy_epsilon
 from shufl.simulator.progress import RoundProgress
-from shufl.simulator.records import RunRecorder, check_ledger, rounds_told
+from shufl.simulator.records import RunRecorder, check_ledger, note_start, rounds_told
 from shufl.simulator.report import print_summary, summarise
 from shufl.simulator.section import ConfigError
 from shufl.simulator.tables import epsilon_text
@@ -57,9 +57,9 @@ But for the whole CPUs of a node, which are its threads: sums depend on how many
 def run(config: Config, runs: Path, console: Console) -> RunResult:
     """Runs a configuration to its end and reports.
 
-    The run folder `<name>-<time>` gets config.toml, plan.json, metrics.jsonl, tensorboard/,
-    ledger.jsonl, checkpoint.pt, model.pt, summary.json, accuracy_epsilon.png, and on Flower the
-    logs.
+    The run folder `<name>-<time>` gets config.toml, plan.json, starts.jsonl, metrics.jsonl,
+    tensorboard/, ledger.jsonl, checkpoint.pt, model.pt, summary.json, accuracy_epsilon.png, and on
+    Flower the logs.
 
     Args:
         config: validated configuration.
@@ -131,6 +131,7 @@ def resume_run(folder: Path, console: Console, make_engine: MakeEngine | None = 
     with Ledger.open(folder / "ledger.jsonl", experiment.plan) as ledger:
         check_ledger(folder, ledger.last_round, rounds_told(folder))
         checkpoint = _checkpoint_of(folder, experiment, engine, ledger)
+        note_start(folder)
         _describe(console, experiment, engine, folder)
         done, spent = checkpoint.round if checkpoint else 0, ledger.last_round
         what = f"resumed after round {done}"
@@ -279,6 +280,7 @@ def make_folder(runs: Path, experiment: Experiment) -> Path:
             folder = folder.with_name(f"{stem}-{number}")
     (folder / "config.toml").write_text(dumps(experiment.config), encoding="utf-8")
     (folder / "plan.json").write_text(experiment.plan.to_json(), encoding="utf-8")
+    note_start(folder)
     return folder
 
 

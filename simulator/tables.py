@@ -71,6 +71,16 @@ def epsilon_cells(rows: dict[str, dict[str, Any]], halting: str = "") -> list[li
     return cells
 
 
+def for_every_pair(epsilons: dict[str, float | None]) -> str | None:
+    """The accountant of the least ε, by name, that holds for every pair; None if none does."""
+    from shufl.accounting import ACCOUNTANTS
+
+    every = {name for name, each in ACCOUNTANTS.items() if each.holds_for == "every pair"}
+    every.add("opacus")  # of the reference `central`
+    given = {name: value for name, value in epsilons.items() if value is not None}
+    return min(every.intersection(given), key=lambda name: given[name], default=None)
+
+
 def print_epsilons(
     console: Console, title: str, rows: dict[str, dict[str, Any]], halting: str = ""
 ) -> None:

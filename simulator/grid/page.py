@@ -17,7 +17,7 @@ from shufl.simulator.grid.points import read_result
 from shufl.simulator.grid.rows import write_rows
 from shufl.simulator.grid.settings import Grid, Point, Series, shown
 from shufl.simulator.plots import draw
-from shufl.simulator.tables import epsilon_text
+from shufl.simulator.tables import epsilon_text, for_every_pair
 
 Result = dict[str, Any]
 """A point's `result.json`."""
@@ -29,18 +29,7 @@ Table = list[list[str]]
 def write_page(
     name: str, grid: Grid, points: list[Point], folder: Path, pages: Path, failed: dict[str, str]
 ) -> Path:
-    """Writes NAME.csv, NAME.png, NAME.svg and NAME.md of the points that are finished.
-
-    Args:
-        name: of the grid.
-        grid, points: what was to be played.
-        folder: has the points' folders.
-        pages: where the files go, made if it is not there.
-        failed: why points failed.
-
-    Returns:
-        The page.
-    """
+    """Writes NAME.csv, NAME.png, NAME.svg and NAME.md, which it returns, to `pages`."""
     pages.mkdir(parents=True, exist_ok=True)
     results = finished(points, folder)
     write_rows(results, pages / f"{name}.csv")
@@ -65,7 +54,7 @@ def finished(points: list[Point], folder: Path) -> list[tuple[Point, Result]]:
 
 
 def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
-    """A line a series through the means, with the range over seeds around it, and its ε dashed."""
+    """A line a series through the means, the range over seeds around it; its ε, dashed."""
     words = any(isinstance(value, str) for value in grid.values)
     places = [place if words else value for place, value in enumerate(grid.values)]
     with draw(*paths) as axes:
@@ -79,10 +68,11 @@ def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
             if not drawn:
                 continue
             at, means, lowest, highest, epsilons = zip(*drawn, strict=True)
-            (line,) = axes.plot(at, means, marker=".", label=series.name)
-            axes.fill_between(at, lowest, highest, color=line.get_color(), alpha=0.2)
+            (line,) = axes.plot(at, means, label=series.name)
+            own = {"color": line.get_color(), "marker": line.get_marker()}
+            axes.fill_between(at, lowest, highest, color=own["color"], alpha=0.2)
             if beside is not None:
-                beside.plot(at, epsilons, "--", color=line.get_color())
+                beside.plot(at, epsilons, "--", markerfacecolor="white", **own)
                 beside.set(yscale="log", ylabel="ε by the halting accountant (dashed)")
         axes.set(
             xscale="log" if min(places) > 0 and max(places) / min(places) > 4 else "linear",
@@ -95,10 +85,9 @@ def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
             axes.set_yscale("function", functions=(_by_error, _from_error))
             axes.set_yticks([tick for tick in _TICKS if lowest < tick < highest])
             axes.set_ylim(lowest, min(highest, 100 - _LEAST_ERROR))
+            axes.set_ylabel("test accuracy (%), log scale of the error")
         axes.set_xticks(places, list(map(shown, grid.values)))
         axes.minorticks_off()
-        if results:
-            axes.figure.legend(loc="outside lower center", ncols=3, fontsize="small")
 
 
 _WIDE = 40.0  # percent
@@ -139,7 +128,8 @@ def _lines(
     plain = [result for _, result in results]
     yield from _markdown(accuracy_table(grid, plain), words=(0,))
     yield from ("", "## What each run did", "")
-    yield from _markdown(plan_table(grid, results), words=(0, 7, 8))
+    yield from _markdown(plan_table(grid, results), words=(0, 9))
+    yield from ("", EVERY_PAIR)
     yield from ("", "## What ε holds for", "")
     yield from _markdown(coverage_table(plain), words=(0, 1))
     yield from ("", "Coins and noise come from the seed: these runs protect nobody.")
@@ -177,25 +167,61 @@ def accuracy_table(grid: Grid, results: list[Result]) -> Table:
 
 
 def plan_table(grid: Grid, results: list[tuple[Point, Result]]) -> Table:
-    """The privacy plan of the runs that differ in their seed alone, and the largest ε of them."""
+    """The largest ε of the runs that differ in their seed alone, and their privacy plan."""
     alike: dict[tuple[str, str], list[Result]] = {}
     for _, result in results:
         alike.setdefault((result["series"], shown(result["value"])), []).append(result)
     given = {name for _, result in results for name in result["epsilon"]}
     names = [name for name in ACCOUNTANTS if name in given] + sorted(given.difference(ACCOUNTANTS))
-    heads = ("γ", "z", "λ", "rounds", "δ", "neighbours", "halted by", *(f"ε {n}" for n in names))
-    rows = [["series", grid.label, *heads]]
+    heads = (grid.label, *_FIRST, "γ", "z", "λ", "rounds", "δ", "neighbours")
+    rows = [["series", *heads, *(f"ε {name}" for name in names)]]
     for (series, value), made in alike.items():
-        result = made[0]
         rows.append([
             series,
             value,
-            *("–" if result[key] is None else f"{result[key]:.4g}" for key in _NUMBERS),
-            result["adjacency"],
-            result["accountant"],
+            *(text for _, text in _first_epsilons(made)),
+            *("–" if made[0][key] is None else f"{made[0][key]:.4g}" for key in _NUMBERS),
+            made[0]["adjacency"],
             *(epsilon_text(_largest_epsilon(made, name)) for name in names),
         ])  # fmt: skip
     return rows
+
+
+def head_facts(results: list[tuple[Point, Result]]) -> Iterator[tuple[str, str]]:
+    """What matters first: from the least to the largest of all runs."""
+    runs = [
+        (*_first_epsilons([result]), (result["accuracy"], f"{result['accuracy']:.2%}"))
+        for _, result in results
+    ]
+    for head, values in zip((*_FIRST, "test accuracy"), zip(*runs, strict=True), strict=False):
+        given = [each for each in values if each[0] is not None]
+        ends = [end(given)[1] for end in (min, max)] if given else ["none"]
+        yield head, " to ".join(dict.fromkeys(ends))
+
+
+_FIRST = ("halting ε", "ε for every pair")
+EVERY_PAIR = (
+    "The halting ε is that of the accountant that ends the run. The ε for every pair is the least "
+    "by an accountant that holds for every pair of neighbours. The accountant is in brackets; what "
+    "it assumes stands below. Of several seeds the largest ε counts."
+)
+
+
+def _first_epsilons(results: list[Result]) -> list[tuple[float | None, str]]:
+    """`_FIRST` of runs that differ in their seed alone: the number, and it with its accountant.
+
+    An accountant that does not price all of them has none.
+    """
+    halts = results[0]["accountant"]
+    priced = {
+        name: max(result["epsilon"][name] for result in results)
+        for name in results[0]["epsilon"]
+        if all(result["epsilon"].get(name) is not None for result in results)
+    }
+    return [
+        (priced[name], f"{epsilon_text(priced[name])} ({name})") if name in priced else (None, "–")
+        for name in (halts, for_every_pair(priced))
+    ]
 
 
 def _largest_epsilon(results: list[Result], accountant: str) -> float | None:

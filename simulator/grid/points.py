@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,17 +20,16 @@ from shufl.simulator.engines import ENGINES
 from shufl.simulator.experiment import prepare
 from shufl.simulator.grid.central import Reference
 from shufl.simulator.grid.settings import Point
-from shufl.simulator.records import MetricsError, read_rows
+from shufl.simulator.records import MetricsError, provenance, read_rows
 from shufl.simulator.run import resume_run, run
 
 _RESULT = "result.json"
 
 
-def play(point: Point, folder: Path, threads: int, command: str) -> None:
+def play(point: Point, folder: Path, threads: int) -> None:
     """Plays a point, or goes on with it where it was interrupted, and writes its `result.json`.
 
-    The point's folder is made if it is not there. `threads` are torch's, and `command` is what all
-    this is part of.
+    The point's folder is made if it is not there. `threads` are torch's.
 
     Raises:
         Exception: whatever ends a run early.
@@ -44,8 +41,7 @@ def play(point: Point, folder: Path, threads: int, command: str) -> None:
         came_to = _outcome(_played(point, folder))
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    origin = {"command": command, "commit": _commit(), "versions": versions}
-    write_result(folder, point, came_to | origin)
+    write_result(folder, point, came_to | provenance() | {"versions": versions})
 
 
 def check(point: Point) -> None:
@@ -99,6 +95,7 @@ class _Result(Record):
     accountant: str
     command: str
     commit: str
+    date: str = ""  # older results have none
     epsilon: dict[str, NotNegative | None]
     versions: dict[str, str]
 
@@ -161,21 +158,3 @@ def _outcome(played: Path) -> dict[str, Any]:
         "shuffler_blankets": plan["shuffler_blankets"],
         "seconds": sum(row["seconds"] for row in read_rows(played / "metrics.jsonl")),
     }
-
-
-@functools.cache
-def _commit() -> str:
-    """The commit of the code at work; `+` where files but docs differ; empty outside a checkout."""
-    here = Path(__file__).resolve()
-    git = ["git", "-C", str(here.parents[2])]
-    try:  # an installed copy may lie in a checkout of something else
-        subprocess.run(
-            [*git, "ls-files", "--error-unmatch", str(here)], capture_output=True, check=True
-        )
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", ".", ":!docs"], capture_output=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return head.stdout.decode().strip()[:10] + ("+" if changed.stdout.strip() else "")

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shufl.simulator.config import flat
 from shufl.simulator.grid.points import checked_result, read_result, write_result
 from shufl.simulator.grid.settings import Point
 from shufl.simulator.section import one_line
 
 _POINT = ("series", "value", "seed", "digest")
-_WORDS = ("adjacency", "accountant", "command", "commit")
+_WORDS = ("adjacency", "accountant", "command", "commit", "date")
 _NUMBERS = (
     "accuracy",
     "loss",
@@ -27,19 +28,28 @@ _EPSILON, _VERSIONS = "epsilon_", "versions"
 
 
 def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> None:
-    """Writes points' results: a column for each accountant's ε, the versions as one."""
+    """Writes points' results, with a column for each accountant's ε and each setting.
+
+    A setting's column has its name in the configuration; it is empty where none was given.
+    """
     accountants = sorted({name for _, result in results for name in result["epsilon"]})
+    settings = [
+        {"trainer": point.trainer}
+        | flat(point.config.model_dump(exclude_none=True, exclude={"seed"}))
+        for point, _ in results
+    ]
+    names = list(dict.fromkeys(name for each in settings for name in each))
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         epsilon_heads = (f"{_EPSILON}{name}" for name in accountants)
-        writer.writerow([*_POINT, *_NUMBERS, *_WORDS, *epsilon_heads, _VERSIONS])
-        for point, result in results:
+        writer.writerow([*_POINT, *_NUMBERS, *_WORDS, *epsilon_heads, _VERSIONS, *names])
+        for (point, result), own in zip(results, settings, strict=True):
             of_point = (getattr(point, key) for key in _POINT)
             came_to = (result[key] for key in (*_NUMBERS, *_WORDS))
             versions = " ".join(f"{key}={value}" for key, value in result["versions"].items())
             epsilons = (result["epsilon"].get(name) for name in accountants)
-            writer.writerow([*of_point, *came_to, *epsilons, versions])
+            writer.writerow([*of_point, *came_to, *epsilons, versions, *map(own.get, names)])
     unfinished.replace(path)
 
 
@@ -63,7 +73,8 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            missing = {*_POINT, *_NUMBERS, *_WORDS, _VERSIONS}.difference(reader.fieldnames or ())
+            wanted = {*_POINT, *_NUMBERS, *_WORDS, _VERSIONS} - {"date"}  # older tables have none
+            missing = wanted.difference(reader.fieldnames or ())
             rows = {(row["series"], row["digest"]): row for row in reader if not missing}
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be a table that shufl experiment wrote: {error}") from error
@@ -89,7 +100,7 @@ def _came_to(row: dict[str, str]) -> dict[str, Any]:
     numbers = {key: float(row[key]) if row[key] else None for key in _NUMBERS}
     return {
         **numbers,
-        **{key: row[key] for key in _WORDS},
+        **{key: row.get(key, "") for key in _WORDS},
         "rounds": int(row["rounds"]),
         "epsilon": {
             key.removeprefix(_EPSILON): float(text) if text else None

@@ -23,7 +23,6 @@ def play_points(
     points: list[Point],
     folder: Path,
     cpus: int,
-    command: str,
     console: Console,
     failed: dict[str, str],
 ) -> None:
@@ -31,7 +30,7 @@ def play_points(
 
     Each point has a folder in `folder` and as many CPUs, and threads of torch, as `cpus`. The
     console gets a line of each finished point, and `failed` says why points failed, by what they
-    are called; the others are finished. `command` is what all this is part of.
+    are called; the others are finished.
 
     Raises:
         ConfigError: the configuration of one of them is wrong; none has been played.
@@ -56,7 +55,7 @@ def play_points(
         def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:
             needs = {"num_cpus": cpus, "num_gpus": _gpus(point)}
             remote = ray.remote(max_retries=0, **needs)(_at_path).remote
-            return remote(sys.path, task, point, *arguments)
+            return remote(sys.path, sys.argv, task, point, *arguments)
 
         def ended(at_work: dict[Any, Point]) -> Iterator[tuple[Any, Point]]:
             while at_work:
@@ -70,9 +69,7 @@ def play_points(
             for done, point in ended({begin(check, point): point for point in alike.values()}):
                 _refuse_mistake(done, point)
             begun = time.monotonic()
-            at_work = {
-                begin(play, point, folder / point.key, cpus, command): point for point in waiting
-            }
+            at_work = {begin(play, point, folder / point.key, cpus): point for point in waiting}
             for done, point in ended(at_work):
                 said = _outcome(done, point, folder, failed)
                 finished = len(waiting) - len(at_work)
@@ -85,8 +82,11 @@ def play_points(
                 )
 
 
-def _at_path(path: list[str], task: Callable[..., None], *arguments: Any) -> None:
-    """The task, in a process that finds the reader's modules as this one does."""
+def _at_path(
+    path: list[str], command: list[str], task: Callable[..., None], *arguments: Any
+) -> None:
+    """The task, in a process that finds the reader's modules and knows the command as this one."""
+    sys.argv[:] = command  # instead of Ray's, for `provenance`
     make_importable(path)
     task(*arguments)
 

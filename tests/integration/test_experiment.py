@@ -54,6 +54,7 @@ CAME_TO = {
     **{"accuracy": 0.25, "loss": None, "rounds": 3, "delta": None, "check_in_rate": 0.5},
     **{"noise_multiplier": 1.0, "shuffler_blankets": 0.0, "seconds": 0.5, "epsilon": {"pld": 2.0}},
     **{"adjacency": "replace", "accountant": "pld", "command": "a, b", "commit": "0123"},
+    "date": "2026-11-26 00:45+00:00",
     "versions": {"shufl": "1", "torch": "2+cpu"},
 }
 
@@ -179,7 +180,7 @@ def test_a_result_names_the_commit_of_its_own_code_alone(tmp_path, tracked):
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "something"]):
         subprocess.run([*git, *command], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    asked = "from shufl.simulator.grid.points import _commit; print(_commit())"
+    asked = "from shufl.simulator.records import provenance; print(provenance()['commit'])"
     told = subprocess.run(
         [sys.executable, "-c", asked],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -199,6 +200,18 @@ def test_a_table_gives_results_to_points_of_its_very_configuration_alone(tmp_pat
     assert [point for point in points if read_result(tmp_path / "same" / point.key)] == [points[0]]
     of_point = {"series": "Fast!", "value": 1.0, "seed": 3}
     assert read_result(tmp_path / "same" / points[0].key) == CAME_TO | of_point
+    older = tmp_path / "older.csv"  # without the columns that came later
+    with table.open() as file, older.open("w") as target:
+        (row,) = csv.DictReader(file)
+        assert (row["trainer"], row["privacy.rounds"], row["data.users"]) == ("shufl", "3", "60")
+        assert row["date"] == CAME_TO["date"] and row["privacy.noise_multiplier"] == "1.0"
+        names = [name for name in row if "." not in name and name not in ("date", "trainer")]
+        writer = csv.DictWriter(target, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerow(row)
+    take_over_rows(older, points, tmp_path / "from-older")
+    came_to = read_result(tmp_path / "from-older" / points[0].key)
+    assert came_to == CAME_TO | of_point | {"date": ""}
     others = load_grid(str(write_grid(tmp_path, 4)))[1].points()
     take_over_rows(table, others, tmp_path / "others")
     assert not (tmp_path / "others").exists()
@@ -318,8 +331,11 @@ def test_the_page_has_the_largest_epsilon_of_runs_that_differ_in_their_seed():
     about |= {"rounds": 10, "delta": 1e-5}
     given = [{"pld": 1.0, "crowd": 4.33641}, {"pld": 0.9, "crowd": 4.34087}, {"pld": 1.0}]
     results = [(None, about | {"epsilon": epsilon}) for epsilon in given]
-    heads, *rows = plan_table(SimpleNamespace(label="ε"), results)
+    heads, *rows = plan_table(SimpleNamespace(label="value"), results)
     assert [dict(zip(heads, row, strict=True)) for row in rows] == [
-        {"series": "ours", "ε": "1", "γ": "0.1", "z": "1", "λ": "0", "rounds": "10", "δ": "1e-05"}
-        | {"neighbours": "replace", "halted by": "pld", "ε pld": "1", "ε crowd": "4.341"}
+        {"series": "ours", "value": "1", "halting ε": "1 (pld)", "ε for every pair": "–"}
+        | {"γ": "0.1", "z": "1", "λ": "0", "rounds": "10", "δ": "1e-05", "neighbours": "replace"}
+        | {"ε pld": "1", "ε crowd": "4.341"}
     ]
+    _, row = plan_table(SimpleNamespace(label="value"), results[:2])
+    assert row[3] == "4.341 (crowd)"

@@ -9,14 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot
 from typer.testing import CliRunner
 
 from run_world import shufl
+from shufl.accounting import ACCOUNTANTS, PrivacyPlan
 from shufl.cli.__main__ import app
 from shufl.simulator.grid.page import keep_grid
 from shufl.simulator.grid.points import play
 from shufl.simulator.grid.settings import Grid
 from shufl.simulator.html_page import page_of
+from shufl.simulator.plots import plot_accuracy_epsilon, plot_rounds
+from shufl.simulator.records import note_start, read_rows, read_starts
 from shufl.simulator.tables import AS_PLANNED, epsilon_text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -57,8 +61,10 @@ def results(tmp_path_factory):
         series=[{"name": "<script>alert(1)</script>"}, {"name": "other"}],
     )
     points = grid.points()
-    for point in points[:2]:
-        play(point, folder / point.key, 1, "shufl experiment <tiny>")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bin/shufl", "experiment", "<tiny>"])
+        for point in points[:2]:
+            play(point, folder / point.key, 1)
     keep_grid(grid, folder, {str(points[2]): "no <i>luck</i>"})
     return folder
 
@@ -73,6 +79,7 @@ class Seen(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
+        self.text += " "  # else a name and its value would be one word
         self.loaded += [value for name, value in attrs if name in ("src", "href", "srcset")]
 
     def handle_data(self, data):
@@ -101,7 +108,58 @@ def test_the_page_of_a_run_says_what_the_run_says(run_folder, tmp_path):
     assert f"torch {summary['versions']['torch']}" in text
     assert "from seed 7: a simulation, which protects nobody" in text
     assert re.search(r"rounds spent\s*4\s*released\s*4", text)
+    epsilons = {name: epsilon_text(row["epsilon"]) for name, row in summary["epsilon"].items()}
+    (start,) = read_starts(run_folder)
+    head = re.sub(r"\s+", " ", text[: text.index("What ε holds for")])
+    assert re.search(
+        rf"halting ε {epsilons['theorem3']} by theorem3, homogeneous pair "
+        rf"least ε for every pair {epsilons['blanket']} by blanket, every pair .*"
+        "data digits, 200 users, iid model logistic-regression algorithm fedsgd, mean, sgd "
+        rf"command shufl run quickstart --runs .* commit {re.escape(start['commit']) or 'unknown'} "
+        rf"date {re.escape(start['date'])}",
+        head,
+    )
+    assert "noise_multiplier" not in text.replace((run_folder / "config.toml").read_text(), "")
+    assert re.search(r"noise multiplier z\s*1\s", text)
     assert target.read_text().count("data:image/svg+xml") == 2
+
+
+def test_the_page_of_an_older_run_says_what_is_unknown(run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "old")
+    (tmp_path / "old/starts.jsonl").unlink()
+    text = check_alone(page_of(tmp_path / "old"))
+    assert re.search(r"command\s*unknown\s*commit\s*unknown\s*date\s*unknown", text)
+
+
+def test_a_token_on_the_command_line_of_another_program_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bin/flwr-serverapp", "--token", "secret"])
+    note_start(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bin/shufl", "run", "--resume", "a run"])
+    note_start(tmp_path)
+    told = [start["command"] for start in read_starts(tmp_path)]
+    assert told == ["flwr-serverapp", "shufl run --resume 'a run'"]
+
+
+def test_plots_can_be_read_without_colour_and_no_legend_covers_a_curve(
+    run_folder, tmp_path, monkeypatch
+):
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    plan = PrivacyPlan.from_json((run_folder / "plan.json").read_bytes())
+    rows = read_rows(run_folder / "metrics.jsonl")
+    plot_accuracy_epsilon(rows, plan, tmp_path / "plot.svg")
+    plot_rounds(rows, tmp_path / "rounds.svg")
+    for figure in figures:
+        (legend,) = figure.legends
+        assert not legend.get_window_extent().overlaps(figure.axes[0].get_window_extent())
+    axes = figures[0].axes[0]
+    assert axes.get_xlabel().endswith("log scale") and "scale" not in axes.get_ylabel()
+    *curves, _ = axes.get_lines()
+    assert len({curve.get_marker() for curve in curves}) == len(curves) == len(rows[0]["epsilons"])
+    for curve in curves:
+        name, pairs = curve.get_label().split(", ")
+        assert pairs == ACCOUNTANTS[name].holds_for
+        assert curve.get_linestyle() == ("-" if pairs == "every pair" else "--")
 
 
 def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
@@ -158,7 +216,20 @@ def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
     for result in played:
         assert f"{100 * result['accuracy']:.2f}" in text
         assert epsilon_text(result["epsilon"]["blanket"]) in text
-    assert "2 of 4" in text and "shufl experiment <tiny>" in text
+    assert "2 of 4" in text and "shufl experiment '<tiny>'" in text
+    halting, every_pair = (
+        sorted((result["epsilon"][name] for result in played), key=float)
+        for name in ("theorem3", "blanket")
+    )
+    head = re.sub(r"\s+", " ", text[: text.index("One paragraph")])
+    for told, name, ends in (
+        ("halting ε", "theorem3", halting),
+        ("ε for every pair", "blanket", every_pair),
+    ):
+        least, most = map(epsilon_text, ends)
+        assert f"{told} {least} ({name}) to {most} ({name})" in head
+    assert "data digits, 200 users, iid model logistic-regression algorithm fedsgd" in head
+    assert re.search(rf"commit .* date {played[0]['date'][:10]}", head)
     assert "other, 1, seed 3: no <i>luck</i>" in text
     assert re.search(r"missing\s*other, 3, seed 3", text)
 
@@ -194,13 +265,17 @@ def test_the_page_of_a_run_needs_no_torch(run_folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [390, 1200])
 @pytest.mark.parametrize("what", ["run_folder", "results"])
 def test_a_browser_shows_it_whole_on_a_phone_and_a_screen(what, width, request, tmp_path):
-    """Inside a frame of that width nothing sticks out, and every image has a size."""
+    """Inside a frame of that width nothing sticks out, and every image has a size.
+
+    Where a table is wider and scrolls, ε or accuracy stands in view.
+    """
     page = page_of(request.getfixturevalue(what))
     measured = measure(tmp_path, page, width)
     assert width - 20 <= measured["width"] <= width  # a scroll bar may take some
+    assert measured["heads"] and max(measured["heads"].values()) <= width
     assert measured["images"] and min(measured["images"]) > 0.8 * min(width, 700)
     wide = page.replace("</body>", "<p style='width: 2000px'>wide</p></body>")
     assert measure(tmp_path, wide, width)["width"] > 1900
@@ -223,6 +298,9 @@ def measure(folder, page, width):
 FRAME = "<!doctype html><title></title><script>onmessage = e => document.title = e.data</script>"
 MEASURE = """<script>addEventListener("load", () => parent.postMessage(JSON.stringify({
     width: document.documentElement.scrollWidth,
+    heads: Object.fromEntries([...document.querySelectorAll("thead th")]
+        .filter(head => /^(ε|halting ε|ε for every pair|its ε holds for|z)$/.test(head.innerText))
+        .map(head => [head.innerText, head.getBoundingClientRect().right])),
     images: [...document.images].map(image => image.getBoundingClientRect().width),
 }), "*"))</script>"""
 

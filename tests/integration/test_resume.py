@@ -23,7 +23,7 @@ from shufl.cli.__main__ import app
 from shufl.server import CheckpointError, load_checkpoint
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines.vectorised import VectorisedEngine
-from shufl.simulator.records import MetricsError
+from shufl.simulator.records import MetricsError, read_starts
 from shufl.simulator.run import begin_run, resume_run, run
 from tiny_disk import tiny_disk_at
 
@@ -101,6 +101,7 @@ def test_with_the_systems_entropy_every_draw_is_spent_once(tmp_path):
     result = shufl("run", "--resume", folder)
     assert result.returncode == 0, result.stderr
     assert "resumed after round" in result.stdout
+    assert read_starts(folder)[-1]["command"] == f"shufl run --resume {folder}"
     assert rows(folder)[: len(before)] == before
     assert rows(folder)[len(before)]["round"] == spent + 1
     entries = Ledger.read(folder / "ledger.jsonl").entries

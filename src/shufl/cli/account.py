@@ -12,7 +12,7 @@ from rich.table import Table
 from shufl.cli import options
 from shufl.cli.options import needed
 from shufl.simulator.console import Console
-from shufl.simulator.plots import check_format, draw
+from shufl.simulator.plots import check_format, draw, style_of
 from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
 if TYPE_CHECKING:
@@ -174,6 +174,5 @@ def _draw(points: list[int], curves: dict[str, list[float | None]], title: str, 
     with draw(path) as axes:
         for name, curve in curves.items():
             if any(value is not None and math.isfinite(value) for value in curve):
-                axes.plot(points, curve, marker=".", label=name)
+                axes.plot(points, curve, **style_of(name))
         axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel="ε", title=title)
-        axes.figure.legend(loc="outside right upper")

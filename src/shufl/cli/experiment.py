@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +50,6 @@ def experiment_command(
         folder.mkdir(parents=True, exist_ok=True)
     except (ConfigError, OSError) as error:
         fail(error)
-    command = shlex.join(["shufl", *sys.argv[1:]])
     try:
         with (folder / "lock").open("w") as lock:
             try:
@@ -64,7 +61,7 @@ def experiment_command(
             failed: dict[str, str] = {}
             keep_grid(settings, folder, failed)
             try:
-                play_points(points, folder, cpus, command, Console(), failed)
+                play_points(points, folder, cpus, Console(), failed)
             finally:
                 keep_grid(settings, folder, failed)
                 if failed or finished(points, folder):  # else an older page stays
