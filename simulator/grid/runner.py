@@ -54,7 +54,7 @@ def play_points(
                 )
 
         def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:
-            needs = {"num_cpus": cpus, "num_gpus": _gpus(point)}
+            needs: dict[str, Any] = {"num_cpus": cpus, "num_gpus": _gpus(point)}
             remote = ray.remote(max_retries=0, **needs)(_at_path).remote
             return remote(sys.path, task, point, *arguments)
 
