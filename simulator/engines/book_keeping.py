@@ -24,7 +24,8 @@ from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, R
 from shufl.simulator.engines.table import Precision
 
 _T = torch.Tensor
-_Parts = Iterator[tuple[tuple[_T | None, ...], Dense | Products | Rows]]
+_P = torch.Tensor | None  # a parameter, if there is one
+_Parts = Iterator[tuple[tuple[_P, ...], Dense | Products | Rows]]
 _Layer = Callable[..., _Parts]
 
 
@@ -138,7 +139,7 @@ class _Tape(TorchFunctionMode):
 _ATTENTION = inspect.signature(functional.multi_head_attention_forward)
 
 
-def _linear(users: int, g: _T, x: _T, weight: _T, bias: _T | None = None) -> _Parts:
+def _linear(users: int, g: _T, x: _T, weight: _T, bias: _P = None) -> _Parts:
     g = g.reshape(users, 1, -1, g.shape[-1])
     yield from _weight(weight, bias, x.reshape(users, 1, -1, x.shape[-1]), g)
 
@@ -148,7 +149,7 @@ def _conv2d(
     g: _T,
     x: _T,
     weight: _T,
-    bias: _T | None = None,
+    bias: _P = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
@@ -170,13 +171,7 @@ def _conv2d(
 
 
 def _group_norm(
-    users: int,
-    g: _T,
-    x: _T,
-    num_groups: int,
-    weight: _T | None = None,
-    bias: _T | None = None,
-    eps: float = 1e-5,
+    users: int, g: _T, x: _T, num_groups: int, weight: _P = None, bias: _P = None, eps: float = 1e-5
 ) -> _Parts:
     normal = functional.group_norm(x, num_groups, eps=eps)
     shape = (users, len(x) // users, x.shape[1], -1)
@@ -188,9 +183,9 @@ def _layer_norm(
     users: int,
     g: _T,
     x: _T,
-    normalized_shape: list[int],
-    weight: _T | None = None,
-    bias: _T | None = None,
+    normalized_shape: Any,
+    weight: _P = None,
+    bias: _P = None,
     eps: float = 1e-5,
 ) -> _Parts:
     normal = functional.layer_norm(x, normalized_shape, eps=eps)
@@ -248,11 +243,7 @@ gradients of them.
 
 
 def _weight(
-    weight: _T,
-    bias: _T | None,
-    inputs: _T,
-    output_gradients: _T,
-    kernel: tuple[int, int] = (1, 1),
+    weight: _T, bias: _P, inputs: _T, output_gradients: _T, kernel: tuple[int, int] = (1, 1)
 ) -> _Parts:
     """Yields the gradients of a weight and a bias, in the form that takes fewer operations.
 
