@@ -19,7 +19,7 @@ check: .venv/ready lint  ## lint, types and the fast tests: what to run before a
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p shufl.accounting -p shufl.shuffler
+	$(BIN)/mypy -p shufl
 	$(BIN)/lint-imports
 
 mnist: .venv/ready  ## full MNIST experiment: hours on 2 cores

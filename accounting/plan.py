@@ -57,9 +57,11 @@ class PrivacyPlan(Checked):
     delta: Probability
     target_epsilon: Positive
     minimum_batch: Count
-    adjacency: Literal["replace", "zero-out"] = Field("replace", description="replace or zero-out")
+    adjacency: Literal["replace", "zero-out"] = Field(
+        default="replace", description="replace or zero-out"
+    )
     shuffler_blankets: NotNegative = 0.0
-    cover: bool = Field(False, description="true or false")
+    cover: bool = Field(default=False, description="true or false")
     least_present: Count
     accountant: str = "theorem3"
 

@@ -75,11 +75,15 @@ class DeviceLimits(Checked):
     most_epsilon: Positive
     delta: Probability
     accountant: str = "blanket"
-    adjacency: Literal["replace", "zero-out"] = Field("replace", description="replace or zero-out")
+    adjacency: Literal["replace", "zero-out"] = Field(
+        default="replace", description="replace or zero-out"
+    )
     least_noise: NotNegative = 0.0
     most_check_in_rate: Rate = 1.0
     plans: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = Field(
-        (), strict=False, description="a list of SHA-256 digests, 64 hexadecimal digits each"
+        default=(),
+        strict=False,
+        description="a list of SHA-256 digests, 64 hexadecimal digits each",
     )
 
     @model_validator(mode="after")
@@ -128,8 +132,6 @@ class RunOffered:
 
     Attributes:
         number: counts the device's runs, from 1.
-        run_id: the run's name.
-        plan: its plan.
         allotted: how many rounds it may have, for which it is charged.
         offered: how many of them there were.
         last_round: the number of the last.
@@ -331,8 +333,10 @@ def _read(rows: sqlite3.Connection) -> list[RunOffered]:
         " ORDER BY number"
     ).fetchall()
     runs = []
-    for expected, (number, run_id, plan, *counts, latest, checksum) in enumerate(found, 1):
-        run = RunOffered(number, run_id, PrivacyPlan.from_json(plan), *counts, latest)
+    for expected, (number, run_id, plan, *told, checksum) in enumerate(found, 1):
+        allotted, offered, last_round, latest = told
+        plan = PrivacyPlan.from_json(plan)
+        run = RunOffered(number, run_id, plan, allotted, offered, last_round, latest)
         if number != expected or run.checksum != checksum:
             sound = f"what is said of run {expected} is not what was written"
         runs.append(run)

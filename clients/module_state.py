@@ -35,8 +35,11 @@ _UNCHANGING = (
 """What never changes, or holds nothing of a record. What a class or a Python module holds is
 outside a model: `shufl.simulator.trial` looks for models that keep something there."""
 
+_Contents = tuple[Any, ...]
+_Dict = dict[Any, Any]
 _CACHE = type(functools.lru_cache(len))
-_VIEWS = type({}.keys()), type({}.values()), type({}.items())
+_NOTHING: _Dict = {}
+_VIEWS = type(_NOTHING.keys()), type(_NOTHING.values()), type(_NOTHING.items())
 _LOCKS = "lock", "RLock"
 
 
@@ -53,9 +56,9 @@ class ModuleState:
 
     def __init__(self, module: nn.Module):
         self._empty: list[tuple[str, Any]] = []  # most dictionaries of a module
-        self._lists: list[tuple[str, Any, tuple]] = []
-        self._dicts: list[tuple[str, dict, tuple, tuple]] = []
-        self._objects: list[tuple[str, Any, type, dict | None, list[tuple[str, Any]]]] = []
+        self._lists: list[tuple[str, Any, _Contents]] = []
+        self._dicts: list[tuple[str, _Dict, _Contents, _Contents]] = []
+        self._objects: list[tuple[str, Any, type, _Dict | None, list[tuple[str, Any]]]] = []
         self._cells: list[tuple[str, types.CellType, Any]] = []
         self._caches: list[tuple[str, Any]] = []
         self._tensors: list[tuple[str, torch.Tensor, torch.Tensor, int, bool, Any]] = []
@@ -259,12 +262,12 @@ def _pickled(path: str, held: Any) -> bytes:
         raise StateError(f"{path[1:]} ({kind}) is nothing whose state can be compared") from error
 
 
-def _same(held: Collection[Any], contents: tuple) -> bool:
+def _same(held: Collection[Any], contents: _Contents) -> bool:
     """Whether these are the same objects in the same order."""
     return len(held) == len(contents) and all(map(operator.is_, held, contents))
 
 
-def _differ(key: Any, before: dict, after: dict) -> bool:
+def _differ(key: Any, before: _Dict, after: _Dict) -> bool:
     return key not in before or key not in after or before[key] is not after[key]
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -83,8 +83,6 @@ class Question(_Said):
     """What the server asks before the first round: whether a node agrees.
 
     Attributes:
-        run_id: the run.
-        plan_digest: of the privacy plan.
     """
 
     _name = "run's announcement"
@@ -98,9 +96,7 @@ class Announcement(_Said):
     """What the server says of a round, beside the model.
 
     Attributes:
-        run_id: the run.
         round: the round's number, from 1.
-        plan_digest: of the privacy plan.
         public_key: the server's, for this round.
         seconds: for how long the server waits for answers.
     """
@@ -151,7 +147,7 @@ class Node:
         self._records = settings.load_users()
         self._ledgers: dict[int, DeviceLedger] = {}
         self._work = threading.Lock()  # a round may still be at work when the next one comes
-        self._failures: dict[int, Exception] = {}  # of work that went on after an answer, by node
+        self._failures: dict[int, BaseException] = {}  # of work after an answer, by node
         self._alone = not settings.together  # updates cannot be computed together
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
@@ -353,7 +349,7 @@ class Node:
             for update, noise in zip(self._updates(records, seeds), noises, strict=True):
                 yield mechanism.report(update, noise)
 
-    def _groups(self, users: np.ndarray) -> Iterator[list[tuple[int, _Records | None]]]:
+    def _groups(self, users: np.ndarray) -> Iterator[Sequence[tuple[int, _Records | None]]]:
         """Users with their records, in order, in groups whose updates can be computed at once.
 
         The users of a group have equally many records, and few enough for memory. One whose records
@@ -379,7 +375,7 @@ class Node:
         if group:
             yield group
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         """Notes that a user's update cannot be computed; it then counts as zero.
 
         On a real machine the user must report all the same, and those after it: whether a report is
@@ -401,9 +397,10 @@ class Node:
         One that cannot be computed is zero; see `_failed`.
         """
         training = self.settings.training
-        if len(records) > _ALONE and not self._alone:
+        known = [each for each in records if each is not None]
+        if len(known) == len(records) > _ALONE and not self._alone:
             try:
-                together = self._updates_together(records, seeds)
+                together = self._updates_together(known, seeds)
             except _ERRORS as error:  # above all: a model with dropout
                 self._replace(error)
                 self._alone = True

@@ -111,6 +111,7 @@ def user_updates(
         apart = vmap(grad(loss))
         everyone = torch.arange(len(labels), device=labels.device)[:, None]
         local = start
+        assert orders is not None
         for order in orders.to(labels.device):
             for batch in order.split(training.local_batch_size, dim=1):
                 gradients = together if local is start else apart

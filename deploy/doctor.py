@@ -61,7 +61,7 @@ class _Trouble(Exception):
         self.fix = fix
 
 
-_Look = Callable[[], None]
+_Look = Callable[[], object]
 
 
 def examine(folder: Path) -> list[Finding]:

@@ -68,7 +68,7 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
 
 def check_data(
     site: NodeSite, folder: Path, config: Config
-) -> tuple[PrivacyPlan, functools.partial, functools.partial, bool]:
+) -> tuple[PrivacyPlan, functools.partial[Any], functools.partial[Any], bool]:
     """The plan, what makes the model, what gives access to the users' records, and `try_users`.
 
     Raises:
@@ -115,7 +115,9 @@ def agreed_plan(config: Config) -> PrivacyPlan:
         raise ConfigError(str(error)) from error
 
 
-def _records(site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan) -> functools.partial:
+def _records(
+    site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan
+) -> functools.partial[Any]:
     """What gives access to the users' records, mapped to features if there is a map."""
     data = config.data
     if site.data == "simulated":
@@ -143,7 +145,7 @@ def _records(site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan) ->
     return own if data.features is None else functools.partial(_mapped, own, data.features)
 
 
-def _simulated(about: tuple, first: int) -> UserRecords:
+def _simulated(about: tuple[Any, ...], first: int) -> UserRecords:
     records = load_user_records(*about)
     return lambda user: records(first + user)
 

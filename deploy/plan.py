@@ -90,7 +90,8 @@ class Deployment(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Deployment:
-        names = ["server", *(each.name for each in (*self.shufflers, *self.nodes))]
+        names = ["server", *(each.name for each in self.shufflers)]
+        names += [each.name for each in self.nodes]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"every site has a name of its own, got {name} twice")

@@ -111,7 +111,7 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
         resumes = (folder / "ledger.jsonl").exists()
         try:
             go = resume_run if resumes else begin_run
-            outcome = {"stopped_by": go(folder, console, make_engine).stopped_by}
+            outcome: dict[str, str] = {"stopped_by": go(folder, console, make_engine).stopped_by}
         except _ENDS_EARLY as error:
             outcome = {"error": one_line(error)}
         except Exception as error:  # of Flower's, or ours; its traceback is in flower.log

@@ -71,7 +71,7 @@ class RoundLoop:
         self._grid = grid
         self._observe = observe
         self._stop = stop
-        self._waiting_is_over = lambda: stop() or shuffler_gone()
+        self._waiting_is_over: Callable[[], bool] = lambda: stop() or shuffler_gone()
         self._training = Training(settings)
         self._incomplete = 0  # rounds in a row that lacked nodes
         self._lost = 0  # rounds in a row that a shuffler lost

@@ -63,7 +63,7 @@ class Training:
             self.model.load_state_dict(settings.checkpoint.model)
             self._optimiser.load_state_dict(settings.checkpoint.optimiser)
             if self._average is not None:
-                self._average.load_state_dict(settings.checkpoint.average)
+                self._average.load_state_dict(settings.checkpoint.average or {})
             self._first = settings.checkpoint.round + 1
 
     def run(

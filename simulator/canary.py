@@ -127,8 +127,9 @@ def canary_rounds(
         ShufflerError: the shuffler does not answer or refuses.
         RoundRefused: the client does not agree to a round.
     """
+    run_id = f"canary-{uuid.uuid4()}"
     settings = ClientSettings(
-        run_id=f"canary-{uuid.uuid4()}",
+        run_id=run_id,
         plan=plan,
         make_model=_make_model,
         load_users=functools.partial(_load_users, canary, others, plan.mechanism.clip_norm),
@@ -143,10 +144,10 @@ def canary_rounds(
     unit = plan.mechanism.unit(DIMENSION)
     with ControlClient(shuffler.address, shuffler.control) as control:
         length = sealed_length(report_length(DIMENSION))
-        digest = control.create_run(settings.run_id, plan.to_json().encode(), length)
+        digest = control.create_run(run_id, plan.to_json().encode(), length)
         for number in range(1, plan.rounds + 1):
             private_key, public_key = generate_key_pair()
-            header = RoundHeader(settings.run_id, number, shown, digest, key_digest(public_key))
+            header = RoundHeader(run_id, number, shown, digest, key_digest(public_key))
             control.open_round(header.run_id, number, shown, public_key)
             announced = Announcement(header.run_id, number, digest, public_key, _ROUND_SECONDS)
             node.take_part(users, node.prepare(announced, model))
@@ -157,7 +158,7 @@ def canary_rounds(
             release = control.release(header.run_id, number)
             aggregate = aggregate_reports(release, private_key, header, mean, len(users))
             yield CanaryRound(unit * np.stack(mean.reports), aggregate)
-        control.end_run(settings.run_id)
+        control.end_run(run_id)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,6 @@ class CanaryWorlds:
     """The same plan run with the canary's record and with its replacement.
 
     Attributes:
-        plan: what was run.
         present: rounds with the canary at "plus".
         replaced: rounds with it at "minus" (replace) or "zero" (zero-out).
     """

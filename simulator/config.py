@@ -147,7 +147,7 @@ class Shuffler(Section):
     """How reports travel."""
 
     sealing: Literal["x25519", "mlkem768-x25519"] = "x25519"
-    number: int = Field(1, ge=1, le=64, description="a whole number from 1 to 64")
+    number: int = Field(default=1, ge=1, le=64, description="a whole number from 1 to 64")
 
 
 class Config(Section):

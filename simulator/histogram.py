@@ -65,7 +65,7 @@ class Histogram:
                 of many, and the reports of such users vary more, by as much as this assumes then.
         """
         k, users, rate = len(shares), present or plan.users, plan.check_in_rate
-        truth = plan.mechanism.truth
+        truth = response_of(plan).truth
         held = np.clip(shares, 0.0, 1.0)
         reported = truth * held + (1.0 - truth) / k
         # E[(1{report = j} - 1/k)²], of a user's report and of a blanket; less the mean's square.
@@ -91,6 +91,12 @@ class Histogram:
         excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(falling) + 1)
         kept = np.flatnonzero(falling > excess)[-1]
         return Histogram(np.maximum(self.shares - excess[kept], 0.0), self.errors)
+
+
+def response_of(plan: PrivacyPlan) -> RandomisedResponse:
+    """The mechanism of a histogram's plan."""
+    assert isinstance(plan.mechanism, RandomisedResponse)
+    return plan.mechanism
 
 
 def plan_for(
@@ -138,6 +144,7 @@ def plan_for(
         delta=delta,
         target_epsilon=target_epsilon,
         minimum_batch=1,
+        least_present=users,
         shuffler_blankets=blankets,
         accountant=accountant,
     )
@@ -145,7 +152,7 @@ def plan_for(
 
 def unused(plan: PrivacyPlan, local_epsilon: float | None) -> str | None:
     """Why a plan of `plan_for` does not use up its target, or None."""
-    found = {"local_epsilon": plan.mechanism.local_epsilon}
+    found = {"local_epsilon": response_of(plan).local_epsilon}
     if local_epsilon is not None:
         found = {"blankets": plan.shuffler_blankets}
     costs = epsilon_of(plan.accountant, plan.adjacency, plan.event(), plan.rounds, plan.delta)
@@ -158,7 +165,7 @@ def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:
     `counts` are the users of each category, shape (k,). The plan has randomised response.
     """
     draw, k = np.random.Generator(np.random.Philox(key=seed)), len(counts)
-    rate, truth = plan.check_in_rate, plan.mechanism.truth
+    rate, truth = plan.check_in_rate, response_of(plan).truth
     present = draw.binomial(counts, rate)
     true = draw.binomial(present, truth)
     uniform = int((present - true).sum()) + int(draw.poisson(plan.shuffler_blankets))

@@ -88,4 +88,4 @@ def _is_of_others(path: Path) -> bool:
     """Whether a file is Python's, of an installed package or ours, and so none of the reader's."""
     installed = {"site-packages", "dist-packages"}.intersection(path.parts)
     others = sysconfig.get_path("stdlib"), Path(__file__).parents[1]
-    return bool(installed) or any(map(path.is_relative_to, others))
+    return bool(installed) or any(path.is_relative_to(other) for other in others)

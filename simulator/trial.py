@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ from shufl.clients import LocalTraining, ModuleState, local_update, record_order
 from shufl.simulator.models import MODELS, build_model, seeded
 from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line, readers_code
 
+_Users = list[tuple[torch.Tensor, torch.Tensor, int]]
+_Given = tuple[Callable[[], nn.Module], dict[str, torch.Tensor], LocalTraining, _Users]
 _CALLS = 256  # records that are tried at least: a model may use only later what it keeps
 
 _OTHER_PROCESS = """
@@ -35,7 +38,9 @@ _write_updates(*pickle.load(sys.stdin.buffer))
 """
 
 
-def try_users(make_model: functools.partial, training: LocalTraining, records: int) -> bool:
+def try_users(
+    make_model: functools.partial[nn.Module], training: LocalTraining, records: int
+) -> bool:
     """Refuses a model that gives a user another update after other users than before them.
 
     `make_model` is `build_model` with its arguments; the models here need no trial. `records` is
@@ -73,10 +78,10 @@ def _try(given: bytes) -> bool:
                 "or a file), start the same in every process, and draw random numbers only from "
                 "generators that torch.manual_seed, numpy.random.seed and random.seed set"
             )
-    alike = (torch.stack(each) for each in list(zip(users[0], users[-1], strict=True))[:2])
+    features, labels = map(torch.stack, list(zip(users[0], users[-1], strict=True))[:2])
     try:
         with seeded(0):
-            return agrees_one_by_one(model, *alike, training)
+            return agrees_one_by_one(model, features, labels, training)
     except READERS_ERRORS:
         return False
 
@@ -115,18 +120,18 @@ def agrees_one_by_one(
         warnings.simplefilter("ignore", UserWarning)
         together = user_updates(model, features, labels, training, orders).values()
     users = zip(features, labels, seeds.tolist(), strict=True)
-    alone = (local_update(model, *of_user, training, seed) for *of_user, seed in users)
+    alone = (local_update(model, x, y, training, seed) for x, y, seed in users)
     flat = torch.cat([update.reshape(len(labels), -1) for update in together], dim=1).numpy()
     return all(_close(*pair, 1e-3) for pair in zip(flat, alone, strict=True))
 
 
-def _updates(model: nn.Module, training: LocalTraining, users: list) -> list[np.ndarray]:
+def _updates(model: nn.Module, training: LocalTraining, users: _Users) -> list[np.ndarray]:
     """The updates of users, one after another: of each its features, labels and seed."""
     state = ModuleState(model)
-    return [local_update(model, *records, training, seed, state) for *records, seed in users]
+    return [local_update(model, x, y, training, seed, state) for x, y, seed in users]
 
 
-def _in_another_process(name: str, given: tuple) -> list[np.ndarray]:
+def _in_another_process(name: str, given: _Given) -> list[np.ndarray]:
     """`_updates`, where nobody's was computed before."""
     with tempfile.TemporaryDirectory(prefix="shufl-") as folder:
         path = Path(folder, "updates")
@@ -146,7 +151,7 @@ def _in_another_process(name: str, given: tuple) -> list[np.ndarray]:
     return updates
 
 
-def _write_updates(path: Path, given: tuple) -> None:
+def _write_updates(path: Path, given: _Given) -> None:
     try:
         make_model, parameters, training, users = given
         model = make_model().train()

@@ -28,7 +28,6 @@ class Dataset:
     Attributes:
         train_features, test_features: shape (r, ...), uint8 or float32; `inputs` normalises.
         train_labels, test_labels: int64 of shape (r,), from 0 to `classes` - 1.
-        classes: number of classes.
         scale: what raw values are divided by.
         mean, std: of the training records after division by `scale`: one number, or one for each
             channel. They are not protected, so they must not be estimated from users' data; those
@@ -117,7 +116,7 @@ def cifar10() -> Dataset:
     )
 
 
-def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple:
+def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple[Any, Any]:
     """The training and the test set of a torchvision dataset, from SHUFL_DATA or by download."""
     import torchvision.datasets
 
@@ -203,7 +202,7 @@ def dataset_digest(dataset: Dataset) -> str:
         value = getattr(dataset, field.name)
         digest.update(f"{field.name} {getattr(value, 'shape', value)}".encode())
         if isinstance(value, torch.Tensor):
-            digest.update(value.contiguous().numpy(force=True))
+            digest.update(value.contiguous().numpy(force=True).data)
     return digest.hexdigest()
 
 

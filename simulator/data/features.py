@@ -14,6 +14,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -31,6 +32,8 @@ from shufl.simulator.data.scattering import COEFFICIENTS, scattering
 from shufl.simulator.data.whitening import dead_leaves, whitened, whitening
 from shufl.simulator.names import FEATURES
 from shufl.simulator.section import ConfigError, find, one_line, readers_code
+
+Tensors = dict[str, Any]  # a dataset's, by name
 
 
 def whitened_scattering(images: torch.Tensor) -> torch.Tensor:
@@ -103,7 +106,7 @@ def _mapped(dataset: Dataset, name: str) -> Dataset:
     reader's are not, because nothing tells whether what its code rests on has changed.
     """
     if name not in FEATURES:
-        tensors = _compute(dataset, name, _shape_of_one(dataset, name))
+        tensors: Tensors = _compute(dataset, name, _shape_of_one(dataset, name))
     else:
         key = f"{name}-{_VERSIONS[name]}-{dataset_digest(dataset)[:16]}"
         path = cache_folder() / "features" / f"{key}.pt"
@@ -121,7 +124,8 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
     failure = f"data.features {name} could not map records of shape {tuple(records.shape[1:])}"
     with readers_code(failure), torch.no_grad():
         features = make(records.clone())  # which it may change
-    got, shape = kind_of(features), features.shape if is_dense(features) else ()
+    got = kind_of(features)
+    shape: tuple[int, ...] = features.shape if is_dense(features) else ()
     if got != "float32" or len(shape) < 2 or shape[0] != len(records) or not features.numel():
         got += f" of shape {tuple(shape)}" if is_dense(features) else ""
         raise ConfigError(
@@ -156,11 +160,11 @@ def _shape_of_one(dataset: Dataset, name: str) -> torch.Size:
     return together.shape[1:]
 
 
-def _compute(dataset: Dataset, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
+def _compute(dataset: Dataset, name: str, shape: torch.Size) -> Tensors:
     """Training and test features. Threads of one core each are faster than torch's own."""
     tensors = {}
     threads = torch.get_num_threads()
-    with ThreadPoolExecutor(threads, None, torch.set_num_threads, (1,)) as pool:
+    with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
         for part in ("train_features", "test_features"):
             records = getattr(dataset, part)
             tensors[part] = torch.empty(len(records), *shape)
@@ -180,7 +184,7 @@ def _compute(dataset: Dataset, name: str, shape: torch.Size) -> dict[str, torch.
     return tensors
 
 
-def _read(path: Path) -> dict[str, torch.Tensor] | None:
+def _read(path: Path) -> Tensors | None:
     """What `_keep` has written, mapped into memory; None if it is not there or damaged."""
     try:
         return load_tensors(path, mmap=True)
@@ -188,7 +192,7 @@ def _read(path: Path) -> dict[str, torch.Tensor] | None:
         return None
 
 
-def _keep(path: Path, dataset: Dataset, name: str) -> dict[str, torch.Tensor]:
+def _keep(path: Path, dataset: Dataset, name: str) -> Tensors:
     """Computes the features and writes them to a file, which is whole as soon as it is there.
 
     Raises:

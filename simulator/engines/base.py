@@ -89,13 +89,14 @@ def check_cluster() -> None:
         if address != "auto" and not re.fullmatch(r".+:\d{1,5}", server):
             raise ValueError("it must be HOST:PORT, ray://HOST:PORT, auto or local")
         if not by_client:
-            server = canonicalize_bootstrap_address(address)
+            server = canonicalize_bootstrap_address(address) or server
         with init_grpc_channel(server) as channel:
             if by_client:
                 grpc.channel_ready_future(channel).result(_CONNECT_SECONDS)
             else:
                 gcs = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-                gcs.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=_CONNECT_SECONDS)
+                asks = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
+                gcs.CheckAlive(asks, timeout=_CONNECT_SECONDS)
     except (ConnectionError, ValueError, grpc.RpcError, grpc.FutureTimeoutError) as error:
         asked = isinstance(error, (grpc.RpcError, grpc.FutureTimeoutError))
         why = "no Ray answers there" if asked else one_line(error).partition(".")[0]
@@ -152,7 +153,7 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {}
+    previous: dict[int, Any] = {}
 
     def restore() -> None:
         for number, handler in previous.items():

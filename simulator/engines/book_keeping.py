@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
 from shufl.simulator.engines.table import Precision
+
+_T = torch.Tensor
+_P = torch.Tensor | None  # a parameter, if there is one
+_Parts = Iterator[tuple[tuple[_P, ...], Dense | Products | Rows]]
+_Layer = Callable[..., _Parts]
 
 
 class Unsupported(Exception):
@@ -71,11 +76,11 @@ def gradients_of_users(
                 if used.intersection(names):
                     raise Unsupported(f"{names}: used twice, or beside a computed one")
                 used.update(names)
-                gradients[names] = part
+                gradients[tuple(filter(None, names))] = part
     return gradients
 
 
-def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager:
+def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager[Any]:
     """With bfloat16, lets torch choose what to compute in it; threads share no cache."""
     if precision == "float32":
         return contextlib.nullcontext()
@@ -87,10 +92,14 @@ class _Tape(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable, tuple, GradientEdge]] = []
+        self.calls: list[tuple[_Layer, tuple[Any, ...], GradientEdge]] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Calls `func`; keeps a layer's arguments, and its output before any change in place."""
         if func is functional.multi_head_attention_forward:
@@ -103,7 +112,7 @@ class _Tape(TorchFunctionMode):
             self.calls.append((layer, args, get_gradient_edge(output)))
         return output
 
-    def _attention(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch's own attention of a sequence to itself, so that its linear layers are seen."""
         given = _ATTENTION.bind(*args, **kwargs)
         given.apply_defaults()
@@ -120,8 +129,8 @@ class _Tape(TorchFunctionMode):
         with self:
             x = the["query"].transpose(0, 1)  # positions first until here
             x = functional.linear(x, the["in_proj_weight"], the["in_proj_bias"])
-            x = x.unflatten(2, (3, the["num_heads"], -1)).permute(2, 0, 3, 1, 4)
-            x = functional.scaled_dot_product_attention(*x, is_causal=the["is_causal"])
+            q, k, v = x.unflatten(2, (3, the["num_heads"], -1)).permute(2, 0, 3, 1, 4)
+            x = functional.scaled_dot_product_attention(q, k, v, is_causal=the["is_causal"])
             x = x.transpose(1, 2).flatten(2)
             x = functional.linear(x, the["out_proj_weight"], the["out_proj_bias"])
             return x.transpose(0, 1), None
@@ -130,12 +139,22 @@ class _Tape(TorchFunctionMode):
 _ATTENTION = inspect.signature(functional.multi_head_attention_forward)
 
 
-def _linear(users, g, x, weight, bias=None):
+def _linear(users: int, g: _T, x: _T, weight: _T, bias: _P = None) -> _Parts:
     g = g.reshape(users, 1, -1, g.shape[-1])
     yield from _weight(weight, bias, x.reshape(users, 1, -1, x.shape[-1]), g)
 
 
-def _conv2d(users, g, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+def _conv2d(
+    users: int,
+    g: _T,
+    x: _T,
+    weight: _T,
+    bias: _P = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> _Parts:
     height, width = weight.shape[2:]
     (step_h, step_w), (space_h, space_w) = _two(stride), _two(dilation)
     edges = _edges(padding, weight.shape[2:], dilation)
@@ -151,21 +170,39 @@ def _conv2d(users, g, x, weight, bias=None, stride=1, padding=0, dilation=1, gro
     yield from _weight(weight, bias, x, g.flatten(2, 4), kernel)
 
 
-def _group_norm(users, g, x, num_groups, weight=None, bias=None, eps=1e-5):
+def _group_norm(
+    users: int, g: _T, x: _T, num_groups: int, weight: _P = None, bias: _P = None, eps: float = 1e-5
+) -> _Parts:
     normal = functional.group_norm(x, num_groups, eps=eps)
     shape = (users, len(x) // users, x.shape[1], -1)
     yield (weight,), Dense((g * normal).reshape(shape).sum((1, 3)))
     yield (bias,), Dense(g.reshape(shape).sum((1, 3)))
 
 
-def _layer_norm(users, g, x, normalized_shape, weight=None, bias=None, eps=1e-5):
+def _layer_norm(
+    users: int,
+    g: _T,
+    x: _T,
+    normalized_shape: Any,
+    weight: _P = None,
+    bias: _P = None,
+    eps: float = 1e-5,
+) -> _Parts:
     normal = functional.layer_norm(x, normalized_shape, eps=eps)
     shape = (users, -1, math.prod(normalized_shape))
     yield (weight,), Dense((g * normal).reshape(shape).sum(1))
     yield (bias,), Dense(g.reshape(shape).sum(1))
 
 
-def _embedding(users, g, x, weight, padding_idx=None, max_norm=None, **of_batch):
+def _embedding(
+    users: int,
+    g: _T,
+    x: _T,
+    weight: _T,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    **of_batch: Any,
+) -> _Parts:
     if max_norm is not None or of_batch.get("scale_grad_by_freq"):
         raise Unsupported("an embedding that depends on the whole batch")
     tokens = x.reshape(users, -1).long()
@@ -175,7 +212,7 @@ def _embedding(users, g, x, weight, padding_idx=None, max_norm=None, **of_batch)
     yield (weight,), Rows.of_tokens(tokens, g, len(weight))
 
 
-def _sum(users, g, *summands):
+def _sum(users: int, g: _T, *summands: Any) -> _Parts:
     for each in summands:
         if isinstance(each, nn.Parameter):
             shape = (1,) * (g.dim() - each.dim()) + tuple(each.shape)
@@ -189,7 +226,7 @@ def _sum(users, g, *summands):
 _SUMS = tuple(getattr(torch.Tensor, name) for name in ("add", "__add__", "__radd__", "expand"))
 """Where a parameter is the same for all records, as that of a position or of a first token is."""
 
-_LAYERS = {
+_LAYERS: dict[Any, _Layer] = {
     functional.linear: _linear,
     functional.conv2d: _conv2d,
     functional.group_norm: _group_norm,
@@ -205,14 +242,15 @@ gradients of them.
 """
 
 
-def _weight(weight, bias, inputs, output_gradients, kernel=(1, 1)):
+def _weight(
+    weight: _T, bias: _P, inputs: _T, output_gradients: _T, kernel: tuple[int, int] = (1, 1)
+) -> _Parts:
     """Yields the gradients of a weight and a bias, in the form that takes fewer operations.
 
     Operations in float64, in which products are measured, count twice. A materialised gradient is
     therefore never more than twice as large as what it was made from.
 
     Args:
-        weight, bias: the parameters.
         inputs: a view of shape (k, groups, r, w, h, height, width, c), or (k, groups, t, p).
         output_gradients: shape (k, groups, t, q).
         kernel: see `_in_order`.
@@ -236,7 +274,7 @@ def _two(value: int | tuple[int, ...]) -> tuple[int, ...]:
     return (value, value) if isinstance(value, int) else tuple(value)
 
 
-def _edges(padding, kernel, dilation) -> list[int]:
+def _edges(padding: Any, kernel: torch.Size, dilation: Any) -> list[int]:
     """A convolution's padding as `functional.pad` takes it: last axis first, before and after."""
     if padding == "valid":
         padding = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import nn
 
@@ -55,7 +56,7 @@ def ray_workers(
                 for (worker, held), part in zip(workers, divide(users, blankets, ends), strict=True)
             ]
             try:
-                return sum(ray.get(part) for part in parts)
+                return functools.reduce(operator.add, map(ray.get, parts))
             except RayActorError as error:
                 raise EngineFailed(f"round {round}: a Ray worker died {_TRIES} times") from error
             except RayError as error:
@@ -73,7 +74,7 @@ class _Worker:
         make_importable(path)
         self._reports: ReportSum | None = None
 
-    def sum(self, held: list[ray.ObjectRef], *what: Any) -> np.ndarray:
+    def sum(self, held: list[ray.ObjectRef[Any]], *what: Any) -> np.ndarray:
         """`ReportSum.sum`, of the settings and records that `held` refers to."""
         if self._reports is None:
             self._reports = ReportSum(*ray.get(held))
@@ -82,13 +83,15 @@ class _Worker:
 
 def _start(
     settings: VectorisedSettings, records: PartitionedRecords, ends: list[tuple[int, int]]
-) -> list[tuple[ActorHandle, list[ray.ObjectRef]]]:
+) -> list[tuple[Any, list[Any]]]:
     """A worker for each shard, once all of them are ready, and what it must hold."""
     try:
-        needs = needs_of_a_worker(settings.keys.device, len(ends))
+        needs: dict[str, Any] = needs_of_a_worker(settings.keys.device, len(ends))
         make = ray.remote(max_restarts=-1, max_task_retries=_TRIES - 1, **needs)(_Worker).remote
         shared = ray.put(settings)
-        workers = [(make(sys.path), [shared, ray.put(records.of(*shard))]) for shard in ends]
+        workers: list[tuple[Any, list[Any]]] = [
+            (make(sys.path), [shared, ray.put(records.of(*shard))]) for shard in ends
+        ]
         ready = [worker.__ray_ready__.remote() for worker, _ in workers]
         ray.get(ready, timeout=_START_SECONDS)
         return workers
@@ -133,7 +136,11 @@ def divide(
     """For each worker its own of the users, and an equal part of each shuffler's blankets."""
     for number, (start, end) in enumerate(ends):
         part = [
-            (shuffler, *(first + (last - first) * at // len(ends) for at in (number, number + 1)))
+            (
+                shuffler,
+                first + (last - first) * number // len(ends),
+                first + (last - first) * (number + 1) // len(ends),
+            )
             for shuffler, first, last in blankets
         ]
         yield users[np.searchsorted(users, start) : np.searchsorted(users, end)], part

@@ -134,9 +134,9 @@ def fastest_method(
         )
 
     def attempt(method: Method) -> None:
-        there = (tensor[:few].to(device) for tensor in (features, labels))
+        x, y = (tensor[:few].to(device) for tensor in (features, labels))
         own = ready_for(method, model, device)
-        clipped_sum_of_updates(method, own, *there, training, orders, Clipping(1.0), precision)
+        clipped_sum_of_updates(method, own, x, y, training, orders, Clipping(1.0), precision)
 
     attempt("vmap")
     if training.algorithm != "fedsgd":
@@ -155,7 +155,9 @@ def ready_for(method: Method, model: nn.Module, device: str = "cpu") -> nn.Modul
     On CPUs convolution and pooling take half the time when the channels of a pixel are neighbours.
     """
     model = copy.deepcopy(model).train().to(device)
-    return model.to(memory_format=torch.channels_last) if method == "book-keeping" else model
+    if method == "vmap":
+        return model
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 @torch.no_grad()
@@ -163,7 +165,7 @@ def _agrees(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> b
     """Whether book-keeping gives each user's gradient at random parameters and keeps no state."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     state = ModuleState(model)
     most = len(labels)
     for users in sorted({1, min(4, most), most // 2 + 1, max(1, most - 1), most}):

@@ -236,8 +236,8 @@ class VectorisedRounds:
                 f"privacy.least_present, which is {plan.least_present}"
             )
         if not released:
-            outcome = "below-minimum" if enough.any() else "discarded"
-            return PlayedRound(outcome, None, int(crowds.sum()), 0)
+            present = int(crowds.sum())
+            return PlayedRound("below-minimum" if enough.any() else "discarded", None, present, 0)
         users = users[np.isin(shufflers, released)]
         added = [(number, 0, blankets[number]) for number in released]
         count = len(users) + sum(last for *_, last in added)

@@ -230,8 +230,7 @@ def learning_rate(plan: Plan) -> float:
 
 def as_dict(plan: Plan, setting: Setting | None) -> dict[str, Any]:
     """A plan's values, with learning rate and accuracy to be expected where a dataset is named."""
-    known = setting is not None
     return asdict(plan) | {
-        "learning_rate": learning_rate(plan) if known else None,
-        "accuracy": setting.accuracy(plan.run_error) if known else None,
+        "learning_rate": None if setting is None else learning_rate(plan),
+        "accuracy": None if setting is None else setting.accuracy(plan.run_error),
     }

@@ -53,7 +53,7 @@ def play_points(
                 )
 
         def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:
-            needs = {"num_cpus": cpus, "num_gpus": _gpus(point)}
+            needs: dict[str, Any] = {"num_cpus": cpus, "num_gpus": _gpus(point)}
             remote = ray.remote(max_retries=0, **needs)(_at_path).remote
             return remote(sys.path, sys.argv, task, point, *arguments)
 

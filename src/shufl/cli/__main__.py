@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import sys
 from pathlib import Path
@@ -112,8 +113,8 @@ def _run(
     on: tuple[str, Path] | None,
 ) -> str:
     """Runs or resumes; returns what stopped the run, or ends the command in one line."""
-    from shufl.simulator.config import ConfigError, load
-    from shufl.simulator.section import make_importable
+    from shufl.simulator.config import load
+    from shufl.simulator.section import ConfigError, make_importable
 
     make_importable([Path(config or "").parent, Path.cwd()])
     try:  # before torch, Flower and Ray are imported
@@ -144,9 +145,11 @@ def _run(
 
             if loaded is not None:
                 return run_on(*on, loaded, runs)
+            assert resume is not None
             return resume_on(*on, resume)
         if loaded is not None:
             return run(loaded, runs, Console()).stopped_by
+        assert resume is not None
         return resume_run(resume, Console()).stopped_by
     except ConfigError as error:
         fail(error)
@@ -177,7 +180,7 @@ def main() -> None:
     """Entry point of the `shufl` command."""
     atexit.register(gc.freeze)  # the process ends at once; else Python looks for cycles in torch
     for stream in (sys.stdout, sys.stderr):  # ε and σ need not stop a run where they cannot show
-        if stream is not None:  # None: the shell has closed it
+        if isinstance(stream, io.TextIOWrapper):  # None: the shell has closed it
             stream.reconfigure(errors="replace")
     try:
         sys.exit(app(standalone_mode=False))

@@ -189,9 +189,12 @@ def _title(plan: PrivacyPlan) -> str:
 def _print(
     console: Console, names: list[str], found: Histogram, true: np.ndarray | None, plan: PrivacyPlan
 ) -> None:
+    from shufl.simulator.histogram import response_of
+
+    response = response_of(plan)
     console.print(
-        f"{plan.users} users; reports of ε₀ = {epsilon_text(plan.mechanism.local_epsilon)}, "
-        f"true with probability {plan.mechanism.truth:.4g}; "
+        f"{plan.users} users; reports of ε₀ = {epsilon_text(response.local_epsilon)}, "
+        f"true with probability {response.truth:.4g}; "
         f"{plan.shuffler_blankets:.4g} blankets expected",
         highlight=False,
         soft_wrap=True,
