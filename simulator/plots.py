@@ -24,8 +24,8 @@ def check_format(option: str, path: Path) -> None:
         raise ValueError(f"{option} must end in one of {', '.join(allowed)}, got {path}")
 
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-_MARKERS = "os^DvPX*"
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000", "#777")
+_MARKERS = "os^DvPX*<"
 """Okabe and Ito's colours can be told apart by the colour-blind; markers on a grey print."""
 
 

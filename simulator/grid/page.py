@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def _lines(
     yield from _markdown(accuracy_table(grid, plain), words=(0,))
     yield from ("", "## What each run did", "")
     yield from _markdown(plan_table(grid, results), words=(0, 9))
-    yield from ("", EVERY_PAIR)
+    yield from ("", *textwrap.wrap(EVERY_PAIR, 120))
     yield from ("", "## What ε holds for", "")
     yield from _markdown(coverage_table(plain), words=(0, 1))
     yield from ("", "Coins and noise come from the seed: these runs protect nobody.")

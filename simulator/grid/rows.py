@@ -34,8 +34,7 @@ def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> N
     """
     accountants = sorted({name for _, result in results for name in result["epsilon"]})
     settings = [
-        {"trainer": point.trainer}
-        | flat(point.config.model_dump(exclude_none=True, exclude={"seed"}))
+        {"trainer": point.trainer} | flat(point.config.model_dump(exclude={"seed"}))
         for point, _ in results
     ]
     names = list(dict.fromkeys(name for each in settings for name in each))
