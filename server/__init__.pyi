@@ -13,7 +13,6 @@ from .settings import (
     RunResult,
     ServerSettings,
     TrainingSettings,
-    enough_users,
 )
 from .training import PlayedRound, Training
 from .words import AgreedNode, RoundRecord, Schedule
@@ -41,7 +40,6 @@ __all__ = [
     "Training",
     "TrainingSettings",
     "aggregate_reports",
-    "enough_users",
     "evaluate",
     "load_checkpoint",
     "load_tensors",

@@ -25,7 +25,7 @@ def partition(
     Args:
         labels: int of shape (r,).
         users: number of users, at least 1; at most r, but for `repeated`.
-        scheme: one of `shufl.simulator.names.PARTITIONS`.
+        scheme: one of `shufl.simulator.names.Partition`.
         seed: the deal.
         concentration: for `dirichlet`; small is skewed.
 
