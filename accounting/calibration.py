@@ -1,7 +1,11 @@
 """The noise, the rounds, the check-in rate or the blankets that a target ε allows.
 
 Every search returns a value whose ε it has computed and found within the target: where ε is not
-quite monotone, or the bracket is coarse, it can only err on the private side.
+quite monotone, or the bracket is coarse, it can only err on the private side. `epsilon_at` is ε of
+what is searched for, and `target_epsilon` the budget.
+
+`dp_accounting.calibrate_dp_mechanism` is not used: its tolerance is absolute, it promises rounds
+within one only, and over ranges as wide as these it takes up to three times as many ε.
 """
 
 import bisect
@@ -66,8 +70,6 @@ def least_noise(
     """Returns the least noise multiplier z (to 0.1 %) with ε(z) <= target.
 
     Args:
-        epsilon_at: ε as a function of z.
-        target_epsilon: The budget.
         least: The least z that is recommended.
 
     Returns:
@@ -109,12 +111,7 @@ def largest_rate(epsilon_at: Callable[[float], float], target_epsilon: float, us
 
 
 def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) -> int:
-    """Returns the most rounds T <= 10^6 with ε(T) <= target; 0 if not one is.
-
-    Args:
-        epsilon_after: ε as a function of T, increasing.
-        target_epsilon: The budget.
-    """
+    """Returns the most rounds T <= 10^6 with ε(T) <= target; 0 if not one is."""
     return bisect.bisect_left(
         range(1, MOST_ROUNDS + 1),
         True,
@@ -128,8 +125,6 @@ def least_blankets(
     """Returns the least expected blankets λ in [0.1, 10^7] with ε(λ) <= target.
 
     Args:
-        epsilon_at: ε as a function of λ.
-        target_epsilon: The budget.
         guess: λ to start from.
 
     Raises:
@@ -170,13 +165,6 @@ def least_error_blankets(
     ratio, `Mechanism.ratio_variance`: that says which z to try next. In the end a z that is 5 % off
     on either side is no better; the error is flat there.
 
-    Args:
-        epsilon_at: ε as a function of z and λ, falling in both.
-        target_epsilon: The budget.
-        users: n.
-        check_in_rate: γ in (0, 1].
-        mechanism: Which one's noise it is.
-
     Returns:
         z, at most 64, and λ.
 
@@ -202,8 +190,6 @@ class _Pairs:
     """Pairs of noise and blankets that about reach the target, to compare their errors.
 
     Attributes:
-        epsilon_at: ε as a function of z and λ.
-        target_epsilon: The budget.
         reports: How many users report in expectation.
         mechanism: Which one's noise it is.
         slope: Of log ε in log λ; nearly the same at every z. None until two places are known.

@@ -18,10 +18,6 @@ _LEAST_LOCAL = 1e-6
 def largest_local_epsilon(epsilon_at: Callable[[float], float], target_epsilon: float) -> float:
     """Returns the largest ε₀ in [1e-6, 20] (to 0.1 %) with ε(ε₀) <= target.
 
-    Args:
-        epsilon_at: ε as a function of ε₀, increasing.
-        target_epsilon: The budget.
-
     Raises:
         CalibrationError: Not even ε₀ = 1e-6 is little enough.
     """
@@ -48,10 +44,7 @@ def least_error_response(
     blanket, errs less, it is that.
 
     Args:
-        epsilon_at: ε as a function of ε₀ and λ.
-        target_epsilon: The budget.
         reports: nγ, how many users report in expectation.
-        categories: k.
 
     Returns:
         ε₀ and λ.
