@@ -19,7 +19,6 @@ from .budget import (
 from .calibration import (
     MOST_ROUNDS,
     CalibrationError,
-    epsilon_of,
     ideal_note,
     largest_rate,
     least_blankets,
@@ -28,19 +27,18 @@ from .calibration import (
     mean_update_error,
     most_rounds,
     participation_note,
-    unused_note,
 )
 from .events import CheckIn, FixedSize, Shuffled
 from .ledger import Ledger, LedgerContent, LedgerEntry, LedgerError
 from .mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
-from .plan import PrivacyPlan
+from .plan import OpenPlan, PrivacyPlan, shuffler_of
 from .registry import (
     ACCOUNTANTS,
     accountants_for,
     check_accountant,
     make_accountant,
 )
-from .responses import fitted_response
+from .search import calibrate, fitted, unused_note
 
 __all__ = [
     "ACCOUNTANTS",
@@ -61,6 +59,7 @@ __all__ = [
     "LedgerEntry",
     "LedgerError",
     "LocalAccountant",
+    "OpenPlan",
     "PldAccountant",
     "PrivacyBudget",
     "PrivacyPlan",
@@ -69,11 +68,11 @@ __all__ = [
     "Shuffled",
     "Theorem3Accountant",
     "accountants_for",
+    "calibrate",
     "check_accountant",
     "effective_sigma",
-    "epsilon_of",
     "epsilon_table",
-    "fitted_response",
+    "fitted",
     "ideal_note",
     "largest_rate",
     "least_blankets",
@@ -85,5 +84,6 @@ __all__ = [
     "participation_note",
     "price",
     "rounds_within_budget",
+    "shuffler_of",
     "unused_note",
 ]

@@ -1,7 +1,11 @@
 """The noise, the rounds, the check-in rate or the blankets that a target ε allows.
 
 Every search returns a value whose ε it has computed and found within the target: where ε is not
-quite monotone, or the bracket is coarse, it can only err on the private side.
+quite monotone, or the bracket is coarse, it can only err on the private side. `epsilon_at` is ε of
+what is searched for, and `target_epsilon` the budget.
+
+`dp_accounting.calibrate_dp_mechanism` is not used: its tolerance is absolute, it promises rounds
+within one only, and over ranges as wide as these it takes up to three times as many ε.
 """
 
 import bisect
@@ -13,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from shufl.accounting.digits import rounded_up
-from shufl.accounting.events import Shuffled
-from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse, least_delta
-from shufl.accounting.registry import make_accountant
+from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, least_delta
+from shufl.accounting.plan import LEAST_RATE, MOST_BLANKETS
 
 _PRECISION = 1e-3  # relative, of continuous answers
 _MOST_STEPS = 30
@@ -25,23 +27,14 @@ _LARGEST_NOISE = 1e6
 _FIRST_STEP = 1.25  # of noise, squared from step to step, to 4
 MOST_ROUNDS = 10**6
 """As many rounds `most_rounds` finds at most."""
-_LEAST_BLANKETS, _MOST_BLANKETS = 0.1, 1e7
+LEAST_BLANKETS, _MOST_BLANKETS = 0.1, MOST_BLANKETS
 _MOST_NOISE_OF_BLANKETS = 64.0
 _FINE = 0.05  # how near to the best noise the search ends, relative
-_USED_UP = 0.99  # of the target: a search that could go on comes nearer
 _BETTER = 0.995  # of the squared error: what is worth another step
 
 
 class CalibrationError(ValueError):
     """No value within range reaches the target ε."""
-
-
-def epsilon_of(
-    accountant: str, adjacency: str, event: Shuffled, rounds: int, delta: float
-) -> float:
-    """Returns ε at `delta` after `rounds` times `event`."""
-    pricing = make_accountant(accountant, adjacency)
-    return float(pricing.epsilon_after(event, delta, rounds)) if rounds else 0.0
 
 
 def participation_note(check_in_rate: float, rounds: int, delta: float) -> str | None:
@@ -56,29 +49,6 @@ def participation_note(check_in_rate: float, rounds: int, delta: float) -> str |
     return (
         f"delta should be far below the chance that a user takes part at all, {chance:.3g}, "
         f"got {delta:.3g}"
-    )
-
-
-def unused_note(
-    target_epsilon: float, epsilon: float, least_noise: float = 0.0, **found: float
-) -> str | None:
-    """Returns one line where a search ended at the edge of its range, with ε left; otherwise None.
-
-    `epsilon` is that of what was `found`: noise, gamma, blankets or local_epsilon. `least_noise` is
-    the least z that is recommended.
-    """
-    edges = {
-        "noise": least_noise,
-        "gamma": 1.0,
-        "blankets": _LEAST_BLANKETS,
-        "local_epsilon": RandomisedResponse.most_epsilon,
-    }
-    ends = [f"{name} = {value:g}" for name, value in found.items() if value == edges[name]]
-    if not ends or epsilon >= _USED_UP * target_epsilon:
-        return None
-    return (
-        f"the target is not used up: ε is {rounded_up(epsilon)} of {target_epsilon:g}, and the "
-        f"search goes no further than {', '.join(ends)}"
     )
 
 
@@ -130,7 +100,7 @@ def largest_rate(epsilon_at: Callable[[float], float], target_epsilon: float, us
     epsilon_at = functools.cache(epsilon_at)
     if epsilon_at(1.0) <= target_epsilon:
         return 1.0
-    low = 0.1 / users
+    low = max(0.1 / users, LEAST_RATE)
     if not epsilon_at(low) <= target_epsilon:
         raise CalibrationError(f"no check-in rate reaches epsilon {target_epsilon:g}")
     return _close_in(epsilon_at, target_epsilon, low, 1.0)
@@ -160,12 +130,12 @@ def least_blankets(
     """
     epsilon_at = functools.cache(epsilon_at)
     enough, few = math.inf, 0.0
-    blankets = min(max(guess, _LEAST_BLANKETS), _MOST_BLANKETS)
+    blankets = min(max(guess, LEAST_BLANKETS), _MOST_BLANKETS)
     while enough == math.inf or few == 0.0:
         epsilon = epsilon_at(blankets)
         if epsilon <= target_epsilon:
             enough = blankets
-            if blankets <= _LEAST_BLANKETS:
+            if blankets <= LEAST_BLANKETS:
                 return blankets
         else:
             few = blankets
@@ -176,7 +146,7 @@ def least_blankets(
         # ε falls about like λ^{-1/2}; a few percent more, so that the other side is reached.
         step = min(max((epsilon / target_epsilon) ** 2, 1e-2), 1e2)
         step = step * 1.04 if epsilon > target_epsilon else step / 1.04
-        blankets = min(max(blankets * step, _LEAST_BLANKETS), _MOST_BLANKETS)
+        blankets = min(max(blankets * step, LEAST_BLANKETS), _MOST_BLANKETS)
     return _close_in(epsilon_at, target_epsilon, enough, few)
 
 
@@ -217,8 +187,6 @@ class _Pairs:
     """Pairs of noise and blankets that about reach the target, to compare their errors.
 
     Attributes:
-        epsilon_at: ε as a function of z and λ.
-        target_epsilon: The budget.
         reports: How many users report in expectation.
         mechanism: Which one's noise it is.
         slope: Of log ε in log λ; nearly the same at every z. None until two places are known.
@@ -233,7 +201,7 @@ class _Pairs:
     def about(self, noise: float, guess: float) -> float:
         """The least blankets with this noise, to a percent or so, by the secant of log ε."""
         before: tuple[float, float] | None = None
-        place = min(max(guess, _LEAST_BLANKETS), _MOST_BLANKETS)
+        place = min(max(guess, LEAST_BLANKETS), _MOST_BLANKETS)
         for _ in range(_MOST_STEPS):
             epsilon = max(self.epsilon_at(noise, place), 1e-300)
             excess = min(max(math.log(epsilon / self.target_epsilon), -50.0), 50.0)
@@ -242,13 +210,13 @@ class _Pairs:
                     f"no blankets up to {_MOST_BLANKETS:g} a round reach epsilon "
                     f"{self.target_epsilon:g}"
                 )
-            if excess <= 0.0 and place == _LEAST_BLANKETS:
+            if excess <= 0.0 and place == LEAST_BLANKETS:
                 return place
             if before is not None and before[0] != place and before[1] != excess:
                 slope = (excess - before[1]) / math.log(place / before[0])
                 self.slope = min(max(slope, -2.0), -0.2)
             root = place * math.exp(min(max(-excess / (self.slope or -0.5), -9.0), 9.0))
-            root = min(max(root, _LEAST_BLANKETS), _MOST_BLANKETS)
+            root = min(max(root, LEAST_BLANKETS), _MOST_BLANKETS)
             if self.slope is not None and abs(excess) < _NEAR:
                 return root
             before, place = (place, excess), root
@@ -286,7 +254,7 @@ class _Pairs:
                 # With so many it would be hardly better: where that is not private, fewer are not.
                 allowed = _BETTER * self.error(noise, blankets) / other**2
                 most = min((allowed - 1.0) * self.reports, _MOST_BLANKETS)
-                if other < self.mechanism.least_noise or most < _LEAST_BLANKETS:
+                if other < self.mechanism.least_noise or most < LEAST_BLANKETS:
                     continue
                 if self.epsilon_at(other, most) <= self.target_epsilon:
                     noise, blankets, better = other, self.about(other, most), True

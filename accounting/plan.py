@@ -1,69 +1,97 @@
-"""The privacy plan: the one source of every number that privacy depends on."""
+"""The privacy plan: the one declaration of every number that privacy depends on.
+
+Each quantity has its range and its words here, once: for the section `[privacy]`, for options of
+the command line, for plans as devices and shufflers read them. No accountant is imported for that:
+a plan looks for its accountant when it is asked what it costs.
+"""
+
+from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
+import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
-from shufl.accounting import adjacency, registry
-from shufl.accounting.accountants.base import ShuffleAccountant
-from shufl.accounting.events import CheckIn, Shuffled
-from shufl.accounting.mechanisms import Mechanism, least_delta
+from shufl import accounting
+from shufl.accounting.mechanisms import (
+    MECHANISMS,
+    GaussianMechanism,
+    LdpSgd,
+    Mechanism,
+    RandomisedResponse,
+    least_delta,
+    most_blankets,
+)
+from shufl.accounting.mechanisms.randomised_response import Categories, LocalEpsilon
 from shufl.accounting.validation import (
     Checked,
-    Count,
-    NotNegative,
+    ClipNorm,
+    Number,
     Positive,
     Probability,
-    Rate,
+    Record,
+    Whole,
     first_mistake,
 )
 
-# Beyond these no accountant computes.
-_LEAST_NOISE, _MOST_NOISE = 1e-12, 1e6
+LEAST_RATE, MOST_BLANKETS = 1e-12, 1e7
+_LEAST_NOISE, _MOST_NOISE = 1e-12, 1e6  # beyond, no accountant computes
+
+Users = Annotated[Whole, Field(ge=1, le=10**12, description="a whole number from 1 to 10^12")]
+CheckInRate = Annotated[Number, Field(ge=LEAST_RATE, le=1, description="a number in [1e-12, 1]")]
+Noise = Annotated[
+    Number, Field(ge=_LEAST_NOISE, le=_MOST_NOISE, description="a number in [1e-12, 10^6]")
+]
+Rounds = Annotated[Whole, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]
+OfUsers = Annotated[Whole, Field(ge=1, description="a whole number from 1 to the number of users")]
+Blankets = Annotated[Number, Field(ge=0, le=MOST_BLANKETS, description="a number from 0 to 10^7")]
+Flag = Annotated[bool, Field(description="true or false")]
+Adjacency = Literal["replace", "zero-out"]
+AccountantName = Literal["theorem3", "rdp", "pld", "blanket", "crowd", "local"]
+MechanismName = Literal["gaussian", "ldp-sgd", "randomised-response"]
 
 
-class PrivacyPlan(Checked):
+class Plan(Checked):
     """What client, shuffler, server and accountant agreed on before the first round.
+
+    This is as much as a shuffler knows of it; `PrivacyPlan` also knows what it costs.
 
     Attributes:
         users: n, the eligible users; every one flips its coin in every round.
-        check_in_rate: γ in (0, 1], each user's chance to report in a round.
+        check_in_rate: γ, each user's chance to report in a round.
         mechanism: What makes a report of an update; it adds noise.
         rounds: The most rounds that may be spent.
-        delta: δ in (0, 1), at least `least_delta(rounds)`.
+        delta: δ, at least `least_delta(rounds)`.
         target_epsilon: The budget: training halts before ε would exceed it.
-        minimum_batch: Fewest reports a shuffler releases, its blankets included, in 1..users; with
-            cover the fewest users who sent.
+        minimum_batch: Fewest reports a shuffler releases; see `enough_sent`.
         adjacency: "replace" (one record becomes any other) or "zero-out".
-        shuffler_blankets: λ >= 0, how many noise-only reports the shuffler adds to a round in
+        shuffler_blankets: λ, how many noise-only reports the shuffler adds to a round in
             expectation.
         cover: Whether users who did not check in send too: an empty report, which only the server
             can tell from others, once it is opened among all the others. ε is the same; who watches
             the network or runs the shuffler does not learn who checked in.
         least_present: Fewest users who must be present at a shuffler for its batch to be released
-            where the accountant counts on others, in 1..users; all if left out. Accountants that
-            count on others price a round of so many users.
-        accountant: Whose ε halts training; a key of `ACCOUNTANTS` that prices `event()`.
+            where the accountant counts on others; all if left out. Accountants that count on others
+            price a round of so many users.
+        accountant: Whose ε halts training.
 
     Raises:
         ValueError: A value outside its range, in one line.
     """
 
-    users: Annotated[Count, Field(le=10**12, description="a whole number from 1 to 10^12")]
-    check_in_rate: Rate
+    users: Users
+    check_in_rate: CheckInRate
     mechanism: Mechanism
-    rounds: Annotated[Count, Field(le=10**9, description="a whole number from 1 to 10^9")]
+    rounds: Rounds
     delta: Probability
     target_epsilon: Positive
-    minimum_batch: Count
-    adjacency: Literal["replace", "zero-out"] = Field(
-        default="replace", description="replace or zero-out"
-    )
-    shuffler_blankets: NotNegative = 0.0
-    cover: bool = Field(default=False, description="true or false")
-    least_present: Count
-    accountant: str = "theorem3"
+    minimum_batch: OfUsers
+    adjacency: Adjacency = "replace"
+    shuffler_blankets: Blankets = 0.0
+    cover: Flag = False
+    least_present: OfUsers
+    accountant: AccountantName = "theorem3"
 
     @model_validator(mode="before")
     @classmethod
@@ -73,7 +101,7 @@ class PrivacyPlan(Checked):
         return values
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "PrivacyPlan":
+    def _fits_together(self) -> Self:
         for name in ("minimum_batch", "least_present"):
             if getattr(self, name) > self.users:
                 raise ValueError(
@@ -91,36 +119,80 @@ class PrivacyPlan(Checked):
                 f"delta of a plan of {self.rounds} rounds must be at least {least:g}, which is "
                 f"what the random numbers of reports and blankets support, got {self.delta:g}"
             )
-        registry.check_accountant(self.accountant, self.event())
+        return self
+
+    @property
+    def most_blankets(self) -> int:
+        """How many blankets are made for a round, of which a secret number is kept."""
+        return most_blankets(self.shuffler_blankets)
+
+    def enough_sent(self, sent: Any, blankets: Any) -> Any:
+        """Returns whether a batch reaches the minimum batch, else its shuffler destroys it.
+
+        All reports of the batch count, blankets too. With cover every user sends, and the senders
+        alone count.
+
+        Args:
+            sent: How many users sent, whole or an array.
+            blankets: How many blankets are in the batch, likewise.
+        """
+        return sent + (0 if self.cover else blankets) >= self.minimum_batch
+
+
+class PrivacyPlan(Plan):
+    """A `Plan` that its accountant prices, and what it costs."""
+
+    @model_validator(mode="after")
+    def _priced(self) -> Self:
+        accounting.check_accountant(self.accountant, self.event())
         return self
 
     @property
     def sigma(self) -> float:
         """σ, each report's noise in units of its sensitivity under this plan's adjacency."""
-        return adjacency.effective_sigma(
-            self.mechanism.noise_multiplier, adjacency.relation_of(self.adjacency)
-        )
+        relation = accounting.ADJACENCIES[self.adjacency]
+        return accounting.effective_sigma(self.mechanism.noise_multiplier, relation)
 
-    def event(self) -> Shuffled:
+    def event(self) -> accounting.Shuffled:
         """Returns what one round releases of the fewest users who may be present."""
-        return Shuffled(
-            self.least_present, CheckIn(self.check_in_rate), self.mechanism, self.shuffler_blankets
+        participation = accounting.CheckIn(self.check_in_rate)
+        return accounting.Shuffled(
+            self.least_present, participation, self.mechanism, self.shuffler_blankets
         )
 
-    def make_accountant(self, name: str | None = None) -> ShuffleAccountant:
+    def make_accountant(self, name: str | None = None) -> accounting.ShuffleAccountant:
         """Returns a fresh accountant for this plan's adjacency; its own accountant if None.
 
         Raises:
             ValueError: An unknown name.
         """
-        return registry.make_accountant(name or self.accountant, self.adjacency)
+        return accounting.make_accountant(name or self.accountant, self.adjacency)
+
+    def epsilon(self, accountant: str | None = None, rounds: int | None = None) -> float:
+        """Returns ε at its δ after so many rounds, all if None, by its own accountant if None.
+
+        Raises:
+            ValueError: An unknown name.
+            dp_accounting.UnsupportedEventError: An accountant that does not price its rounds.
+        """
+        pricing = self.make_accountant(accountant)
+        count = self.rounds if rounds is None else rounds
+        return float(pricing.epsilon_after(self.event(), self.delta, count)) if count else 0.0
+
+    def enough_present(self, users: int) -> bool:
+        """Returns whether a shuffler's batch may be released where so many users are present.
+
+        A smaller one is destroyed unseen if the accountant that halts the run counts on others.
+        """
+        counts_on_others = accounting.ACCOUNTANTS[self.accountant].counts_on_others
+        return users >= (self.least_present if counts_on_others else 1)
 
     def to_json(self) -> str:
         """Returns JSON in one form only: fields in order, no spaces, shortest exact floats."""
         return self.model_dump_json()
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "PrivacyPlan":
+    def from_json(cls, text: str | bytes) -> PrivacyPlan:
         """Returns the plan that `to_json` wrote.
 
         Raises:
@@ -134,3 +206,107 @@ class PrivacyPlan(Checked):
     def digest(self) -> str:
         """Returns the SHA-256 of `to_json`, in hex."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+class Privacy(Record):
+    """A plan, but for n, of which values may be open: the section `[privacy]` of a configuration.
+
+    Open is what is None, and blankets that are to be those of "least-error".
+
+    Attributes:
+        clip_norm: C, of the mechanisms of any vector.
+        noise_multiplier: z, likewise.
+        categories: k, of randomised response.
+        local_epsilon: ε₀, likewise.
+    """
+
+    check_in_rate: CheckInRate | None = None
+    clip_norm: ClipNorm = 1.0
+    noise_multiplier: Noise | None = None
+    mechanism: MechanismName = "gaussian"
+    categories: Categories | None = None
+    local_epsilon: LocalEpsilon | None = None
+    adjacency: Adjacency = "replace"
+    accountant: AccountantName = "theorem3"
+    target_epsilon: Positive | None = None
+    delta: Literal["1/n"] | Probability = "1/n"
+    rounds: Rounds | None = None
+    minimum_batch: OfUsers | None = None
+    shuffler_blankets: Literal["least-error"] | Blankets = 0.0
+    cover: Flag = False
+    least_present: OfUsers | None = None
+
+    @model_validator(mode="after")
+    def _mechanism_fits(self) -> Self:
+        """Refuses what the mechanism does not have."""
+        response = self.mechanism == "randomised-response"
+        if response and self.categories is None:
+            raise ValueError("categories must be given with mechanism randomised-response")
+        others = {"clip_norm": 1.0, "noise_multiplier": None}
+        own = {"categories": None, "local_epsilon": None}
+        for key, default in (others if response else own).items():
+            if getattr(self, key) != default:
+                raise ValueError(
+                    f"{key} must be left out with mechanism {self.mechanism}, "
+                    f"got {getattr(self, key):g}"
+                )
+        return self
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """The names of the values that a search can find, and that are open."""
+        noise = "local_epsilon" if self.mechanism == "randomised-response" else "noise_multiplier"
+        names = noise, "shuffler_blankets", "rounds", "check_in_rate"
+        return tuple(name for name in names if getattr(self, name) in (None, "least-error"))
+
+
+class OpenPlan(Privacy, Checked):
+    """A plan of which values may be open; `calibrate` finds them."""
+
+    delta: Probability
+    users: Users
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_in_n(cls, values: dict[str, Any]) -> dict[str, Any]:
+        users: Any = values.get("users")
+        if values.get("delta", "1/n") != "1/n":
+            return values
+        if users == 1:
+            raise ValueError('delta must be a number when there is one user, got "1/n"')
+        # If this is no number of users, that is what will be refused.
+        known = isinstance(users, int | np.integer) and users > 1
+        return values | {"delta": 1 / int(users) if known else 0.5}
+
+    @property
+    def kind(self) -> type[GaussianMechanism] | type[LdpSgd] | type[RandomisedResponse]:
+        """The class of its mechanism."""
+        return MECHANISMS.get(self.mechanism, RandomisedResponse)
+
+    def closed(self, **values: Any) -> PrivacyPlan:
+        """Returns the plan with these values in it, unchecked; all that is open must be among them.
+
+        The minimum batch, if it is open, is half of the expected one.
+        """
+        given = dict(self) | values
+        of_kind = {name: given[name] for name in self.kind.model_fields if name != "name"}
+        given["mechanism"] = self.kind(**of_kind)
+        present = given["least_present"] = self.least_present or self.users
+        if self.minimum_batch is None:
+            expected: float = present  # with cover every user sends, and blankets do not count
+            if not self.cover:
+                expected = present * given["check_in_rate"] + given["shuffler_blankets"]
+            given["minimum_batch"] = min(self.users, max(1, int(expected / 2)))
+        names = PrivacyPlan.model_fields
+        return PrivacyPlan.model_construct(**{name: given[name] for name in names})
+
+
+_Node = TypeVar("_Node", int, np.ndarray)
+
+
+def shuffler_of(node: _Node, shufflers: int) -> _Node:
+    """Returns to which shuffler, from 0, the users of a node report; of several nodes an array.
+
+    ε counts on the users of one shuffler alone, so client, server and accountant ask here.
+    """
+    return node % shufflers

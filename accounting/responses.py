@@ -15,34 +15,6 @@ _NEAR_BEST = 0.02  # of the error
 _LEAST_LOCAL = 1e-6
 
 
-def fitted_response(
-    epsilon_at: Callable[..., float],
-    target_epsilon: float,
-    reports: float,
-    categories: int,
-    local_epsilon: float | None,
-    blankets: float | None,
-) -> tuple[float, float]:
-    """Returns ε₀ and λ, of which what is None is found: both for least error, or the other alone.
-
-    `epsilon_at` gives ε(ε₀, λ), `reports` is nγ, and `categories` is k. λ is a number where the
-    accountant does not count blankets.
-
-    Raises:
-        CalibrationError: Nothing reaches the target.
-    """
-    if blankets is None and local_epsilon is None:
-        return least_error_response(epsilon_at, target_epsilon, reports, categories)
-    if blankets is None:
-        assert local_epsilon is not None
-        least = least_blankets(functools.partial(epsilon_at, local_epsilon), target_epsilon)
-        return local_epsilon, least
-    if local_epsilon is None:
-        at = functools.partial(epsilon_at, blankets=blankets)
-        return largest_local_epsilon(at, target_epsilon), blankets
-    return local_epsilon, blankets
-
-
 def largest_local_epsilon(epsilon_at: Callable[[float], float], target_epsilon: float) -> float:
     """Returns the largest ε₀ in [1e-6, 20] (to 0.1 %) with ε(ε₀) <= target.
 

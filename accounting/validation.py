@@ -8,13 +8,16 @@ import math
 import numbers
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 _PLAIN = BeforeValidator(lambda value: value.item() if isinstance(value, np.generic) else value)
 
+Whole = Annotated[int, _PLAIN]
+Number = Annotated[float, _PLAIN, Field(allow_inf_nan=False)]
 Count = Annotated[int, _PLAIN, Field(ge=1, description="a whole number, at least 1")]
 Positive = Annotated[
     float, _PLAIN, Field(gt=0, allow_inf_nan=False, description="a number above 0")
@@ -26,7 +29,6 @@ ClipNorm = Annotated[  # within it float64 and float32 hold an update and its no
     float, _PLAIN, Field(ge=1e-18, le=1e15, description="a number in [1e-18, 1e15]")
 ]
 Seconds = Annotated[float, _PLAIN, Field(gt=0, le=1e9, description="a number in (0, 10^9]")]
-Rate = Annotated[float, _PLAIN, Field(gt=0, le=1, description="a number in (0, 1]")]
 Probability = Annotated[float, _PLAIN, Field(gt=0, lt=1, description="a number in (0, 1)")]
 
 
@@ -81,6 +83,8 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
     path = [str(part) for part in first["loc"]]
     if first["type"] == "value_error":  # of a check of our own, which says what is wrong
         text, where = str(first["ctx"]["error"]), ".".join(path)
+        if path and text.partition(" ")[0] in _section_of(path, model)[0].model_fields:
+            return f"{where}.{text}"
         return text if text.startswith(where) else f"{where}: {text}"
     section, depth = _section_of(path, model)
     if first["type"] == "extra_forbidden":
@@ -96,16 +100,30 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
         if first["type"] == "missing":
             return f"{where} is missing"
         what = "one table of values at least" if first["input"] == [] else "a table of values"
+        if first["type"] == "union_tag_invalid":
+            what = f"one with the name {first['ctx']['expected_tags']}"
         if first["type"] == "tuple_type":
             what = f"one table of values or several, each below [[{where}]]"
         return f"{where or 'it'} must be {what}, got {given}"
     key, field = ".".join(path[: depth + 1]), section.model_fields[path[depth]]
+    allowed = field.description or _words(field.annotation)
     if first["type"] == "missing":
-        return f"{key} is missing" + (f": {field.description}" if field.description else "")
-    allowed = field.description or first["msg"].removeprefix("Input should be ")
-    if not field.description and get_origin(field.annotation) is Literal:
-        allowed = "one of " + ", ".join(str(value) for value in get_args(field.annotation))
+        return f"{key} is missing" + (f": {allowed}" if allowed else "")
+    allowed = allowed or first["msg"].removeprefix("Input should be ")
     return f"{key} must be {allowed}, got {given}"
+
+
+def _words(kind: Any) -> str:
+    """What a type says is allowed; of a union, what its parts say; nothing where it is silent."""
+    if kind is NoneType:
+        return "left out"
+    if get_origin(kind) is Literal:
+        values = get_args(kind)
+        return f'"{values[0]}"' if len(values) == 1 else f"one of {', '.join(map(str, values))}"
+    if isinstance(kind, UnionType) or get_origin(kind) is Union:
+        return " or ".join(filter(None, map(_words, get_args(kind))))
+    said = (getattr(each, "description", None) for each in getattr(kind, "__metadata__", ()))
+    return next(filter(None, said), "")
 
 
 def _shown(value: Any) -> str:

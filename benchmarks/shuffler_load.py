@@ -34,6 +34,7 @@ from pathlib import Path
 
 import grpc
 
+from shufl.accounting import GaussianMechanism, PrivacyPlan
 from shufl.shuffler import (
     ControlClient,
     IntakeClient,
@@ -149,9 +150,17 @@ def run(
         ControlClient(process.address, process.control) as control,
     ):
         count = len(credentials)
-        plan = f'{{"users": {count}, "minimum_batch": 1}}'.encode()
+        plan = PrivacyPlan(
+            users=count,
+            check_in_rate=1.0,
+            mechanism=GaussianMechanism(noise_multiplier=1.0),
+            rounds=1,
+            delta=1e-6,
+            target_epsilon=1.0,
+            minimum_batch=1,
+        )
         _, public_key = generate_key_pair()
-        digest = control.create_run("run", plan, sealed_length(PAYLOAD))
+        digest = control.create_run("run", plan.to_json().encode(), sealed_length(PAYLOAD))
         control.open_round("run", 1, "model", public_key)
         header = RoundHeader("run", 1, "model", digest, key_digest(public_key))
         sealed = seal(bytes(PAYLOAD), public_key, header)

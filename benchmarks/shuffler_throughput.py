@@ -38,6 +38,7 @@ from pathlib import Path
 
 import grpc
 
+from shufl.accounting import GaussianMechanism, PrivacyPlan
 from shufl.accounting.mechanisms import most_blankets
 from shufl.shuffler import (
     ControlClient,
@@ -194,18 +195,25 @@ def compare(
     """Rounds that alternate between the sink, the shuffler, and the shuffler with blankets."""
     count = max(20, min(options.reports, int(options.megabytes * 1e6 / payload)))
     length = sealed_length(payload)
-    plan = json.dumps({"users": count, "minimum_batch": count}).encode()
+    plan = PrivacyPlan(
+        users=count,
+        check_in_rate=1.0,
+        mechanism=GaussianMechanism(noise_multiplier=1.0),
+        rounds=options.rounds + 1,
+        delta=1e-6,
+        target_epsilon=1.0,
+        minimum_batch=count,
+    )
     run_id = f"{payload}-{sealing}-{os.getpid()}"
-    digest = control.create_run(run_id, plan, length)
+    digest = control.create_run(run_id, plan.to_json().encode(), length)
     _, public_key = generate_key_pair()
     content = os.urandom(payload)
     names = "sink", "shuffler", "release", "disk", "blanketed", "blankets"
     rates: dict[str, list[float]] = {name: [] for name in names}
     ready = []
     blanketed = f"{run_id}-blankets"
-    noisy = {"shuffler_blankets": float(count), "users": count, "minimum_batch": count}
-    noisy["mechanism"] = {"name": "gaussian", "clip_norm": 1.0, "noise_multiplier": 1.0}
-    noisy_digest = control.create_run(blanketed, json.dumps(noisy).encode(), length)
+    noisy = plan.replace(shuffler_blankets=float(count))
+    noisy_digest = control.create_run(blanketed, noisy.to_json().encode(), length)
     for round in range(options.rounds + 1):  # the first warms up
         header = RoundHeader(run_id, round, "model", digest, key_digest(public_key))
         opened, before = time.perf_counter(), cpu_seconds(pid)

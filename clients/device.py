@@ -24,16 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
-from shufl.accounting import PrivacyPlan
-from shufl.accounting.registry import check_accountant, make_accountant
+from shufl import accounting
+from shufl.accounting.plan import AccountantName, Adjacency, CheckInRate, PrivacyPlan
 from shufl.accounting.validation import (
     Checked,
     NotNegative,
     Positive,
     Probability,
-    Rate,
     first_mistake,
     read_toml,
 )
@@ -74,22 +73,15 @@ class DeviceLimits(Checked):
 
     most_epsilon: Positive
     delta: Probability
-    accountant: str = "blanket"
-    adjacency: Literal["replace", "zero-out"] = Field(
-        default="replace", description="replace or zero-out"
-    )
+    accountant: AccountantName = "blanket"
+    adjacency: Adjacency = "replace"
     least_noise: NotNegative = 0.0
-    most_check_in_rate: Rate = 1.0
+    most_check_in_rate: CheckInRate = 1.0
     plans: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = Field(
         default=(),
         strict=False,
         description="a list of SHA-256 digests, 64 hexadecimal digits each",
     )
-
-    @model_validator(mode="after")
-    def _known(self) -> DeviceLimits:
-        make_accountant(self.accountant, self.adjacency)
-        return self
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuses a plan that the owner does not accept.
@@ -118,10 +110,10 @@ class DeviceLimits(Checked):
             RoundRefused: the owner's accountant has no ε for the run's plan.
         """
         try:
-            check_accountant(self.accountant, run.plan.event())
+            accounting.check_accountant(self.accountant, run.plan.event())
         except ValueError as error:
             raise RoundRefused(f"the device's owner counts otherwise: {error}") from None
-        accountant = make_accountant(self.accountant, self.adjacency)
+        accountant = accounting.make_accountant(self.accountant, self.adjacency)
         accountant.compose(run.plan.event(), run.allotted)
         return float(accountant.get_epsilon(self.delta * 6.0 / (math.pi * run.number) ** 2))
 

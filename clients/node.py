@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from shufl.accounting import rounds_within_budget
 from shufl.accounting.mechanisms import Randomness, make_randomness
+from shufl.accounting.plan import shuffler_of
 from shufl.accounting.validation import Seconds
 from shufl.clients.device import DeviceLedger, RoundRefused
 from shufl.clients.module_state import ModuleState, StateError
@@ -309,7 +310,7 @@ class Node:
 
     def shuffler_of(self, node: int) -> int:
         """To which of the shufflers, numbered from 0, the users of a node report."""
-        return node % len(self._intakes)
+        return shuffler_of(node, len(self._intakes))
 
     def _sealed_reports(
         self, users: np.ndarray, coins: np.ndarray, round: PreparedRound

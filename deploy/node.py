@@ -95,19 +95,15 @@ def agreed_plan(config: Config) -> PrivacyPlan:
     """
     privacy = config.privacy
     check_cover(privacy.cover)
-    noise = "local_epsilon" if privacy.mechanism == "randomised-response" else "noise_multiplier"
     undecided = {
-        "data.users": config.data.users,
-        "privacy.delta": None if privacy.delta == "1/n" else privacy.delta,
-        f"privacy.{noise}": getattr(privacy, noise),
-        "privacy.shuffler_blankets": (
-            None if privacy.shuffler_blankets == "least-error" else privacy.shuffler_blankets
-        ),
-        "privacy.minimum_batch": privacy.minimum_batch,
-        "privacy.least_present": privacy.least_present,
+        "data.users": config.data.users is None,
+        "privacy.delta": privacy.delta == "1/n",
+        **{f"privacy.{key}": True for key in privacy.open},
+        "privacy.minimum_batch": privacy.minimum_batch is None,
+        "privacy.least_present": privacy.least_present is None,
     }
-    for key, value in undecided.items():
-        if value is None:
+    for key in undecided:
+        if undecided[key]:
             raise ConfigError(f"{key} is left open: a node needs the file that provision has made")
     try:
         return plan_of(config)[1]

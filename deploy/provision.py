@@ -15,6 +15,7 @@ from pathlib import Path
 import tomli_w
 
 from shufl.accounting import PrivacyPlan
+from shufl.accounting.plan import AccountantName
 from shufl.clients import DeviceLimits
 from shufl.clients.device import RunOffered
 from shufl.deploy.plan import (
@@ -260,7 +261,7 @@ def _node(deployment: Deployment, number: int, experiment: Experiment, base: Pat
 
 def _device(plan: PrivacyPlan, rounds: int) -> str:
     """The owner's file: as proposed, it accepts this plan, and one run of it."""
-    accountant = "blanket" if plan.shuffler_blankets else "local"
+    accountant: AccountantName = "blanket" if plan.shuffler_blankets else "local"
     limits = DeviceLimits(
         most_epsilon=1.0, delta=plan.delta, accountant=accountant, adjacency=plan.adjacency
     )

@@ -12,7 +12,6 @@ from .settings import (
     RunResult,
     ServerSettings,
     TrainingSettings,
-    enough_users,
 )
 from .training import PlayedRound, Training
 from .words import AgreedNode, RoundRecord, Schedule
@@ -37,7 +36,6 @@ __all__ = [
     "Training",
     "TrainingSettings",
     "aggregate_reports",
-    "enough_users",
     "evaluate",
     "load_checkpoint",
     "load_tensors",

@@ -15,8 +15,9 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
+from shufl.accounting import shuffler_of
 from shufl.server.broadcast import Exchange, greet
-from shufl.server.settings import NodeFailed, RoundFailed, ServerSettings, enough_users
+from shufl.server.settings import NodeFailed, RoundFailed, ServerSettings
 from shufl.server.words import NODES_FILE, AgreedNode
 
 log = logging.getLogger(__name__)
@@ -60,10 +61,9 @@ def read_node(said: dict[str, Any], shufflers: int) -> NodeState:
         raise ValueError(
             f"a node must say for how many users it speaks, it said {reprlib.repr(said)}"
         )
-    if shuffler != number % shufflers:
+    if shuffler != (right := shuffler_of(number, shufflers)):
         raise ValueError(
-            f"node {number} must report to shuffler {number % shufflers} of {shufflers}, "
-            f"it said {shuffler}"
+            f"node {number} must report to shuffler {right} of {shufflers}, it said {shuffler}"
         )
     return NodeState(number, users, shuffler)
 
@@ -196,7 +196,7 @@ class Fleet:
     def _enough(self, present: list[int]) -> bool:
         """Whether a round with these nodes could be released anywhere."""
         users = self.users_of(present).values()
-        return any(enough_users(each, self.settings.plan) for each in users)
+        return any(map(self.settings.plan.enough_present, users))
 
     def users_of(self, nodes: Iterable[int]) -> Counter[int]:
         """For how many users some nodes speak, by shuffler."""

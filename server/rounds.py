@@ -20,7 +20,6 @@ from shufl.server.settings import (
     RoundFailed,
     RunResult,
     ServerSettings,
-    enough_users,
 )
 from shufl.server.training import PlayedRound, Training
 from shufl.server.words import RoundOutcome, RoundRecord
@@ -175,7 +174,7 @@ class RoundLoop:
             log.error("round %d, %s", round, failure)
         self._fleet.note(answers)
         present = self._fleet.users_of(answers.received)
-        enough = {number: enough_users(users, plan) for number, users in present.items()}
+        enough = {number: plan.enough_present(users) for number, users in present.items()}
         incomplete = bool((simulated and failures) or (self._stop() and answers.waiting))
         outcomes = {
             number: shuffler.close_round(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shufl.accounting import ACCOUNTANTS, Ledger, PrivacyPlan
+from shufl.accounting import Ledger, PrivacyPlan
 from shufl.server.checkpoint import Checkpoint
 from shufl.server.words import AgreedNode, Schedule, StoppedBy
 from shufl.shuffler import Credentials, Sealing
@@ -104,12 +104,6 @@ class TrainingSettings:
     def run_id(self) -> str:
         """The run's name in its ledger, checkpoints and messages."""
         return self.ledger.run_id
-
-
-def enough_users(users: int, plan: PrivacyPlan) -> bool:
-    """Whether a batch may be released where so many users are present."""
-    counts_on_others = ACCOUNTANTS[plan.accountant].counts_on_others
-    return users >= (plan.least_present if counts_on_others else 1)
 
 
 @dataclass(frozen=True)

@@ -11,65 +11,20 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from shufl.accounting import validation
-from shufl.accounting.mechanisms import MECHANISMS
-from shufl.accounting.validation import ClipNorm, Count, Positive, Probability
+from shufl.accounting.plan import CheckInRate, Privacy, Rounds, Users
+from shufl.accounting.validation import Count, Positive
 from shufl.server.words import Schedule
 from shufl.simulator.engines.table import ENGINES
-from shufl.simulator.names import ACCOUNTANTS, DATASETS, FEATURES, PARTITIONS
+from shufl.simulator.names import DATASETS, FEATURES, Partition
 from shufl.simulator.section import ConfigError, Section
 
-Blankets = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 
+class PrivacySection(Privacy):
+    """The privacy plan, but for n; a run has these, whatever else is open."""
 
-class Privacy(Section):
-    """The privacy plan, but for n. See `shufl.accounting.PrivacyPlan`."""
-
-    check_in_rate: float = Field(ge=1e-12, le=1, description="a number in [1e-12, 1]")
-    clip_norm: ClipNorm = 1.0
-    noise_multiplier: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="a number above 0, or left out to be found from target_epsilon and rounds",
-    )
-    mechanism: Literal[(*MECHANISMS, "randomised-response")] = "gaussian"  # type: ignore[valid-type]
-    categories: int | None = Field(
-        None, description="a whole number of categories, with mechanism randomised-response only"
-    )
-    local_epsilon: float | None = Field(
-        None, description="a number in [1e-9, 20], with mechanism randomised-response only"
-    )
-    adjacency: Literal["replace", "zero-out"] = "replace"
-    accountant: Literal[ACCOUNTANTS] = "theorem3"  # type: ignore[valid-type]
+    check_in_rate: CheckInRate
     target_epsilon: Positive
-    delta: Literal["1/n"] | Probability = Field("1/n", description='"1/n" or a number in (0, 1)')
-    rounds: int = Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")
-    minimum_batch: int | None = Field(
-        None, ge=1, description="a whole number from 1 to the number of users"
-    )
-    shuffler_blankets: Literal["least-error"] | Blankets = Field(
-        0.0, description='a number from 0 to 10^7, or "least-error" to be found from target_epsilon'
-    )
-    cover: bool = Field(False, description="true or false")
-    least_present: int | None = Field(
-        None, ge=1, description="a whole number from 1 to the number of users"
-    )
-
-    @model_validator(mode="after")
-    def _mechanism_fits(self) -> Privacy:
-        """Refuses what the mechanism does not have."""
-        response = self.mechanism == "randomised-response"
-        if response and self.categories is None:
-            raise ValueError("privacy.categories must be given with mechanism randomised-response")
-        others = {"clip_norm": 1.0, "noise_multiplier": None}
-        own = {"categories": None, "local_epsilon": None}
-        for key, default in (others if response else own).items():
-            if getattr(self, key) != default:
-                raise ValueError(
-                    f"privacy.{key} must be left out with mechanism {self.mechanism}, "
-                    f"got {getattr(self, key):g}"
-                )
-        return self
+    rounds: Rounds
 
 
 class Data(Section):
@@ -84,8 +39,8 @@ class Data(Section):
         pattern=f"^({'|'.join(FEATURES)}|.+:.+)$",
         description=f"one of {', '.join(FEATURES)}, or module:callable",
     )
-    users: int | None = Field(None, ge=1, le=10**12, description="a whole number from 1 to 10^12")
-    partition: Literal[PARTITIONS] = "iid"  # type: ignore[valid-type]
+    users: Users | None = None
+    partition: Partition = "iid"
     concentration: Positive = 0.5
 
 
@@ -161,7 +116,7 @@ class Config(Section):
         0,
         description='a whole number in [0, 2^63), or "system" for the operating system\'s entropy',
     )
-    privacy: Privacy
+    privacy: PrivacySection
     data: Data
     model: Model
     training: Training

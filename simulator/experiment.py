@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from shufl.accounting import (
+    OpenPlan,
     PrivacyPlan,
-    RandomisedResponse,
-    epsilon_of,
-    fitted_response,
-    least_blankets,
-    least_error_blankets,
-    least_noise,
+    calibrate,
     rounds_within_budget,
+    shuffler_of,
     unused_note,
 )
-from shufl.accounting.mechanisms import MECHANISMS, Mechanism
+from shufl.accounting.plan import Privacy
 from shufl.clients import LocalTraining
 from shufl.server import Optimiser
 from shufl.shuffler import most_parameters
-from shufl.simulator.config import Config, Privacy
+from shufl.simulator.config import Config
 from shufl.simulator.data.datasets import Dataset, load_dataset
 from shufl.simulator.data.features import data_digest, load_records
 from shufl.simulator.data.partition import load_user_records, records_per_user
@@ -140,8 +136,8 @@ def prepare(config: Config) -> Experiment:
             f"got {config.privacy.categories}"
         )
     config = _resolve(config, dataset)
-    asked = config.privacy
     try:
+        asked = _open_plan(config)
         config, plan = plan_of(config)
         records_per_user(len(dataset.train_labels), plan.users, config.data.partition)
     except ValueError as error:
@@ -160,26 +156,8 @@ def prepare(config: Config) -> Experiment:
         halting_round=halting_round,
         parameters=parameters,
         together=try_users(experiment.make_model, experiment.local_training, experiment.records),
-        unused=_unused(asked, config.privacy, plan.users),
+        unused=unused_note(asked, plan),
     )
-
-
-def _unused(asked: Privacy, decided: Privacy, users: int) -> str | None:
-    """Why what was searched for does not use up the target, or None."""
-    keys = {
-        "noise": "noise_multiplier",
-        "blankets": "shuffler_blankets",
-        "local_epsilon": "local_epsilon",
-    }
-    found = {
-        name: getattr(decided, key)
-        for name, key in keys.items()
-        if getattr(asked, key) != getattr(decided, key)
-    }
-    if not found:
-        return None
-    least = MECHANISMS[decided.mechanism].least_noise if "noise" in found else 0.0
-    return unused_note(decided.target_epsilon, _epsilon(decided, users), least, **found)
 
 
 def check_report_size(config: Config, parameters: int) -> None:
@@ -196,98 +174,22 @@ def check_report_size(config: Config, parameters: int) -> None:
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
-    """The plan, and the configuration with what it left open: noise, blankets, minimum batch.
+    """The plan, and the configuration with what it left open: noise, blankets, minimum batch, δ.
 
-    n, δ and the fewest users present must be numbers in it.
+    n must be a number in it.
 
     Raises:
         ValueError: a value out of range, or nothing reaches the target.
     """
-    decide = _response if config.privacy.mechanism == "randomised-response" else _noise
-    privacy = config.privacy.model_copy(update=decide(config.privacy, config.data.users))
-    if privacy.minimum_batch is None:
-        users, blankets = privacy.least_present, privacy.shuffler_blankets
-        # With cover every user sends, and blankets do not count.
-        expected = users if privacy.cover else users * privacy.check_in_rate + blankets
-        minimum = min(config.data.users, max(1, int(expected / 2)))
-        privacy = privacy.model_copy(update={"minimum_batch": minimum})
-    return config.model_copy(update={"privacy": privacy}), _plan(privacy, config.data.users)
+    plan = calibrate(_open_plan(config))
+    found = dict(plan) | dict(plan.mechanism) | {"mechanism": plan.mechanism.name}
+    decided = {key: found[key] for key in Privacy.model_fields if key in found}
+    privacy = config.privacy.model_copy(update=decided)
+    return config.model_copy(update={"privacy": privacy}), plan
 
 
-_OF_MECHANISM = {"mechanism", "clip_norm", "noise_multiplier", "categories", "local_epsilon"}
-
-
-def _plan(privacy: Privacy, users: int) -> PrivacyPlan:
-    """The plan, where everything is decided."""
-    mechanism: Mechanism
-    if privacy.mechanism == "randomised-response":
-        mechanism = RandomisedResponse(
-            categories=privacy.categories, local_epsilon=privacy.local_epsilon
-        )
-    else:
-        mechanism = MECHANISMS[privacy.mechanism](
-            clip_norm=privacy.clip_norm, noise_multiplier=privacy.noise_multiplier
-        )
-    values = privacy.model_dump(exclude=_OF_MECHANISM)
-    return PrivacyPlan(users=users, mechanism=mechanism, **values)
-
-
-def _epsilon(privacy: Privacy, users: int, **values: float) -> float:
-    """ε of the plan with these values."""
-    plan = _plan(privacy.model_copy(update={"minimum_batch": 1, **values}), users)
-    return epsilon_of(plan.accountant, plan.adjacency, plan.event(), plan.rounds, plan.delta)
-
-
-def _noise(privacy: Privacy, users: int) -> dict[str, float]:
-    """The noise multiplier and the blankets, given or found."""
-    mechanism, target = MECHANISMS[privacy.mechanism], privacy.target_epsilon
-    noise, blankets = privacy.noise_multiplier, privacy.shuffler_blankets
-
-    def epsilon_at(noise: float, blankets: float) -> float:
-        return _epsilon(privacy, users, noise_multiplier=noise, shuffler_blankets=blankets)
-
-    _check_blankets_count(privacy, functools.partial(epsilon_at, 2 * mechanism.least_noise))
-    if blankets == "least-error" and noise is None:
-        present, rate = privacy.least_present, privacy.check_in_rate
-        noise, blankets = least_error_blankets(epsilon_at, target, present, rate, mechanism)
-    elif blankets == "least-error":
-        blankets = least_blankets(functools.partial(epsilon_at, noise), target)
-    elif noise is None:
-        epsilon = functools.partial(epsilon_at, blankets=blankets)
-        noise = least_noise(epsilon, target, mechanism.least_noise)
-    return {"noise_multiplier": noise, "shuffler_blankets": blankets}
-
-
-def _response(privacy: Privacy, users: int) -> dict[str, float]:
-    """ε₀ and the blankets of randomised response, given or found."""
-
-    def epsilon_at(local: float, blankets: float) -> float:
-        return _epsilon(privacy, users, local_epsilon=local, shuffler_blankets=blankets)
-
-    _check_blankets_count(privacy, functools.partial(epsilon_at, 1.0))
-    blankets = privacy.shuffler_blankets
-    local, blankets = fitted_response(
-        epsilon_at,
-        privacy.target_epsilon,
-        privacy.least_present * privacy.check_in_rate,
-        privacy.categories,
-        privacy.local_epsilon,
-        None if blankets == "least-error" else blankets,
-    )
-    return {"local_epsilon": local, "shuffler_blankets": blankets}
-
-
-def _check_blankets_count(privacy: Privacy, epsilon_at: Callable[[float], float]) -> None:
-    """Refuses to look for blankets that the accountant does not count.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if privacy.shuffler_blankets == "least-error" and epsilon_at(1.0) == epsilon_at(1e6):
-        raise ValueError(
-            f"privacy.shuffler_blankets must be a number with accountant {privacy.accountant}, "
-            'which does not count them, got "least-error"'
-        )
+def _open_plan(config: Config) -> OpenPlan:
+    return OpenPlan(users=config.data.users, **dict(config.privacy))
 
 
 def local_training(config: Config) -> LocalTraining:
@@ -305,9 +207,6 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
     """Every value that depends on another one, decided."""
     users = config.data.users or len(dataset.train_labels)
     privacy = config.privacy
-    if privacy.delta == "1/n" and users == 1:
-        raise ConfigError('privacy.delta must be a number when there is one user, got "1/n"')
-    delta = 1 / users if privacy.delta == "1/n" else privacy.delta
     data = config.data.model_copy(update={"users": users})
     config = config.model_copy(update={"data": data})
     if config.shuffler.number > min(config.simulation.nodes, users):
@@ -321,19 +220,19 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
             f"privacy.least_present must be at most {min(_crowds(config))}, the users of the "
             f"smallest shuffler, got {least}"
         )
-    decided = {"delta": delta, "least_present": least}
-    return config.model_copy(update={"privacy": privacy.model_copy(update=decided)})
+    privacy = privacy.model_copy(update={"least_present": least})
+    return config.model_copy(update={"privacy": privacy})
 
 
 def _shuffler_of(nodes: int, shufflers: int, users: np.ndarray) -> np.ndarray:
-    return users % nodes % shufflers
+    return shuffler_of(users % nodes, shufflers)
 
 
 def _crowds(config: Config) -> tuple[int, ...]:
     """How many of a resolved config's users report to each shuffler."""
-    crowds = [0] * config.shuffler.number
-    for node in range(config.simulation.nodes):
-        crowds[node % len(crowds)] += len(range(node, config.data.users, config.simulation.nodes))
+    crowds, nodes = [0] * config.shuffler.number, config.simulation.nodes
+    for node in range(nodes):
+        crowds[shuffler_of(node, len(crowds))] += len(range(node, config.data.users, nodes))
     return tuple(crowds)
 
 

@@ -19,15 +19,13 @@ import numpy as np
 
 from shufl.accounting import (
     ACCOUNTANTS,
-    CheckIn,
+    OpenPlan,
     PrivacyPlan,
     RandomisedResponse,
-    Shuffled,
-    epsilon_of,
-    fitted_response,
+    calibrate,
     unused_note,
-    validation,
 )
+from shufl.accounting.plan import AccountantName
 
 _CONFIDENT = 1.959964  # standard errors of 95 %
 
@@ -105,58 +103,39 @@ def plan_for(
     target_epsilon: float,
     delta: float,
     check_in_rate: float = 1.0,
-    accountant: str = "blanket",
+    accountant: AccountantName = "blanket",
     local_epsilon: float | None = None,
-) -> PrivacyPlan:
+) -> tuple[PrivacyPlan, str | None]:
     """The plan of one round of reports with about the least error that the target allows.
 
-    n users, k categories, and γ = `check_in_rate`. With an accountant that does not count blankets
-    there are none. ε₀ = `local_epsilon` is the best one if None.
+    With it comes why it does not use up the target, or None. n users, k categories, and
+    γ = `check_in_rate`. With an accountant that does not count blankets there are none.
+    ε₀ = `local_epsilon` is the best one if None.
 
     Raises:
         ValueError: a value out of range, or nothing reaches the target.
     """
-
-    target_epsilon = validation.real("--epsilon", target_epsilon, "(0, inf)")
-
-    def mechanism(local: float) -> RandomisedResponse:
-        return RandomisedResponse(categories=categories, local_epsilon=local)
-
-    def epsilon_at(local: float, blankets: float) -> float:
-        event = Shuffled(users, CheckIn(check_in_rate), mechanism(local), blankets)
-        return epsilon_of(accountant, "replace", event, 1, delta)
-
-    blankets = None if ACCOUNTANTS[accountant].counts_on_blankets else 0.0
-    local, blankets = fitted_response(
-        epsilon_at, target_epsilon, users * check_in_rate, categories, local_epsilon, blankets
-    )
-    costs = epsilon_at(local, blankets)
-    if costs > target_epsilon:
-        raise ValueError(
-            f"--local-epsilon must be smaller for --epsilon {target_epsilon:g}: by {accountant}, "
-            f"{local:g} costs {costs:.4g}"
-        )
-    return PrivacyPlan(
+    counts = ACCOUNTANTS[accountant].counts_on_blankets
+    asked = OpenPlan(
         users=users,
         check_in_rate=check_in_rate,
-        mechanism=mechanism(local),
+        mechanism="randomised-response",
+        categories=categories,
+        local_epsilon=local_epsilon,
         rounds=1,
         delta=delta,
         target_epsilon=target_epsilon,
         minimum_batch=1,
-        least_present=users,
-        shuffler_blankets=blankets,
+        shuffler_blankets="least-error" if counts else 0.0,
         accountant=accountant,
     )
-
-
-def unused(plan: PrivacyPlan, local_epsilon: float | None) -> str | None:
-    """Why a plan of `plan_for` does not use up its target, or None."""
-    found = {"local_epsilon": response_of(plan).local_epsilon}
-    if local_epsilon is not None:
-        found = {"blankets": plan.shuffler_blankets}
-    costs = epsilon_of(plan.accountant, plan.adjacency, plan.event(), plan.rounds, plan.delta)
-    return unused_note(plan.target_epsilon, costs, **found)
+    plan = calibrate(asked)
+    if not asked.open and (costs := plan.epsilon()) > target_epsilon:
+        raise ValueError(
+            f"local_epsilon must be smaller for ε {target_epsilon:g}: by {accountant}, "
+            f"{local_epsilon:g} costs {costs:.4g}"
+        )
+    return plan, unused_note(asked, plan)
 
 
 def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:

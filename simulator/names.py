@@ -5,6 +5,8 @@ A mistake in a configuration is said before torch, Flower or Ray are imported: n
 `shufl.simulator.section.find`.
 """
 
+from typing import Literal
+
 DATASETS = {
     "digits": "shufl.simulator.data.datasets:digits",
     "mnist": "shufl.simulator.data.datasets:mnist",
@@ -12,5 +14,4 @@ DATASETS = {
     "cifar10": "shufl.simulator.data.datasets:cifar10",
 }
 FEATURES = {"scattering": "shufl.simulator.data.features:whitened_scattering"}
-PARTITIONS = ("iid", "by-label", "dirichlet", "repeated")
-ACCOUNTANTS = ("theorem3", "rdp", "pld", "blanket", "crowd", "local")
+Partition = Literal["iid", "by-label", "dirichlet", "repeated"]

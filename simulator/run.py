@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -20,7 +19,6 @@ from shufl.accounting import (
     Ledger,
     LedgerError,
     PrivacyPlan,
-    epsilon_of,
     rounds_within_budget,
 )
 from shufl.server import (
@@ -257,10 +255,9 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
         spent = "nothing was spent"
     else:
         plan, count, allowed = ledger.plan, len(ledger.entries), rounds_within_budget(ledger.plan)
-        epsilon_at = functools.partial(epsilon_of, plan.accountant, plan.adjacency, plan.event())
-        spent = f"{count} rounds spent, ε {epsilon_text(epsilon_at(count, plan.delta))}"
+        spent = f"{count} rounds spent, ε {epsilon_text(plan.epsilon(rounds=count))}"
         if count < allowed:
-            spent += f" so far and {epsilon_text(epsilon_at(allowed, plan.delta))} as planned,"
+            spent += f" so far and {epsilon_text(plan.epsilon(rounds=allowed))} as planned,"
         spent += f" by {plan.accountant}"
     console.print(
         f"ended early: {spent}; ledger, metrics and checkpoints stay in {folder}", soft_wrap=True

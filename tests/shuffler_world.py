@@ -41,8 +41,11 @@ PUBLIC_KEY = generate_key_pair()[1]
 KEY_DIGEST = key_digest(PUBLIC_KEY)
 
 
-def plan(users: int = 100_000, minimum_batch: int = 1) -> bytes:
-    return json.dumps({"users": users, "minimum_batch": minimum_batch}).encode()
+def plan(users: int = 100_000, minimum_batch: int = 1, **others: object) -> bytes:
+    fields = {"check_in_rate": 1.0, "rounds": 10**6, "delta": 1e-6, "target_epsilon": 1.0}
+    mechanism = {"name": "gaussian", "clip_norm": 1.0, "noise_multiplier": 1.0}
+    sizes = {"users": users, "minimum_batch": minimum_batch}
+    return json.dumps(fields | {"mechanism": mechanism} | sizes | others).encode()
 
 
 def raw_channel(

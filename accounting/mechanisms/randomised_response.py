@@ -14,7 +14,12 @@ from pydantic import Field
 from scipy import special
 
 from shufl.accounting.mechanisms.draws import coins, place_of, to_normals
-from shufl.accounting.validation import Checked
+from shufl.accounting.validation import Checked, Number, Whole
+
+Categories = Annotated[
+    Whole, Field(ge=2, le=2**15, description="a whole number of categories from 2 to 32768")
+]
+LocalEpsilon = Annotated[Number, Field(ge=1e-9, le=20, description="a number in [1e-9, 20]")]
 
 
 class RandomisedResponse(Checked):
@@ -38,12 +43,8 @@ class RandomisedResponse(Checked):
     most_epsilon: ClassVar[float] = 20.0
 
     name: Literal["randomised-response"] = "randomised-response"
-    categories: Annotated[
-        int, Field(ge=2, le=2**15, description="a whole number of categories from 2 to 32768")
-    ]
-    local_epsilon: Annotated[
-        float, Field(ge=1e-9, le=20, allow_inf_nan=False, description="a number in [1e-9, 20]")
-    ]
+    categories: Categories
+    local_epsilon: LocalEpsilon
 
     @property
     def is_private(self) -> bool:

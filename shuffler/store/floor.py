@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pydantic import BaseModel, ConfigDict
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from shufl.accounting.plan import Blankets, Plan, Rounds
+from shufl.accounting.validation import Count
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
-
-if TYPE_CHECKING:
-    from shufl.shuffler.store.rounds import Plan
 
 
 class Floor(BaseModel):
@@ -23,9 +20,9 @@ class Floor(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    least_blankets: float = Field(default=0.0, ge=0, le=1e7, description="a number from 0 to 10^7")
-    least_batch: int = Field(default=1, ge=1, description="a whole number, at least 1")
-    most_rounds: int | None = Field(default=None, ge=1, description="a whole number, at least 1")
+    least_blankets: Blankets = 0.0
+    least_batch: Count = 1
+    most_rounds: Rounds | None = None
 
     def check(self, plan: Plan, round: int = 1) -> None:
         """Refuses a plan below the floor, or a round of it beyond.
@@ -41,7 +38,7 @@ class Floor(BaseModel):
             raise self._below("least_batch", f"the plan's minimum batch is {plan.minimum_batch}")
         if self.most_rounds is None:
             return
-        if plan.rounds is not None and plan.rounds > self.most_rounds:
+        if plan.rounds > self.most_rounds:
             raise self._below("most_rounds", f"the plan has {plan.rounds}")
         if not 1 <= round <= self.most_rounds:
             raise self._below("most_rounds", f"rounds count from 1, this one is {round}")

@@ -192,7 +192,6 @@ def _make_blankets(
     and the number of the empty ones tells the server nothing that the others' does not.
     """
     mechanism = run.plan.mechanism
-    assert mechanism is not None
     dimension = payload_length(run.report_bytes, round.public_key) // report_length(1)
     count = max(1, min(_BLANKETS, _BLANKET_BYTES // report_length(dimension)))
     empty = empty_report(dimension)

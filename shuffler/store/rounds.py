@@ -1,4 +1,4 @@
-"""A run as the shuffler knows it: what its plan says, and how far each of its rounds is."""
+"""A run as the shuffler knows it: its plan, and how far each of its rounds is."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import dataclasses
 import functools
 import hashlib
 from enum import StrEnum
-from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 
-from shufl.accounting.mechanisms import Mechanism, most_blankets
+from shufl.accounting.plan import Plan
 from shufl.accounting.validation import first_mistake
 from shufl.shuffler.store.slots import slot_bytes
 from shufl.shuffler.store.spool import RoundSpool
@@ -54,45 +53,13 @@ class Round:
     spool: RoundSpool | None = None
 
 
-class Plan(BaseModel):
-    """What the shuffler reads from a privacy plan; the mechanism only where there are blankets."""
-
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
-
-    users: int
-    minimum_batch: Annotated[int, Field(ge=1)]
-    shuffler_blankets: Annotated[float, Field(ge=0, le=1e7)] = 0.0
-    cover: bool = False
-    rounds: int | None = None
-    mechanism: Mechanism | None = Field(
-        None, description="one with the name gaussian or ldp-sgd, or left out"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.minimum_batch > self.users:
-            raise ValueError(f"minimum_batch lies in [1, users], got {self.minimum_batch}")
-        if not self.shuffler_blankets:
-            return self
-        if self.mechanism is None:
-            raise ValueError("blankets need a mechanism")
-        if not self.mechanism.is_private:
-            raise ValueError("blankets need noise: noise_multiplier must be above 0, got 0.0")
-        return self
-
-    @property
-    def most_blankets(self) -> int:
-        """How many blankets are made for a round, of which a secret number is kept."""
-        return most_blankets(self.shuffler_blankets)
-
-
 @dataclasses.dataclass(slots=True)
 class Run:
     """A run that has not ended.
 
     Attributes:
         digest: SHA-256 of its plan, hexadecimal.
-        plan: what its plan says.
+        plan: its plan.
         report_bytes: length of every sealed report.
         owner: name of the credential of the server that created it.
         text: the plan's bytes.

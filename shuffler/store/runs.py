@@ -229,11 +229,12 @@ class RunStore:
                 raise ShufflerRefused(Refusal.BATCH_LOST)
             return before
         assert entry.spool is not None
+        stored = entry.spool.blankets.stored
         if discard:
             entry.outcome = Outcome.DISCARDED
         elif entry.spool.blankets.made < entry.spool.blankets.work:
             raise ShufflerRefused(Refusal.STORAGE_FAILED, "the round's blankets are not stored")
-        elif _counted(run, entry.spool) >= run.plan.minimum_batch:
+        elif run.plan.enough_sent(entry.spool.count - stored, stored):
             entry.outcome = Outcome.RELEASABLE
         else:
             entry.outcome = Outcome.BELOW_MINIMUM
@@ -412,11 +413,6 @@ class RunStore:
                 delete_batch(path)
             return False
         return True
-
-
-def _counted(run: Run, spool: RoundSpool) -> int:
-    """What the minimum batch counts: all reports, or, with cover, the users who sent."""
-    return spool.count - (spool.blankets.stored if run.plan.cover else 0)
 
 
 def _path(directory: Path, run: Run, entry: Round) -> Path:

@@ -51,8 +51,7 @@ class ControlClient(Connection):
         The run's name has 1 to 256 characters.
 
         Args:
-            plan: the privacy plan, a JSON object with `users`, `minimum_batch` and
-                `shuffler_blankets`; with blankets also its `mechanism`.
+            plan: the JSON of a `shufl.accounting.PrivacyPlan`.
             report_bytes: length of every sealed report in bytes (`sealed_length` of the payload).
 
         Returns:

@@ -36,7 +36,6 @@ from shufl.server import (
     RunResult,
     Training,
     TrainingSettings,
-    enough_users,
 )
 from shufl.simulator.data.partition import PartitionedRecords
 from shufl.simulator.engines.base import check_cluster, interrupts
@@ -226,9 +225,9 @@ class VectorisedRounds:
             )
             for number in range(len(crowds))
         ]
-        counted = crowds if plan.cover else reports + blankets
-        enough = np.array([enough_users(crowd, plan) for crowd in crowds])
-        released = np.flatnonzero(enough & (counted >= plan.minimum_batch)).tolist()
+        enough = np.array(list(map(plan.enough_present, crowds)))
+        sent = crowds if plan.cover else reports
+        released = np.flatnonzero(enough & plan.enough_sent(sent, np.array(blankets))).tolist()
         self._discarded = 0 if enough.any() else self._discarded + 1
         if self._discarded == MOST_INCOMPLETE:
             raise RoundFailed(

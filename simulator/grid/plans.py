@@ -14,11 +14,8 @@ import numpy as np
 
 from shufl.accounting import (
     CalibrationError,
-    CheckIn,
-    GaussianMechanism,
-    Shuffled,
-    epsilon_of,
-    least_error_blankets,
+    OpenPlan,
+    fitted,
     mean_update_error,
     unused_note,
 )
@@ -33,19 +30,13 @@ class Question:
     """What is asked.
 
     Attributes:
-        users: n.
-        epsilon, delta, adjacency: the budget, for every pair of datasets.
+        budget: with check-in rate, rounds, noise and blankets open.
         dimension: d, the parameters of the model.
-        cover: whether all users send in every round, those who did not check in an empty report.
         device_megabytes: the most that a device may send in the whole run, expected; or None.
     """
 
-    users: int
-    epsilon: float
-    delta: float
-    adjacency: str
+    budget: OpenPlan
     dimension: int
-    cover: bool = False
     device_megabytes: float | None = None
 
     @property
@@ -55,7 +46,7 @@ class Question:
 
     def device_bytes(self, rate: float, rounds: int) -> float:
         """What a device sends in the whole run, expected."""
-        return (1.0 if self.cover else rate) * rounds * self.report_bytes
+        return (1.0 if self.budget.cover else rate) * rounds * self.report_bytes
 
     def pairs(self) -> list[tuple[float, int]]:
         """Those of `RATES` and `ROUNDS` in which a device sends no more than it may."""
@@ -103,34 +94,24 @@ def find_plans(question: Question) -> list[Plan]:
 def _plan(question: Question, pair: tuple[float, int]) -> Plan | None:
     rate, rounds = pair
 
-    def epsilon_at(noise: float, blankets: float) -> float:
-        mechanism = GaussianMechanism(noise_multiplier=noise)
-        event = Shuffled(question.users, CheckIn(rate), mechanism, blankets)
-        return epsilon_of("blanket", question.adjacency, event, rounds, question.delta)
-
+    asked = question.budget.replace(check_in_rate=rate, rounds=rounds)
     try:
-        noise, blankets = least_error_blankets(epsilon_at, question.epsilon, question.users, rate)
+        found = fitted(asked)
     except CalibrationError:
         return None
-    epsilon = epsilon_at(noise, blankets)
-    error = mean_update_error(question.users, rate, noise, blankets, question.dimension)
-    sent = question.users * (1.0 if question.cover else rate) + blankets
+    noise, blankets = found.mechanism.noise_multiplier, found.shuffler_blankets
+    error = mean_update_error(asked.users, rate, noise, blankets, question.dimension)
+    sent = asked.users * (1.0 if asked.cover else rate) + blankets
     return Plan(
         check_in_rate=rate,
         rounds=rounds,
         noise_multiplier=noise,
         shuffler_blankets=blankets,
-        epsilon=epsilon,
-        unused=unused_note(
-            question.epsilon,
-            epsilon,
-            GaussianMechanism.least_noise,
-            noise=noise,
-            blankets=blankets,
-        ),
+        epsilon=found.epsilon(),
+        unused=unused_note(asked, found),
         round_error=error,
         run_error=error / math.sqrt(rounds),
-        reports_a_round=question.users * rate + blankets,
+        reports_a_round=asked.users * rate + blankets,
         device_bytes=question.device_bytes(rate, rounds),
         shuffler_bytes=sent * question.report_bytes,
     )

@@ -12,7 +12,8 @@ import torch
 from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
-from shufl.accounting.validation import NotNegative, Probability, Rate, Record, first_mistake
+from shufl.accounting.plan import CheckInRate
+from shufl.accounting.validation import NotNegative, Probability, Record, first_mistake
 from shufl.server import CheckpointError
 from shufl.simulator.config import dumps
 from shufl.simulator.console import Console
@@ -87,7 +88,7 @@ class _Result(Record):
     loss: NotNegative | None
     rounds: Annotated[int, Field(ge=0, description="a whole number, at least 0")]
     delta: Probability | None
-    check_in_rate: Rate
+    check_in_rate: CheckInRate
     noise_multiplier: NotNegative
     shuffler_blankets: NotNegative
     seconds: NotNegative

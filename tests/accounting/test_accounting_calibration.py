@@ -7,6 +7,8 @@ import pytest
 
 from shufl.accounting import (
     CalibrationError,
+    OpenPlan,
+    calibrate,
     least_blankets,
     least_error_blankets,
     least_noise,
@@ -135,3 +137,48 @@ def test_where_delta_is_not_far_below_the_chance_to_take_part():
     ):
         assert f"takes part at all, {chance}" in participation_note(rate, rounds, delta)
     assert participation_note(0.5, 10**6, 0.09) is None
+
+
+WHOLE = {
+    "users": 1000, "check_in_rate": 0.3, "rounds": 20, "noise_multiplier": 3.0, "delta": 1e-5,
+    "accountant": "rdp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "more_private"),
+    [
+        ("noise_multiplier", 2.0, 1.003),
+        ("rounds", 2.0, None),
+        ("check_in_rate", 0.25, 1 / 1.003),
+    ],
+)
+def test_what_a_plan_leaves_open_is_found_for_the_target_and_hardly_more_private(
+    name, target, more_private
+):
+    asked = OpenPlan(**{key: value for key, value in WHOLE.items() if key != name})
+    assert asked.open == (name,)
+    plan = calibrate(asked, epsilon=target)
+    assert (plan.target_epsilon, plan.minimum_batch) == (target, int(1000 * plan.check_in_rate / 2))
+    assert plan.epsilon() <= target
+    found = plan.mechanism.noise_multiplier if name == "noise_multiplier" else getattr(plan, name)
+    less = found + 1 if more_private is None else found / more_private
+    assert asked.closed(**{name: less}).epsilon() > target
+    assert calibrate(OpenPlan(**WHOLE | {name: found}), epsilon=target) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rounds": None, "noise_multiplier": None}, "noise_multiplier and rounds cannot be found"),
+        ({"shuffler_blankets": "least-error"}, "which does not count them"),
+        ({"noise_multiplier": None, "delta": 1e-22}, "must be at least 2e-21"),
+        ({"noise_multiplier": None, "minimum_batch": 1001}, "minimum_batch must be at most"),
+        ({"noise_multiplier": 0.2, "rounds": None}, "not one round is within epsilon 1"),
+        ({"mechanism": "ldp-sgd"}, "rounds without shuffler blankets must be"),
+    ],
+)
+def test_what_cannot_be_found_or_accounted_for_is_refused_in_one_line(change, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        calibrate(OpenPlan(**WHOLE | change), epsilon=1.0)
+    assert "\n" not in str(caught.value)

@@ -2,6 +2,9 @@
 
 import json
 import math
+import subprocess
+import sys
+from typing import get_args
 
 import numpy as np
 import pydantic
@@ -9,6 +12,9 @@ import pytest
 
 from rounds import check_in, make_plan
 from shufl import accounting
+from shufl.accounting import RandomisedResponse, shuffler_of
+from shufl.accounting.mechanisms import MECHANISMS
+from shufl.accounting.plan import AccountantName, Adjacency, MechanismName
 
 GOOD = {
     "users": 60_000,
@@ -28,8 +34,8 @@ GOOD = {
         ({"users": 0}, "users must be a whole number from 1 to .*, got 0"),
         ({"users": True}, "users must be a whole number from 1 to .*, got True"),
         ({"users": 10.5}, "users must be a whole number"),
-        ({"check_in_rate": 1.3}, r"check_in_rate must be a number in \(0, 1\], got 1.3"),
-        ({"check_in_rate": 0}, r"check_in_rate must be a number in \(0, 1\], got 0"),
+        ({"check_in_rate": 1.3}, r"check_in_rate must be a number in \[1e-12, 1\], got 1.3"),
+        ({"check_in_rate": 0}, r"check_in_rate must be a number in \[1e-12, 1\], got 0"),
         ({"check_in_rate": True}, "check_in_rate must be a number"),
         ({"clip_norm": 0.0}, r"clip_norm must be a number in \[1e-18, 1e15\], got 0.0"),
         ({"clip_norm": math.nan}, "clip_norm must be a number in .*, got nan"),
@@ -45,14 +51,14 @@ GOOD = {
         ({"delta": 1.0}, r"delta must be a number in \(0, 1\), got 1.0"),
         ({"target_epsilon": -1.0}, "target_epsilon must be a number above 0"),
         ({"target_epsilon": math.inf}, "target_epsilon must be a number above 0"),
-        ({"minimum_batch": 0}, "minimum_batch must be a whole number, at least 1, got 0"),
+        ({"minimum_batch": 0}, "minimum_batch must be a whole number from 1 to .*, got 0"),
         ({"minimum_batch": 60_001}, "minimum_batch must be at most the number of users, 60000"),
-        ({"adjacency": "add"}, "adjacency must be replace or zero-out, got 'add'"),
-        ({"shuffler_blankets": -0.5}, "shuffler_blankets must be a number, at least 0, got -0.5"),
+        ({"adjacency": "add"}, "adjacency must be one of replace, zero-out, got 'add'"),
+        ({"shuffler_blankets": -0.5}, "shuffler_blankets must be a number from 0 to .* got -0.5"),
         ({"shuffler_blankets": math.inf}, "shuffler_blankets must be .* got inf"),
         ({"shuffler_blankets": math.nan}, "shuffler_blankets must be .* got nan"),
         ({"shuffler_blankets": "5"}, "shuffler_blankets must be a number"),
-        ({"accountant": "magic"}, "accountant must be 'theorem3' or 'rdp' or 'pld'"),
+        ({"accountant": "magic"}, "accountant must be one of theorem3, rdp, pld"),
         ({"accountant": 3}, "accountant must be"),
         ({"chek_in_rate": 0.1, "users": 0}, "unknown key chek_in_rate; did you mean check_in_"),
     ],
@@ -122,11 +128,49 @@ def test_accountants_that_count_on_others_have_no_epsilon_when_too_few_were_ther
     assert all(row.epsilon is not None for row in everybody)
 
 
-def test_an_accountant_that_does_not_price_the_plans_rounds_is_refused(fixed_size_only):
-    message = "without shuffler blankets must be 'theorem3' or .* got 'fixed-size-only'"
+def test_an_accountant_that_does_not_price_the_plans_rounds_is_refused():
+    plan = make_plan(**GOOD)
+    message = "randomised-response rounds without shuffler blankets must be .* got 'theorem3'"
     with pytest.raises(ValueError, match=message) as caught:
-        make_plan(**GOOD, accountant=fixed_size_only)
+        plan.replace(mechanism=RandomisedResponse(categories=3, local_epsilon=1.0))
     assert "\n" not in str(caught.value)
+
+
+def test_the_names_written_out_are_those_of_the_registries():
+    for names, registry in (
+        (AccountantName, accounting.ACCOUNTANTS),
+        (Adjacency, accounting.ADJACENCIES),
+        (MechanismName, (*MECHANISMS, "randomised-response")),
+    ):
+        assert get_args(names) == tuple(registry)
+
+
+@pytest.mark.parametrize("cover", [False, True])
+def test_a_batch_is_large_enough_by_its_reports_or_with_cover_by_who_sent(cover):
+    plan = make_plan(**GOOD, cover=cover)
+    assert plan.enough_sent(10, 0) and not plan.enough_sent(9, 0)
+    assert plan.enough_sent(4, 6) is not cover
+    sent, blankets = np.array([4, 10, 3]), np.array([6, 0, 6])
+    assert plan.enough_sent(sent, blankets).tolist() == [not cover, True, False]
+
+
+def test_the_users_of_every_node_have_one_shuffler_each():
+    nodes = np.arange(7)
+    assert shuffler_of(nodes, 3).tolist() == [shuffler_of(int(each), 3) for each in nodes]
+    assert np.bincount(shuffler_of(nodes, 3)).tolist() == [3, 2, 2]
+    assert set(shuffler_of(nodes, 1)) == {0}
+
+
+def test_who_reads_a_plan_as_a_shuffler_does_imports_no_accountant():
+    code = (
+        "import sys; from shufl.accounting.plan import OpenPlan, Plan\n"
+        "import shufl.shuffler.store.runs\n"
+        "plan = Plan.model_validate_json(sys.argv[1]); OpenPlan(users=plan.users)\n"
+        "print(plan.most_blankets, sorted({'dp_accounting', 'torch'} & sys.modules.keys()))"
+    )
+    text = make_plan(**GOOD, shuffler_blankets=0.0).to_json()
+    done = subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True)
+    assert done.stdout == "0 []\n", done.stderr
 
 
 def test_the_same_numbers_in_other_types_give_the_same_digest():

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shufl.accounting import CheckIn, RandomisedResponse, Shuffled, epsilon_of, fitted_response
+from shufl.accounting import (
+    CheckIn,
+    OpenPlan,
+    RandomisedResponse,
+    Shuffled,
+    calibrate,
+    make_accountant,
+)
 from shufl.accounting.mechanisms import SeededRandomness, SystemRandomness
 
 REPORTS = 40_000
@@ -89,13 +96,29 @@ def test_values_out_of_range_are_refused(key, value):
 def epsilon_at(accountant, users, categories, local, blankets):
     mechanism = RandomisedResponse(categories=categories, local_epsilon=local)
     event = Shuffled(users, CheckIn(1.0), mechanism, blankets)
-    return epsilon_of(accountant, "replace", event, 1, 1e-6)
+    return make_accountant(accountant).epsilon_after(event, 1e-6)
+
+
+def fitted(users, categories, target, local, blankets):
+    plan = OpenPlan(
+        users=users,
+        check_in_rate=1.0,
+        mechanism="randomised-response",
+        categories=categories,
+        local_epsilon=local,
+        rounds=1,
+        delta=1e-6,
+        shuffler_blankets=blankets,
+        accountant="blanket",
+    )
+    found = calibrate(plan, epsilon=target)
+    return found.mechanism.local_epsilon, found.shuffler_blankets
 
 
 @pytest.mark.parametrize(("users", "categories", "target"), [(10**5, 8, 0.5), (300, 3, 4.0)])
 def test_what_is_fitted_is_within_the_budget_and_beats_its_neighbours(users, categories, target):
     at = functools.partial(epsilon_at, "blanket", users, categories)
-    local, blankets = fitted_response(at, target, users, categories, None, None)
+    local, blankets = fitted(users, categories, target, None, "least-error")
     assert at(local, blankets) <= target
 
     def error(local, blankets):
@@ -103,16 +126,16 @@ def test_what_is_fitted_is_within_the_budget_and_beats_its_neighbours(users, cat
         return math.sqrt((users + blankets) / truth**2 - users)
 
     for other in (0.9 * target, target, 2.0, 4.0, 8.0, 20.0):
-        least = fitted_response(at, target, users, categories, other, None)[1]
+        least = fitted(users, categories, target, other, "least-error")[1]
         assert error(local, blankets) <= 1.03 * error(other, least)
 
 
 def test_what_is_given_stays_and_the_other_is_found():
     at = functools.partial(epsilon_at, "blanket", 10**4, 5)
-    local, blankets = fitted_response(at, 0.4, 10**4, 5, 3.0, None)
+    local, blankets = fitted(10**4, 5, 0.4, 3.0, "least-error")
     assert local == 3.0
     assert 0.396 < at(local, blankets) <= 0.4
-    local, blankets = fitted_response(at, 0.4, 10**4, 5, None, 500.0)
+    local, blankets = fitted(10**4, 5, 0.4, None, 500.0)
     assert blankets == 500.0
     assert at(local, blankets) <= 0.4 < at(local * 1.01, blankets)
-    assert fitted_response(at, 0.4, 10**4, 5, 3.0, 7.0) == (3.0, 7.0)
+    assert fitted(10**4, 5, 0.4, 3.0, 7.0) == (3.0, 7.0)

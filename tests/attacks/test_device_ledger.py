@@ -286,9 +286,12 @@ def test_an_owners_file_names_ledger_and_limits(tmp_path):
         ("most_epsilon = 1.0\ndelta = 1e-5", "ledger must be the path"),
         ('ledger = "device.db"\ndelta = 1e-5', "most_epsilon is missing"),
         (OWNER + "most_epsilom = 3", "most_epsilom"),
-        (OWNER + 'accountant = "nobody"', "accountant must be 'theorem3' or "),
+        (OWNER + 'accountant = "nobody"', "accountant must be one of theorem3, "),
         (OWNER + 'plans = ["abc"]', "plans.* must be a list of SHA-256 digests"),
-        (OWNER + "most_check_in_rate = 2.0", r"most_check_in_rate must be a number in \(0, 1\]"),
+        (
+            OWNER + "most_check_in_rate = 2.0",
+            r"most_check_in_rate must be a number in \[1e-12, 1\]",
+        ),
         ("ledger = ", "is not valid TOML"),
     ],
 )

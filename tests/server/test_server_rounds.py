@@ -5,7 +5,6 @@ import pytest
 from rounds import make_plan
 from shufl.server import AgreedNode
 from shufl.server.fleet import NodeState, check_agreed, read_node
-from shufl.server.rounds import enough_users
 
 PLAN = make_plan(
     users=100, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=1.0, rounds=10, delta=1e-3,
@@ -45,6 +44,6 @@ def test_a_node_that_says_another_number_than_agreed_is_refused_in_one_line():
 
 
 def test_enough_is_what_the_halting_accountant_counts_on():
-    assert [enough_users(users, PLAN) for users in (0, 29, 30, 100)] == [False, False, True, True]
+    assert [PLAN.enough_present(users) for users in (0, 29, 30, 100)] == [False, False, True, True]
     alone = PLAN.replace(accountant="local")
-    assert [enough_users(users, alone) for users in (0, 1, 29)] == [False, True, True]
+    assert [alone.enough_present(users) for users in (0, 1, 29)] == [False, True, True]

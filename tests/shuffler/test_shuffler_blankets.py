@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import shuffler_world
 from shuffler_world import World, kill, logged, raw_channel
 from shufl.accounting.mechanisms import GaussianMechanism, SeededRandomness, most_blankets
 from shufl.shuffler import (
@@ -53,13 +54,8 @@ LENGTH = sealed_length(report_length(DIMENSION))
 
 
 def plan(expected: float = EXPECTED, users: int = 1000, minimum: int = 1) -> bytes:
-    fields = {
-        "users": users,
-        "minimum_batch": minimum,
-        "shuffler_blankets": expected,
-        "mechanism": MECHANISM.model_dump(),
-    }
-    return json.dumps(fields).encode()
+    fields = {"shuffler_blankets": expected, "mechanism": MECHANISM.model_dump()}
+    return shuffler_world.plan(users, minimum, **fields)
 
 
 def mechanism(**change: object) -> dict[str, object]:
@@ -328,14 +324,14 @@ def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(shared: World, ke
         ({"shuffler_blankets": 1e8}, "the plan: shuffler_blankets must be"),
         ({"shuffler_blankets": "50"}, "the plan: shuffler_blankets must be"),
         ({"shuffler_blankets": None}, "the plan: shuffler_blankets must be"),
-        ({"mechanism": None}, "blankets need a mechanism"),
+        ({"mechanism": None}, "mechanism must be"),
         ({"mechanism": {"name": "gaussian"}}, "noise_multiplier is missing"),
-        ({"mechanism": {"name": "laplace"}}, "must be one with the name gaussian or ldp-sgd"),
+        ({"mechanism": {"name": "laplace"}}, "must be one with the name 'gaussian', 'ldp-sgd'"),
         (mechanism(clip_norm=0.0), "clip_norm must be a number in"),
         (mechanism(noise_multiplier=None), "noise_multiplier must be a number"),
         (mechanism(noise_multiplier=True), "noise_multiplier must be a number"),
         (mechanism(noise_multiplier=10**400), "noise_multiplier must be a number"),
-        (mechanism(noise_multiplier=0.0), "noise_multiplier must be above 0"),
+        (mechanism(noise_multiplier=0.0), "noise_multiplier of a plan must lie in"),
         (mechanism(noise_multiplier=2e15), "noise_multiplier must be a number in"),
         (mechanism(clip_norm=1e308), "clip_norm must be a number in"),
         (mechanism(clip_norm=5e-324), "clip_norm must be a number in"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shuffler_world import free_port, scrape
+from shuffler_world import free_port, plan, scrape
 from shufl.shuffler import ControlClient, Credentials, Refusal, ShufflerRefused
 from shufl.shuffler.config import ShufflerConfig
 
@@ -65,7 +65,7 @@ def test_the_commands_and_the_configuration_of_the_page_start_a_shuffler(
         assert "shuffler listening on 0.0.0.0:9000\n" in printed("console")
         with ControlClient(listen, Credentials.read(place / "server", "server")) as control:
             with pytest.raises(ShufflerRefused) as refused:  # its floor is below the page's
-                control.create_run("run", b'{"users": 9, "minimum_batch": 3}', 100)
+                control.create_run("run", plan(9, 3), 100)
             assert refused.value.reason is Refusal.BELOW_FLOOR
         assert scrape(metrics)['shufl_refusals_total{reason="BELOW_FLOOR"}'] == 1
         with ControlClient(listen, Credentials.read(place / "phone", "phone-7")) as phone:

@@ -67,7 +67,7 @@ def test_a_round_with_hardly_any_noise_is_audited():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (f"{COUNTEREXAMPLE} --blankets -1", "--blankets must be 0 or lie in [0.001, 10^9], got -1"),
+        (f"{COUNTEREXAMPLE} --blankets -1", "--blankets must be a number from 0 to 10^7, got -1"),
         ("audit --noise 2", "--n is missing"),
         ("audit --n 10", "--noise is missing"),
         (f"{COUNTEREXAMPLE} --placement absent --accountant rdp", "must not be absent only: rdp"),
@@ -75,9 +75,12 @@ def test_a_round_with_hardly_any_noise_is_audited():
         (f"{COUNTEREXAMPLE} --accountant magic", "accountant must be"),
         (f"{COUNTEREXAMPLE} --confidence 1", "confidence must lie in (0, 1)"),
         ("audit --n 10 --noise 2 --epsilon 1000", "epsilon must lie in [0, 700], got 1000"),
-        ("audit --n 10000000 --noise 2", "--n must lie in [1, 10^6], got 10000000"),
+        ("audit --n 10000000 --noise 2", "--n must be at most 1000000, got 10000000"),
         ("audit --n 10 --noise 2 --seed -1", "--seed must lie in [0, 2^63), got -1"),
-        ("audit --n 10 --noise 0", "noise multiplier must be above 0"),
+        (
+            "audit --n 10 --noise 0",
+            "--noise must be a number in [1e-12, 10^6], got 0.0",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(command, message):

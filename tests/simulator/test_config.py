@@ -29,7 +29,10 @@ from shufl.simulator.experiment import prepare
             "training.local_learning_rate=1e300",
             r"local_learning_rate must be a number in \(0, 1e30",
         ),
-        ("data.users=1000000000001", r"data.users must be a whole number from 1 to 10\^12, got 1"),
+        (
+            "data.users=1000000000001",
+            r"data.users must be a whole number from 1 to 10\^12 or left out, got 1",
+        ),
         ("simulation.round_timeout=1.1e9", r"simulation.round_timeout must be a number in \(0, 10"),
         ("simulation.nodes=1000001", r"simulation.nodes must be a whole number from 1 to 10\^6"),
         (
@@ -49,11 +52,11 @@ from shufl.simulator.experiment import prepare
         ("privacy.delta=1.0", r'privacy.delta must be "1/n" or a number in \(0, 1\), got 1.0'),
         (
             "privacy.noise_multiplier=nan",
-            "privacy.noise_multiplier must be a number above 0.* got nan",
+            "privacy.noise_multiplier must be a number in .* or left out, got nan",
         ),
         (
             "privacy.noise_multiplier=inf",
-            "privacy.noise_multiplier must be a number above 0.* got inf",
+            "privacy.noise_multiplier must be a number in .* or left out, got inf",
         ),
         ("privacy.adjacency=add", "privacy.adjacency must be one of replace, zero-out, got 'add'"),
         (
@@ -64,8 +67,7 @@ from shufl.simulator.experiment import prepare
         ("privacy.shuffler_blanket=5", "unknown key privacy.shuffler_blanket; did you mean"),
         (
             "privacy.shuffler_blankets=-1",
-            r"privacy.shuffler_blankets must be a number from 0 to 10\^7, or \"least-error\" to be "
-            "found from target_epsilon, got -1",
+            r'privacy.shuffler_blankets must be "least-error" or a number from 0 to 10\^7, got -1',
         ),
         (
             "privacy.least_present=0",
@@ -249,7 +251,6 @@ def test_a_mistake_is_said_before_anything_heavy_is_imported():
 
 
 def test_every_name_means_something():
-    assert list(ACCOUNTANTS) == list(names.ACCOUNTANTS)
     for table in (names.DATASETS, names.FEATURES):
         assert all(callable(pkgutil.resolve_name(meant)) for meant in table.values())
 

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import struct
 import sys
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from shufl.simulator.data.partition import load_user_records, partition, sharing
 from shufl.simulator.engines import ENGINES
 from shufl.simulator.experiment import prepare
 from shufl.simulator.models import build_model
-from shufl.simulator.names import PARTITIONS
+from shufl.simulator.names import Partition
 from shufl.simulator.section import ConfigError
 
 
@@ -274,7 +275,9 @@ def test_a_digest_tells_datasets_apart():
     assert dataset_digest(flowers()) == dataset_digest(same) != dataset_digest(other)
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in PARTITIONS if scheme != "repeated"])
+@pytest.mark.parametrize(
+    "scheme", [scheme for scheme in get_args(Partition) if scheme != "repeated"]
+)
 def test_partitions_are_disjoint_equal_and_reproducible(scheme):
     labels = np.arange(1003) % 10
     parts = partition(labels, 50, scheme, seed=1)
@@ -284,7 +287,7 @@ def test_partitions_are_disjoint_equal_and_reproducible(scheme):
     assert (parts != partition(labels, 50, scheme, seed=2)).any()
 
 
-@pytest.mark.parametrize("scheme", PARTITIONS)
+@pytest.mark.parametrize("scheme", get_args(Partition))
 @pytest.mark.parametrize("users", [1, 7, 60, 300, 301])
 def test_how_records_are_shared_is_said(scheme, users):
     labels = np.arange(602) % 10

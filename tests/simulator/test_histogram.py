@@ -19,7 +19,7 @@ COUNTS = np.array([5_000, 3_000, 1_500, 480, 20])
 )
 def test_errors_are_what_they_are_said_to_be(accountant, rate, local):
     users = int(COUNTS.sum())
-    plan = plan_for(users, len(COUNTS), 1.0, 1e-6, rate, accountant, local)
+    plan, _ = plan_for(users, len(COUNTS), 1.0, 1e-6, rate, accountant, local)
     found = [simulate(COUNTS, plan, seed) for seed in range(400)]
     scores = np.array([(each.shares - COUNTS / users) / each.errors for each in found])
     np.testing.assert_allclose(scores.mean(axis=0), 0.0, atol=0.25)
@@ -30,7 +30,7 @@ def test_errors_are_what_they_are_said_to_be(accountant, rate, local):
 def test_errors_cover_users_of_several_records():
     """Each user has the same shares of the categories and reports of one drawn from them."""
     users, held = 2_000, np.array([0.5, 0.3, 0.2])
-    plan = plan_for(users, 3, 4.0, 1e-6, 0.7)
+    plan, _ = plan_for(users, 3, 4.0, 1e-6, 0.7)
     draw, k = np.random.default_rng(8), 3
     expected = Histogram.of(held, plan).errors
     assert (expected > 1.1 * Histogram.of(held, plan, one_each=True).errors).all()
@@ -48,7 +48,9 @@ def test_errors_cover_users_of_several_records():
 def test_blankets_err_less_than_answers_at_random():
     users = int(COUNTS.sum())
     errors = [
-        float(Histogram.of(COUNTS / users, plan_for(users, 5, 0.5, 1e-6, 1.0, name)).errors.mean())
+        float(
+            Histogram.of(COUNTS / users, plan_for(users, 5, 0.5, 1e-6, 1.0, name)[0]).errors.mean()
+        )
         for name in ("blanket", "crowd", "local")
     ]
     assert errors[0] < errors[1] < errors[2]
@@ -102,7 +104,7 @@ def test_a_target_that_is_not_used_up_is_told(column):
     done = shufl("histogram", str(column), *WHOLE[:4], "--epsilon", "90")
     (line,) = done.stderr.splitlines()
     assert line.startswith("warning: the target is not used up: ε is ")
-    assert line.endswith("of 90, and the search goes no further than local_epsilon = 20")
+    assert line.endswith("no further than local_epsilon = 20, blankets = 0.1")
     assert shufl("histogram", str(column), *WHOLE).stderr == ""
 
 
@@ -129,12 +131,15 @@ WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--epsilon", "1"]
         ([*WHOLE, "--categories", "A,A"], "--categories must be all different"),
         ([*WHOLE, "--categories", "A"], "--categories must be at least 2, got 1"),
         ([*WHOLE, "--delta", "2"], "--delta must be a number in (0, 1)"),
-        ([*WHOLE, "--epsilon", "0"], "--epsilon must lie in (0, inf), got 0"),
-        ([*WHOLE, "--gamma", "0"], "check-in rate must"),
-        ([*WHOLE, "--local-epsilon", "21"], "local_epsilon must be a number in [1e-9, 20]"),
+        ([*WHOLE, "--epsilon", "0"], "--epsilon must be a number above 0, got 0"),
+        ([*WHOLE, "--gamma", "0"], "--gamma must be a number in [1e-12, 1], got 0"),
+        (
+            [*WHOLE, "--local-epsilon", "21"],
+            "--local-epsilon must be a number in [1e-9, 20], got 21",
+        ),
         (
             [*WHOLE, "--accountant", "local", "--local-epsilon", "5"],
-            "--local-epsilon must be smaller for --epsilon 1: by local, 5 costs 4.999",
+            "--local-epsilon must be smaller for ε 1: by local, 5 costs 4.999",
         ),
         ([*WHOLE, "--accountant", "pld"], "--accountant must be"),
         ([*WHOLE, "--seed", "-1"], "--seed must lie in [0, 2^63), got -1"),

@@ -111,8 +111,8 @@ def test_with_cover_every_user_sends_in_every_round(tmp_path):
         ),
         (["--dataset", "mnist", "--write", "nodir/x.toml"], "--write must be a file in a folder"),
         (["--dataset", "mnist", "--write", "."], "--write must be a file in a folder"),
-        (["--users", 0, "--dimension", 5], "--users must lie in [1, 10^9], got 0"),
-        (["--dimension", 5, "--delta", "2"], '--delta must be a number in (0, 1), or "1/n"'),
+        (["--users", 0, "--dimension", 5], "--users must be a whole number from 1 to 10^12, got 0"),
+        (["--dimension", 5, "--delta", "2"], "--delta must be a number in (0, 1), got 2.0"),
     ],
 )
 def test_a_mistake_in_what_is_asked_is_one_line(arguments, message):

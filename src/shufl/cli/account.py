@@ -10,7 +10,6 @@ import typer
 from rich.table import Table
 
 from shufl.cli import options
-from shufl.cli.options import needed
 from shufl.simulator.console import Console
 from shufl.simulator.plots import check_format, draw, style_of
 from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
@@ -38,24 +37,21 @@ def account_command(
         if run is not None:
             options.check_alone("a run folder, which has its plan", "json")
             plan, count, found = _of_run(run)
-            event, adjacency, at = plan.event(), plan.adjacency, plan.delta
         else:
-            users = options.checked_users(n, noise)
-            event = make_event(users, gamma, noise, blankets, mechanism)
-            count = options.checked_count("--rounds", rounds)
-            at = options.checked_delta(delta, users)
-            options.check_adjacency(adjacency)
-            found = price(event, count, adjacency, at, lower=True)
+            given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
+            plan = options.whole_plan(*given)
+            count = plan.rounds
+            found = price(plan.event(), count, plan.adjacency, plan.delta, lower=True)
     except (ValueError, LedgerError) as error:
         options.fail(error)
-    options.warn_of_delta(event.chance, count, at)
+    options.warn_of_delta(plan, count)
     rows = epsilon_rows(found)
     for row in found:
         rows[row.name]["lower_bound"] = row.lower
     if json:
         options.print_json(rows)
     else:
-        print_epsilons(Console(), f"ε at δ = {at:.4g}, {adjacency}", rows)
+        print_epsilons(Console(), f"ε at δ = {plan.delta:.4g}, {plan.adjacency}", rows)
 
 
 def _of_run(folder: Path) -> tuple[PrivacyPlan, int, list[EpsilonRow]]:
@@ -92,15 +88,13 @@ def compare_command(
     json: options.Json = False,
 ) -> None:
     """Print, and plot, ε against rounds by every accountant side by side."""
-    from shufl.accounting import price
+    from shufl.accounting import RandomisedResponse, price
     from shufl.accounting.peers import comparisons
 
     try:
-        users = options.checked_users(n, noise)
-        at = options.checked_delta(delta, users)
-        options.check_adjacency(adjacency)
-        event = make_event(users, gamma, noise, blankets, mechanism)
-        last = options.checked_count("--rounds", rounds)
+        given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
+        plan = options.whole_plan(*given)
+        event, last, at = plan.event(), plan.rounds, plan.delta
         if plot is not None:
             options.check_file("--plot", plot)
             check_format("--plot", plot)
@@ -110,18 +104,20 @@ def compare_command(
             for row in price(event, point, adjacency, at):
                 curves.setdefault(row.name, []).append(row.epsilon)
         others = (
-            comparisons.peers(users, event.chance, event.mechanism, points, at) if peers else []
+            comparisons.peers(plan.users, event.chance, event.mechanism, points, at)
+            if peers and not isinstance(event.mechanism, RandomisedResponse)
+            else []
         )
     except (ValueError, OSError) as error:
         options.fail(error)
-    options.warn_of_delta(event.chance, last, at)
+    options.warn_of_delta(plan, last)
     if json:
         told = {p.name: {"epsilon": list(p.epsilons), "covers": p.covers} for p in others}
         options.print_json(
             {"rounds": points, "epsilon": curves} | ({"peers": told} if peers else {})
         )
     else:
-        _print_curves(points, curves, f"ε against rounds at δ = {at:.4g}, {adjacency}")
+        _print_curves(points, curves, f"ε against rounds at δ = {at:.4g}, {plan.adjacency}")
         if others:
             _print_peers(points, others)
     if plot is not None:  # last, so that the table is not lost where the disk is full
@@ -148,25 +144,6 @@ def _print_peers(points: list[int], others: Any) -> None:
     Console().print(table)
     for peer in others:
         typer.echo(f"{peer.name}: {peer.covers}")
-
-
-def make_event(
-    n: int,
-    gamma: float | None,
-    noise: float | None,
-    blankets: float,
-    mechanism: str = "gaussian",
-) -> Any:
-    """One check-in round, from the options."""
-    from shufl.accounting import CheckIn, Shuffled
-    from shufl.accounting.mechanisms import MECHANISMS
-    from shufl.accounting.validation import choice
-
-    if blankets and not 1e-3 <= blankets <= 1e9:
-        raise ValueError(f"--blankets must be 0 or lie in [0.001, 10^9], got {blankets:g}")
-    make_mechanism = MECHANISMS[choice("--mechanism", mechanism, tuple(MECHANISMS))]
-    made = make_mechanism(noise_multiplier=needed("--noise", noise))
-    return Shuffled(n, CheckIn(needed("--gamma", gamma)), made, blankets)
 
 
 def _draw(points: list[int], curves: dict[str, list[float | None]], title: str, path: Path) -> None:

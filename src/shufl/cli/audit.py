@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shufl.cli import options
-from shufl.cli.account import make_event
 from shufl.simulator.console import Console
 
 Accountants = Annotated[
@@ -70,8 +69,9 @@ def audit_command(
         return
     try:
         options.check_seed(seed)
-        event = make_event(options.checked_users(n, noise, 6), gamma, noise, blankets)
-        options.check_adjacency(adjacency)
+        plan = options.whole_plan(n, gamma, noise, 1, "0.5", adjacency, blankets)
+        options.check_users("--n", plan.users, 10**6)
+        event = plan.event()
         at = placement or list(PLACEMENTS)
         names = accountant or [
             name

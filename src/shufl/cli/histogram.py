@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.table import Table
@@ -91,16 +91,11 @@ def histogram_command(
             names = needed("--categories", _categories(categories, other))
             counts = histogram.count_column(source, needed("--column", column), names, other)
             users = int(counts.sum())
-            plan = histogram.plan_for(
-                users,
-                len(names),
-                needed("--epsilon", epsilon),
-                options.checked_delta(delta, users),
-                gamma,
-                accountant,
-                local_epsilon,
-            )
-            note = histogram.unused(plan, local_epsilon)
+            budget = needed("--epsilon", epsilon), options.number(delta)
+            with options.naming_flags():
+                plan, note = histogram.plan_for(
+                    users, len(names), *budget, gamma, cast(Any, accountant), local_epsilon
+                )
             found, true = histogram.simulate(counts, plan, seed), counts / users
         found = found.consistent() if consistent else found
         rows = epsilon_rows(epsilon_table(plan, 1, too_few))

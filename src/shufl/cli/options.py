@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import click
 import typer
@@ -13,6 +14,9 @@ from click.core import ParameterSource
 from pydantic_core import to_json
 
 from shufl.accounting.lines import one_line
+
+if TYPE_CHECKING:
+    from shufl.accounting import OpenPlan, PrivacyPlan
 
 Users = Annotated[int | None, typer.Option("--n", help="Eligible users n.")]
 Rate = Annotated[float | None, typer.Option("--gamma", help="Check-in rate γ in (0, 1].")]
@@ -37,13 +41,89 @@ def needed(option: str, value: Any) -> Any:
     return value
 
 
-def checked_users(n: int | None, noise: float | None, digits: int = 12, option: str = "--n") -> int:
-    """The number of users; refuses one, and a noise, that is beyond what is computed."""
-    if not 1 <= needed(option, n) <= 10**digits:
-        raise ValueError(f"{option} must lie in [1, 10^{digits}], got {n}")
-    if noise and not 1e-3 <= noise <= 1e6:
-        raise ValueError(f"--noise must be 0 or lie in [0.001, 10^6], got {noise:g}")
-    return int(n)  # type: ignore[arg-type]
+_FLAGS = {
+    "users": "n",
+    "check_in_rate": "gamma",
+    "noise_multiplier": "noise",
+    "shuffler_blankets": "blankets",
+    "target_epsilon": "epsilon",
+}
+
+
+def flag_of(name: str) -> str:
+    """The option of this command that gives a plan's value."""
+    here = click.get_current_context().params
+    return f"--{name if name in here else _FLAGS.get(name, name)}".replace("_", "-")
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """Lets a mistake in a plan's value name the option that gave it."""
+    from shufl.accounting import OpenPlan
+
+    try:
+        yield
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        if name not in OpenPlan.model_fields:
+            raise
+        for other in ('"least-error" or ', " or left out"):  # what an option cannot say
+            rest = rest.replace(other, "", 1)
+        raise ValueError(f"{flag_of(name)} {rest}") from None
+
+
+def open_plan(
+    n: int | None,
+    gamma: float | None,
+    noise: float | None,
+    rounds: int | None,
+    delta: str,
+    adjacency: str,
+    blankets: float | str,
+    mechanism: str = "gaussian",
+    **others: Any,
+) -> OpenPlan:
+    """The plan of these options, open where they are None; a mistake names its option."""
+    from shufl.accounting import OpenPlan
+    from shufl.accounting.mechanisms import MECHANISMS
+    from shufl.accounting.validation import choice
+
+    choice("--mechanism", mechanism, tuple(MECHANISMS))
+    values = {
+        "users": n,
+        "check_in_rate": gamma,
+        "noise_multiplier": noise,
+        "rounds": rounds,
+        "delta": number(delta),
+        "adjacency": adjacency,
+        "shuffler_blankets": blankets,
+        "mechanism": mechanism,
+    }
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    with naming_flags():
+        return OpenPlan(**given, **others)
+
+
+def whole_plan(*given: Any) -> PrivacyPlan:
+    """The plan of the same options, unchecked, for a command that leaves none open."""
+    plan = open_plan(*given)
+    for name in plan.open:
+        raise ValueError(f"{flag_of(name)} is missing")
+    return plan.closed()
+
+
+def number(text: str) -> Any:
+    """The value of --delta, if it is a number; whether it fits is the plan's to say."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def check_users(option: str, users: int, most: int) -> None:
+    """Refuses more users than a command computes with."""
+    if users > most:
+        raise ValueError(f"{option} must be at most {most}, got {users}")
 
 
 def checked_count(option: str, value: int | None) -> int:
@@ -53,33 +133,14 @@ def checked_count(option: str, value: int | None) -> int:
     return int(value)  # type: ignore[arg-type]
 
 
-def warn_of_delta(rate: float, rounds: int, delta: float) -> None:
+def warn_of_delta(plan: PrivacyPlan, rounds: int) -> None:
     """Prints a line where δ is too large to promise much, or too small for a plan."""
     from shufl.accounting import ideal_note, participation_note
 
+    rate, delta = plan.check_in_rate, plan.delta
     for note in (participation_note(rate, rounds, delta), ideal_note(rounds, delta)):
         if note:
             typer.echo(f"warning: {note}", err=True)
-
-
-def checked_delta(text: str, n: int) -> float:
-    """The value of --delta for n users."""
-    try:
-        delta = 1 / n if text == "1/n" and n > 0 else float(text)
-    except ValueError:
-        delta = math.nan
-    if not 0 < delta < 1:
-        raise ValueError(f'--delta must be a number in (0, 1), or "1/n" with n > 1, got {text}')
-    return delta
-
-
-def check_adjacency(adjacency: str) -> None:
-    """Refuses an unknown adjacency."""
-    from shufl.accounting import ADJACENCIES
-
-    if adjacency not in ADJACENCIES:
-        allowed = " or ".join(ADJACENCIES)
-        raise ValueError(f"--adjacency must be {allowed}, got {adjacency}")
 
 
 def check_file(option: str, path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -11,6 +11,9 @@ from rich.table import Table
 
 from shufl.cli import options
 from shufl.simulator.console import Console
+
+if TYPE_CHECKING:
+    from shufl.accounting import OpenPlan
 
 
 def plan_command(
@@ -52,10 +55,10 @@ def plan_command(
     from shufl.simulator.grid.plans import RATES, ROUNDS, SETTINGS, Question, as_dict, find_plans
 
     try:
-        n = options.checked_users(users, None, digits=9, option="--users")
-        at = options.checked_delta(delta, n)
-        options.check_adjacency(adjacency)
-        if not 0 < epsilon < 1e3:
+        given = users, None, None, None, delta, adjacency, "least-error"
+        asked = options.open_plan(*given, target_epsilon=epsilon, accountant="blanket", cover=cover)
+        options.check_users("--users", users, 10**9)
+        if epsilon >= 1e3:
             raise ValueError(f"--epsilon must lie in (0, 1000), got {epsilon}")
         if dataset is not None and dataset not in SETTINGS:
             raise ValueError(f"--dataset must be one of {', '.join(SETTINGS)}, got {dataset}")
@@ -69,7 +72,7 @@ def plan_command(
         size = options.checked_count("--dimension", setting.dimension if setting else dimension)
         if size > (most := most_parameters()):
             raise ValueError(f"--dimension must be at most {most}, as a report holds, got {size}")
-        question = Question(n, epsilon, at, adjacency, size, cover, device_megabytes)
+        question = Question(asked, size, device_megabytes)
         if not question.pairs():
             least = question.device_bytes(min(RATES), min(ROUNDS)) / 1e6
             raise ValueError(
@@ -77,14 +80,13 @@ def plan_command(
                 f"takes, got {device_megabytes}"
             )
         if write is not None and setting is not None:  # else the file could not be run
-            records_per_user(setting.records, n, "iid")
+            records_per_user(setting.records, users, "iid")
         plans = find_plans(question)
         if not plans:
             raise ValueError(f"no noise up to 64 and 10^7 blankets reach epsilon {epsilon:g}")
         rows = [as_dict(plan, setting) for plan in plans]
         if write is not None and dataset is not None:
-            budget = (users, epsilon, at, adjacency, cover)
-            configuration = _configuration(dataset, budget, rows[0])
+            configuration = _configuration(dataset, asked, rows[0])
     except (ValueError, OSError) as error:
         options.fail(error)
     if json:
@@ -93,7 +95,7 @@ def plan_command(
         if row := next((row for row in rows if row["unused"]), None):
             what = f"γ = {row['check_in_rate']:g}, {row['rounds']} rounds"
             typer.echo(f"warning: {what}: {row['unused']}", err=True)
-        title = f"n = {n}, ε ≤ {epsilon:g} for every pair, δ = {at:.3g}"
+        title = f"n = {users}, ε ≤ {epsilon:g} for every pair, δ = {asked.delta:.3g}"
         Console().print(_table(rows, title, predicts=setting is not None))
         typer.echo(_WITH_COVER if cover else _WITHOUT_COVER)
         if setting is not None:
@@ -111,29 +113,26 @@ _WITHOUT_COVER = (
 )
 
 
-def _configuration(
-    dataset: str, budget: tuple[int, float, float, str, bool], row: dict[str, Any]
-) -> str:
+def _configuration(dataset: str, asked: OpenPlan, row: dict[str, Any]) -> str:
     """The configuration of a plan, as TOML."""
     from shufl.simulator.config import dumps, load
     from shufl.simulator.grid.plans import SETTINGS
 
-    users, epsilon, delta, adjacency, cover = budget
     values = {
         "name": f"{dataset}-plan",
         "data.dataset": dataset,
-        "data.users": users,
+        "data.users": asked.users,
         "training.learning_rate": row["learning_rate"],
-        "privacy.accountant": "blanket",
-        "privacy.target_epsilon": float(epsilon),
-        "privacy.delta": delta,
-        "privacy.adjacency": adjacency,
+        "privacy.accountant": asked.accountant,
+        "privacy.target_epsilon": asked.target_epsilon,
+        "privacy.delta": asked.delta,
+        "privacy.adjacency": asked.adjacency,
         "privacy.check_in_rate": row["check_in_rate"],
         "privacy.rounds": row["rounds"],
         "privacy.noise_multiplier": row["noise_multiplier"],
         "privacy.shuffler_blankets": row["shuffler_blankets"],
         "privacy.minimum_batch": "",
-        "privacy.cover": str(cover).lower(),
+        "privacy.cover": str(asked.cover).lower(),
     }
     chosen = [f"{key}={value}" for key, value in values.items()]
     return dumps(load(SETTINGS[dataset].config, chosen))
