@@ -161,7 +161,7 @@ class LongRun:
 
     @property
     def shuffler_pid(self):
-        (pid,) = [pid for pid, line in self.spawned.items() if " -m shuffler " in line]
+        (pid,) = [pid for pid, line in self.spawned.items() if " -m shufl.cli shuffler " in line]
         return pid
 
     def wait_for_rounds(self, rounds):
