@@ -50,9 +50,10 @@ lock: .venv/ready  ## the pins of what a deployed site installs, with hashes; th
 	$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate --constraint constraints.txt \
 		--excludes .venv/excludes --extra server --output-file requirements.lock pyproject.toml
 
+# The pip that comes with Python may know no --group.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --upgrade pip  # Python's own knows no --group
+	$(BIN)/pip install --quiet --constraint constraints.txt --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[simulation]' --group dev
 	touch $@
 
