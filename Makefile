@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test nightly check lint experiments bench load proto mnist clean
+.PHONY: run test nightly check lint experiments bench load proto lock mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
@@ -26,13 +26,13 @@ mnist: .venv/ready  ## full MNIST experiment: hours on 2 cores
 	$(BIN)/shufl run configs/mnist.toml
 
 experiments: .venv/ready  ## docs/results: hours on 2 cores; what is there already is not made again
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --group bench
 	for name in mnist fashion-mnist participation over-rate over-users over-noise over-blankets over-clip \
 		over-rounds over-partition over-silence over-learning-rate; do \
 		$(BIN)/shufl experiment $$name --pages docs/results || exit 1; done
 
 bench: .venv/ready  ## users a second of the vectorised engine and its peers: some ten minutes on 2 cores
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python benchmarks/vectorised.py mnist
 	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.users_per_chunk=1000
 	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.users_per_chunk=1000 \
@@ -44,9 +44,17 @@ load: .venv/ready  ## a shuffler under a flood: 300 nodes, 5 000 bare connection
 proto: .venv/ready
 	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/shufl/shuffler/wire/shuffler.proto
 
+# Neither torch nor torchvision, nor what they bring: some machines take them from elsewhere.
+lock: .venv/ready  ## the pins of what a deployed site installs, with hashes; the image takes them
+	printf 'torch\ntorchvision\n' > .venv/excludes
+	$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate --constraint constraints.txt \
+		--excludes .venv/excludes --extra server --output-file requirements.lock pyproject.toml
+
+# The pip that comes with Python may know no --group.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[simulation]' --group dev
 	touch $@
 
 clean:

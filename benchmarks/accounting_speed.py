@@ -184,7 +184,7 @@ def shown(name: str, result: dict[str, Any]) -> list[str]:
         return f"{1e3 * result[key]:.3g} ms" if key in result else ""
 
     kind, _, value = name.rpartition(":")
-    label = {"import": "import accounting", "partitions": f"Theorem 1, order {value}"}.get(
+    label = {"import": "import shufl.accounting", "partitions": f"Theorem 1, order {value}"}.get(
         kind, f"{kind}, n = {int(value):.6g}"
     )
     ratio = f"{result['published'] / result['seconds']:.3g}" if "published" in result else ""

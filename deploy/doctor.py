@@ -19,7 +19,6 @@ from packaging.requirements import Requirement
 from shufl.accounting import rounds_within_budget
 from shufl.accounting.validation import read_toml
 from shufl.clients.device import DeviceLedger, RunOffered, read_device
-from shufl.deploy.node import agreed_plan, check_data
 from shufl.deploy.plan import LONGEST_SOCKET
 from shufl.deploy.sites import NodeSite, ServerSite, load_site
 from shufl.deploy.status import health_of
@@ -31,6 +30,7 @@ from shufl.shuffler.wire.channel import parse_address
 from shufl.simulator.config import load
 from shufl.simulator.section import ConfigError, one_line
 
+_EXTRAS = {"node": ("node",), "server": ("node", "server")}  # what a role installs with shufl
 _LEAST_DAYS = 14
 _LEAST_FREE = 10**9
 _LEAST_DESCRIPTORS = 4096
@@ -76,11 +76,16 @@ def examine(folder: Path) -> list[Finding]:
         raise ConfigError(f"a site's folder has one of {', '.join(looks)}; {folder} has not")
     here = folder.absolute()
     findings = []
-    for what, look, fix in (*_machine(here), *looks[found[0]](here)):
+    role = found[0].removesuffix(".toml")
+    for what, look, fix in (*_machine(here, role), *looks[found[0]](here)):
         try:
             look()
         except _Trouble as trouble:
             findings.append(Finding(what, one_line(trouble), trouble.fix or fix))
+        except ModuleNotFoundError as error:
+            findings.append(
+                Finding(what, f"{error.name} is needed to look, and missing", _install(role))
+            )
         except (OSError, ValueError, http.client.HTTPException) as error:
             findings.append(Finding(what, one_line(error), fix))
         else:
@@ -91,8 +96,13 @@ def examine(folder: Path) -> list[Finding]:
 _Looks = Iterator[tuple[str, _Look, str]]
 
 
-def _machine(folder: Path) -> _Looks:
-    yield "versions", _versions, "pip install --constraint constraints.txt . in shufl's repository"
+def _install(role: str) -> str:
+    what = f"'.[{role}]'" if role in _EXTRAS else "."
+    return f"pip install --constraint constraints.txt {what} in shufl's repository"
+
+
+def _machine(folder: Path, role: str) -> _Looks:
+    yield "versions", lambda: _versions(role), _install(role)
     yield "disk", lambda: _disk(folder), f"make room on the disk of {folder}"
     yield "descriptors", _descriptors, "LimitNOFILE=65536 in the unit, or `ulimit -Hn` as root"
 
@@ -195,14 +205,19 @@ def _new(keys: Path, name: str) -> str:
     )
 
 
-def _versions() -> None:
+def _versions(role: str) -> None:
+    extras = ("", *_EXTRAS.get(role, ()))
     for text in importlib.metadata.requires("shufl") or []:
         wanted = Requirement(text)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        if wanted.marker and not any(wanted.marker.evaluate({"extra": each}) for each in extras):
             continue
-        installed = importlib.metadata.version(wanted.name)
+        needed = f"a {role} needs {wanted.name}{wanted.specifier}"
+        try:
+            installed = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            raise _Trouble(f"{wanted.name} is not installed, {needed}") from None
         if not wanted.specifier.contains(installed, prereleases=True):
-            raise _Trouble(f"{wanted.name} {installed} is installed, shufl needs {wanted}")
+            raise _Trouble(f"{wanted.name} {installed} is installed, {needed}")
 
 
 def _disk(folder: Path) -> None:
@@ -251,14 +266,20 @@ def _days_left(path: Path) -> None:
 
 
 def _plan(folder: Path) -> None:
+    from shufl.deploy.node import agreed_plan  # it needs torch, as the looks below
+
     agreed_plan(load(str(folder / "run.toml")))
 
 
 def _records(site: NodeSite, folder: Path) -> None:
+    from shufl.deploy.node import check_data
+
     check_data(site, folder, load(site.config))
 
 
 def _limits(site: NodeSite) -> None:
+    from shufl.deploy.node import agreed_plan
+
     (path, limits), plan = read_device(Path(site.device)), agreed_plan(load(site.config))
     limits.check(plan)
     runs = DeviceLedger(path, limits, create=False).offered() if path.exists() else []

@@ -13,7 +13,7 @@ from shufl.accounting.lines import printable
 class Console(_Console):
     """Shows every string as it is: names, paths and messages may come from outside.
 
-    rich takes `[bench]` in a string for a style and `:cat:` for an emoji, and passes a terminal's
+    rich takes `[node]` in a string for a style and `:cat:` for an emoji, and passes a terminal's
     escape codes on. Whoever wants a style prints a `rich.text.Text`.
     """
 

@@ -117,7 +117,7 @@ def _check(config: Config, records: int) -> None:
             f"user of several would be protected less than by us; got {users} for {records} records"
         )
     if importlib.util.find_spec("opacus") is None:
-        raise ConfigError("trainer central needs Opacus: pip install 'shufl[bench]'")
+        raise ConfigError("trainer central needs Opacus: pip install opacus")
 
 
 def _with_opacus(

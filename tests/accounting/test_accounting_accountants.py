@@ -466,7 +466,7 @@ def test_what_limits_a_renyi_accountant_is_said():
 
 def test_importing_the_package_does_not_import_a_framework():
     code = (
-        "import accounting, sys;"
+        "import shufl.accounting, sys;"
         "print([m for m in ('torch', 'flwr', 'ray', 'grpc') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,6 +1,7 @@
 """The references of an experiment's plot: DP-SGD by Opacus, and no privacy."""
 
 import pytest
+from torch import nn
 
 from shufl.simulator.config import load
 from shufl.simulator.grid.central import Reference
@@ -61,7 +62,21 @@ def test_central_training_is_not_compared_with_users_of_several_records(users):
     Reference(load("quickstart", [*DIGITS, f"data.users = {users}"]), private=False)
 
 
+class Attentive(nn.Module):
+    """Attention by torch's own module, for which Opacus has another."""
+
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(input_shape[-1], 1, batch_first=True)
+        self.scores = nn.Linear(input_shape[-1], classes)
+
+    def forward(self, records):
+        rows = records[:, 0]
+        return self.scores(self.attention(rows, rows, rows)[0].mean(1))
+
+
 def test_central_training_of_a_model_that_opacus_does_not_know_is_one_line():
     pytest.importorskip("opacus")
-    with pytest.raises(ConfigError, match=r"^Opacus cannot train model histogram as configured: "):
-        Reference(load("quickstart", [*DIGITS, "model.name = histogram"]), private=True)
+    name = f"{__name__}:Attentive"
+    with pytest.raises(ConfigError, match=f"^Opacus cannot train model {name} as configured: "):
+        Reference(load("quickstart", [*DIGITS, f"model.name = {name}"]), private=True)

@@ -22,7 +22,7 @@ from shufl.server import RoundRecord
 from shufl.simulator.console import Console
 from shufl.simulator.progress import RoundProgress
 
-OUTSIDE = ["pip install 'shufl[bench]'", "[red]x", "[/]", "a:cat:b", "\\[bold]y", "[@click=z]w"]
+OUTSIDE = ["pip install 'shufl[node]'", "[red]x", "[/]", "a:cat:b", "\\[bold]y", "[@click=z]w"]
 
 
 def printed(*what, **options):

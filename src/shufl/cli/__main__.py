@@ -25,7 +25,7 @@ from shufl.cli.doctor import doctor_command
 from shufl.cli.experiment import experiment_command
 from shufl.cli.histogram import histogram_command
 from shufl.cli.node import node_command
-from shufl.cli.options import fail, print_error
+from shufl.cli.options import fail, missing_extra, print_error
 from shufl.cli.plan import plan_command
 from shufl.cli.record import record_app
 from shufl.cli.report import report_command
@@ -189,6 +189,9 @@ def main() -> None:
     except click.ClickException as error:  # an option that there is not, a value of another type
         print_error(error)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:  # each command imports what it needs before its work
+        print_error(missing_extra(error, sys.argv[1]))
+        sys.exit(2)
     except OSError as error:  # that no command answers, such as a full disk where it prints to
         print_error(error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries once more, and complains

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import math
 import os
 from collections import Counter
@@ -73,6 +74,8 @@ def histogram_command(
     from shufl.accounting.validation import choice
     from shufl.simulator import histogram
 
+    if out is not None:
+        importlib.import_module("matplotlib")  # before the work
     true, too_few, note = None, False, None
     try:
         if source.is_dir():

@@ -198,3 +198,21 @@ def print_error(error: BaseException) -> None:
     elif isinstance(error, click.ClickException):
         text = error.format_message()
     typer.echo(f"error: {one_line(text) or type(error).__name__}", err=True)
+
+
+_EXTRAS = {"node": "node", "provision": "server", "rehearse": "server", "status": "server"}
+_BROUGHT = {"flwr", "jinja2", "matplotlib", "ray", "sklearn", "tensorboard", "torch", "torchvision"}
+
+
+def missing_extra(error: ModuleNotFoundError, command: str) -> ImportError:
+    """What to install for a command whose import failed.
+
+    Raises:
+        ModuleNotFoundError: the same; no extra brings that module.
+    """
+    package, extra = str(error.name).partition(".")[0], _EXTRAS.get(command, "simulation")
+    if package not in _BROUGHT:
+        raise error
+    return ImportError(
+        f"shufl {command} needs {package}, which is not installed: pip install 'shufl[{extra}]'"
+    )

@@ -51,7 +51,6 @@ def plan_command(
     ε holds for every pair of datasets, by the accountant blanket, whoever else takes part.
     """
     from shufl.shuffler import most_parameters
-    from shufl.simulator.data.partition import records_per_user
     from shufl.simulator.grid.plans import RATES, ROUNDS, SETTINGS, Question, as_dict, find_plans
 
     try:
@@ -80,6 +79,8 @@ def plan_command(
                 f"takes, got {device_megabytes}"
             )
         if write is not None and setting is not None:  # else the file could not be run
+            from shufl.simulator.data.partition import records_per_user  # which needs torch
+
             records_per_user(setting.records, users, "iid")
         plans = find_plans(question)
         if not plans:

@@ -1,0 +1,168 @@
+"""What an installation brings, from outside the repository: commands, files, types, no traps."""
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packaging.requirements import Requirement
+from typer.main import get_command
+
+from deployment_world import deployment_of
+from shufl.cli.__main__ import app
+from shufl.deploy.rehearse import Rehearsal
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def distributions(name, extras=("",), found=None):
+    """What pip installs for a requirement, of what is installed here, by name and extras."""
+    found = {} if found is None else found
+    installed = sysconfig.get_path("purelib")  # and not what a build left in src
+    (distribution,) = importlib.metadata.distributions(name=name, path=[installed])
+    key = distribution.name.lower(), tuple(extras)
+    if key not in found:
+        found[key] = distribution
+        for text in distribution.requires or []:
+            wanted = Requirement(text)
+            markers = [
+                wanted.marker is None or wanted.marker.evaluate({"extra": e}) for e in extras
+            ]
+            if any(markers):
+                distributions(wanted.name, tuple(wanted.extras) or ("",), found)
+    return found
+
+
+def environment_of(folder, found):
+    """An environment with links to these distributions; returns its Python."""
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for distribution in found.values():
+        for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(distribution.locate_file(top))
+    return folder / "bin/python"
+
+
+def lacks(package, extra):
+    return f"needs {package}, which is not installed: pip install 'shufl[{extra}]'"
+
+
+_PLAN = "--n 1000 --gamma 0.1 --noise 1 --rounds 2"
+_COLUMN = "table.csv --column kind --categories a,b --epsilon 1 --delta 0.01"
+_PLANS = "plan --users 1000 --dimension 10 --epsilon 900"
+# Of each command: what it answers, or its one line.
+ANSWERS = {
+    "run quickstart": lacks("torch", "simulation"),
+    f"histogram {_COLUMN}": "simulated: coins",
+    f"histogram {_COLUMN} --out out": lacks("matplotlib", "simulation"),
+    "experiment participation": lacks("torch", "simulation"),
+    "report .": lacks("jinja2", "simulation"),
+    f"account {_PLAN}": "theorem3",
+    "calibrate --n 1000 --gamma 0.1 --rounds 2 --target-epsilon 1": "mean_update_error",
+    f"compare {_PLAN}": "theorem3",
+    f"compare {_PLAN} --plot plot.png": lacks("matplotlib", "simulation"),
+    "audit --n 100 --gamma 1 --noise 1 --epsilon 9 --samples 100": "theorem3",
+    "audit --end-to-end quickstart --epsilon 1": lacks("torch", "simulation"),
+    f"{_PLANS} --device-megabytes 1e-9": "error: --device-megabytes must be at least",
+    "node --config sites/ward-1/node.toml": lacks("torch", "node"),
+    "status sites": lacks("tensorboard", "server"),
+    "provision deployment.toml": lacks("flwr", "server"),
+    "rehearse deployment.toml": lacks("torch", "server"),
+    "keys authority new": "new/authority.pem",
+    "device status sites/ward-1/device.toml": "ledger",
+    "record verify record": "0 entries follow each other",
+    "shuffler --config missing.toml": "missing.toml: No such file",
+    "doctor sites/shuffler-1": "ok      configuration",
+    "doctor sites/ward-1": "pip install --constraint constraints.txt '.[node]'",
+    "doctor sites/server": "pip install --constraint constraints.txt '.[server]'",
+}
+
+
+# Each command in a fork of one process.
+_EACH = """
+import json, os, sys
+from shufl.accounting import epsilon_table  # once for all: it takes long to import
+from shufl.cli.__main__ import main
+for number, command in enumerate(json.load(sys.stdin)):
+    if os.fork() == 0:
+        said = os.open(f"said-{number}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(said, 1), os.dup2(said, 2)
+        sys.argv[1:] = command.split()
+        main()
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def pins_of(name, form):
+    """Versions in a file of the repository, by normalised name."""
+    found = re.findall(form, (ROOT / name).read_text(), re.M)
+    return {re.sub("[-_.]+", "-", package.lower()): version for package, version in found}
+
+
+def test_the_lock_has_the_tested_versions_of_what_a_site_installs():
+    locked = pins_of("requirements.lock", r"^([\w.-]+)==(\S+)[^\n]*\\\n +--hash=sha256:")
+    pinned = pins_of("constraints.txt", r"^([\w.-]+)==(\S+)")
+    assert {name: pinned.get(name, version) for name, version in locked.items()} == locked
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = project["dependencies"] + extras["node"] + extras["server"]
+    direct = {Requirement(each).name for each in wanted}
+    assert direct - {"shufl", "torch", "torchvision"} <= locked.keys()
+
+
+def test_every_command_is_tried():
+    assert {command.split()[0] for command in ANSWERS} == set(get_command(app).commands)
+
+
+@pytest.mark.slow
+def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(tmp_path):
+    python = environment_of(tmp_path / "slim", distributions("shufl"))
+    Rehearsal(deployment_of(tmp_path, nodes=1, rounds=2), tmp_path, tmp_path / "sites")
+    (tmp_path / "table.csv").write_text("kind\na\nb\na\nb\n")
+    (tmp_path / "record").touch()
+    codes = subprocess.run(
+        [python, "-c", _EACH],
+        cwd=tmp_path,
+        input=json.dumps(list(ANSWERS)),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout.split()
+    for number, (command, answer) in enumerate(ANSWERS.items()):
+        said = (tmp_path / f"said-{number}").read_text()
+        assert answer in said, command
+        assert "Traceback" not in said, command
+        one_line = said.count("\n") == 1 and codes[number] == "2"
+        assert one_line or codes[number] == "0" or command.startswith("doctor"), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extra", "modules"),
+    [
+        ("node", "shufl.deploy.node, shufl.clients.relay"),
+        ("server", "shufl.deploy.server_app, shufl.deploy.rehearse, shufl.simulator.html_page"),
+    ],
+)
+def test_a_site_s_doctor_is_content_with_its_extra(extra, modules, tmp_path):
+    python = environment_of(tmp_path / "env", distributions("shufl", (extra,)))
+    Rehearsal(deployment_of(tmp_path, nodes=1, rounds=2), tmp_path, tmp_path / "sites")
+    node = tmp_path / "sites/ward-1"
+    if extra == "node":
+        file = node / "node.toml"
+        file.write_text(file.read_text().replace('"simulated"', '"own"'))
+        (node / "own").mkdir()
+        for user in range(3):
+            np.savez(node / f"own/{user}.npz", features=np.zeros((2, 1, 8, 8)), labels=[0, 9])
+    subprocess.run([python, "-c", f"import {modules}"], check=True)
+    command = [python, "-m", "shufl.cli", "doctor", node]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    for what in ("versions", "plan", "model and records", "owner's limits"):
+        assert f"ok      {what}\n" in said
