@@ -10,12 +10,12 @@ from .settings import (
     NodeFailed,
     Optimiser,
     RoundFailed,
-    RunResult,
+    RunEnd,
     ServerSettings,
     TrainingSettings,
     enough_users,
 )
-from .training import PlayedRound, Training
+from .training import Observe, PlayedRound, Training
 from .words import AgreedNode, RoundRecord, Schedule
 
 __all__ = [
@@ -29,12 +29,13 @@ __all__ = [
     "Evaluation",
     "Mean",
     "NodeFailed",
+    "Observe",
     "Optimiser",
     "PlayedRound",
     "RoundFailed",
     "RoundLoop",
     "RoundRecord",
-    "RunResult",
+    "RunEnd",
     "Schedule",
     "ServerSettings",
     "SpectralFilter",

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +16,7 @@ from shufl.simulator.logs import log_handler
 from shufl.simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
-    from shufl.server import RoundRecord, RunResult, TrainingSettings
+    from shufl.server import Observe, RunEnd, TrainingSettings
     from shufl.simulator.experiment import Experiment
 
 
@@ -55,9 +55,9 @@ class Engine(Protocol):
     def run(
         self,
         training: TrainingSettings,
-        observe: Callable[[RoundRecord], None],
+        observe: Observe,
         stop: threading.Event,
-    ) -> RunResult:
+    ) -> RunEnd:
         """Plays rounds until the budget, the plan's last round, or an interrupt.
 
         Args:

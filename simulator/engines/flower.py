@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +21,9 @@ from shufl.accounting.mechanisms import seed_of_shuffler
 from shufl.clients import ClientSettings, DeviceLedger, make_client_app
 from shufl.server import (
     NodeFailed,
+    Observe,
     RoundFailed,
-    RoundRecord,
-    RunResult,
+    RunEnd,
     ServerSettings,
     TrainingSettings,
     make_server_app,
@@ -108,13 +107,13 @@ class FlowerEngine:
     def run(
         self,
         training: TrainingSettings,
-        observe: Callable[[RoundRecord], None],
+        observe: Observe,
         stop: threading.Event,
-    ) -> RunResult:
+    ) -> RunEnd:
         """Starts the shufflers, unless one is there already, then Flower, and waits for the end."""
         keep_freed_memory()
         keys, folder = self._keys, training.folder
-        results: list[RunResult] = []
+        results: list[RunEnd] = []
         with ExitStack() as stack:
             stack.enter_context(logs_to(folder / "server.log", "shufl.server"))
             # Gone with this run: one that is resumed plays rounds again, with the same coins.

@@ -30,10 +30,10 @@ from shufl.server import (
     MOST_INCOMPLETE,
     Aggregate,
     Aggregator,
+    Observe,
     PlayedRound,
     RoundFailed,
-    RoundRecord,
-    RunResult,
+    RunEnd,
     Training,
     TrainingSettings,
     enough_users,
@@ -154,13 +154,17 @@ class VectorisedEngine:
     def run(
         self,
         training: TrainingSettings,
-        observe: Callable[[RoundRecord], None],
+        observe: Observe,
         stop: threading.Event,
-    ) -> RunResult:
+    ) -> RunEnd:
         """Trains in this thread."""
         with self._sum_reports(training.folder) as sum_reports, interrupts(stop):
-            rounds = VectorisedRounds(self.settings, sum_reports)
-            return Training(training).run(rounds, observe, stop.is_set)
+            play, run = VectorisedRounds(self.settings, sum_reports), Training(training)
+            for round in run.rounds():
+                if stop.is_set():
+                    break
+                observe(run.end(round, play(round, run.begin(round))), run.result)
+            return run.finish()
 
     @contextlib.contextmanager
     def _sum_reports(self, folder: Path) -> Iterator[SumReports]:

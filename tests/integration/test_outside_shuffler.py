@@ -27,7 +27,7 @@ from shufl.server import load_checkpoint
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
 from shufl.simulator.config import ConfigError, load
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
 ROUNDS = 2
 CONFIG = """
@@ -204,6 +204,6 @@ def test_what_does_not_fit_is_one_line(
     ]
     with pytest.raises(ConfigError, match=words) as refused:
         config = load(str(tiny_config(tmp_path, ROUNDS)), [*given, f"simulation.engine={engine}"])
-        run(config, tmp_path / "runs", Console())
+        Run.new(config, tmp_path / "runs", Console()).train()
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "runs").exists()

@@ -11,7 +11,7 @@ from rich.console import Console
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines import ENGINES
 from shufl.simulator.engines.flower import FlowerEngine
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
 SILENT = """
 import sys
@@ -36,18 +36,21 @@ class SilentEngine:
         def play(round, model):
             return PlayedRound("below-minimum", None, self._users, 0)
 
-        return Training(training).run(play, observe, stop.is_set)
+        run = Training(training)
+        for round in run.rounds():
+            observe(run.end(round, play(round, run.begin(round))), run.result)
+        return run.finish()
 
 ENGINES["silent"] = EngineEntry(SilentEngine, SilentKeys, not_ignored=("hush",))
 
 from shufl.simulator.config import ConfigError, load
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
-run(
+Run.new(
     load("quickstart", ["simulation.engine=silent", "simulation.hush=3", "privacy.rounds=2"]),
     Path(sys.argv[1]),
     Console(),
-)
+).train()
 try:
     load("quickstart", ["simulation.hush=3"])
 except ConfigError as error:
@@ -102,5 +105,5 @@ def test_rounds_are_played_again_only_where_they_end_the_same(
     started = dataclasses.replace(ENGINES["flower"], engine=StartedEngine)
     monkeypatch.setitem(ENGINES, "flower", started)
     with pytest.raises(Started) as started:
-        run(load("quickstart", [setting]), tmp_path, Console(quiet=True))
+        Run.new(load("quickstart", [setting]), tmp_path, Console(quiet=True)).train()
     assert started.value.args == (repeats,)

@@ -137,7 +137,7 @@ def _run(
     from shufl.simulator.console import Console
     from shufl.simulator.engines import EngineFailed
     from shufl.simulator.records import MetricsError
-    from shufl.simulator.run import resume_run, run
+    from shufl.simulator.run import Run
 
     ends_early = (
         CheckpointError,
@@ -154,9 +154,8 @@ def _run(
             if loaded is not None:
                 return run_on(*on, loaded, runs)
             return resume_on(*on, resume)
-        if loaded is not None:
-            return run(loaded, runs, Console()).stopped_by
-        return resume_run(resume, Console()).stopped_by
+        run = Run.of(resume, Console()) if resume else Run.new(loaded, runs, Console())
+        return run.train().stopped_by
     except ConfigError as error:
         fail(error)
     except (*ends_early, OSError, OutOfMemoryError) as error:
