@@ -20,6 +20,7 @@ from .budget import (
 from .calibration import (
     MOST_ROUNDS,
     CalibrationError,
+    calibrate,
     epsilon_of,
     ideal_note,
     largest_rate,
@@ -71,6 +72,7 @@ __all__ = [
     "Shuffled",
     "Theorem3Accountant",
     "accountants_for",
+    "calibrate",
     "check_accountant",
     "effective_sigma",
     "epsilon_of",

@@ -9,14 +9,24 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shufl.accounting.digits import rounded_up
 from shufl.accounting.events import Shuffled
-from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse, least_delta
+from shufl.accounting.mechanisms import (
+    MECHANISMS,
+    GaussianMechanism,
+    LdpSgd,
+    RandomisedResponse,
+    least_delta,
+)
 from shufl.accounting.registry import make_accountant
+from shufl.accounting.validation import ConfigError
+
+if TYPE_CHECKING:
+    from shufl.accounting.plan import PrivacyPlan
 
 _PRECISION = 1e-3  # relative, of continuous answers
 _MOST_STEPS = 30
@@ -32,7 +42,7 @@ _USED_UP = 0.99  # of the target: a search that could go on comes nearer
 _BETTER = 0.995  # of the squared error: what is worth another step
 
 
-class CalibrationError(ValueError):
+class CalibrationError(ConfigError):
     """No value within range reaches the target ε."""
 
 
@@ -128,6 +138,33 @@ def least_noise(
     if epsilon_at(low) <= target_epsilon:
         return low
     return _close_in(epsilon_at, target_epsilon, high, low)
+
+
+def calibrate(plan: "PrivacyPlan", epsilon: float) -> "PrivacyPlan":
+    """Returns the plan with the least noise with which its accountant's ε stays within `epsilon`.
+
+    >>> from shufl.accounting import PrivacyPlan
+    >>> plan = PrivacyPlan(
+    ...     users=10_000, check_in_rate=0.1, rounds=50, delta=1e-5, target_epsilon=1.0,
+    ...     mechanism={"name": "gaussian", "noise_multiplier": 2.0}, minimum_batch=100,
+    ...     shuffler_blankets=1e3, accountant="blanket",
+    ... )
+    >>> round(calibrate(plan, epsilon=0.5).mechanism.noise_multiplier, 3)
+    0.608
+
+    Raises:
+        ConfigError: no noise does, or the plan's mechanism has no noise multiplier.
+    """
+    mechanism = plan.mechanism
+    if mechanism.name not in MECHANISMS:
+        raise ConfigError(f"mechanism must be one of {', '.join(MECHANISMS)}, got {mechanism.name}")
+
+    def having(noise: float) -> "PrivacyPlan":
+        return plan.replace(mechanism=mechanism.replace(noise_multiplier=noise))
+
+    least = MECHANISMS[mechanism.name].least_noise
+    noise = least_noise(lambda noise: having(noise).epsilon(), epsilon, least)
+    return having(noise).replace(target_epsilon=epsilon)
 
 
 def largest_rate(epsilon_at: Callable[[float], float], target_epsilon: float, users: int) -> float:

@@ -113,6 +113,25 @@ class PrivacyPlan(Checked):
         """
         return registry.make_accountant(name or self.accountant, self.adjacency)
 
+    def epsilon(self, accountant: str | None = None) -> float:
+        """Returns ε of all planned rounds at δ, by an accountant; the plan's own if None.
+
+        >>> from shufl.accounting import GaussianMechanism
+        >>> plan = PrivacyPlan(
+        ...     users=10_000, check_in_rate=0.1, mechanism=GaussianMechanism(noise_multiplier=2.0),
+        ...     rounds=50, delta=1e-5, target_epsilon=1.0, minimum_batch=100, shuffler_blankets=1e3,
+        ... )
+        >>> round(plan.epsilon("blanket"), 4), round(plan.epsilon("local"), 2)
+        (0.0668, 16.07)
+
+        Raises:
+            ConfigError: An unknown accountant, or one that does not price the plan's rounds.
+        """
+        name = registry.check_accountant(accountant or self.accountant, self.event())
+        return float(
+            self.make_accountant(name).epsilon_after(self.event(), self.delta, self.rounds)
+        )
+
     def to_json(self) -> str:
         """Returns JSON in one form only: fields in order, no spaces, shortest exact floats."""
         return self.model_dump_json()

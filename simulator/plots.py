@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from shufl.accounting import PrivacyPlan
 
 
@@ -27,20 +29,17 @@ def check_format(option: str, path: Path) -> None:
 @contextmanager
 def draw(*paths: Path) -> Iterator[Any]:
     """Gives the axes of a plot, which is then written to each path, in the format of its name."""
-    import matplotlib
+    from matplotlib.figure import Figure  # a notebook's pyplot is left alone
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
     axes.grid(alpha=0.3)
     yield axes
     for path in paths:
         figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
-def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Path) -> None:
+def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Path) -> Figure:
     """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
     from shufl.accounting import accountants_for
 
@@ -65,6 +64,7 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths:
             f"z = {plan.mechanism.noise_multiplier:g}, λ = {plan.shuffler_blankets:g}",
         )
         axes.legend()
+    return axes.figure
 
 
 def plot_rounds(rows: list[dict[str, Any]], path: Path) -> None:

@@ -84,16 +84,22 @@ class Run:
         return cls(make_folder(runs, experiment), experiment, engine, console)
 
     @classmethod
-    def of(cls, folder: Path, console: Console, make_engine: MakeEngine | None = None) -> Run:
+    def of(
+        cls,
+        folder: Path,
+        console: Console,
+        make_engine: MakeEngine | None = None,
+        config: Config | None = None,
+    ) -> Run:
         """The run whose folder this is, with the folder's configuration.
 
         What `_MAY_CHANGE` names may be another there. `make_engine` makes the engine in place of
-        the one that the configuration names.
+        the one that the configuration names; `config` is the folder's, if it has been read already.
 
         Raises:
             ConfigError: the folder's config.toml cannot be run.
         """
-        experiment = prepare(config_of(folder))
+        experiment = prepare(config or config_of(folder))
         make_engine = make_engine or ENGINES[experiment.config.simulation.engine].load()
         return cls(folder, experiment, make_engine(experiment), console)
 
@@ -101,10 +107,8 @@ class Run:
         """Trains to the end, from the checkpoint if the run was begun before.
 
         `server.training` says what becomes of the rounds that were spent after the checkpoint; the
-        ledger keeps them all.
-
-        Args:
-            on_round: called after every round, with the model; whether to stop the run.
+        ledger keeps them all. `on_round` is called after every round, with the model, and says
+        whether to stop the run.
 
         Raises:
             LedgerError: a damaged ledger, one that lacks rounds, that of another plan, or one in
@@ -127,16 +131,13 @@ class Run:
             checkpoint = self._checkpoint(ledger)
             _describe(self._console, self.experiment, self.engine, self.folder)
             if begun:
-                self._tell_where_it_goes_on(checkpoint, ledger.last_round)
+                done, spent = checkpoint.round if checkpoint else 0, ledger.last_round
+                what = f"resumed after round {done}"
+                if spent > done:
+                    fate = "played again at no further cost" if self._repeats else "lost"
+                    what += f"; rounds {done + 1} to {spent} are spent and {fate}"
+                _print_fact(self._console, "resume", what)
             return self._train(ledger, checkpoint, on_round)
-
-    def _tell_where_it_goes_on(self, checkpoint: Checkpoint | None, spent: int) -> None:
-        done = checkpoint.round if checkpoint else 0
-        what = f"resumed after round {done}"
-        if spent > done:
-            fate = "played again at no further cost" if self._repeats else "lost"
-            what += f"; rounds {done + 1} to {spent} are spent and {fate}"
-        _print_fact(self._console, "resume", what)
 
     def _train(self, ledger: Ledger, checkpoint: Checkpoint | None, on_round: OnRound) -> RunEnd:
         """Trains and reports, while the ledger is held."""
@@ -168,8 +169,7 @@ class Run:
             if on_round(model):
                 stop.set()
 
-        # Of an earlier end, before it was resumed.
-        (folder / "summary.json").unlink(missing_ok=True)
+        (folder / "summary.json").unlink(missing_ok=True)  # of an end before it was resumed
         try:
             with interrupts(stop), progress:
                 result = self.engine.run(training, observe, stop)

@@ -92,6 +92,7 @@ class FlowerEngine:
         check_cluster()
         self.repeats_releases = self._outside is None and simulation.reply_after == 0
         self._keys, self._shuffler = simulation, experiment.config.shuffler
+        self._carried = experiment.carried
         self._seed = experiment.seed
         self._client_settings = functools.partial(
             ClientSettings,
@@ -124,6 +125,8 @@ class FlowerEngine:
                 each.start()
             stack.enter_context(running_ray(folder / "ray.log"))  # starts meanwhile
             stack.enter_context(interrupts(stop))
+            for carried in self._carried:  # Flower sends its app with every message
+                carried.put_in_ray()
             for each in own:
                 each.wait()
             shufflers = own if self._outside is None else [self._outside]

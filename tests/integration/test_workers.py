@@ -29,7 +29,8 @@ from shufl.accounting.mechanisms import SeededRandomness
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines import EngineFailed, base
 from shufl.simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
-from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine
+from shufl.simulator.engines.report_sum import ReportSum
+from shufl.simulator.engines.vectorised import VectorisedEngine
 from shufl.simulator.experiment import prepare
 from shufl.simulator.run import Run
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from run_world import LIMIT
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines import ENGINES
 from shufl.simulator.engines.flower import FlowerEngine
@@ -61,7 +62,7 @@ except ConfigError as error:
 @pytest.mark.slow
 def test_an_engine_in_the_table_can_be_configured_run_and_reported(tmp_path):
     command = [sys.executable, "-c", SILENT, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode == 0, result.stderr
     assert "engine   silent, hush 3\n" in result.stdout
     assert "simulation.hush must be 1 for engine flower, got 3" in result.stdout

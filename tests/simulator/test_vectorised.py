@@ -27,7 +27,8 @@ from shufl.server import AGGREGATORS, Aggregator, RoundFailed
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.data.partition import PartitionedRecords
 from shufl.simulator.engines import vectorised
-from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
+from shufl.simulator.engines.report_sum import ReportSum
+from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
 from shufl.simulator.experiment import prepare
 from shufl.simulator.models import mlp
 from shufl.simulator.run import Run
