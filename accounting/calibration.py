@@ -19,6 +19,7 @@ import numpy as np
 
 from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, least_delta
 from shufl.accounting.plan import LEAST_RATE, MOST_BLANKETS
+from shufl.accounting.validation import ConfigError
 
 _PRECISION = 1e-3  # relative, of continuous answers
 _MOST_STEPS = 30
@@ -33,7 +34,7 @@ _FINE = 0.05  # how near to the best noise the search ends, relative
 _BETTER = 0.995  # of the squared error: what is worth another step
 
 
-class CalibrationError(ValueError):
+class CalibrationError(ConfigError):
     """No value within range reaches the target ε."""
 
 

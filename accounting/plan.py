@@ -90,7 +90,7 @@ class Plan(Checked):
     adjacency: Adjacency = "replace"
     shuffler_blankets: Blankets = 0.0
     cover: Flag = False
-    least_present: OfUsers
+    least_present: OfUsers = Field(default=0, validate_default=False)  # 0: all users
     accountant: AccountantName = "theorem3"
 
     @model_validator(mode="before")
@@ -169,14 +169,24 @@ class PrivacyPlan(Plan):
         return accounting.make_accountant(name or self.accountant, self.adjacency)
 
     def epsilon(self, accountant: str | None = None, rounds: int | None = None) -> float:
-        """Returns ε at its δ after so many rounds, all if None, by its own accountant if None.
+        """Returns ε at its δ after these rounds, by an accountant.
+
+        Where nothing is said it is all rounds, and the plan's own accountant.
+
+        >>> from shufl.accounting import GaussianMechanism
+        >>> plan = PrivacyPlan(
+        ...     users=10_000, check_in_rate=0.1, mechanism=GaussianMechanism(noise_multiplier=2.0),
+        ...     rounds=50, delta=1e-5, target_epsilon=1.0, minimum_batch=100, shuffler_blankets=1e3,
+        ... )
+        >>> round(plan.epsilon("blanket"), 4), round(plan.epsilon("local"), 2)
+        (0.0668, 16.07)
 
         Raises:
-            ValueError: An unknown name.
-            dp_accounting.UnsupportedEventError: An accountant that does not price its rounds.
+            ConfigError: An unknown accountant, or one that does not price the plan's rounds.
         """
-        pricing = self.make_accountant(accountant)
+        name = accounting.check_accountant(accountant or self.accountant, self.event())
         count = self.rounds if rounds is None else rounds
+        pricing = self.make_accountant(name)
         return float(pricing.epsilon_after(self.event(), self.delta, count)) if count else 0.0
 
     def enough_present(self, users: int) -> bool:
@@ -277,6 +287,13 @@ class OpenPlan(Privacy, Checked):
         # If this is no number of users, that is what will be refused.
         known = isinstance(users, int | np.integer) and users > 1
         return values | {"delta": 1 / int(users) if known else 0.5}
+
+    @classmethod
+    def without_noise(cls, plan: PrivacyPlan) -> Self:
+        """Returns the plan with its noise, or ε₀ of randomised response, open."""
+        values = dict(plan) | dict(plan.mechanism) | {"mechanism": plan.mechanism.name}
+        known = {name: values[name] for name in cls.model_fields if name in values}
+        return cls(**known | {"noise_multiplier": None, "local_epsilon": None})
 
     @property
     def kind(self) -> type[GaussianMechanism] | type[LdpSgd] | type[RandomisedResponse]:

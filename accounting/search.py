@@ -22,21 +22,27 @@ _ANY = {_NOISE: 2.0, _LOCAL: 1.0, _BLANKETS: 1.0, "rounds": 1, "check_in_rate": 
 _USED_UP = 0.99  # of the target: a search that could go on comes nearer
 
 
-def calibrate(plan: OpenPlan, epsilon: float | None = None) -> PrivacyPlan:
-    """Returns the plan with what it leaves open found for a target ε.
+def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> PrivacyPlan:
+    """Returns the plan with what it leaves open found for a target ε: the plan's, or `epsilon`.
 
-    It may leave open one of noise, ε₀, rounds, check-in rate and blankets, or the blankets with
-    the noise or with ε₀: those two are the pair of least error. Its ε is within the target; if
-    nothing is open, it is returned as it is.
+    Open may be one of noise, ε₀, rounds, check-in rate and blankets, or the blankets with the noise
+    or with ε₀: those two are the pair of least error. Of a plan without open values the noise is
+    found, or ε₀. Its ε is within the target.
 
-    Args:
-        plan: What is given.
-        epsilon: The target, if it is not the plan's.
+    >>> plan = PrivacyPlan(
+    ...     users=10_000, check_in_rate=0.1, rounds=50, delta=1e-5, target_epsilon=1.0,
+    ...     mechanism={"name": "gaussian", "noise_multiplier": 2.0}, minimum_batch=100,
+    ...     shuffler_blankets=1e3, accountant="blanket",
+    ... )
+    >>> round(calibrate(plan, epsilon=0.5).mechanism.noise_multiplier, 3)
+    0.608
 
     Raises:
         CalibrationError: Nothing reaches the target.
         ValueError: More is open than can be found, or a value does not fit the others.
     """
+    if isinstance(plan, PrivacyPlan):
+        plan = OpenPlan.without_noise(plan)
     plan = plan if epsilon is None else plan.replace(target_epsilon=epsilon)
     some = plan.closed(**{name: _ANY[name] for name in plan.open})
     PrivacyPlan(**dict(some))  # what does not fit is refused before the search, which takes time

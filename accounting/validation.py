@@ -38,19 +38,23 @@ class Record(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class ConfigError(ValueError):
+    """A value that is not allowed, wherever it comes from; one line says which, and what is."""
+
+
 class Checked(Record):
-    """A record of which a wrong value is a ValueError of one line."""
+    """A record of which a wrong value is a ConfigError of one line."""
 
     def __init__(self, **values: Any) -> None:
         """Checks every value.
 
         Raises:
-            ValueError: An unknown or missing name, or a value that is not allowed.
+            ConfigError: An unknown or missing name, or a value that is not allowed.
         """
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ValueError(first_mistake(error, type(self))) from None
+            raise ConfigError(first_mistake(error, type(self))) from None
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some values changed, checked like a new one."""
@@ -62,14 +66,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is no TOML, in one line that names it.
+        ConfigError: It is no TOML, in one line that names it.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError:
-        raise ValueError(f"{path} is not valid TOML: it is nested too deeply") from None
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # also of bytes that are not UTF-8, and of thousands of digits
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
 def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
@@ -153,14 +157,14 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """Returns `value` as an int in [low, high].
 
     Raises:
-        ValueError: Not an integer (a bool is none) or out of range.
+        ConfigError: Not an integer (a bool is none) or out of range.
     """
     allowed = f"at least {low}" if high is None else f"in {low}..{high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")
+        raise ConfigError(f"{name} must be an integer {allowed}, got {value!r}")
     number = int(value)
     if number < low or (high is not None and number > high):
-        raise ValueError(f"{name} must be {allowed}, got {number}")
+        raise ConfigError(f"{name} must be {allowed}, got {number}")
     return number
 
 
@@ -168,17 +172,17 @@ def real(name: str, value: Any, interval: str) -> float:
     """Returns `value` as a finite float inside an interval written as `(0, 1]` or `[0, inf)`.
 
     Raises:
-        ValueError: Not a finite real number (a bool is none) or outside the interval.
+        ConfigError: Not a finite real number (a bool is none) or outside the interval.
     """
     low_text, high_text = interval[1:-1].split(",")
     low, high = float(low_text), float(high_text)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} must be a number in {interval}, got {value!r}")
+        raise ConfigError(f"{name} must be a number in {interval}, got {value!r}")
     number = float(value)
     above = number >= low if interval[0] == "[" else number > low
     below = number <= high if interval[-1] == "]" else number < high
     if not (math.isfinite(number) and above and below):
-        raise ValueError(f"{name} must lie in {interval}, got {number}")
+        raise ConfigError(f"{name} must lie in {interval}, got {number}")
     return number
 
 
@@ -186,9 +190,9 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     """Returns `value` if it is one of the allowed words.
 
     Raises:
-        ValueError: Anything else.
+        ConfigError: Anything else.
     """
     if not isinstance(value, str) or value not in allowed:
         words = " or ".join(repr(word) for word in allowed)
-        raise ValueError(f"{name} must be {words}, got {value!r}")
+        raise ConfigError(f"{name} must be {words}, got {value!r}")
     return value

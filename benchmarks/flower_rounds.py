@@ -31,7 +31,7 @@ from shufl.simulator.engines.base import running_ray
 from shufl.simulator.engines.flower import run_on_flower
 from shufl.simulator.experiment import Experiment, prepare
 from shufl.simulator.records import read_rows
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
 _loaded: dict[str, tuple] = {}
 
@@ -112,7 +112,7 @@ def main() -> None:
         [f"privacy.rounds={arguments.rounds}", f"training.evaluate_every={arguments.rounds}"],
     )
     with tempfile.TemporaryDirectory() as folder:
-        run(config, Path(folder), Console(quiet=True))
+        Run.new(config, Path(folder), Console(quiet=True)).train()
         (made,) = Path(folder).glob(f"{config.name}-*")
         rows = read_rows(made / "metrics.jsonl")
         given = prepare(config), arguments.rounds, Path(folder)

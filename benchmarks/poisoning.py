@@ -261,10 +261,11 @@ def run_case(config: str, overrides: list[str], case: Case) -> tuple[Case, float
             training = Training(_training_settings(experiment, ledger, folder))
             length = sealed_length(report_length(experiment.parameters))
             control.create_run(settings.run_id, plan.to_json().encode(), length)
-            play = functools.partial(_play, experiment, AGGREGATORS[case.aggregator], node, control)
-            result = training.run(
-                play, lambda record: counts.append((record.reports, record.rejected)), lambda: False
-            )
+            for each in training.rounds():
+                played = _play(experiment, node, control, each, training.begin(each))
+                record = training.end(each, played)
+                counts.append((record.reports, record.rejected))
+            result = training.finish()
     reports, rejected = np.sum(counts, axis=0)
     return case, result.accuracy, float(rejected / (reports + rejected))
 

@@ -22,7 +22,8 @@ from rich.table import Table
 from shufl.accounting.mechanisms import make_randomness
 from shufl.simulator.config import load
 from shufl.simulator.console import Console
-from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
+from shufl.simulator.engines.report_sum import ReportSum
+from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
 from shufl.simulator.experiment import prepare
 
 

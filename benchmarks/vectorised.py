@@ -48,7 +48,7 @@ from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
 from shufl.simulator.experiment import Experiment, prepare
 from shufl.simulator.records import read_rows
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
 _PAUSE_SECONDS = 0.3  # OpenMP's threads spin for a while after their work
 _TURN_SECONDS = 0.5
@@ -309,7 +309,7 @@ def on_flower(config: Config, rounds: int) -> list[tuple[float, float]]:
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
     with tempfile.TemporaryDirectory() as folder:
-        run(config, Path(folder), Console(quiet=True))
+        Run.new(config, Path(folder), Console(quiet=True)).train()
         (metrics,) = Path(folder).glob("*/metrics.jsonl")
         rows = read_rows(metrics)
     ended.set()

@@ -14,7 +14,8 @@ from shufl.clients.device import RoundRefused
 from shufl.clients.node import Announcement, Node, Question
 from shufl.clients.settings import ClientSettings
 
-_nodes: dict[str | None, Node] = {}  # this process's, by run; Flower rebuilds the app per message
+_nodes: dict[str | None, Node] = {}
+"""Of simulated runs in this process, the last run's: Flower builds the app anew per message."""
 
 
 def make_client_app(settings: ClientSettings) -> ClientApp:
@@ -29,9 +30,7 @@ def make_client_app(settings: ClientSettings) -> ClientApp:
     return app
 
 
-def ready(
-    settings: ClientSettings, asked: RecordDict, number: int, users: np.ndarray
-) -> RecordDict:
+def ready(node: Node, asked: RecordDict, number: int, users: np.ndarray) -> RecordDict:
     """What a node says before the first round, once its data and model are loaded.
 
     It says that it agrees to the plan, for how many users it speaks, and where they report.
@@ -42,16 +41,14 @@ def ready(
         RoundRefused: it does not agree.
     """
     (about,) = _records(asked, "round")
-    question, node = Question.read(about), _node(settings)
+    question = Question.read(about)
     node.agree(question.run_id, question.plan_digest)
     node.accept_run(question.run_id, number)
     said = {"number": number, "users": len(users), "shuffler": node.shuffler_of(number)}
     return _acknowledgement(said)
 
 
-def train(
-    settings: ClientSettings, asked: RecordDict, number: int, users: np.ndarray
-) -> RecordDict:
+def train(node: Node, asked: RecordDict, number: int, users: np.ndarray) -> RecordDict:
     """One round: agrees to it, has the users flip their coins, and acknowledges.
 
     The acknowledgement is the same constant whether or not any user checked in, and comes
@@ -62,11 +59,11 @@ def train(
     Raises:
         RoundRefused: the node does not agree; decided before any coin.
     """
-    reply_at = time.monotonic() + settings.reply_after
+    reply_after = node.settings.reply_after
+    reply_at = time.monotonic() + reply_after
     about, model = _records(asked, "round", "model")
-    announced, node = Announcement.read(about), _node(settings)
-    round = node.prepare(announced, model, number)
-    if settings.reply_after:
+    round = node.prepare(Announcement.read(about), model, number)
+    if reply_after:
         # From here on nothing that depends on a coin may hold the reply up, or hasten it.
         node.take_part_later(users, round, number)
         time.sleep(max(0.0, reply_at - time.monotonic()))
@@ -75,7 +72,7 @@ def train(
     return _acknowledgement({"received": True})
 
 
-Answer = Callable[[ClientSettings, RecordDict, int, np.ndarray], RecordDict]
+Answer = Callable[[Node, RecordDict, int, np.ndarray], RecordDict]
 ANSWERS: dict[str, Answer] = {"query": ready, "train": train}
 """What a node answers to each kind of Flower message, in simulation and deployed."""
 
@@ -84,7 +81,7 @@ def _handler(settings: ClientSettings, answer: Answer) -> Callable[[Message, Con
     def handle(message: Message, context: Context) -> Message:
         number = int(context.node_config["partition-id"])
         users = np.arange(number, settings.plan.users, int(context.node_config["num-partitions"]))
-        return Message(answer(settings, message.content, number, users), reply_to=message)
+        return Message(answer(_node(settings), message.content, number, users), reply_to=message)
 
     return handle
 
@@ -102,6 +99,7 @@ def _acknowledgement(content: dict[str, Any]) -> RecordDict:
 
 def _node(settings: ClientSettings) -> Node:
     if settings.run_id not in _nodes:
-        _nodes.clear()
+        while _nodes:
+            _nodes.popitem()[1].close()
         _nodes[settings.run_id] = Node(settings)
     return _nodes[settings.run_id]

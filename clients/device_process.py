@@ -24,6 +24,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 from shufl.accounting.lines import one_line
 from shufl.clients.app import ANSWERS, Answer
 from shufl.clients.device import RoundRefused
+from shufl.clients.node import Node
 from shufl.clients.relay import SERVICE
 from shufl.clients.settings import ClientSettings
 
@@ -49,6 +50,7 @@ def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) 
         raise ValueError("a deployed node needs users, a device's ledger, and reply_after")
     if settings.ledger(settings.number).limits is None:
         raise ValueError("a deployed node's ledger needs the limits of the device's owner")
+    node = Node(settings)
     reader = _Reader(settings)  # gRPC refuses a longer message before it is read
     server = grpc.server(
         ThreadPoolExecutor(_THREADS),
@@ -56,7 +58,7 @@ def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) 
         maximum_concurrent_rpcs=_THREADS,
     )
     handlers = {
-        kind: grpc.unary_unary_rpc_method_handler(_Answering(settings, answer, reader))
+        kind: grpc.unary_unary_rpc_method_handler(_Answering(node, answer, reader))
         for kind, answer in ANSWERS.items()
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -72,24 +74,25 @@ def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) 
     log.info("listening on %s", socket)
     stop.wait()
     server.stop(_STOP_SECONDS).wait()
+    node.close()
 
 
 class _Answering:
     """Answers one kind of message: serialised records in, serialised records out."""
 
-    def __init__(self, settings: ClientSettings, answer: Answer, reader: _Reader):
-        self._settings = settings
+    def __init__(self, node: Node, answer: Answer, reader: _Reader):
+        self._node = node
         self._answer = answer
         self._reader = reader
 
     def __call__(self, request: bytes, context: grpc.ServicerContext) -> Any:
         """The answer, or a refusal, which the server is told; other errors stay on this machine."""
-        settings = self._settings
+        settings = self._node.settings
         assert settings.users is not None
         try:
             asked = self._reader.read(request)
             users = np.arange(settings.users)
-            answer = self._answer(settings, asked, settings.number, users)
+            answer = self._answer(self._node, asked, settings.number, users)
         except RoundRefused as refused:
             log.warning("refused: %s", refused)
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, one_line(str(refused)))

@@ -152,6 +152,11 @@ class Node:
         self._alone = not settings.together  # updates cannot be computed together
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
+    def close(self) -> None:
+        """Closes the connections to the shufflers."""
+        for intake in self._intakes:
+            intake.close()
+
     @functools.cached_property
     def _last_round(self) -> int:
         """The last round within the budget by this client's own accountant, not the server's."""

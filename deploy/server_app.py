@@ -36,10 +36,10 @@ from shufl.deploy.sites import (
 )
 from shufl.server import (
     CheckpointError,
+    Observe,
     RoundFailed,
     RoundLoop,
-    RoundRecord,
-    RunResult,
+    RunEnd,
     ServerSettings,
     TrainingSettings,
 )
@@ -50,7 +50,7 @@ from shufl.simulator.data.features import check_digest
 from shufl.simulator.engines.base import logs_to
 from shufl.simulator.experiment import Experiment, check_report_size, prepare
 from shufl.simulator.records import MetricsError
-from shufl.simulator.run import begin_run, make_folder, resume_run
+from shufl.simulator.run import Run, make_folder
 from shufl.simulator.section import ConfigError, make_importable, one_line
 
 atexit.register(gc.freeze)  # as in `shufl` itself
@@ -108,10 +108,10 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
 
             return DeployedEngine(experiment, site, grid, tell)
 
-        resumes = (folder / "ledger.jsonl").exists()
         try:
-            go = resume_run if resumes else begin_run
-            outcome: dict[str, str] = {"stopped_by": go(folder, console, make_engine).stopped_by}
+            outcome: dict[str, str] = {
+                "stopped_by": Run.of(folder, console, make_engine).train().stopped_by
+            }
         except _ENDS_EARLY as error:
             outcome = {"error": one_line(error)}
         except Exception as error:  # of Flower's, or ours; its traceback is in flower.log
@@ -174,9 +174,9 @@ class DeployedEngine:
     def run(
         self,
         training: TrainingSettings,
-        observe: Callable[[RoundRecord], None],
+        observe: Observe,
         stop: threading.Event,
-    ) -> RunResult:
+    ) -> RunEnd:
         """Plays rounds until the budget, the plan's last round, or the file that asks to stop."""
         site, asked = self._site, training.folder / STOP_FILE
         settings = ServerSettings(

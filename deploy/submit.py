@@ -26,8 +26,8 @@ from shufl.deploy.sites import (
 from shufl.server import RoundFailed
 from shufl.simulator.config import Config
 from shufl.simulator.engines import EngineFailed, interrupts
-from shufl.simulator.run import make_folder
-from shufl.simulator.section import ConfigError, one_line
+from shufl.simulator.run import config_of, make_folder
+from shufl.simulator.section import one_line
 
 # The Flower app: no code, but the names of two modules that are installed where they run.
 _APP = Path(__file__).with_name("flower_app")
@@ -65,8 +65,7 @@ def resume_on(connection: str, site_path: Path, folder: Path) -> str:
     Returns, raises: as `run_on`.
     """
     _site(site_path)
-    if not (folder / "config.toml").is_file():
-        raise ConfigError(f"a run folder has a config.toml, {folder} has none")
+    config_of(folder)
     return _follow(connection, site_path, folder.absolute())
 
 

@@ -9,11 +9,11 @@ from .settings import (
     NodeFailed,
     Optimiser,
     RoundFailed,
-    RunResult,
+    RunEnd,
     ServerSettings,
     TrainingSettings,
 )
-from .training import PlayedRound, Training
+from .training import Observe, PlayedRound, Training
 from .words import AgreedNode, RoundRecord, Schedule
 
 __all__ = [
@@ -25,12 +25,13 @@ __all__ = [
     "Evaluation",
     "Mean",
     "NodeFailed",
+    "Observe",
     "Optimiser",
     "PlayedRound",
     "RoundFailed",
     "RoundLoop",
     "RoundRecord",
-    "RunResult",
+    "RunEnd",
     "Schedule",
     "ServerSettings",
     "Training",

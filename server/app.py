@@ -8,14 +8,14 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from shufl.server.rounds import RoundLoop
-from shufl.server.settings import RunResult, ServerSettings
-from shufl.server.words import RoundRecord
+from shufl.server.settings import RunEnd, ServerSettings
+from shufl.server.training import Observe
 
 
 def make_server_app(
     settings: ServerSettings,
-    observe: Callable[[RoundRecord], None],
-    finish: Callable[[RunResult], None],
+    observe: Observe,
+    finish: Callable[[RunEnd], None],
     stop: Callable[[], bool] = lambda: False,
     shuffler_gone: Callable[[], bool] = lambda: False,
 ) -> ServerApp:

@@ -18,11 +18,11 @@ from shufl.server.settings import (
     MOST_INCOMPLETE,
     NodeFailed,
     RoundFailed,
-    RunResult,
+    RunEnd,
     ServerSettings,
 )
-from shufl.server.training import PlayedRound, Training
-from shufl.server.words import RoundOutcome, RoundRecord
+from shufl.server.training import Observe, PlayedRound, Training
+from shufl.server.words import RoundOutcome
 from shufl.shuffler import (
     ControlClient,
     Outcome,
@@ -62,7 +62,7 @@ class RoundLoop:
         self,
         settings: ServerSettings,
         grid: Grid,
-        observe: Callable[[RoundRecord], None],
+        observe: Observe,
         stop: Callable[[], bool],
         shuffler_gone: Callable[[], bool],
     ):
@@ -79,7 +79,7 @@ class RoundLoop:
         self._asked: list[int] = []  # in the round that is next, or under way
         self._broken: int | None = settings.ledger.last_round or None  # something may be left of it
 
-    def run(self) -> RunResult:
+    def run(self) -> RunEnd:
         """Runs until the budget, the plan's last round, or an interrupt.
 
         Raises:
@@ -96,21 +96,26 @@ class RoundLoop:
             except ShufflerRefused as refused:  # its last round may be over, and not its report
                 if refused.reason is not Refusal.RUN_ENDED:
                     raise
-        result = self._training.run(self._round, self._observe, self._stop_or_gather)
+        for round in self._training.rounds():
+            self._get_ready()
+            if self._stop():
+                break
+            played = self._round(round, self._training.begin(round))
+            self._observe(self._training.end(round, played), self._training.result)
+        result = self._training.finish()
         if result.stopped_by != "interrupt":  # it may be resumed
             for shuffler in self._shufflers:
                 self._patiently(shuffler.end_run, settings.run_id)
         return result
 
-    def _stop_or_gather(self) -> bool:
-        """Whether the run is stopped. If not, shufflers and enough nodes are there for a round."""
+    def _get_ready(self) -> None:
+        """Waits, unless the run is stopped, until shufflers and enough nodes are there."""
         if self._broken is not None:
             for shuffler in self._shufflers:
                 self._patiently(shuffler.abandon_round, self.settings.run_id, self._broken)
             self._broken = None
         if not self._stop():
             self._asked = self._fleet.gather()
-        return self._stop()
 
     def _patiently(self, call: Callable[..., object], *arguments: object) -> None:
         """Calls a shuffler, again and again while it is away and there is patience left."""

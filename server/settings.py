@@ -133,7 +133,7 @@ class ServerSettings(TrainingSettings):
 
 
 @dataclass(frozen=True)
-class RunResult:
+class RunEnd:
     """How a run ended.
 
     Attributes:

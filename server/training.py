@@ -10,7 +10,7 @@ the second. Any other such round is lost: spent, without a result.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,15 @@ from shufl.server.aggregate import Aggregate
 from shufl.server.checkpoint import Checkpoint, tensor_bytes
 from shufl.server.checkpoint_file import save_atomically
 from shufl.server.evaluation import Evaluation, evaluate
-from shufl.server.settings import RoundFailed, RunResult, TrainingSettings
+from shufl.server.settings import RoundFailed, RunEnd, TrainingSettings
 from shufl.server.words import RoundOutcome, RoundRecord, StoppedBy
 from shufl.shuffler import model_digest
 
 _MODEL = "model_digest"  # of the model a round was played with, in its ledger line
+
+
+Observe = Callable[[RoundRecord, nn.Module], None]
+"""Is called after every round, with the model that is evaluated."""
 
 
 @dataclass(frozen=True)
@@ -56,55 +60,49 @@ class Training:
         self._test = settings.load_test()
         self._budget = PrivacyBudget(settings.plan, settings.ledger)
         self._spent_before = {entry.round: entry.note for entry in settings.ledger.entries}
-        self._first = 1
+        self._done = 0
+        self._stopped_by: StoppedBy = "interrupt"  # until `rounds` ends by itself
         if settings.checkpoint is None:
-            self._save(0)
+            self._save()
         else:
             self.model.load_state_dict(settings.checkpoint.model)
             self._optimiser.load_state_dict(settings.checkpoint.optimiser)
             if self._average is not None:
                 self._average.load_state_dict(settings.checkpoint.average or {})
-            self._first = settings.checkpoint.round + 1
+            self._done = settings.checkpoint.round
 
-    def run(
-        self,
-        play: Callable[[int, nn.Module], PlayedRound],
-        observe: Callable[[RoundRecord], None],
-        stop: Callable[[], bool],
-    ) -> RunResult:
-        """Plays rounds until the budget, the plan's last round, or an interrupt.
+    def rounds(self) -> Iterator[int]:
+        """Gives the rounds to be played, until the budget or the plan's last; stop where you like.
 
-        Args:
-            play: one round, from its number and the model, which it leaves as it is; called when
-                the round is in the ledger, on disk.
-            observe: called after every round.
-            stop: asked before every round that the budget allows; nothing of it is spent yet.
+        Nothing of a round is spent when it is given: `begin` spends it, and `end` ends it. Spent
+        rounds that cannot be played again are left out.
+        """
+        while self._done < self.settings.plan.rounds:
+            round = self._done + 1
+            spent = round <= self.settings.ledger.last_round
+            if not spent and self._budget.would_exceed():
+                self._stopped_by = "budget"
+                return
+            lost = spent and not self._would_release_the_same(round)
+            if not lost:
+                yield round
+            self._done = round
+            # Last: a crash before has the round played again, and observed, or lost.
+            if not lost and round % self.settings.checkpoint_every == 0:
+                self._save()
+        self._stopped_by = "rounds"
+
+    def finish(self) -> RunEnd:
+        """Saves and evaluates what training came to.
 
         Raises:
             RoundFailed: the model cannot be evaluated.
         """
-        stopped_by: StoppedBy = "rounds"
-        done = self._first - 1
-        while done < self.settings.plan.rounds:
-            spent = done < self.settings.ledger.last_round
-            if not spent and self._budget.would_exceed():
-                stopped_by = "budget"
-                break
-            if stop():
-                stopped_by = "interrupt"
-                break
-            done += 1
-            if not spent or self._would_release_the_same(done):
-                observe(self._round(done, play, spent))
-                # Last: a crash before has the round played again, and observed, or lost.
-                if done % self.settings.checkpoint_every == 0:
-                    self._save(done)
-        self._save(done)  # first: the model may fail
+        self._save()  # first: the model may fail
         final = self._evaluate()
-        final_model = tensor_bytes(self._result.state_dict())
-        save_atomically(self.settings.folder / "model.pt", final_model)
+        save_atomically(self.settings.folder / "model.pt", tensor_bytes(self.result.state_dict()))
         rounds = self.settings.ledger.last_round
-        return RunResult(rounds, stopped_by, self._budget.epsilon, final.accuracy, final.loss)
+        return RunEnd(rounds, self._stopped_by, self._budget.epsilon, final.accuracy, final.loss)
 
     def _would_release_the_same(self, round: int) -> bool:
         """Whether a spent round, played again now, gives what it gave."""
@@ -114,13 +112,19 @@ class Training:
     def _model_digest(self) -> str:
         return model_digest(self.model.state_dict())
 
-    def _round(
-        self, round: int, play: Callable[[int, nn.Module], PlayedRound], spent: bool
-    ) -> RoundRecord:
-        started = time.monotonic()
-        if not spent:  # on disk before anybody works on it
+    def begin(self, round: int) -> nn.Module:
+        """Spends a round, on disk before anybody works on it; gives the model, to be left as is."""
+        self._started = time.monotonic()
+        if round > self.settings.ledger.last_round:
             self._budget.spend(round, {_MODEL: self._model_digest()})
-        played = play(round, self.model)
+        return self.model
+
+    def end(self, round: int, played: PlayedRound) -> RoundRecord:
+        """Takes the step of a round that was begun and played.
+
+        Raises:
+            RoundFailed: the model cannot be evaluated.
+        """
         aggregate = played.aggregate
         if aggregate is not None:
             self._step(aggregate, round)
@@ -137,11 +141,11 @@ class Training:
             silent_nodes=played.silent_nodes,
             accuracy=result.accuracy if result else None,
             loss=result.loss if result else None,
-            seconds=time.monotonic() - started,
+            seconds=time.monotonic() - self._started,
         )
 
     @property
-    def _result(self) -> nn.Module:
+    def result(self) -> nn.Module:
         """What is evaluated and saved: the model, or its average."""
         return self.model if self._average is None else self._average.module
 
@@ -161,18 +165,18 @@ class Training:
 
     def _evaluate(self) -> Evaluation:
         try:
-            return evaluate(self._result, *self._test)
+            return evaluate(self.result, *self._test)
         except (Exception, SystemExit) as error:  # whatever the model does, sys.exit() with it
             raise RoundFailed(
                 f"the model could not be evaluated: {type(error).__name__}: {error}"
             ) from error
 
-    def _save(self, round: int) -> None:
+    def _save(self) -> None:
         settings = self.settings
         Checkpoint(
             settings.run_id,
             settings.origin,
-            round,
+            self._done,
             self.model.state_dict(),
             self._optimiser.state_dict(),
             None if self._average is None else self._average.state_dict(),

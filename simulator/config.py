@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.resources
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +16,7 @@ from shufl.accounting import validation
 from shufl.accounting.plan import CheckInRate, Privacy, Rounds, Users
 from shufl.accounting.validation import Count, Positive
 from shufl.server.words import Schedule
-from shufl.simulator.engines.table import ENGINES
+from shufl.simulator.engine_table import ENGINES
 from shufl.simulator.names import DATASETS, FEATURES, Partition
 from shufl.simulator.section import ConfigError, Section
 
@@ -143,33 +145,30 @@ class Config(Section):
         return self
 
 
-def load(source: str, overrides: list[str] | None = None) -> Config:
+def load(
+    source: str | Mapping[str, Any], changes: list[str] | Mapping[str, Any] | None = None
+) -> Config:
     """Reads and validates a configuration.
 
     `source` is a TOML file, or the name of a configuration that ships with shufl (`quickstart`).
 
     Args:
-        overrides: `section.key=value` settings, values in TOML (a bare word is a string); an
-            empty one leaves the key out.
+        source: a TOML file, the name of one that ships with shufl (`quickstart`), or its values.
+        changes: values by `section.key`; or `section.key=value`, the values in TOML (a bare word
+            is a string). An empty one leaves the key out.
 
     Raises:
         ConfigError: one line naming the key, what it was given, and what is allowed.
     """
-    try:
-        content = validation.read_toml(_find(source))
-    except OSError as error:
-        raise ConfigError(
-            f"{source or 'an empty name'} cannot be read: {error.strerror}; a configuration is a "
-            f"TOML file or one of {', '.join(shipped())}"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    for override in overrides or []:
-        _override(content, override)
+    content = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(source)
+    given = changes.items() if isinstance(changes, Mapping) else map(_parsed, changes or [])
+    for key, value in given:
+        _change(content, key, value)
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {validation.first_mistake(error, Config)}") from None
+        name = "the configuration" if isinstance(source, Mapping) else source
+        raise ConfigError(f"{name}: {validation.first_mistake(error, Config)}") from None
 
 
 def dumps(config: Config) -> str:
@@ -198,20 +197,36 @@ def _find(source: str) -> Path:
     return Path(source)
 
 
-def _override(content: dict[str, Any], override: str) -> None:
+def _read(source: str) -> dict[str, Any]:
+    try:
+        return validation.read_toml(_find(source))
+    except OSError as error:
+        raise ConfigError(
+            f"{source or 'an empty name'} cannot be read: {error.strerror}; a configuration is a "
+            f"TOML file or one of {', '.join(shipped())}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _parsed(override: str) -> tuple[str, Any]:
+    """Key and value of `section.key=value`."""
     key, separator, value = override.partition("=")
     if not separator or not key.strip():
         raise ConfigError(f"an override must look like section.key=value, got {override!r}")
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
+        return key, tomllib.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError):  # no TOML, or more than is read
-        parsed = value.strip()
+        return key, value.strip()
+
+
+def _change(content: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.strip().split(".")
     for section in sections:
         content = content.setdefault(section, {})
         if not isinstance(content, dict):
             raise ConfigError(f"override {key.strip()}: {section} is not a section")
-    if parsed == "":
+    if value == "":
         content.pop(last, None)
     else:
-        content[last] = parsed
+        content[last] = value

@@ -25,7 +25,7 @@ from shufl.simulator.data.datasets import Dataset, load_dataset
 from shufl.simulator.data.features import data_digest, load_records
 from shufl.simulator.data.partition import load_user_records, records_per_user
 from shufl.simulator.models import build_model
-from shufl.simulator.section import ConfigError
+from shufl.simulator.section import Carried, ConfigError
 from shufl.simulator.trial import try_users
 
 
@@ -53,6 +53,12 @@ class Experiment:
     def seed(self) -> int | None:
         """The seed of coins and noise; None: the operating system's entropy."""
         return None if self.config.seed == "system" else self.config.seed
+
+    @property
+    def carried(self) -> list[Carried]:
+        """The objects of the reader's program among dataset and model."""
+        names = self.config.data.dataset, self.config.model.name
+        return [name for name in names if isinstance(name, Carried)]
 
     @property
     def dataset(self) -> Dataset:

@@ -168,7 +168,7 @@ def _about(settings: dict[str, Any], trainer: str = "shufl") -> dict[str, str]:
     options = ", ".join(f"{name} = {value}" for name, value in model.get("options", {}).items())
     mapped = f"{data['features']} of " if "features" in data else ""
     users = f", {data['users']:,} users" if "users" in data else ""
-    ours = f"{training['algorithm']}, {training['aggregator']}, {training['optimiser']}"
+    ours = f"{training['algorithm']}, {training['optimiser']}"
     return {
         "data": f"{mapped}{data['dataset']}{users}, {data['partition']}",
         "model": model["name"] + (f" ({options})" if options else ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -95,7 +96,10 @@ def build_model(
     make = find("model", name, MODELS)
     failure = f"model {name} could not be built for records of shape {input_shape}"
     with seeded(seed), readers_code(failure):
-        model = make(input_shape, classes, **(options or {}))
+        if isinstance(make, nn.Module):
+            model = copy.deepcopy(make)
+        else:
+            model = make(input_shape, classes, **(options or {}))
         with torch.no_grad():
             shape = tuple(model.eval()(torch.zeros(2, *input_shape)).shape)
     if shape != (2, classes):

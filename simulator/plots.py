@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from shufl.accounting import PrivacyPlan
 
 
@@ -35,20 +37,19 @@ def draw(*paths: Path) -> Iterator[Any]:
 
     Lines differ in colour and marker. The legend stands below, and a logarithmic axis says so.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     from cycler import cycler
-    from matplotlib import pyplot
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure  # a notebook's pyplot is left alone
 
     colours, markers = _COLOURS * len(_MARKERS), list(_MARKERS) * len(_COLOURS)
-    styles = {
+    styles: Any = {
         "axes.prop_cycle": cycler(color=colours) + cycler(marker=markers),
         "lines.markersize": 5,
         "lines.linewidth": 1.2,
     }
-    with pyplot.rc_context(styles):
-        figure, axes = pyplot.subplots(figsize=(6, 4.4), layout="constrained")
+    with rc_context(styles):
+        figure = Figure(figsize=(6, 4.4), layout="constrained")
+        axes = figure.subplots()
         axes.grid(alpha=0.3)
         yield axes
     for axis in (axis for each in figure.axes for axis in (each.xaxis, each.yaxis)):
@@ -58,7 +59,6 @@ def draw(*paths: Path) -> Iterator[Any]:
         figure.legend(loc="outside lower center", ncols=2, fontsize="small", handlelength=3.5)
     for path in paths:
         figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def style_of(accountant: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def style_of(accountant: str) -> dict[str, Any]:
     return {"label": f"{accountant}, {pairs}", "linestyle": "-" if pairs == "every pair" else "--"}
 
 
-def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Path) -> None:
+def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Path) -> Figure:
     """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
     from shufl.accounting import accountants_for
 
@@ -98,6 +98,7 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths:
             title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, "
             f"z = {plan.mechanism.noise_multiplier:g}, λ = {plan.shuffler_blankets:g}",
         )
+    return axes.figure
 
 
 def plot_rounds(rows: list[dict[str, Any]], path: Path) -> None:

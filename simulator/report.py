@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from shufl.accounting import epsilon_table
-from shufl.server import RunResult
+from shufl.server import RunEnd
 from shufl.simulator.console import Console
 from shufl.simulator.engines import Engine
 from shufl.simulator.experiment import Experiment
@@ -18,7 +18,7 @@ from shufl.simulator.tables import STOPPED, epsilon_rows, print_epsilons
 
 
 def summarise(
-    result: RunResult, experiment: Experiment, engine: Engine, recorder: RunRecorder
+    result: RunEnd, experiment: Experiment, engine: Engine, recorder: RunRecorder
 ) -> dict[str, Any]:
     """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon.
 

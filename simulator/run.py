@@ -1,7 +1,8 @@
-"""One run from configuration to report, new or resumed: progress, run folder, summary."""
+"""A run from its configuration to its summary, and the folder that it owns."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -10,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pydantic_core import to_json
 from rich.text import Text
+from torch import nn
 
 from shufl.accounting import (
     GaussianMechanism,
@@ -25,7 +28,7 @@ from shufl.server import (
     Checkpoint,
     CheckpointError,
     RoundRecord,
-    RunResult,
+    RunEnd,
     TrainingSettings,
     load_checkpoint,
 )
@@ -44,6 +47,7 @@ from shufl.simulator.section import ConfigError
 from shufl.simulator.tables import epsilon_text
 
 MakeEngine = Callable[[Experiment], Engine]
+OnRound = Callable[[nn.Module], bool]
 
 _MAY_CHANGE = ("cpus_per_node", "round_timeout", "workers")
 """Keys of `[simulation]` with which a run may be resumed in another way: they decide no number.
@@ -52,199 +56,192 @@ But for the whole CPUs of a node, which are its threads: sums depend on how many
 """
 
 
-def run(config: Config, runs: Path, console: Console) -> RunResult:
-    """Runs a configuration to its end and reports.
+class Run:
+    """A run and its folder `<name>-<time>`: `new` makes one, `of` opens one again, `train` ends it.
 
-    The run folder `<name>-<time>` gets config.toml, plan.json, starts.jsonl, metrics.jsonl,
-    tensorboard/, ledger.jsonl, checkpoint.pt, model.pt, summary.json, accuracy_epsilon.png, and on
-    Flower the logs.
+    The folder gets config.toml, plan.json, starts.jsonl, metrics.jsonl, tensorboard/,
+    ledger.jsonl, checkpoint.pt, model.pt, summary.json, accuracy_epsilon.png, and on Flower the
+    logs.
 
-    Args:
-        config: validated configuration.
-        runs: where the run folder is made.
-        console: where progress and tables go.
+    Attributes:
+        rows: of metrics.jsonl, as far as the run is.
+    """
 
-    Returns:
-        How the run ended.
+    def __init__(self, folder: Path, experiment: Experiment, engine: Engine, console: Console):
+        self.folder, self.experiment, self.engine = folder.absolute(), experiment, engine
+        self.rows: list[dict[str, Any]] = []
+        self._console = console
+
+    @classmethod
+    def new(cls, config: Config, runs: Path, console: Console) -> Run:
+        """A run of this configuration, with a folder of its own in `runs`.
+
+        Raises:
+            ConfigError: before any work.
+        """
+        experiment = prepare(config)
+        engine = ENGINES[config.simulation.engine].load()(experiment)
+        return cls(make_folder(runs, experiment), experiment, engine, console)
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        console: Console,
+        make_engine: MakeEngine | None = None,
+        config: Config | None = None,
+    ) -> Run:
+        """The run whose folder this is, with the folder's configuration.
+
+        What `_MAY_CHANGE` names may be another there. `make_engine` makes the engine in place of
+        the one that the configuration names; `config` is the folder's, if it has been read already.
+
+        Raises:
+            ConfigError: the folder's config.toml cannot be run.
+        """
+        experiment = prepare(config or config_of(folder))
+        make_engine = make_engine or ENGINES[experiment.config.simulation.engine].load()
+        return cls(folder, experiment, make_engine(experiment), console)
+
+    def train(self, on_round: OnRound = lambda model: False) -> RunEnd:
+        """Trains to the end, from the checkpoint if the run was begun before.
+
+        `server.training` says what becomes of the rounds that were spent after the checkpoint; the
+        ledger keeps them all. `on_round` is called after every round, with the model, and says
+        whether to stop the run.
+
+        Raises:
+            LedgerError: a damaged ledger, one that lacks rounds, that of another plan, or one in
+                use.
+            CheckpointError: no checkpoint although rounds are spent, or one that is damaged, of
+                another run, or made by another configuration or other versions.
+            MetricsError: the rows of the rounds so far cannot be read.
+            EngineFailed, RoundFailed, ShufflerError, TimeoutError: the run ended early; its folder
+                stays. So does it with whatever `on_round` raises.
+        """
+        path, plan = self.folder / "ledger.jsonl", self.experiment.plan
+        if begun := path.exists():
+            ledger = Ledger.open(path, plan)
+        else:
+            check_ledger(self.folder, 0, rounds_told(self.folder))
+            ledger = Ledger.create(path, plan, secrets.token_hex(8))
+        with ledger:
+            if begun:
+                check_ledger(self.folder, ledger.last_round, rounds_told(self.folder))
+            note_start(self.folder)
+            checkpoint = self._checkpoint(ledger)
+            _describe(self._console, self.experiment, self.engine, self.folder)
+            if begun:
+                done, spent = checkpoint.round if checkpoint else 0, ledger.last_round
+                what = f"resumed after round {done}"
+                if spent > done:
+                    fate = "played again at no further cost" if self._repeats else "lost"
+                    what += f"; rounds {done + 1} to {spent} are spent and {fate}"
+                _print_fact(self._console, "resume", what)
+            return self._train(ledger, checkpoint, on_round)
+
+    def _train(self, ledger: Ledger, checkpoint: Checkpoint | None, on_round: OnRound) -> RunEnd:
+        """Trains and reports, while the ledger is held."""
+        experiment, folder, console = self.experiment, self.folder, self._console
+        config, plan = experiment.config, experiment.plan
+        training = TrainingSettings(
+            plan=plan,
+            ledger=ledger,
+            make_model=experiment.make_model,
+            load_test=experiment.load_test,
+            optimiser=experiment.optimiser,
+            folder=folder,
+            evaluate_every=config.training.evaluate_every,
+            checkpoint_every=config.training.checkpoint_every,
+            origin=self._origin,
+            reproducible=self._repeats,
+            checkpoint=checkpoint,
+        )
+        recorder = RunRecorder(folder, plan)
+        self.rows = recorder.rows
+        stop = threading.Event()
+        progress = RoundProgress(console, experiment.halting_round, plan.target_epsilon)
+
+        def observe(record: RoundRecord, model: nn.Module) -> None:
+            recorder(record)
+            blanket = recorder.rows[-1]["epsilons"]["blanket"]
+            progress(record, None if plan.accountant == "blanket" else blanket)
+            if on_round(model):
+                stop.set()
+
+        (folder / "summary.json").unlink(missing_ok=True)  # of an end before it was resumed
+        try:
+            with interrupts(stop), progress:
+                result = self.engine.run(training, observe, stop)
+        except BaseException:
+            _tell_what_was_spent(console, folder)
+            raise
+        finally:
+            recorder.close()
+        summary = summarise(result, experiment, self.engine, recorder)
+        content = to_json(summary, indent=2, inf_nan_mode="null") + b"\n"
+        (folder / "summary.json").write_bytes(content)
+        print_summary(console, summary, self.engine, folder)
+        plot_accuracy_epsilon(recorder.rows, plan, folder / "accuracy_epsilon.png")
+        return result
+
+    def _checkpoint(self, ledger: Ledger) -> Checkpoint | None:
+        """Where the run goes on; None if its first round is still to come."""
+        path, experiment = self.folder / "checkpoint.pt", self.experiment
+        if not ledger.entries and not path.exists():
+            return None
+        checkpoint = load_checkpoint(path)
+        if checkpoint.run_id != ledger.run_id:
+            raise CheckpointError(
+                f"checkpoint {path} is of run {checkpoint.run_id}, the ledger of run "
+                f"{ledger.run_id}"
+            )
+        for name, here in self._origin.items():
+            if (before := checkpoint.origin.get(name)) != here:
+                raise CheckpointError(
+                    f"checkpoint {path} was made with {name} {before}, it cannot go on with {here}"
+                )
+        try:
+            experiment.make_model().load_state_dict(checkpoint.model)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"checkpoint {path} does not fit model {experiment.config.model.name}: its code "
+                "has changed since the run began"
+            ) from error
+        return checkpoint
+
+    @functools.cached_property
+    def _origin(self) -> dict[str, str]:
+        """What decides the run's numbers beside its plan: a spent round is played again with it."""
+        config = self.experiment.config
+        threads = max(1, int(config.simulation.cpus_per_node))
+        alike = dict.fromkeys(_MAY_CHANGE) | {"cpus_per_node": threads}
+        simulation = config.simulation.model_copy(update=alike)
+        numbers = dumps(config.model_copy(update={"simulation": simulation}))
+        configuration = hashlib.sha256(numbers.encode()).hexdigest()[:12]
+        versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
+        origin = {"config.toml": configuration, "nodes": self.engine.nodes, **versions}
+        data = config.data
+        if data.dataset not in DATASETS or data.features is not None:  # they may change
+            names = " ".join(filter(None, (data.dataset, data.features)))
+            origin[f"data.dataset {names}"] = dataset_digest(self.experiment.dataset)[:12]
+        return origin
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether a round played again from the same model makes the same release, bit for bit."""
+        return self.experiment.seed is not None and self.engine.repeats_releases
+
+
+def config_of(folder: Path) -> Config:
+    """The configuration of a run folder.
 
     Raises:
-        ConfigError: before any work.
-        EngineFailed, RoundFailed, ShufflerError, TimeoutError: the run ended early; its folder
-            stays.
+        ConfigError: it has none, or one that cannot be run.
     """
-    experiment, engine = _prepare(config, None)
-    return _begin(make_folder(runs, experiment), experiment, engine, console)
-
-
-def begin_run(folder: Path, console: Console, make_engine: MakeEngine) -> RunResult:
-    """Runs the configuration in a folder that `make_folder` has made, to its end.
-
-    Args:
-        folder: the run folder.
-        console: where progress and tables go.
-        make_engine: makes the engine, whatever the configuration names.
-
-    Returns, raises: as `run`.
-    """
-    check_ledger(folder, 0, rounds_told(folder))
-    experiment, engine = _prepare(load(str(folder / "config.toml")), make_engine)
-    return _begin(folder, experiment, engine, console)
-
-
-def _begin(folder: Path, experiment: Experiment, engine: Engine, console: Console) -> RunResult:
-    _describe(console, experiment, engine, folder)
-    run_id = secrets.token_hex(8)
-    with Ledger.create(folder / "ledger.jsonl", experiment.plan, run_id) as ledger:
-        return _run_in(folder, experiment, engine, ledger, None, console)
-
-
-def resume_run(folder: Path, console: Console, make_engine: MakeEngine | None = None) -> RunResult:
-    """Continues an interrupted run in its folder, with its configuration, to its end.
-
-    What `_MAY_CHANGE` names may be another there. The run goes on from the checkpoint.
-    `server.training` says what becomes of the rounds that were spent after it; the ledger keeps
-    them all.
-
-    Args:
-        folder: the run folder.
-        console: where progress and tables go.
-        make_engine: makes the engine; left out: the one that the configuration names.
-
-    Returns:
-        How the run ended.
-
-    Raises:
-        ConfigError: the folder's config.toml cannot be run.
-        LedgerError: no ledger, a damaged one, one that lacks rounds, that of another plan, or one
-            in use.
-        CheckpointError: no checkpoint although rounds are spent, or one that is damaged, of another
-            run, or made by another configuration or other versions.
-        MetricsError: the rows of the rounds so far cannot be read.
-        EngineFailed, RoundFailed, ShufflerError, TimeoutError: as for `run`.
-    """
-    folder = folder.absolute()
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"a run folder has a config.toml, {folder} has none")
-    experiment, engine = _prepare(load(str(folder / "config.toml")), make_engine)
-    with Ledger.open(folder / "ledger.jsonl", experiment.plan) as ledger:
-        check_ledger(folder, ledger.last_round, rounds_told(folder))
-        checkpoint = _checkpoint_of(folder, experiment, engine, ledger)
-        note_start(folder)
-        _describe(console, experiment, engine, folder)
-        done, spent = checkpoint.round if checkpoint else 0, ledger.last_round
-        what = f"resumed after round {done}"
-        if spent > done:
-            fate = "played again at no further cost" if _repeats(experiment, engine) else "lost"
-            what += f"; rounds {done + 1} to {spent} are spent and {fate}"
-        _print_fact(console, "resume", what)
-        return _run_in(folder, experiment, engine, ledger, checkpoint, console)
-
-
-def _checkpoint_of(
-    folder: Path, experiment: Experiment, engine: Engine, ledger: Ledger
-) -> Checkpoint | None:
-    """Where the run in `folder` goes on; None if it was interrupted before its first round.
-
-    Raises:
-        CheckpointError: see `resume_run`.
-    """
-    path = folder / "checkpoint.pt"
-    if not ledger.entries and not path.exists():
-        return None
-    checkpoint = load_checkpoint(path)
-    if checkpoint.run_id != ledger.run_id:
-        raise CheckpointError(
-            f"checkpoint {path} is of run {checkpoint.run_id}, the ledger of run {ledger.run_id}"
-        )
-    for name, here in _origin(experiment, engine).items():
-        if (before := checkpoint.origin.get(name)) != here:
-            raise CheckpointError(
-                f"checkpoint {path} was made with {name} {before}, it cannot go on with {here}"
-            )
-    try:
-        experiment.make_model().load_state_dict(checkpoint.model)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"checkpoint {path} does not fit model {experiment.config.model.name}: its code has "
-            "changed since the run began"
-        ) from error
-    return checkpoint
-
-
-def _origin(experiment: Experiment, engine: Engine) -> dict[str, str]:
-    """What decides a run's numbers beside its plan: a spent round is played again only with it."""
-    config = experiment.config
-    threads = max(1, int(config.simulation.cpus_per_node))
-    alike = dict.fromkeys(_MAY_CHANGE) | {"cpus_per_node": threads}
-    simulation = config.simulation.model_copy(update=alike)
-    numbers = dumps(config.model_copy(update={"simulation": simulation}))
-    configuration = hashlib.sha256(numbers.encode()).hexdigest()[:12]
-    versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
-    origin = {"config.toml": configuration, "nodes": engine.nodes, **versions}
-    data = config.data
-    if data.dataset not in DATASETS or data.features is not None:  # they may change
-        names = " ".join(filter(None, (data.dataset, data.features)))
-        origin[f"data.dataset {names}"] = dataset_digest(experiment.dataset)[:12]
-    return origin
-
-
-def _prepare(config: Config, make_engine: MakeEngine | None) -> tuple[Experiment, Engine]:
-    """The experiment, and the engine that will run it."""
-    experiment = prepare(config)
-    return experiment, (make_engine or ENGINES[config.simulation.engine].load())(experiment)
-
-
-def _repeats(experiment: Experiment, engine: Engine) -> bool:
-    """Whether a round played again from the same model makes the same release, bit for bit."""
-    return experiment.seed is not None and engine.repeats_releases
-
-
-def _run_in(
-    folder: Path,
-    experiment: Experiment,
-    engine: Engine,
-    ledger: Ledger,
-    checkpoint: Checkpoint | None,
-    console: Console,
-) -> RunResult:
-    """Trains and reports, in a folder whose ledger is held."""
-    config, plan = experiment.config, experiment.plan
-    training = TrainingSettings(
-        plan=plan,
-        ledger=ledger,
-        make_model=experiment.make_model,
-        load_test=experiment.load_test,
-        optimiser=experiment.optimiser,
-        folder=folder,
-        evaluate_every=config.training.evaluate_every,
-        checkpoint_every=config.training.checkpoint_every,
-        origin=_origin(experiment, engine),
-        reproducible=_repeats(experiment, engine),
-        checkpoint=checkpoint,
-    )
-    recorder = RunRecorder(folder, plan)
-    stop = threading.Event()
-    progress = RoundProgress(console, experiment.halting_round, plan.target_epsilon)
-
-    def observe(record: RoundRecord) -> None:
-        recorder(record)
-        blanket = recorder.rows[-1]["epsilons"]["blanket"]
-        progress(record, None if plan.accountant == "blanket" else blanket)
-
-    (folder / "summary.json").unlink(missing_ok=True)  # of an earlier end, before it was resumed
-    try:
-        with interrupts(stop), progress:
-            result = engine.run(training, observe, stop)
-    except BaseException:
-        _tell_what_was_spent(console, folder)
-        raise
-    finally:
-        recorder.close()
-    summary = summarise(result, experiment, engine, recorder)
-    (folder / "summary.json").write_bytes(to_json(summary, indent=2, inf_nan_mode="null") + b"\n")
-    print_summary(console, summary, engine, folder)
-    plot_accuracy_epsilon(recorder.rows, plan, folder / "accuracy_epsilon.png")
-    return result
+    return load(str(folder / "config.toml"))
 
 
 def _tell_what_was_spent(console: Console, folder: Path) -> None:
@@ -277,7 +274,6 @@ def make_folder(runs: Path, experiment: Experiment) -> Path:
             folder = folder.with_name(f"{stem}-{number}")
     (folder / "config.toml").write_text(dumps(experiment.config), encoding="utf-8")
     (folder / "plan.json").write_text(experiment.plan.to_json(), encoding="utf-8")
-    note_start(folder)
     return folder
 
 

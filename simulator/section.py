@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pkgutil
 import sys
@@ -13,12 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shufl.accounting import lines
+from shufl.accounting.validation import ConfigError as ConfigError
 from shufl.accounting.validation import Record
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be run; one line says which value, and what is allowed."""
-
 
 READERS_ERRORS = (Exception, SystemExit)
 """What code of the reader's may raise: `sys.exit()` would end the command without a word."""
@@ -35,6 +32,64 @@ def make_importable(folders: Iterable[str | Path]) -> None:
             sys.path.append(folder)
 
 
+class Carried(str):
+    """The name of an object of the reader's program, which it brings along to other processes.
+
+    It stands in a configuration where else a name does. Functions and classes of a notebook go
+    with it, by cloudpickle; a process opens it when it is first asked for, because the reader's
+    modules may have to be made importable before. `put_in_ray` has it travel as a reference.
+    """
+
+    def __new__(cls, name: str, value: Any = None, packed: Any = None) -> Carried:
+        """Names an object, given as it is or as `packed`, what `_pack` or Ray made of it."""
+        self = super().__new__(cls, name if is_carried(name) else _CARRIED + name)
+        self._packed = packed
+        if packed is None:
+            self.value = value
+        return self
+
+    @functools.cached_property
+    def value(self) -> Any:
+        """The object."""
+        import cloudpickle
+
+        if not isinstance(self._packed, bytes):
+            import ray
+
+            return cloudpickle.loads(ray.get(self._packed))
+        return cloudpickle.loads(self._packed)
+
+    def put_in_ray(self) -> None:
+        """Puts the object in the Ray that has been started, once for all who are sent it."""
+        import ray
+
+        self._packed = ray.put(self._pack())
+
+    def _pack(self) -> bytes:
+        """Raises ConfigError if the object holds what cannot leave this process."""
+        import cloudpickle
+
+        with readers_code(f"{self} cannot be sent to another process"):
+            packed: bytes = cloudpickle.dumps(self.value)
+        return packed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Carried, (str(self), None, self._pack() if self._packed is None else self._packed)
+
+    __hash__ = object.__hash__  # two objects of one name are two
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+_CARRIED = "object:"
+
+
+def is_carried(name: str) -> bool:
+    """Whether a configuration's name is one of an object, be the object there or not."""
+    return name.startswith(_CARRIED)
+
+
 def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     """What a configuration means by `name`: an entry of `known`, or `module:callable`, imported.
 
@@ -43,6 +98,13 @@ def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: it is neither.
     """
+    if isinstance(name, Carried):
+        return name.value
+    if is_carried(name):
+        raise ConfigError(
+            f"{kind} {name} is an object of a Python program: shufl.resume, given that object, "
+            "goes on with a run of it"
+        )
     meant = known.get(name, name)
     if not isinstance(meant, str):
         return meant

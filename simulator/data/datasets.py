@@ -186,7 +186,7 @@ def load_dataset(name: str) -> Dataset:
     """
     make = find("data.dataset", name, DATASETS)
     with readers_code(f"data.dataset {name} could not be loaded"):
-        dataset = make()
+        dataset = make() if callable(make) else make
         if isinstance(dataset, Dataset):
             dataset = _without_numpy(dataset)
     if (mistake := _mistake(dataset)) is not None:
@@ -223,7 +223,7 @@ _TO_FLOAT32 = "x.float() (a model of token ids then begins with x.long())"
 def _mistake(dataset: Any) -> str | None:
     """What is wrong with something that should be a dataset, or None."""
     if not isinstance(dataset, Dataset):
-        return f"must return a shufl.simulator.data.datasets.Dataset, got {type(dataset).__name__}"
+        return f"must be a shufl.Dataset or return one, got {type(dataset).__name__}"
     if type(dataset.classes) is not int or dataset.classes < 1:
         return f"must have classes, a whole number of at least 1, got {dataset.classes!r}"
     for part in ("train", "test"):

@@ -7,16 +7,17 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from unittest import mock
 
 from shufl.simulator.logs import log_handler
 from shufl.simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
-    from shufl.server import RoundRecord, RunResult, TrainingSettings
+    from shufl.server import Observe, RunEnd, TrainingSettings
     from shufl.simulator.experiment import Experiment
 
 
@@ -55,9 +56,9 @@ class Engine(Protocol):
     def run(
         self,
         training: TrainingSettings,
-        observe: Callable[[RoundRecord], None],
+        observe: Observe,
         stop: threading.Event,
-    ) -> RunResult:
+    ) -> RunEnd:
         """Plays rounds until the budget, the plan's last round, or an interrupt.
 
         Args:
@@ -109,31 +110,35 @@ def check_cluster() -> None:
 def running_ray(log_file: Path) -> Iterator[None]:
     """Connects to the cluster at RAY_ADDRESS if that is set, else starts a Ray of our own.
 
-    What Ray would print among a run's own lines, and what its workers print, goes to a file.
-
-    Ray's workers find our packages first, then whatever this process finds. Ray puts the working
-    directory of `ray.init` at the head of its workers' path: there a user's folder named `server`
-    would hide ours. So it is ours while Ray starts.
+    A Ray that this program has started already, as in a notebook, is used as it is and goes on.
+    What another would print among a run's own lines, and what its workers print, goes to a file.
 
     Raises:
         ConfigError: no Ray answers at RAY_ADDRESS.
         EngineFailed: Ray does not start, as on a machine so busy that it takes half a minute.
     """
-    check_cluster()
     import ray
     from ray._private import worker
+
+    if ray.is_initialized():
+        with mock.patch.object(ray, "shutdown"):  # which Flower's engine calls at its end
+            yield
+        return
+    check_cluster()
 
     def write(data: dict[str, Any], ignore_prefix: bool) -> None:
         if data["pid"] != "autoscaler":  # which says every five seconds that nothing has changed
             with log_file.open("a", encoding="utf-8") as file:
                 file.writelines(f"({data['pid']}) {line}\n" for line in data["lines"])
 
-    worker.print_to_stdstream = write  # Ray has no setting for where this goes
     # Without an address Ray would look for a cluster that somebody else has started here.
     address = os.environ.get("RAY_ADDRESS") or "local"
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     options |= {"logging_level": logging.WARNING, "log_to_driver": "://" not in address}
-    with logs_to(log_file, "ray"):
+    with (
+        logs_to(log_file, "ray"),
+        mock.patch.object(worker, "print_to_stdstream", write),  # Ray has no setting for this
+    ):
         try:
             ray.init(address, **options)
         except Exception as error:  # Ray's own has no class of its own

@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shufl.simulator.engine_table import Precision
 from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
-from shufl.simulator.engines.table import Precision
 
 _T = torch.Tensor
 _P = torch.Tensor | None  # a parameter, if there is one

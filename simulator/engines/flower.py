@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +21,9 @@ from shufl.accounting.mechanisms import seed_of_shuffler
 from shufl.clients import ClientSettings, DeviceLedger, make_client_app
 from shufl.server import (
     NodeFailed,
+    Observe,
     RoundFailed,
-    RoundRecord,
-    RunResult,
+    RunEnd,
     ServerSettings,
     TrainingSettings,
     make_server_app,
@@ -87,6 +86,7 @@ class FlowerEngine:
         check_cluster()
         self.repeats_releases = simulation.reply_after == 0
         self._keys, self._shuffler = simulation, experiment.config.shuffler
+        self._carried = experiment.carried
         self._seed = experiment.seed
         self._client_settings = functools.partial(
             ClientSettings,
@@ -102,13 +102,13 @@ class FlowerEngine:
     def run(
         self,
         training: TrainingSettings,
-        observe: Callable[[RoundRecord], None],
+        observe: Observe,
         stop: threading.Event,
-    ) -> RunResult:
+    ) -> RunEnd:
         """Starts the shufflers, then Flower, and waits for the end."""
         keep_freed_memory()
         keys, folder = self._keys, training.folder
-        results: list[RunResult] = []
+        results: list[RunEnd] = []
         with ExitStack() as stack:
             stack.enter_context(logs_to(folder / "server.log", "shufl.server"))
             # Gone with this run: one that is resumed plays rounds again, with the same coins.
@@ -121,6 +121,8 @@ class FlowerEngine:
                 each.start()
             stack.enter_context(running_ray(folder / "ray.log"))  # starts meanwhile
             stack.enter_context(interrupts(stop))
+            for carried in self._carried:  # Flower sends its app with every message
+                carried.put_in_ray()
             for each in shufflers:
                 each.wait()
             server_app = make_server_app(

@@ -19,7 +19,7 @@ from torch import nn
 
 from shufl.simulator.data.partition import PartitionedRecords
 from shufl.simulator.engines.base import EngineFailed, running_ray
-from shufl.simulator.engines.vectorised import Blankets, ReportSum, SumReports, VectorisedSettings
+from shufl.simulator.engines.report_sum import Blankets, ReportSum, SumReports, VectorisedSettings
 from shufl.simulator.section import make_importable
 
 _START_SECONDS = 600.0

@@ -20,6 +20,7 @@ from torch import nn
 from torch.func import functional_call
 
 from shufl.clients import LocalTraining, ModuleState, user_updates
+from shufl.simulator.engine_table import Precision
 from shufl.simulator.engines.book_keeping import autocast, gradients_of_users, names_of
 from shufl.simulator.engines.gradient_forms import (
     FLOAT32,
@@ -32,7 +33,6 @@ from shufl.simulator.engines.gradient_forms import (
     scaled_sum,
     weighted_sum,
 )
-from shufl.simulator.engines.table import Precision
 from shufl.simulator.models import seeded
 from shufl.simulator.trial import agrees_one_by_one, made_up
 

@@ -22,7 +22,7 @@ from shufl.simulator.experiment import prepare
 from shufl.simulator.grid.central import Reference
 from shufl.simulator.grid.settings import Point
 from shufl.simulator.records import MetricsError, provenance, read_rows
-from shufl.simulator.run import resume_run, run
+from shufl.simulator.run import Run
 
 _RESULT = "result.json"
 
@@ -131,15 +131,15 @@ def _played(point: Point, folder: Path) -> Path:
     console = Console(quiet=True)
     for begun in sorted(folder.glob("*/checkpoint.pt")):
         try:
-            resume_run(begun.parent, console)
+            Run.of(begun.parent, console).train()
             return begun.parent
         except (CheckpointError, MetricsError):  # as after an update; it is played anew
             pass
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    run(point.config, folder, console)
-    (played,) = folder.iterdir()
-    return played
+    run = Run.new(point.config, folder, console)
+    run.train()
+    return run.folder
 
 
 def _outcome(played: Path) -> dict[str, Any]:

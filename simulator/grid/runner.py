@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import sys
 import threading
 import time
@@ -10,13 +11,57 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shufl.accounting import validation
 from shufl.simulator.console import Console
 from shufl.simulator.engines.base import EngineFailed, interrupts, running_ray
+from shufl.simulator.grid.page import finished, keep_grid, write_page
 from shufl.simulator.grid.points import check, play, read_result
-from shufl.simulator.grid.settings import Point
+from shufl.simulator.grid.rows import take_over_rows
+from shufl.simulator.grid.settings import Point, load_grid
 from shufl.simulator.section import ConfigError, make_importable, one_line
 
 _POLL_SECONDS = 0.5  # between looks at whether an interrupt came
+
+
+def play_grid(
+    source: str, results: Path, pages: Path | None, cpus: int, console: Console
+) -> tuple[list[dict[str, Any]], Path, dict[str, str]]:
+    """Plays a grid, or goes on with it, and writes its table and its page.
+
+    Args:
+        source: a TOML file, or the name of a grid that ships with shufl.
+        results: the grid has its folder there.
+        pages: where table and page go, and whose table spares points; None: the grid's folder.
+
+    Returns:
+        What each finished point came to; the page; why points failed, by what they are called.
+
+    Raises:
+        ConfigError: as `play_points`; or another process is at work in the folder.
+        EngineFailed, KeyboardInterrupt: as `play_points`.
+    """
+    validation.integer("cpus", cpus, 1)
+    name, settings = load_grid(source)
+    points = settings.points()
+    folder = results.absolute() / name
+    folder.mkdir(parents=True, exist_ok=True)
+    failed: dict[str, str] = {}
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another shufl experiment is at work in {folder}") from None
+        if pages is not None:
+            take_over_rows(pages / f"{name}.csv", points, folder)
+        keep_grid(settings, folder, failed)
+        try:
+            play_points(points, folder, cpus, console, failed)
+        finally:
+            keep_grid(settings, folder, failed)
+            done = finished(points, folder)
+            if failed or done:  # else an older page stays
+                page = write_page(name, settings, points, folder, pages or folder, failed)
+    return [result for _, result in done], page, failed
 
 
 def play_points(

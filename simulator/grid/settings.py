@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from shufl.accounting.validation import first_mistake, read_toml
@@ -113,7 +112,7 @@ class Grid(Section):
         own = series.each[index] if series.each else {}
         settings = self.settings | series.settings | own | {self.across: value, "seed": seed}
         try:
-            config = load(self.base, [_override(key, given) for key, given in settings.items()])
+            config = load(self.base, settings)
         except ConfigError as error:
             raise ConfigError(
                 f"series {series.name}, {self.across} = {shown(value)}: {error}"
@@ -195,7 +194,3 @@ def load_grid(source: str) -> tuple[str, Grid]:
         raise ConfigError(f"{source}: {first_mistake(error, Grid)}") from None
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _override(key: str, value: Any) -> str:
-    return tomli_w.dumps({"value": value}).replace("value", key, 1).strip()

@@ -25,6 +25,7 @@ from client_world import (
 from shufl.accounting import rounds_within_budget
 from shufl.accounting.mechanisms import SeededRandomness
 from shufl.clients import DeviceLedger, LocalTraining, ReportFailed, RoundRefused, local_update
+from shufl.clients import app as client_app
 from shufl.clients.update import user_updates
 from shufl.shuffler import (
     ControlClient,
@@ -339,3 +340,15 @@ def test_a_user_whose_update_fails_reports_all_the_same_and_so_do_those_after_it
     reports = np.array(round.released())
     assert len(reports) == 4  # of users 1, 4, 7 and 10
     assert (np.linalg.norm(reports, axis=1) > 5).all()  # noise z = 2 in each of 82 entries
+
+
+def test_a_process_keeps_the_node_of_its_last_run_and_closes_the_one_before(make_round):
+    rounds = [make_round(run_id=name).open() for name in ("one", "other")]
+    for round in rounds:
+        round.announce()
+        (node,) = client_app._nodes.values()
+        assert node.settings.run_id == round.settings.run_id
+        if round is rounds[0]:
+            first = node._intakes[0].connected()
+    with pytest.raises(ValueError, match="closed channel"):
+        first.unary_unary("/any/call")(b"")

@@ -20,7 +20,7 @@ from shufl.shuffler import ShufflerProcess
 from shufl.simulator.canary import likelihood_score, projections, run_canary
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.experiment import prepare
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
 ALONE = make_plan(
     users=40,
@@ -186,7 +186,7 @@ def test_a_third_of_the_users_silent_the_run_trains_to_its_budget(tmp_path):
     """`blanket` counts on nobody else; who counts on others has no ε."""
     config = blankets_config(tmp_path, rounds=12)
     silent = ["simulation.engine=vectorised", "simulation.silent=0.33"]
-    run(load(str(config), silent), tmp_path / "runs", Console(quiet=True))
+    Run.new(load(str(config), silent), tmp_path / "runs", Console(quiet=True)).train()
     folder = only_folder(tmp_path / "runs")
     rows, _ = rows_and_model(folder)
     summary = json.loads((folder / "summary.json").read_text())
@@ -230,7 +230,7 @@ def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
     result = shufl("run", config, "--runs", tmp_path / "flower")
     assert result.returncode == 0, result.stderr
     vectorised = load(str(config), ["simulation.engine=vectorised"])
-    run(vectorised, tmp_path / "vectorised", Console(quiet=True))
+    Run.new(vectorised, tmp_path / "vectorised", Console(quiet=True)).train()
     for engine in ("flower", "vectorised"):
         found[engine] = rows_and_model(only_folder(tmp_path / engine))
     _, model = found["flower"]

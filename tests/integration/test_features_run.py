@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from run_world import json_lines, model_of, only_folder, shufl, tiny_config
 from shufl.simulator.data import features
-from shufl.simulator.run import resume_run
+from shufl.simulator.run import Run
 
 MODULE = "def halved(records):\n    return records.flatten(1) / FACTOR\n"
 
@@ -49,7 +49,7 @@ def test_both_engines_train_on_the_same_features(place):
 def test_a_run_is_resumed_with_the_same_features_only(place, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(place), prepend=":")
     folder = finished(place, "runs", "data.features=maps:halved", "simulation.engine=vectorised")
-    assert resume_run(folder, Console(quiet=True)).rounds == 6
+    assert Run.of(folder, Console(quiet=True)).train().rounds == 6
     (place / "maps.py").write_text(MODULE.replace("FACTOR", "3"))
     result = shufl("run", "--resume", folder)
     assert result.returncode != 0

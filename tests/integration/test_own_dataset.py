@@ -17,7 +17,7 @@ from shufl.simulator.config import load
 from shufl.simulator.data.datasets import load_dataset
 from shufl.simulator.data.features import data_digest
 from shufl.simulator.data.partition import load_user_records
-from shufl.simulator.run import resume_run, run
+from shufl.simulator.run import Run
 from shufl.simulator.section import ConfigError
 
 MODULE = """
@@ -98,12 +98,12 @@ def test_both_engines_train_on_it_in_processes_of_their_own(place):
 def test_a_run_is_resumed_with_the_same_records_only(place):
     folder = finished(place, "runs", "simulation.engine=vectorised")
     before = model_of(folder)
-    assert resume_run(folder, Console(quiet=True)).rounds == 6
+    assert Run.of(folder, Console(quiet=True)).train().rounds == 6
     assert all(torch.equal(before[name], value) for name, value in model_of(folder).items())
     write_records(place, seed=1)
     load_dataset.cache_clear()
     with pytest.raises(CheckpointError, match=r"made with data.dataset blobs:blobs .*, it cannot"):
-        resume_run(folder, Console(quiet=True))
+        Run.of(folder, Console(quiet=True)).train()
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,6 @@ def test_an_error_says_in_which_file_and_line(place, name, message):
 def test_a_run_begins_with_how_the_records_are_shared(place):
     console = Console(record=True, quiet=False, width=200, file=io.StringIO())
     sets = ["simulation.engine=vectorised", "data.users=60", "privacy.rounds=1"]
-    run(load(str(tiny_config(place, 1)), sets), place / "runs", console)
+    Run.new(load(str(tiny_config(place, 1)), sets), place / "runs", console).train()
     line = "data digits, 60 users, 23 of 1437 records each (57 records are unused); mlp"
     assert line in " ".join(console.export_text().split())

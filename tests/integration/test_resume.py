@@ -24,7 +24,7 @@ from shufl.server import CheckpointError, load_checkpoint
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines.vectorised import VectorisedEngine
 from shufl.simulator.records import MetricsError, read_starts
-from shufl.simulator.run import begin_run, resume_run, run
+from shufl.simulator.run import Run
 from tiny_disk import tiny_disk_at
 
 ROUNDS = 90
@@ -42,7 +42,7 @@ def in_process(tmp_path, *overrides):
     runs = tmp_path / "whole"
     runs.mkdir()
     config = load(str(tiny_config(tmp_path, 3)), [*SETTINGS, *overrides])
-    run(config, runs, Console(quiet=True))
+    Run.new(config, runs, Console(quiet=True)).train()
     return only_folder(runs)
 
 
@@ -80,7 +80,7 @@ def tensorboard_steps(folder):
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_model_of_one_never_killed(tmp_path):
     whole, folder = in_process(tmp_path), killed_at_random(tmp_path)
-    resume_run(folder, Console(quiet=True))
+    Run.of(folder, Console(quiet=True)).train()
     assert same_model(whole, folder)
     ledgers = [Ledger.read(path / "ledger.jsonl") for path in (whole, folder)]
     assert [e.round for e in ledgers[1].entries] == [e.round for e in ledgers[0].entries]
@@ -115,7 +115,7 @@ def test_a_finished_run_resumed_stays_as_it_is(five, tmp_path):
     before = {name: (folder / name).read_bytes() for name in kept}
     with (folder / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"round": 5, "eps')  # cut short by a crash
-    assert resume_run(folder, Console(quiet=True)).rounds == 5
+    assert Run.of(folder, Console(quiet=True)).train().rounds == 5
     assert {name: (folder / name).read_bytes() for name in kept} == before
 
 
@@ -131,7 +131,7 @@ def test_a_disk_too_full_for_a_checkpoint_ends_the_run_in_one_line(tmp_path):
     assert line.startswith("error: ") and line.endswith("checkpoint.pt: No space left on device")
     assert "ended early: 2 rounds spent" in result.stdout
     assert not (folder / "checkpoint.tmp").exists()
-    assert resume_run(folder, Console(quiet=True)).rounds == 4
+    assert Run.of(folder, Console(quiet=True)).train().rounds == 4
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def other_layers(folder, tmp_path):
         (other_plan, LedgerError, "ledger .* belongs to plan .*, not"),
         (other_seed, CheckpointError, "made with config.toml .*, it cannot go on with"),
         (no_configuration, ConfigError, "a run folder has a config.toml, .* has none"),
-        (no_ledger, LedgerError, "cannot open ledger .*: No such file"),
+        (no_ledger, LedgerError, "tells of round 5: it lacks rounds"),
         (damaged_ledger, LedgerError, "ledger .* is damaged at line 3"),
         (shorter_ledger, LedgerError, r"ends at round 2, but metrics.jsonl tells of round 5"),
         (no_checkpoint, CheckpointError, "checkpoint .* is missing"),
@@ -237,7 +237,7 @@ def test_what_is_not_this_run_is_refused_and_left_alone(five, tmp_path, spoil, e
     spoil(folder, tmp_path)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(error, match=message) as raised:
-        resume_run(folder, Console(quiet=True))
+        Run.of(folder, Console(quiet=True)).train()
     assert "\n" not in str(raised.value)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -269,7 +269,7 @@ def test_a_ledger_that_was_cut_is_refused_whatever_else_is_left(five, tmp_path, 
     ledger.unlink()  # a page may be made before the first round, and a deployed run begin
     assert "tells of round 5" in CliRunner().invoke(app, ["report", str(folder)]).stderr
     with pytest.raises(LedgerError, match="tells of round 5"):
-        begin_run(folder, Console(quiet=True), VectorisedEngine)
+        Run.of(folder, Console(quiet=True), VectorisedEngine).train()
     assert not ledger.exists()
 
 
@@ -278,7 +278,7 @@ def test_a_run_at_work_cannot_be_resumed_a_second_time(long_vectorised_run):
     run = long_vectorised_run
     run.wait_for_rounds(1)
     with pytest.raises(LedgerError, match=r"ledger .* is in use by another process"):
-        resume_run(run.folder, Console(quiet=True))
+        Run.of(run.folder, Console(quiet=True)).train()
     assert run.process.poll() is None
 
 

@@ -29,9 +29,10 @@ from shufl.accounting.mechanisms import SeededRandomness
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines import EngineFailed, base
 from shufl.simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
-from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine
+from shufl.simulator.engines.report_sum import ReportSum
+from shufl.simulator.engines.vectorised import VectorisedEngine
 from shufl.simulator.experiment import prepare
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
 HERE = Path(__file__).parent
 VECTORISED = "simulation.engine=vectorised"
@@ -107,7 +108,7 @@ def test_killed_workers_change_nothing(tmp_path, monkeypatch):
     folder = only_folder(tmp_path / "runs")
     config = load(str(folder / "config.toml"), ["simulation.workers=1"])
     (tmp_path / "alone").mkdir()
-    run(config, tmp_path / "alone", Console(quiet=True))
+    Run.new(config, tmp_path / "alone", Console(quiet=True)).train()
     alone = only_folder(tmp_path / "alone")
     assert same_model(folder, alone)
     ledgers = [Ledger.read(path / "ledger.jsonl").entries for path in (folder, alone)]
@@ -214,6 +215,6 @@ def test_a_ray_address_without_a_cluster_is_one_line_before_any_work(
     config = load(str(tiny_config(tmp_path, 4)), settings)
     message = f"^RAY_ADDRESS must name a running cluster, got {given}: .+$"
     with pytest.raises(ConfigError, match=message) as raised:
-        run(config, tmp_path / "none", Console(quiet=True))
+        Run.new(config, tmp_path / "none", Console(quiet=True)).train()
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 200
     assert not (tmp_path / "none").exists()

@@ -67,14 +67,14 @@ def train(
             checkpoint_every=5, origin={}, reproducible=reproducible,
             checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
         )  # fmt: skip
-        rounds = []
-
-        def keep(record):
+        rounds, training = [], Training(settings)
+        for round in training.rounds():
+            if stop(len(rounds)):
+                break
+            record = training.end(round, engine(round, training.begin(round)))
             observe(record.round)
             rounds.append(record.round)
-
-        result = Training(settings).run(engine, keep, lambda: stop(len(rounds)))
-        return result, rounds
+        return training.finish(), rounds
 
 
 class FailsInEvaluation(nn.Linear):

@@ -8,10 +8,11 @@ import sys
 import pytest
 from rich.console import Console
 
+from run_world import LIMIT
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines import ENGINES
 from shufl.simulator.engines.flower import FlowerEngine
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
 SILENT = """
 import sys
@@ -36,18 +37,21 @@ class SilentEngine:
         def play(round, model):
             return PlayedRound("below-minimum", None, self._users, 0)
 
-        return Training(training).run(play, observe, stop.is_set)
+        run = Training(training)
+        for round in run.rounds():
+            observe(run.end(round, play(round, run.begin(round))), run.result)
+        return run.finish()
 
 ENGINES["silent"] = EngineEntry(SilentEngine, SilentKeys, not_ignored=("hush",))
 
 from shufl.simulator.config import ConfigError, load
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
-run(
+Run.new(
     load("quickstart", ["simulation.engine=silent", "simulation.hush=3", "privacy.rounds=2"]),
     Path(sys.argv[1]),
     Console(),
-)
+).train()
 try:
     load("quickstart", ["simulation.hush=3"])
 except ConfigError as error:
@@ -58,7 +62,7 @@ except ConfigError as error:
 @pytest.mark.slow
 def test_an_engine_in_the_table_can_be_configured_run_and_reported(tmp_path):
     command = [sys.executable, "-c", SILENT, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode == 0, result.stderr
     assert "engine   silent, hush 3\n" in result.stdout
     assert "simulation.hush must be 1 for engine flower, got 3" in result.stdout
@@ -102,5 +106,5 @@ def test_rounds_are_played_again_only_where_they_end_the_same(
     started = dataclasses.replace(ENGINES["flower"], engine=StartedEngine)
     monkeypatch.setitem(ENGINES, "flower", started)
     with pytest.raises(Started) as started:
-        run(load("quickstart", [setting]), tmp_path, Console(quiet=True))
+        Run.new(load("quickstart", [setting]), tmp_path, Console(quiet=True)).train()
     assert started.value.args == (repeats,)

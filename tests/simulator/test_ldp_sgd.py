@@ -12,7 +12,8 @@ from shufl.accounting.mechanisms import SeededRandomness, clip
 from shufl.cli.__main__ import app
 from shufl.clients import local_update
 from shufl.simulator.config import ConfigError, load
-from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
+from shufl.simulator.engines.report_sum import ReportSum
+from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
 from shufl.simulator.experiment import prepare
 
 USERS, RATE, CLIP = 80, 0.5, 0.3

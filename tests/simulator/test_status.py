@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from shufl.accounting import Ledger
 from shufl.cli.__main__ import app
 from shufl.simulator.config import load
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
         "quickstart",
         ["simulation.engine=vectorised", "privacy.rounds=2", "training.evaluate_every=2"],
     )
-    run(config, runs, Console(quiet=True))
+    Run.new(config, runs, Console(quiet=True)).train()
     (found,) = runs.iterdir()
     return found
 

@@ -27,10 +27,11 @@ from shufl.server import RoundFailed
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.data.partition import PartitionedRecords
 from shufl.simulator.engines import vectorised
-from shufl.simulator.engines.vectorised import ReportSum, VectorisedEngine, VectorisedRounds
+from shufl.simulator.engines.report_sum import ReportSum
+from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
 from shufl.simulator.experiment import prepare
 from shufl.simulator.models import mlp
-from shufl.simulator.run import run
+from shufl.simulator.run import Run
 
 USERS, RATE, NOISE, CLIP = 60, 0.5, 1.0, 0.3
 SETTINGS = [
@@ -63,7 +64,7 @@ def checked_in(round):
 
 
 def run_folder(tmp_path, *overrides):
-    run(load("quickstart", [*SETTINGS, *overrides]), tmp_path, Console(quiet=True))
+    Run.new(load("quickstart", [*SETTINGS, *overrides]), tmp_path, Console(quiet=True)).train()
     (folder,) = tmp_path.iterdir()
     return folder
 

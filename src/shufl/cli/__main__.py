@@ -129,7 +129,7 @@ def _run(
     from shufl.simulator.console import Console
     from shufl.simulator.engines import EngineFailed
     from shufl.simulator.records import MetricsError
-    from shufl.simulator.run import resume_run, run
+    from shufl.simulator.run import Run
 
     ends_early = (
         CheckpointError,
@@ -148,9 +148,9 @@ def _run(
             assert resume is not None
             return resume_on(*on, resume)
         if loaded is not None:
-            return run(loaded, runs, Console()).stopped_by
+            return Run.new(loaded, runs, Console()).train().stopped_by
         assert resume is not None
-        return resume_run(resume, Console()).stopped_by
+        return Run.of(resume, Console()).train().stopped_by
     except ConfigError as error:
         fail(error)
     except (*ends_early, OSError, OutOfMemoryError) as error:

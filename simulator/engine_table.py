@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from shufl.accounting.validation import Count, Seconds
-from shufl.simulator.section import Section, find
-
-if TYPE_CHECKING:
-    from shufl.simulator.engines.base import Engine
+from shufl.simulator.section import Section
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -51,14 +49,13 @@ class EngineEntry:
             the rest, refuses a value of these that is not the default.
     """
 
-    engine: str | type[Engine]
+    engine: str | type
     keys: type[Section]
     not_ignored: tuple[str, ...] = ()
 
-    def load(self) -> type[Engine]:
+    def load(self) -> Any:
         """The engine's class, imported."""
-        loaded: type[Engine] = find("engine", "it", {"it": self.engine})
-        return loaded
+        return pkgutil.resolve_name(self.engine) if isinstance(self.engine, str) else self.engine
 
 
 ENGINES = {

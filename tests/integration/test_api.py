@@ -1,0 +1,281 @@
+"""`import shufl` in scripts and notebooks, among files of any name: runs of objects, mistakes."""
+
+import doctest
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from torch import nn
+from typer.testing import CliRunner
+
+import shufl
+from run_world import LIMIT, only_folder, same_model
+from shufl import api
+from shufl.accounting import GaussianMechanism, calibration, plan
+from shufl.cli.__main__ import app
+from shufl.server import CheckpointError
+from shufl.simulator.data.datasets import load_dataset
+
+ROUNDS = 4
+CHANGES = {
+    "privacy.rounds": ROUNDS, "privacy.target_epsilon": 1e4, "privacy.minimum_batch": 1,
+    "privacy.accountant": "blanket", "training.learning_rate": 0.5, "simulation.nodes": 2,
+}  # fmt: skip
+QUICK = CHANGES | {"simulation.engine": "vectorised"}
+
+TRAPS = "server.py", "clients/__init__.py", "accounting.py", "configs/__init__.py", "simulator.py"
+
+SCRIPT = """
+import json, sys
+import shufl
+heavy = [name for name in ("numpy", "torch", "flwr", "ray") if name in sys.modules]
+
+import torch
+from torch import nn
+from tools import scaled  # a module of the reader's, in the script's folder
+
+class Net(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.linear = nn.Linear(shape[0], classes)
+
+    def forward(self, records):
+        return self.linear(scaled(records))
+
+def data():
+    records = torch.randn(30_100, 6, generator=torch.Generator().manual_seed(0))
+    labels = (records[:, 0] > 0).long()
+    return shufl.Dataset(records[:200], labels[:200], records[200:], labels[200:], classes=2)
+
+def bytes_of_a_message(changes):
+    "What Flower pickles for every message, before and after the data are in Ray."
+    from ray import cloudpickle
+    from shufl import api
+    from shufl.simulator.config import load
+    from shufl.simulator.engines.flower import FlowerEngine
+    from shufl.simulator.experiment import prepare
+
+    config = api._with(load("quickstart", changes), api._carried(data(), Net))
+    engine = FlowerEngine(prepare(config))
+    settings = engine._client_settings(run_id="run", shufflers=())
+    before = len(cloudpickle.dumps(settings))
+    for each in engine._carried:
+        each.put_in_ray()
+    packed = cloudpickle.dumps(settings)
+    features, _ = cloudpickle.loads(packed).load_users()(7)
+    assert torch.equal(features, settings.load_users()(7)[0])
+    return before, len(packed)
+
+def stop_in_round_2(result, model):
+    seen.append(isinstance(model, Net))
+    return shufl.STOP if len(result.metrics) == 2 else None
+
+if __name__ == "__main__":
+    changes, ray_is_ours, sizes = json.loads(sys.argv[1]), False, None
+    if sys.argv[2] == "ray":
+        import ray
+        ray.init(num_cpus=2, include_dashboard=False)
+    seen = []
+    run = shufl.run("quickstart", changes, dataset=data, model=Net, on_round=stop_in_round_2)
+    said = [run.epsilon["blanket"], run.epsilon_so_far["blanket"]]
+    scores = [run.score]
+    run = shufl.resume(run.folder, dataset=data(), model=Net, progress=False)
+    said += [run.epsilon["blanket"], run.epsilon_so_far["blanket"]]
+    scores += [run.score]
+    if sys.argv[2] == "ray":
+        ray_is_ours = ray.get(ray.remote(lambda: True).remote())
+        sizes = bytes_of_a_message(changes)
+    print(json.dumps([heavy, seen, said, scores, type(run.model).__name__, ray_is_ours, sizes]))
+"""
+
+
+@pytest.fixture
+def trapped(tmp_path):
+    """A folder with files of names that are also ours, none of which may be imported."""
+    for trap in TRAPS:
+        (tmp_path / trap).parent.mkdir(exist_ok=True)
+        (tmp_path / trap).write_text("raise SystemExit('this is the reader\\'s own')\n")
+    (tmp_path / "tools.py").write_text("def scaled(records):\n    return 2 * records\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "ray"),
+    [
+        ({}, "ray"),
+        ({"simulation.engine": "vectorised", "simulation.workers": 2}, ""),
+    ],
+    ids=["flower", "workers"],
+)
+def test_objects_of_a_script_go_into_every_process(trapped, engine, ray):
+    """Its Ray too: the one that the script has started is used, and goes on."""
+    (trapped / "go.py").write_text(SCRIPT)
+    command = [sys.executable, "go.py", json.dumps(CHANGES | engine), ray]
+    ended = subprocess.run(command, cwd=trapped, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    *told, sizes = json.loads(ended.stdout.splitlines()[-1])
+    heavy, seen, epsilons, scores, model, goes_on = told
+    assert (heavy, seen, model, goes_on) == ([], [True, True], "Net", bool(ray))
+    planned, so_far, *at_the_end = epsilons
+    assert so_far < planned and at_the_end == [planned, planned]  # a stop by results saves nothing
+    assert scores[1] > 0.6
+    if sizes:  # data travel as a reference
+        assert sizes[0] > 30_000 * 6 * 4 and sizes[1] < 20_000
+    assert "resumed after" not in ended.stdout  # progress=False says nothing
+
+    folder = only_folder(trapped / "runs")
+    refused = CliRunner().invoke(app, ["run", "--resume", str(folder)])
+    assert refused.exit_code == 2
+    (line,) = refused.stderr.splitlines()
+    assert "data.dataset object:data is an object of a Python program: shufl.resume" in line
+
+
+@pytest.fixture(scope="module")
+def of_objects(tmp_path_factory):
+    """A finished run on the records of digits as an object."""
+    digits = load_dataset("digits")
+    return shufl.run(
+        "quickstart", QUICK, dataset=digits, model=nn.Sequential(nn.Flatten(), zeros(64, 10)),
+        progress=False, runs=tmp_path_factory.mktemp("runs"),
+    )  # fmt: skip
+
+
+def zeros(inputs, outputs):
+    linear = nn.Linear(inputs, outputs)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+@pytest.mark.slow
+def test_a_run_of_objects_is_that_of_their_names(of_objects, tmp_path):
+    named = shufl.run("quickstart", QUICK, progress=False, runs=tmp_path)
+    assert same_model(named.folder, of_objects.folder)
+    assert named.epsilon == of_objects.epsilon == shufl.load_run(of_objects.folder).epsilon
+    assert named.score == of_objects.score == shufl.load_run(named.folder).score
+    assert [row["round"] for row in named.metrics] == list(range(1, ROUNDS + 1))
+    assert len(named.plot().axes[0].get_lines()) > 2
+    inputs = load_dataset("digits").inputs(load_dataset("digits").test_features)
+    for run in (shufl.load_run(named.folder), of_objects):
+        right = run.model(inputs).argmax(1) == load_dataset("digits").test_labels
+        assert float(right.float().mean()) == pytest.approx(run.score)
+    with pytest.raises(shufl.ConfigError, match="object:Dataset is an object of a Python program"):
+        _ = shufl.load_run(of_objects.folder).model
+
+
+@pytest.mark.slow
+def test_only_the_same_data_go_on(of_objects):
+    digits = load_dataset("digits")
+    model = nn.Sequential(nn.Flatten(), zeros(64, 10))
+    digits.test_features[0, 0, 0, 0] += 1.0  # the same object
+    try:
+        with pytest.raises(CheckpointError, match=r"made with data\.dataset object:Dataset "):
+            shufl.resume(of_objects.folder, dataset=digits, model=model, progress=False)
+    finally:
+        digits.test_features[0, 0, 0, 0] -= 1.0
+
+
+@pytest.mark.slow
+def test_what_on_round_raises_comes_out_as_it_is(tmp_path):
+    class Mine(Exception):
+        pass
+
+    def fail(result, model):
+        nn.init.zeros_(next(model.parameters()))  # a copy: the run's own stays as it is
+        if len(result.metrics) == 2:
+            raise Mine
+
+    with pytest.raises(Mine):
+        shufl.run("quickstart", QUICK, on_round=fail, progress=False, runs=tmp_path / "runs")
+    folder = only_folder(tmp_path / "runs")
+    run = shufl.load_run(folder)
+    assert run.epsilon_so_far["blanket"] < run.epsilon["blanket"]
+    went_on = shufl.resume(folder, progress=False)
+    never_failed = shufl.run("quickstart", QUICK, progress=False, runs=tmp_path / "other")
+    assert same_model(went_on.folder, never_failed.folder)
+    assert went_on.epsilon == never_failed.epsilon == run.epsilon
+
+
+LOCK = threading.Lock()
+
+
+def locked(shape, classes):
+    assert not LOCK.locked()
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as if it were a notebook's
+MECHANISM = GaussianMechanism(noise_multiplier=1.0)
+PLAN = {
+    "users": 10_000, "check_in_rate": 0.1, "mechanism": MECHANISM, "rounds": 50, "delta": 1e-5,
+    "target_epsilon": 1.0, "minimum_batch": 100, "shuffler_blankets": 500, "accountant": "blanket",
+}  # fmt: skip
+
+
+def test_calibrate_finds_the_least_noise():
+    given = shufl.PrivacyPlan(**PLAN)
+    found = shufl.calibrate(given, epsilon=0.5)
+    assert found.target_epsilon == 0.5 >= found.epsilon() == found.epsilon("blanket")
+    less = found.mechanism.replace(noise_multiplier=0.99 * found.mechanism.noise_multiplier)
+    assert found.replace(mechanism=less).epsilon("blanket") > 0.5
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda: shufl.run("quick"), "quick cannot be read"),
+        (lambda: shufl.run({"name": "x"}), "the configuration: privacy"),
+        (lambda: shufl.run("quickstart", {"privacy.round": 3}), "privacy.round"),
+        (
+            lambda: shufl.run("quickstart", dataset=[1]),
+            "object:list must be a shufl.Dataset or return one, got list",
+        ),
+        (lambda: shufl.run("quickstart", dataset=lambda: 1 / 0), "could not be made: division"),
+        (lambda: shufl.run("quickstart", QUICK, model=nn.Linear(3, 3)), "object:Linear could not"),
+        (lambda: shufl.run("quickstart", QUICK, model=3), "object:int could not be built"),
+        (lambda: shufl.run("quickstart", QUICK, model=locked), "cannot be sent to another process"),
+        (lambda: shufl.load_run("nowhere"), "a run folder has a config.toml, .*nowhere has none"),
+        (lambda: shufl.resume("nowhere"), "a run folder has a config.toml"),
+        (lambda: shufl.PrivacyPlan(**PLAN | {"rounds": 0}), "rounds must be"),
+        (lambda: shufl.PrivacyPlan(**PLAN).epsilon("best"), "accountant must be"),
+        (lambda: shufl.calibrate(shufl.PrivacyPlan(**PLAN), epsilon=-1.0), "no noise multiplier"),
+        (lambda: shufl.grid("no-grid"), "no-grid cannot be read"),
+        (lambda: shufl.grid("mnist", cpus=0), "cpus must be"),
+    ],
+)
+def test_mistakes_are_one_class_and_one_line(tmp_path, monkeypatch, mistake, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(shufl.ConfigError, match=message) as error:
+        mistake()
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [api, calibration, plan], ids=lambda module: module.__name__)
+def test_what_docstrings_show_is_true(tmp_path, monkeypatch, module):
+    monkeypatch.chdir(tmp_path)
+    failed, tried = doctest.testmod(module)
+    assert (failed, tried > 2) == (0, True)
+
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_as_it_stands(trapped, monkeypatch, path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("IPYTHONDIR", str(trapped / "ipython"))
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # of another version, perhaps
+    NotebookClient(notebook, timeout=LIMIT, resources={"metadata": {"path": trapped}}).execute()
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in shown)
