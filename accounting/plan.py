@@ -138,6 +138,18 @@ class Plan(Checked):
         """
         return sent + (0 if self.cover else blankets) >= self.minimum_batch
 
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Returns the plan that `to_json` wrote.
+
+        Raises:
+            ValueError: Not a JSON object, unknown or missing keys, or a value out of range.
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"privacy plan: {first_mistake(error, cls)}") from None
+
 
 class PrivacyPlan(Plan):
     """A `Plan` that its accountant prices, and what it costs."""
@@ -200,18 +212,6 @@ class PrivacyPlan(Plan):
     def to_json(self) -> str:
         """Returns JSON in one form only: fields in order, no spaces, shortest exact floats."""
         return self.model_dump_json()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> PrivacyPlan:
-        """Returns the plan that `to_json` wrote.
-
-        Raises:
-            ValueError: Not a JSON object, unknown or missing keys, or a value out of range.
-        """
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise ValueError(f"privacy plan: {first_mistake(error, cls)}") from None
 
     def digest(self) -> str:
         """Returns the SHA-256 of `to_json`, in hex."""

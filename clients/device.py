@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from shufl import accounting
-from shufl.accounting.plan import AccountantName, Adjacency, CheckInRate, PrivacyPlan
+from shufl.accounting.plan import AccountantName, Adjacency, CheckInRate, Plan, PrivacyPlan
 from shufl.accounting.validation import (
     Checked,
     NotNegative,
@@ -327,7 +327,8 @@ def _read(rows: sqlite3.Connection) -> list[RunOffered]:
     runs = []
     for expected, (number, run_id, plan, *told, checksum) in enumerate(found, 1):
         allotted, offered, last_round, latest = told
-        plan = PrivacyPlan.from_json(plan)
+        # It was priced when it was offered: to do so again would import the accountants.
+        plan = PrivacyPlan.model_construct(**dict(Plan.from_json(plan)))
         run = RunOffered(number, run_id, plan, allotted, offered, last_round, latest)
         if number != expected or run.checksum != checksum:
             sound = f"what is said of run {expected} is not what was written"

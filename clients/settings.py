@@ -53,6 +53,8 @@ class ClientSettings:
         users: for how many users a deployed node speaks, whose ids are 0 to `users` - 1 in its
             certificate. None: in a simulation, where nodes share the plan's users.
         number: a deployed node's, from 0, which decides its shuffler.
+        last_round: the last round within the budget. None: the client computes it, as it must where
+            it does not trust who says so.
         together: whether the model gives the same updates when users' are computed together.
     """
 
@@ -67,4 +69,5 @@ class ClientSettings:
     reply_after: float = 0.0
     users: int | None = None
     number: int = 0
+    last_round: int | None = None
     together: bool = True

@@ -8,17 +8,16 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flwr.app import Context, Message
+from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from shufl.accounting.mechanisms import seed_of_shuffler
-from shufl.clients import ClientSettings, DeviceLedger, make_client_app
+from shufl.clients import ClientSettings, make_client_app
 from shufl.server import (
     NodeFailed,
     Observe,
@@ -36,9 +35,10 @@ from shufl.simulator.engines.base import (
     logs_to,
     running_ray,
 )
+from shufl.simulator.engines.flower_worker import leased, simulated_device
 from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.experiment import check_report_size
-from shufl.simulator.section import ConfigError, make_importable, one_line
+from shufl.simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
     from shufl.simulator.experiment import Experiment
@@ -97,6 +97,7 @@ class FlowerEngine:
             seed=experiment.seed,
             reply_after=simulation.reply_after,
             together=experiment.together,
+            last_round=experiment.halting_round,
         )
 
     def run(
@@ -141,7 +142,7 @@ class FlowerEngine:
             client_app = make_client_app(
                 self._client_settings(
                     run_id=training.run_id,
-                    ledger=functools.partial(_simulated_device, devices),
+                    ledger=functools.partial(simulated_device, devices),
                     shufflers=tuple((each.address, each.submit) for each in shufflers),
                 )
             )
@@ -163,11 +164,6 @@ class FlowerEngine:
             log_file=folder / ("shuffler.log" if number == 0 else f"shuffler-{number + 1}.log"),
             simulation_seed=seed_of_shuffler(self._seed, number),
         )
-
-
-def _simulated_device(devices: Path, node: int) -> DeviceLedger:
-    """The ledger of a simulated node, as a real device has one."""
-    return DeviceLedger(devices / f"node-{node}.db")
 
 
 def run_on_flower(
@@ -206,7 +202,7 @@ def run_on_flower(
                 threading.Thread(target=main.end_lease_late, args=(lease,), daemon=True).start()
                 run_simulation(
                     main.app,
-                    _leased(client_app, Path(lease), sys.path),
+                    leased(client_app, Path(lease), sys.path),
                     num_supernodes=nodes,
                     backend_config={
                         "client_resources": {"num_cpus": cpus_per_node, "num_gpus": 0.0}
@@ -249,37 +245,6 @@ class _Main:
         self.ended.wait()
         if not self.returned.wait(_GRACE_SECONDS):
             shutil.rmtree(lease, ignore_errors=True)
-
-
-def _leased(client_app: ClientApp, lease: Path, path: list[str]) -> ClientApp:
-    """The same app, in Ray workers whose processes end when the folder `lease` is gone.
-
-    Neither Flower nor Ray has a call that stops a node at work from outside. The processes
-    also find the modules in the folders of `path`, as the driver does.
-    """
-    leased = ClientApp()
-
-    def handle(message: Message, context: Context) -> Message:
-        _enter(lease, tuple(path))
-        return client_app(message, context)
-
-    leased.train()(handle)
-    leased.query()(handle)
-    return leased
-
-
-@functools.cache  # in a process of a Ray worker, where Flower unpickles the app for every message
-def _enter(lease: Path, path: tuple[str, ...]) -> None:
-    """Puts a Ray worker's process under a lease, once."""
-
-    def watch() -> None:
-        while lease.exists():
-            time.sleep(1)
-        os._exit(1)
-
-    make_importable(path)
-    keep_freed_memory()
-    threading.Thread(target=watch, name="lease", daemon=True).start()
 
 
 def _root_cause(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import shufl
 from run_world import LIMIT, only_folder, same_model
 from shufl import api
-from shufl.accounting import GaussianMechanism, calibration, plan
+from shufl.accounting import GaussianMechanism, plan, search
 from shufl.cli.__main__ import app
 from shufl.server import CheckpointError
 from shufl.simulator.data.datasets import load_dataset
@@ -243,7 +243,7 @@ def test_calibrate_finds_the_least_noise():
         (lambda: shufl.resume("nowhere"), "a run folder has a config.toml"),
         (lambda: shufl.PrivacyPlan(**PLAN | {"rounds": 0}), "rounds must be"),
         (lambda: shufl.PrivacyPlan(**PLAN).epsilon("best"), "accountant must be"),
-        (lambda: shufl.calibrate(shufl.PrivacyPlan(**PLAN), epsilon=-1.0), "no noise multiplier"),
+        (lambda: shufl.calibrate(shufl.PrivacyPlan(**PLAN), epsilon=-1.0), "epsilon must be a"),
         (lambda: shufl.grid("no-grid"), "no-grid cannot be read"),
         (lambda: shufl.grid("mnist", cpus=0), "cpus must be"),
     ],
@@ -257,11 +257,11 @@ def test_mistakes_are_one_class_and_one_line(tmp_path, monkeypatch, mistake, mes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [api, calibration, plan], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [api, search, plan], ids=lambda module: module.__name__)
 def test_what_docstrings_show_is_true(tmp_path, monkeypatch, module):
     monkeypatch.chdir(tmp_path)
     failed, tried = doctest.testmod(module)
-    assert (failed, tried > 2) == (0, True)
+    assert (failed, tried > 1) == (0, True)
 
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.ipynb"))

@@ -40,10 +40,11 @@ def test_a_round_is_in_the_ledger_before_any_client_works_on_it(tmp_path):
         cwd=Path(__file__).parent, env={**os.environ, "TEST_FOLDER": str(tmp_path)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    seen = [line.split() for line in (tmp_path / "seen").read_text().splitlines()]
+    seen = [line.split(maxsplit=2) for line in (tmp_path / "seen").read_text().splitlines()]
     rows = json_lines(only_folder(tmp_path / "runs") / "metrics.jsonl")
-    assert {int(rounds) for rounds, _ in seen} == {row["round"] for row in rows}
-    assert {watching for _, watching in seen} == {"1"}  # in every worker, whatever the rounds
+    assert {int(rounds) for rounds, *_ in seen} == {row["round"] for row in rows}
+    assert {watching for _, watching, _ in seen} == {"1"}  # in every worker, whatever the rounds
+    assert {slow for *_, slow in seen} == {"0"}  # neither accountants nor the server are imported
     assert len(rows) == 3 and all(row["reports"] > 0 for row in rows)
 
 
