@@ -101,7 +101,7 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths:
     return axes.figure
 
 
-def plot_rounds(rows: list[dict[str, Any]], path: Path) -> None:
+def plot_rounds(rows: list[dict[str, Any]], path: Path) -> Figure:
     """Reports and test accuracy, round by round."""
     with draw(path) as axes:
         reports = [row["reports"] for row in rows]
@@ -121,3 +121,4 @@ def plot_rounds(rows: list[dict[str, Any]], path: Path) -> None:
                 label="test accuracy (right)",
             )
             beside.set(ylabel="test accuracy (%)")
+    return axes.figure

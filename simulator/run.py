@@ -128,7 +128,6 @@ class Run:
         with ledger:
             if begun:
                 check_ledger(self.folder, ledger.last_round, rounds_told(self.folder))
-            note_start(self.folder)
             checkpoint = self._checkpoint(ledger)
             _describe(self._console, self.experiment, self.engine, self.folder)
             if begun:
@@ -158,6 +157,7 @@ class Run:
             checkpoint=checkpoint,
         )
         recorder = RunRecorder(folder, plan)
+        note_start(folder)
         self.rows = recorder.rows
         stop = threading.Event()
         progress = RoundProgress(console, experiment.halting_round, plan.target_epsilon)

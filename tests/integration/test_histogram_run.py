@@ -65,7 +65,7 @@ def in_process(*arguments):
         ("privacy.categories=", "privacy.categories must be given with mechanism randomised"),
         ("privacy.noise_multiplier=1", "privacy.noise_multiplier must be left out with mechanism"),
         ("privacy.mechanism=gaussian", "privacy.categories must be left out with mechanism gauss"),
-        ("privacy.local_epsilon=21", "local_epsilon must be a number in [1e-9, 20], got 21"),
+        ("privacy.local_epsilon=21", "local_epsilon must be a number in [1e-9, 20] or left out"),
         ("privacy.accountant=theorem3", "must be 'blanket' or 'crowd' or 'local'"),
         ("training.learning_rate=0.5", "training.learning_rate must be 1.0 with mechanism"),
         ("model.name=mlp", "model.name must be histogram with mechanism randomised-response"),
