@@ -219,7 +219,7 @@ def test_rounds_through_the_service_leave_nothing_that_grows(start, tmp_path: Pa
         spool = Path(directory) / "spool"
         world = start(spool)
         pid, observed = world.process.pid, []
-        for number in range(480):
+        for number in range(928):
             header = world.begin(round=number, minimum_batch=3, users=10, report_bytes=64)
             users = range(2 if number % 4 == 3 else 6)
             world.submit(header, [(user, bytes(64)) for user in users])
@@ -231,11 +231,11 @@ def test_rounds_through_the_service_leave_nothing_that_grows(start, tmp_path: Pa
                     release.close()
                 else:
                     assert len(list(release)) == 5
-            if number in (159, 479):
+            if number in (159, 927):
                 while list(spool.glob("batch-*")):  # that of a release broken off
                     time.sleep(0.02)
                 world.control.create_run("run", plan(10, 3), 64)  # what was before it is done
                 observed.append((held(pid, spool), own_memory(pid)))
     (before, memory), (after, memory_after) = observed
     assert after == before
-    assert memory_after - memory < 2**20  # four kB a round would be seen
+    assert memory_after - memory < 3 * 2**20  # four kB a round would be seen
