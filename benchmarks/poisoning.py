@@ -259,10 +259,12 @@ def run_case(config: str, overrides: list[str], case: Case) -> tuple[Case, float
             ControlClient(shuffler.address, shuffler.control) as control,
         ):
             training = Training(_training_settings(experiment, ledger, folder))
+            kind = AGGREGATORS[case.aggregator]
             length = sealed_length(report_length(experiment.parameters))
             control.create_run(settings.run_id, plan.to_json().encode(), length)
             for each in training.rounds():
-                played = _play(experiment, node, control, each, training.begin(each))
+                model = training.begin(each)
+                played = _play(experiment, kind, node, control, each, model)
                 record = training.end(each, played)
                 counts.append((record.reports, record.rejected))
             result = training.finish()
