@@ -99,7 +99,8 @@ def play_points(
 
         def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:
             needs: dict[str, Any] = {"num_cpus": cpus, "num_gpus": _gpus(point)}
-            remote = ray.remote(max_retries=0, name=task.__name__, **needs)(_at_path).remote
+            needs["name"] = task.__name__  # that of the process, for who looks
+            remote = ray.remote(max_retries=0, **needs)(_at_path).remote
             return remote(sys.path, sys.argv, task, point, *arguments)
 
         def ended(at_work: dict[Any, Point]) -> Iterator[tuple[Any, Point]]:
