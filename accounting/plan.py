@@ -181,9 +181,9 @@ class PrivacyPlan(Plan):
         return accounting.make_accountant(name or self.accountant, self.adjacency)
 
     def epsilon(self, accountant: str | None = None, rounds: int | None = None) -> float:
-        """Returns ε at its δ after these rounds, by an accountant.
+        """Returns ε at the plan's δ.
 
-        Where nothing is said it is all rounds, and the plan's own accountant.
+        Without `rounds` all of the plan's count, and without `accountant` its own one is asked.
 
         >>> from shufl.accounting import GaussianMechanism
         >>> plan = PrivacyPlan(

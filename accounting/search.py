@@ -26,8 +26,9 @@ def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> Pri
     """Returns the plan with what it leaves open found for a target ε: the plan's, or `epsilon`.
 
     Open may be one of noise, ε₀, rounds, check-in rate and blankets, or the blankets with the noise
-    or with ε₀: those two are the pair of least error. Of a plan without open values the noise is
-    found, or ε₀. Its ε is within the target.
+    or with ε₀: those two are the pair of least error. Of a `PrivacyPlan` the noise is found, or ε₀.
+    The ε of what is found is within the target. An `OpenPlan` that leaves nothing open comes back
+    as it is, whatever its ε.
 
     >>> plan = PrivacyPlan(
     ...     users=10_000, check_in_rate=0.1, rounds=50, delta=1e-5, target_epsilon=1.0,

@@ -95,6 +95,7 @@ def compare_command(
         given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
         plan = options.whole_plan(*given)
         event, last, at = plan.event(), plan.rounds, plan.delta
+        assert not isinstance(event.mechanism, RandomisedResponse)  # --mechanism has it not
         if plot is not None:
             options.check_file("--plot", plot)
             check_format("--plot", plot)
@@ -104,9 +105,7 @@ def compare_command(
             for row in price(event, point, adjacency, at):
                 curves.setdefault(row.name, []).append(row.epsilon)
         others = (
-            comparisons.peers(plan.users, event.chance, event.mechanism, points, at)
-            if peers and not isinstance(event.mechanism, RandomisedResponse)
-            else []
+            comparisons.peers(plan.users, event.chance, event.mechanism, points, at) if peers else []
         )
     except (ValueError, OSError) as error:
         options.fail(error)
