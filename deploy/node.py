@@ -105,10 +105,7 @@ def agreed_plan(config: Config) -> PrivacyPlan:
     for key in undecided:
         if undecided[key]:
             raise ConfigError(f"{key} is left open: a node needs the file that provision has made")
-    try:
-        return plan_of(config)[1]
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    return plan_of(config)[1]
 
 
 def _records(

@@ -142,9 +142,8 @@ def prepare(config: Config) -> Experiment:
             f"got {config.privacy.categories}"
         )
     config = _resolve(config, dataset)
+    config, plan, unused = plan_of(config)
     try:
-        asked = _open_plan(config)
-        config, plan = plan_of(config)
         records_per_user(len(dataset.train_labels), plan.users, config.data.partition)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -162,7 +161,7 @@ def prepare(config: Config) -> Experiment:
         halting_round=halting_round,
         parameters=parameters,
         together=try_users(experiment.make_model, experiment.local_training, experiment.records),
-        unused=unused_note(asked, plan),
+        unused=unused,
     )
 
 
@@ -179,23 +178,24 @@ def check_report_size(config: Config, parameters: int) -> None:
         )
 
 
-def plan_of(config: Config) -> tuple[Config, PrivacyPlan]:
-    """The plan, and the configuration with what it left open: noise, blankets, minimum batch, δ.
+def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
+    """The configuration with what it left open (noise, blankets, minimum batch, δ), and its plan.
 
-    n must be a number in it.
+    With them comes why the plan does not use up its target, or None. n must be a number.
 
     Raises:
-        ValueError: a value out of range, or nothing reaches the target.
+        ConfigError: a value out of range, or nothing reaches the target.
     """
-    plan = calibrate(_open_plan(config))
+    try:
+        asked = OpenPlan(users=config.data.users, **dict(config.privacy))
+        plan = calibrate(asked)
+    except ValueError as error:
+        of_plan = str(error).partition(" ")[0] in Privacy.model_fields
+        raise ConfigError(f"{'privacy.' * of_plan}{error}") from error
     found = dict(plan) | dict(plan.mechanism) | {"mechanism": plan.mechanism.name}
     decided = {key: found[key] for key in Privacy.model_fields if key in found}
     privacy = config.privacy.model_copy(update=decided)
-    return config.model_copy(update={"privacy": privacy}), plan
-
-
-def _open_plan(config: Config) -> OpenPlan:
-    return OpenPlan(users=config.data.users, **dict(config.privacy))
+    return config.model_copy(update={"privacy": privacy}), plan, unused_note(asked, plan)
 
 
 def local_training(config: Config) -> LocalTraining:

@@ -163,7 +163,7 @@ def test_blankets_left_open_are_the_fewest_that_reach_the_target(tmp_path, noise
 
 
 def test_blankets_cannot_be_left_open_to_an_accountant_that_does_not_count_them():
-    message = "shuffler_blankets must be a number with accountant theorem3, which does not count"
+    message = "^privacy.shuffler_blankets must be a number with accountant theorem3, which does"
     with pytest.raises(ConfigError, match=message):
         prepare(load("quickstart", ["privacy.shuffler_blankets=least-error"]))
 
