@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,12 @@ class Dataset:
 
 def digits() -> Dataset:
     """1 797 handwritten digits, 8x8, values 0 to 16; a fixed fifth of them is the test set."""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    order = np.random.Generator(np.random.Philox(key=1797)).permutation(len(bunch.target))
-    features = torch.from_numpy(bunch.images[order]).float().unsqueeze(1)
-    labels = torch.from_numpy(bunch.target[order]).long()
+    # Only the file: every Ray worker would take a second to import scikit-learn.
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(file), delimiter=",", dtype=np.float32)
+    rows = rows[np.random.Generator(np.random.Philox(key=1797)).permutation(len(rows))]
+    features = torch.from_numpy(rows[:, :-1].reshape(-1, 1, 8, 8))
+    labels = torch.from_numpy(rows[:, -1]).long()
     split = len(labels) * 4 // 5
     return Dataset(
         train_features=features[:split],

@@ -9,6 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 
 from shufl.clients import local_update, user_updates
@@ -26,7 +27,11 @@ from shufl.simulator.section import ConfigError
 
 def test_digits_are_scikit_learns_split_in_fifths():
     digits = load_dataset("digits")
-    assert len(digits.train_labels) + len(digits.test_labels) == 1797
+    order = np.random.Generator(np.random.Philox(key=1797)).permutation(1797)
+    images, labels = (array[order] for array in (load_digits().images, load_digits().target))
+    both = torch.cat([digits.train_features, digits.test_features])
+    assert (both[:, 0].numpy() == images).all()
+    assert torch.cat([digits.train_labels, digits.test_labels]).tolist() == labels.tolist()
     assert len(digits.test_labels) == 360
     assert digits.input_shape == (1, 8, 8)
     raw = digits.train_features.clone()

@@ -201,7 +201,7 @@ def print_error(error: BaseException) -> None:
 
 
 _EXTRAS = {"node": "node", "provision": "server", "rehearse": "server", "status": "server"}
-_BROUGHT = {"flwr", "jinja2", "matplotlib", "ray", "sklearn", "tensorboard", "torch", "torchvision"}
+_BROUGHT = set("flwr jinja2 matplotlib ray scikit-learn tensorboard torch torchvision".split())
 
 
 def missing_extra(error: ModuleNotFoundError, command: str) -> ImportError:
