@@ -93,13 +93,13 @@ class Limits(_Section):
         streams_per_sender: of them with one credential.
         runs_per_server: runs that have not ended, of one server credential.
         open_rounds_per_server: rounds open at once, in all of its runs.
-        disk_gigabytes_per_server: of the disk for the batches of its runs, each booked with
+        disk_gigabytes_per_server: of the disk for the batches of its runs, each with room for
             reports of all users. Left out: all of it.
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
         burst: how many may come at once before they are slowed down.
         idle_seconds: how long a stream may bring no report that is accepted, or leave its answers,
-            before it is ended.
-        release_idle_seconds: how long a release may be left unread before its batch is destroyed.
+            and a release may be left unread, before it is ended.
+        release_hours: how long after its close a batch is kept for the server, at most.
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
@@ -122,7 +122,7 @@ class Limits(_Section):
     reports_per_second: float | None = Field(default=None, gt=0, description="a number above 0")
     burst: Count = 1000
     idle_seconds: Seconds = 60.0
-    release_idle_seconds: Seconds = 300.0
+    release_hours: float = Field(default=1.0, gt=0, le=1e4, description="a number in (0, 10^4]")
     stop_seconds: Seconds = 300.0
 
     @property
@@ -138,11 +138,9 @@ class ShufflerConfig(_Section):
 
     Attributes:
         listen: HOST:PORT; port 0 picks a free one.
-        generation: a file that says how old the spool directory may be, so that a restored backup
-            is refused: on another disk than the spool, not in the same backup. Left out: in the
-            directory itself, where it is restored with it.
-        spool: directory for accepted reports. May be left out with `--exit-with-parent` only: then
-            a temporary one, removed at exit, in which nothing waits for the disk.
+        directory: where the public record is, and the rounds' unnamed files. May be left out with
+            `--exit-with-parent` only: then a temporary one, removed at exit, in which nothing waits
+            for the disk.
         log_file: where the log is appended; left out: standard error.
         log_megabytes: a log file that grows beyond is renamed to `log_file`.1 and another is begun;
             0: never.
@@ -157,8 +155,7 @@ class ShufflerConfig(_Section):
     """
 
     listen: str = "127.0.0.1:0"
-    spool: Path | None = Field(default=None, description="the path of a directory")
-    generation: Path | None = Field(default=None, description="the path of a file")
+    directory: Path | None = Field(default=None, description="the path of a directory")
     log_file: Path | None = Field(default=None, description="the path of a file")
     log_megabytes: float = Field(default=10.0, ge=0, le=1e6, description="a number from 0 to 10^6")
     log_kept: int = Field(default=5, ge=1, le=1000, description="a whole number from 1 to 1000")
@@ -173,8 +170,6 @@ class ShufflerConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.generation is not None and self.spool is None:
-            raise ValueError("generation is given and spool, whose age it tells, is missing")
         loopback = parse_address(self.listen)[2]
         if self.metrics is not None and not parse_address(self.metrics)[2]:
             raise ValueError(f"metrics only on a loopback address, got {self.metrics!r}")

@@ -58,7 +58,7 @@ class ShufflerProcess:
 
     def __init__(
         self,
-        spool: Path | None = None,
+        directory: Path | None = None,
         *,
         listen: str = "127.0.0.1:0",
         log_file: Path | None = None,
@@ -77,9 +77,8 @@ class ShufflerProcess:
         what the configuration has in `[floor]`.
 
         Args:
-            spool: where accepted reports are kept, also for a later start on the same directory.
-                Default: a temporary directory that goes with the process; nothing there waits for
-                the disk.
+            directory: where its record is kept, also for a later start. Default: a temporary one
+                that goes with the process; nothing there waits for the disk.
             limits: what its configuration has in `[limits]`. Defaults that differ: one credential
                 may have 24 streams, each silent for an hour, and `stop_seconds` is 30.
             plaintext: no TLS; a fresh token instead of certificates. On loopback only.
@@ -99,7 +98,7 @@ class ShufflerProcess:
         all_limits = {**_LIMITS, **(limits or {})}
         config = {
             "tls": None if plaintext else _TLS,
-            "spool": spool and str(Path(spool).absolute()),
+            "directory": directory and str(Path(directory).absolute()),
             "log_file": log_file and str(Path(log_file).absolute()),
             "metrics": metrics,
             "floor": floor,

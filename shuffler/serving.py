@@ -9,7 +9,6 @@ import logging
 import os
 import select
 import signal
-import sqlite3
 import sys
 import tempfile
 import threading
@@ -28,7 +27,6 @@ from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.server import ShufflerServer
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.store.storage import without_syncs
 from shufl.shuffler.wire.channel import READY, TOKEN_VARIABLE
 from shufl.shuffler.wire.errors import ShufflerError
 
@@ -51,9 +49,8 @@ def serve(config: Path, exit_with_parent: bool) -> None:
     with ExitStack() as stack:
         try:
             settings = load_config(config)
-            if settings.spool is None and not exit_with_parent:
-                # A temporary one would be left behind, with reports in it, by kill -9.
-                raise ValueError(f"{config}: spool is missing: the directory for accepted reports")
+            if settings.directory is None and not exit_with_parent:
+                raise ValueError(f"{config}: directory is missing: where the public record is kept")
             if settings.simulation_seed is not None and not exit_with_parent:
                 raise ValueError(f"{config}: simulation_seed is for a simulation's own shuffler")
             tls = settings.tls
@@ -62,20 +59,19 @@ def serve(config: Path, exit_with_parent: bool) -> None:
             os.umask(0o077)
             raise_descriptor_limit()
             log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
-            spool = settings.spool
-            if spool is None:
-                stack.enter_context(without_syncs())
-                spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
-            randomness = make_randomness(settings.simulation_seed)
+            directory = settings.directory
+            if directory is None:
+                temporary = tempfile.TemporaryDirectory(prefix="shufl-")
+                directory = Path(stack.enter_context(temporary))
             store = RunStore(
-                spool,
+                directory,
                 most_users=settings.limits.users,
-                randomness=randomness,
-                generation=settings.generation,
+                randomness=make_randomness(settings.simulation_seed),
                 floor=settings.floor,
                 quota=settings.limits.quota,
+                unfinished=settings.limits.streams,
+                durable=settings.directory is not None,
             )
-            stack.callback(store.close)
             metrics = Metrics()
             if settings.metrics is not None:
                 stack.callback(metrics.serve(settings.metrics).shutdown)
@@ -84,7 +80,7 @@ def serve(config: Path, exit_with_parent: bool) -> None:
             )
             watched = parent if exit_with_parent else None
             asyncio.run(_serve(make_server, settings, revoked, log, watched))
-        except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
+        except (ShufflerError, ValueError, OSError) as error:
             typer.echo(f"shuffler: {one_line(str(error))}", err=True)
             raise typer.Exit(2) from None
 

@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.callers import Caller, Role
 from shufl.shuffler.store.open_batches import Report
-from shufl.shuffler.store.slots import Slot
+from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
 
@@ -61,17 +62,12 @@ def raw_channel(
 
 
 def report(
-    digest: str,
-    user: int,
-    sealed: bytes,
-    round: int = 1,
-    run_id: str = "run",
-    slot: Slot | None = None,
+    store: RunStore, user: int, sealed: bytes, round: int = 1, run_id: str = "run"
 ) -> Report:
-    """As the store gets it, of a round with the model "model" and `PUBLIC_KEY`."""
-    header = RoundHeader(run_id, round, "model", digest, KEY_DIGEST)
+    """As the store gets it, of an open round."""
+    header = store.batches.header(run_id, round)
     caller = Caller(Role.NODE, "node", 2**32)
-    return Report(run_id, round, header.commitment, user, sealed, caller, slot)
+    return Report(run_id, round, header.commitment, user, sealed, caller)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +101,9 @@ class World:
         report_bytes: int = sealed_length(PAYLOAD_BYTES),
     ) -> RoundHeader:
         digest = self.control.create_run(run_id, plan(users, minimum_batch), report_bytes)
-        self.control.open_round(run_id, round, f"model {round}", self.public_key)
-        return RoundHeader(run_id, round, f"model {round}", digest, key_digest(self.public_key))
+        model = f"model {round}"
+        nonce = self.control.open_round(run_id, round, model, self.public_key)
+        return RoundHeader(run_id, round, model, digest, key_digest(self.public_key), nonce)
 
     def reports(self, header: RoundHeader, count: int, first: int = 0) -> list[tuple[int, bytes]]:
         return [
@@ -153,6 +150,16 @@ def in_release(world: World, reports: int = 40):
     release = world.control.release("run", 1)
     next(release)
     return release
+
+
+def open_batches(world: World) -> int:
+    """How many batches the shuffler has: files without a name."""
+    count = 0
+    for descriptor in Path(f"/proc/{world.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            name = str(descriptor.readlink())
+            count += int(descriptor.name) > 2 and name.endswith(" (deleted)")
+    return count
 
 
 def exit_code(world: World) -> int:

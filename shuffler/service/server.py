@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +19,6 @@ from shufl.shuffler.service.blanket_tasks import BlanketTasks
 from shufl.shuffler.service.connections import Connections, most_connections
 from shufl.shuffler.service.control_service import ControlService
 from shufl.shuffler.service.gate import Gate
-from shufl.shuffler.service.intake import Intake
 from shufl.shuffler.service.intake_service import IntakeService
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.record_service import RecordService
@@ -57,9 +55,7 @@ class ShufflerServer:
         )
         self._gate = gate = Gate(token, revoked, limits, self._connections, metrics)
         self._credentials = security if isinstance(security, Credentials) else None
-        self._intake = Intake(store.batches)
-        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
-        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
+        self._store = store
         self._server = grpc.aio.server(
             options=[
                 *SERVER_OPTIONS,
@@ -69,18 +65,15 @@ class ShufflerServer:
             maximum_concurrent_rpcs=limits.calls,
         )
         self._watch: asyncio.Task[None] | None = None
-        self._blankets = BlanketTasks(self._intake, store.batches)
-        intake = IntakeService(gate, self._intake, store.batches, self._writers, limits, metrics)
-        self._control = ControlService(
-            self._intake, store, self._blankets, self._readers, limits, metrics
-        )
-        for run_id, number in store.open_rounds():
-            self._blankets.start(run_id, number)
+        self._blankets = BlanketTasks(store.batches)
+        self._intake = IntakeService(gate, store.batches, limits, metrics)
+        self._control = ControlService(store, self._blankets, limits, metrics)
         self._stop_seconds = limits.stop_seconds
+        self._release_seconds = 3600 * limits.release_hours
         services, healthy = shuffler_pb2.DESCRIPTOR.services_by_name, health_pb2.DESCRIPTOR
-        gate.add_service(self._server, services["Intake"], intake, Role.NODE)
+        gate.add_service(self._server, services["Intake"], self._intake, Role.NODE)
         gate.add_service(self._server, services["Control"], self._control, Role.SERVER)
-        gate.add_service(self._server, services["Record"], RecordService(self._intake, store))
+        gate.add_service(self._server, services["Record"], RecordService(self._control, store))
         gate.add_service(self._server, healthy.services_by_name["Health"], _Health())
 
     async def start(self, listen: str) -> str:
@@ -117,10 +110,10 @@ class ShufflerServer:
         return join_address(host, port)
 
     async def stop(self, at_once: asyncio.Event | None = None) -> None:
-        """Stops taking calls, gives those in progress time, and stores what is queued.
+        """Stops taking calls, gives those in progress time, and destroys all batches.
 
-        Releases get `limits.stop_seconds`, because a batch is lost with its release; all other
-        calls two seconds, or as long as there are releases.
+        Releases get `limits.stop_seconds`; all other calls two seconds, or as long as there are
+        releases.
 
         Once `at_once` is set nothing is waited for.
         """
@@ -137,12 +130,14 @@ class ShufflerServer:
         await stopping
         if self._watch is not None:
             self._watch.cancel()
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._control.openers.shutdown)
-        await self._blankets.stop()
-        await self._intake.close()
-        self._readers.shutdown()
-        self._writers.shutdown()
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        """Waits until nothing is being done; no blanket is waited for."""
+        self._intake.stop()
+        self._control.stop()
+        self._store.close()
+        self._blankets.stop()
 
     async def _keep_watch(self) -> None:
         """Ends what should not be open, and gives memory back to the system."""
@@ -151,6 +146,7 @@ class ShufflerServer:
             begun = time.monotonic()
             if begun - given_back > _MEMORY_SECONDS:
                 given_back = begun
+                await self._control.call(self._store.end_old_rounds, self._release_seconds)
                 await asyncio.to_thread(memory.give_back)
                 continue
             flooded = self._connections.end_unused()

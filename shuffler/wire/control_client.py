@@ -14,9 +14,7 @@ from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 from shufl.shuffler.wire.stub import Stub
 
 _BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
-_NOTHING_THERE = {
-    *(Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.BATCH_LOST, Refusal.RUN_ENDED),
-}
+_NOTHING_THERE = {Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.RUN_ENDED}
 
 
 class ControlClient(Connection):
@@ -64,10 +62,13 @@ class ControlClient(Connection):
         request = shuffler_pb2.CreateRunRequest(run_id=run_id, plan=plan, report_bytes=report_bytes)
         return str(self._call("CreateRun", request).plan_digest)
 
-    def open_round(self, run_id: str, round: int, model_digest: str, public_key: bytes) -> None:
+    def open_round(self, run_id: str, round: int, model_digest: str, public_key: bytes) -> bytes:
         """Opens a round for reports on the model of this digest, sealed to this key.
 
         The shuffler begins to make the round's blankets.
+
+        Returns:
+            The nonce that the shuffler drew for the round, which its reports are bound to.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
@@ -77,15 +78,12 @@ class ControlClient(Connection):
         request = shuffler_pb2.OpenRoundRequest(
             run_id=run_id, round=round, model_digest=model_digest, public_key=public_key
         )
-        self._call("OpenRound", request)
+        return bytes(self._call("OpenRound", request).nonce)
 
-    def close_round(self, run_id: str, round: int, discard: bool = False) -> Outcome:
+    def close_round(self, run_id: str, round: int) -> Outcome:
         """Ends the round's intake; asking again gives the same answer.
 
         Waits until the round's blankets are made, an hour at most.
-
-        With `discard` the batch is destroyed unseen, whatever its size; also one that is closed and
-        not yet released.
 
         Returns:
             `RELEASABLE`, or `BELOW_MINIMUM` or `DISCARDED`: then the batch has been destroyed. How
@@ -94,18 +92,17 @@ class ControlClient(Connection):
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
         """
-        request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round, discard=discard)
-        patience = None if discard else max(self.timeout, _BLANKET_SECONDS)
+        request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round)
+        patience = max(self.timeout, _BLANKET_SECONDS)
         return Outcome(self._call("CloseRound", request, patience).outcome)
 
-    def abandon_round(self, run_id: str, round: int) -> None:
-        """Has the batch of a round that broke off destroyed, if there is one.
+    def end_round(self, run_id: str, round: int) -> None:
+        """Has the batch of a round destroyed, whatever there is of it; there may be none.
 
-        Raises:
-            ShufflerRefused, ShufflerUnavailable: as for `close_round`; that there is none is fine.
+        The server calls it when it has the release, and where it does not want one.
         """
         try:
-            self.close_round(run_id, round, discard=True)
+            self._call("EndRound", shuffler_pb2.EndRoundRequest(run_id=run_id, round=round))
         except ShufflerRefused as refused:
             if refused.reason not in _NOTHING_THERE:
                 raise
@@ -113,13 +110,13 @@ class ControlClient(Connection):
     def release(self, run_id: str, round: int) -> Iterator[bytes]:
         """The sealed reports of a closed round in uniformly random order.
 
-        The shuffler gives a batch out once and destroys it at the end of this call, also when the
-        call is broken off: then the rest is lost. Nothing is asked before the first iteration.
+        Called again it gives the same reports in the same order, until the round is ended. Nothing
+        is asked before the first iteration.
 
         Raises:
             ShufflerRefused: `ROUND_NOT_CLOSED`, `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`,
                 `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
-            ShufflerUnavailable: the batch may then be incomplete.
+            ShufflerUnavailable: what came before is not all.
         """
         stub = Stub("Control", self.connected())
         request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)

@@ -8,12 +8,12 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from shufl.shuffler.store.spool import RoundSpool
+from shufl.shuffler.store.storage import DamagedFile
 
 from shuffler_world import PUBLIC_KEY, plan, report
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.store.spool import RoundSpool
-from shufl.shuffler.store.storage import DamagedFile
 
 RUN, LENGTH, HEADER_BYTES = "a run", 64, 108  # the database's header, and its first page's
 

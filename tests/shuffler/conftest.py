@@ -35,8 +35,8 @@ def start() -> Iterator[Callable[..., World]]:
     """Starts shufflers; all of them are gone after the test."""
     with ExitStack() as stack:
 
-        def starter(spool: Path | None = None, **options: object) -> World:
-            process = ShufflerProcess(spool, **options)  # type: ignore[arg-type]
+        def starter(directory: Path | None = None, **options: object) -> World:
+            process = ShufflerProcess(directory, **options)  # type: ignore[arg-type]
             world = World(stack.enter_context(process))
             stack.callback(world.close)
             return world

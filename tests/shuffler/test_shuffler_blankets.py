@@ -21,6 +21,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
+from shufl.shuffler.store.checks import Anchor
+from shufl.shuffler.store.spool import RoundSpool
+from shufl.shuffler.store.spool_rows import BatchRows, BlanketsLeft
 
 import shuffler_world
 from shuffler_world import World, kill, logged, raw_channel
@@ -40,10 +43,7 @@ from shufl.shuffler import (
     seal,
     sealed_length,
 )
-from shufl.shuffler.store.checks import Anchor
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.store.spool import RoundSpool
-from shufl.shuffler.store.spool_rows import BatchRows, BlanketsLeft
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.stub import Stub
 

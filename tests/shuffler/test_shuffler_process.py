@@ -12,12 +12,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from shufl.shuffler.store.storage import syncs
 
 from shufl.cli.__main__ import main
 from shufl.shuffler import Refusal, ShufflerProcess, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.store.storage import syncs
 from shufl.shuffler.wire.channel import parse_address
 
 ROOT = Path(__file__).parents[2]

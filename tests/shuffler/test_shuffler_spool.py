@@ -21,16 +21,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, spearmanr
+from shufl.shuffler.store.checks import CHECK_BYTES
+from shufl.shuffler.store.runs_file import RunsFile
+from shufl.shuffler.store.spool import RoundSpool
+from shufl.shuffler.store.storage import connect, without_syncs
 
 import shuffler_world
 from shuffler_world import PUBLIC_KEY, plan
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shufl.shuffler.store.checks import CHECK_BYTES
 from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.store.runs_file import RunsFile
-from shufl.shuffler.store.spool import RoundSpool
-from shufl.shuffler.store.storage import connect, without_syncs
 from tiny_disk import fill
 
 # Every chi-square test below fails by chance once in a million runs.

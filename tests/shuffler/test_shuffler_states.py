@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from shufl.shuffler.store.spool import RoundSpool
 
 from shuffler_world import PUBLIC_KEY, plan, report
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.store.spool import RoundSpool
 
 USERS, MINIMUM, LENGTH = 6, 3, 64
 ROUNDS = st.integers(1, 9)  # none is forgotten before the tenth
