@@ -101,9 +101,7 @@ class Batch:
                 is not taken is given back.
         """
         with self._lock:
-            verdict = self._judge(sender, user)
-            if verdict is Verdict.ACCEPTED:
-                verdict = self._judge_content(content)
+            verdict = self._judge(sender, user, content)
             if verdict is not Verdict.ACCEPTED:
                 if isinstance(content, Slot):
                     self._give_back(content.number)
@@ -206,20 +204,17 @@ class Batch:
         with self._lock:
             self._write(content, place)
 
-    def _judge(self, sender: str, user: int) -> Verdict:
+    def _judge(self, sender: str, user: int, content: bytes | Slot | None = None) -> Verdict:
         if self._ended:
             return Verdict.ROUND_NOT_OPEN
+        if isinstance(content, Slot) and content.verdict is not Verdict.ACCEPTED:
+            return content.verdict
+        if isinstance(content, bytes) and len(content) != self.report_bytes:
+            return Verdict.WRONG_LENGTH
         if sender in self._reported and self._reported[sender][user]:
             return Verdict.DUPLICATE
-        if self.senders == self._users or not self._left:
-            return Verdict.ROUND_FULL
-        return Verdict.ACCEPTED
-
-    def _judge_content(self, content: bytes | Slot) -> Verdict:
-        if isinstance(content, Slot):
-            return content.verdict
-        fits = len(content) == self.report_bytes
-        return Verdict.ACCEPTED if fits else Verdict.WRONG_LENGTH
+        full = self.senders == self._users or not (self._left or isinstance(content, Slot))
+        return Verdict.ROUND_FULL if full else Verdict.ACCEPTED
 
     def _draw(self) -> tuple[int, CipherContext]:
         """A free slot, uniformly drawn, and what encrypts its report."""
@@ -327,5 +322,5 @@ def _unnamed_file(directory: Path) -> int:
     with suppress(AttributeError, OSError):  # not every system, or file system, has it
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     descriptor, name = tempfile.mkstemp(dir=directory)
-    os.unlink(name)
+    Path(name).unlink()
     return descriptor

@@ -90,6 +90,8 @@ class OpenBatches:
             return
         run, batch, header = self._runs[run_id], entry.batch, entry.header
         plan, mechanism = run.plan, run.plan.mechanism
+        if not plan.most_blankets:
+            return
         dimension = payload_length(run.report_bytes, entry.public_key) // report_length(1)
         draws = mechanism.draws(dimension)
         empty, zero = empty_report(dimension), np.zeros(dimension)

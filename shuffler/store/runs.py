@@ -155,9 +155,8 @@ class RunStore:
             raise
         blankets = self._randomness.number_of_blankets(number, run.plan.shuffler_blankets)
         run.rounds[number] = Round(number, header, public_key, batch, blankets)
-        for old in [each.number for each in run.rounds.values() if each.batch is None][
-            :-_KEPT_OVER
-        ]:
+        over = [each.number for each in run.rounds.values() if each.batch is None]
+        for old in over[:-_KEPT_OVER]:
             del run.rounds[old]
         return nonce
 
