@@ -146,8 +146,8 @@ def _shuffler(folder: Path) -> _Looks:
     try:
         name = Path(read_toml(path)["tls"]["certificate"]).stem
     except (KeyError, TypeError):
-        load_config(path)  # which says what is wrong, unless it is in plaintext
-        raise ConfigError(f"{path}: tls is missing, a site's shuffler needs it") from None
+        load_config(path)  # which says what is wrong
+        raise
     yield "keys", lambda: _key_pair(folder / "keys", name), _new(folder / "keys", name)
     yield (
         "certificate's days",

@@ -215,7 +215,7 @@ def _shuffler(deployment: Deployment, number: int) -> Site:
     entry = deployment.shufflers[number]
     config = {
         "listen": f"{_listen(entry.host)}:{entry.port}",
-        "spool": "spool",
+        "directory": "state",
         "log_file": "shuffler.log",
         "tls": {
             "certificate": f"keys/{entry.name}.pem",

@@ -146,8 +146,7 @@ class ShufflerConfig(_Section):
             0: never.
         log_kept: how many renamed ones are kept.
         metrics: HOST:PORT on loopback for Prometheus; left out: none.
-        plaintext: no TLS, and a token instead of certificates; on loopback only.
-        tls: files for both sides of TLS; needed unless `plaintext` is set.
+        tls: files for both sides of TLS.
         limits: how much at once.
         floor: what the plan of every run is held to.
         simulation_seed: makes the blankets a function of it, so that they protect nobody; with
@@ -160,8 +159,7 @@ class ShufflerConfig(_Section):
     log_megabytes: float = Field(default=10.0, ge=0, le=1e6, description="a number from 0 to 10^6")
     log_kept: int = Field(default=5, ge=1, le=1000, description="a whole number from 1 to 1000")
     metrics: str | None = None
-    plaintext: bool = False
-    tls: Tls | None = None
+    tls: Tls
     limits: Limits = Limits()
     floor: Floor = Floor()
     simulation_seed: int | None = Field(
@@ -170,13 +168,9 @@ class ShufflerConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        loopback = parse_address(self.listen)[2]
+        parse_address(self.listen)
         if self.metrics is not None and not parse_address(self.metrics)[2]:
             raise ValueError(f"metrics only on a loopback address, got {self.metrics!r}")
-        if self.plaintext and not loopback:
-            raise ValueError(f"plaintext only on a loopback address, got listen = {self.listen!r}")
-        if self.plaintext == (self.tls is not None):
-            raise ValueError("either a section [tls] or plaintext = true, and not both")
         return self
 
 
@@ -196,6 +190,5 @@ def load_config(path: Path) -> ShufflerConfig:
         raise ValueError(f"{path}: {first_mistake(error, ShufflerConfig)}") from None
     base = path.absolute().parent
     found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
-    if config.tls is not None:
-        found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})
+    found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})
     return config.model_copy(update=found)

@@ -27,12 +27,11 @@ from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.server import ShufflerServer
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.wire.channel import READY, TOKEN_VARIABLE
+from shufl.shuffler.wire.channel import READY
 from shufl.shuffler.wire.errors import ShufflerError
 
 _log = logging.getLogger("shufl.shuffler")
 
-_MIN_TOKEN_CHARACTERS = 32
 _PARENT_SECONDS = 0.5
 # The threads that write to disk come back for a moment after each write; by default they wait 5 ms
 # for the event loop to let go.
@@ -53,9 +52,8 @@ def serve(config: Path, exit_with_parent: bool) -> None:
                 raise ValueError(f"{config}: directory is missing: where the public record is kept")
             if settings.simulation_seed is not None and not exit_with_parent:
                 raise ValueError(f"{config}: simulation_seed is for a simulation's own shuffler")
-            tls = settings.tls
-            security = tls.read() if tls else _read_token()
-            revoked = Revoked(tls.revoked if tls else None)
+            credentials = settings.tls.read()
+            revoked = Revoked(settings.tls.revoked)
             os.umask(0o077)
             raise_descriptor_limit()
             log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
@@ -76,7 +74,7 @@ def serve(config: Path, exit_with_parent: bool) -> None:
             if settings.metrics is not None:
                 stack.callback(metrics.serve(settings.metrics).shutdown)
             make_server = functools.partial(
-                ShufflerServer, store, security, revoked, settings.limits, metrics
+                ShufflerServer, store, credentials, revoked, settings.limits, metrics
             )
             watched = parent if exit_with_parent else None
             asyncio.run(_serve(make_server, settings, revoked, log, watched))
@@ -177,12 +175,3 @@ def _watch_parent(parent: int, stop: Callable[[], object]) -> None:
             stop()
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _read_token() -> str:
-    token = os.environ.pop(TOKEN_VARIABLE, "")
-    if len(token) < _MIN_TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
-        raise ValueError(
-            f"{TOKEN_VARIABLE} must hold {_MIN_TOKEN_CHARACTERS} or more printable ASCII characters"
-        )
-    return token

@@ -38,23 +38,22 @@ class ShufflerServer:
     def __init__(
         self,
         store: RunStore,
-        security: Credentials | str,
+        credentials: Credentials,
         revoked: Revoked,
         limits: Limits,
         metrics: Metrics,
     ) -> None:
         """Prepares the server; nothing listens yet.
 
-        `security` is the shuffler's side of TLS or, in plaintext, the server's control token. Calls
-        and reports of those who are `revoked` are refused, also on connections that are open.
+        `credentials` are the shuffler's own. Calls and reports of those who are `revoked` are
+        refused, also on connections that are open.
         """
         memory.keep_little()
-        token = security if isinstance(security, str) else None
         self._connections = Connections(
             most_connections(limits.connections), limits.calls_per_sender
         )
-        self._gate = gate = Gate(token, revoked, limits, self._connections, metrics)
-        self._credentials = security if isinstance(security, Credentials) else None
+        self._gate = gate = Gate(revoked, limits, self._connections, metrics)
+        self._credentials = credentials
         self._store = store
         self._server = grpc.aio.server(
             options=[
@@ -79,29 +78,23 @@ class ShufflerServer:
     async def start(self, listen: str) -> str:
         """Listens and serves.
 
-        Port 0 picks a free one; in plaintext only a loopback address is allowed. Returns the
-        address with the actual port.
+        Port 0 picks a free one. Returns the address with the actual port.
 
         Raises:
-            ValueError: if the address is malformed, in use, or not loopback without TLS, or if
-                certificate and key cannot be used.
+            ValueError: if the address is malformed or in use, or if certificate and key cannot be
+                used.
         """
-        host, port, loopback = parse_address(listen)
+        host, port, _ = parse_address(listen)
         credentials = self._credentials
-        if credentials is None and not loopback:
-            raise ValueError(f"plaintext only on a loopback address, got {listen}")
         address = join_address(host, port)
         _probe(host, port, listen)
         try:
-            if credentials is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                tls = grpc.ssl_server_credentials(
-                    [(credentials.private_key, credentials.certificate)],
-                    root_certificates=credentials.authority,
-                    require_client_auth=True,
-                )
-                port = self._server.add_secure_port(address, tls)
+            tls = grpc.ssl_server_credentials(
+                [(credentials.private_key, credentials.certificate)],
+                root_certificates=credentials.authority,
+                require_client_auth=True,
+            )
+            port = self._server.add_secure_port(address, tls)
         except RuntimeError:
             raise ValueError(f"cannot listen on {listen}") from None
         await self._server.start()

@@ -8,7 +8,6 @@ from typing import Any
 
 from shufl.shuffler.keys import Credentials
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.channel import TOKEN_KEY
 from shufl.shuffler.wire.connection import Answers, Connection
 from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 from shufl.shuffler.wire.stub import Stub
@@ -25,23 +24,16 @@ class ControlClient(Connection):
     another server created the run.
     """
 
-    def __init__(self, address: str, credentials: Credentials | str, timeout: float = 60.0) -> None:
+    def __init__(self, address: str, credentials: Credentials, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first call.
 
-        Args:
-            credentials: a server's; or, in plaintext, the control token that the shuffler was
-                started with.
-            timeout: longest wait in seconds for one answer, or one part of a release.
+        The credentials are a server's; `timeout` is the longest wait in seconds for one answer, or
+        one part of a release.
 
         Raises:
-            ValueError: if the address is malformed, or not loopback in plaintext, or the token is
-                no text that a header may carry.
+            ValueError: the address is malformed.
         """
-        token = credentials if isinstance(credentials, str) else None
-        super().__init__(address, None if isinstance(credentials, str) else credentials, timeout)
-        if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("a control token is printable ASCII")
-        self._metadata = ((TOKEN_KEY, f"Bearer {token}"),) if token is not None else ()
+        super().__init__(address, credentials, timeout)
 
     def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
         """Registers a run with its plan; the same call again changes nothing.
@@ -121,7 +113,7 @@ class ControlClient(Connection):
         stub = Stub("Control", self.connected())
         request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
         with self.errors():
-            answers = Answers(stub.Release(request, metadata=self._metadata), ahead=1)
+            answers = Answers(stub.Release(request), ahead=1)
         pieces: list[bytes] = []
         try:
             while True:
@@ -150,4 +142,4 @@ class ControlClient(Connection):
     def _call(self, name: str, request: Any, timeout: float | None = None) -> Any:
         method = getattr(Stub("Control", self.connected()), name)
         with self.errors():
-            return method(request, timeout=timeout or self.timeout, metadata=self._metadata)
+            return method(request, timeout=timeout or self.timeout)

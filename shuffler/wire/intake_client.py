@@ -44,17 +44,14 @@ class IntakeClient(Connection):
             `LOST`, those that were given up without one.
     """
 
-    def __init__(
-        self, address: str, credentials: Credentials | None = None, timeout: float = 60.0
-    ) -> None:
+    def __init__(self, address: str, credentials: Credentials, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first report.
 
-        Args:
-            credentials: a node's; None: plaintext, to a shuffler that has no TLS.
-            timeout: longest wait in seconds for one verdict. A stream of reports may last longer.
+        The credentials are a node's; `timeout` is the longest wait in seconds for one verdict. A
+        stream of reports may last longer.
 
         Raises:
-            ValueError: if the address is malformed, or not loopback without `credentials`.
+            ValueError: the address is malformed.
         """
         super().__init__(address, credentials, timeout)
         self.counts: Counter[str] = Counter()

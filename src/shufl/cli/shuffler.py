@@ -14,10 +14,9 @@ def shuffler_command(
         bool, typer.Option(help="Shut down when standard input ends or the parent is gone.")
     ] = False,
 ) -> None:
-    """Run the shuffler: collect sealed reports, release each batch once in random order.
+    """Run the shuffler: collect sealed reports, release each batch in random order.
 
-    With `plaintext = true` the server's control token is read from the environment variable
-    SHUFL_CONTROL_TOKEN; otherwise certificates say who may do what (`shufl keys`).
+    Certificates say who may do what (`shufl keys`).
     """
     from shufl.shuffler.serving import serve
 
