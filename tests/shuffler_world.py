@@ -30,6 +30,7 @@ from shufl.shuffler import (
     sealed_length,
 )
 from shufl.shuffler.callers import Caller, Role
+from shufl.shuffler.keys import Authority
 from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
@@ -47,6 +48,16 @@ def plan(users: int = 100_000, minimum_batch: int = 1, **others: object) -> byte
     mechanism = {"name": "gaussian", "clip_norm": 1.0, "noise_multiplier": 1.0}
     sizes = {"users": users, "minimum_batch": minimum_batch}
     return json.dumps(fields | {"mechanism": mechanism} | sizes | others).encode()
+
+
+def tls_section(folder: Path) -> tuple[Authority, str]:
+    """Makes the files of a shuffler's TLS; their authority, and what the configuration says."""
+    authority = Authority.create()
+    folder.mkdir()
+    authority.issue(Role.SHUFFLER, "shuffler", hosts=["127.0.0.1"]).write(folder, "shuffler")
+    files = {"certificate": "shuffler.pem", "key": "shuffler.key", "authority": "authority.pem"}
+    lines = [f'{name} = "{folder / file}"\n' for name, file in files.items()]
+    return authority, "[tls]\n" + "".join(lines)
 
 
 def raw_channel(
