@@ -64,7 +64,7 @@ def test_5000_bare_connections_refuse_no_honest_node_and_break_no_release(
     few_descriptors: None, memory_path: Path, first: bytes
 ):
     with ExitStack() as stack:
-        process = stack.enter_context(ShufflerProcess(memory_path / "spool"))
+        process = stack.enter_context(ShufflerProcess(memory_path / "directory"))
         world = World(process)
         stack.callback(world.close)
         release = in_release(world)

@@ -59,7 +59,7 @@ def node_with_halved_noise(settings):
 
 @pytest.fixture
 def shuffler(memory_path):
-    with ShufflerProcess(memory_path / "spool") as process:
+    with ShufflerProcess(memory_path / "directory") as process:
         yield process
 
 
@@ -78,7 +78,7 @@ def shuffler_that_keeps_order(memory_path, tmp_path, monkeypatch):
         """)
     )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    with ShufflerProcess(memory_path / "spool") as process:
+    with ShufflerProcess(memory_path / "directory") as process:
         yield process
 
 

@@ -29,7 +29,7 @@ def sealed(reports, header=HEADER, key=PUBLIC):
 
 
 def aggregate(batch, users=50):
-    return aggregate_reports(batch, PRIVATE, HEADER, Mean(PLAN, DIMENSION), users)
+    return aggregate_reports([(HEADER, batch)], PRIVATE, Mean(PLAN, DIMENSION), users)
 
 
 @pytest.fixture

@@ -106,37 +106,6 @@ def test_health_is_told_to_a_monitor(start: Callable[..., World]):
         assert unserved.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.slow
-def test_stopped_in_order_it_answers_what_it_has_taken(start: Callable[..., World], tmp_path: Path):
-    world = start(tmp_path / "spool")
-    header = world.begin()
-    answered = []
-    stop = threading.Event()
-
-    def reports():
-        for user, sealed in world.reports(header, 2000):
-            if user == 500:
-                stop.set()
-            yield user, sealed
-
-    def submit():
-        try:
-            answered.extend(world.intake.submit(header, reports()))
-        except Exception as error:
-            answered.append(error)
-
-    thread = threading.Thread(target=submit)
-    thread.start()
-    stop.wait(60)
-    world.process.__exit__(None, None, None)
-    thread.join()
-    accepted = sum(verdict is Verdict.ACCEPTED for verdict in answered)
-    world = start(tmp_path / "spool")
-    again = world.submit(header, world.reports(header, 2000))
-    assert again.count(Verdict.DUPLICATE) >= accepted
-    assert set(again) <= {Verdict.DUPLICATE, Verdict.ACCEPTED}
-
-
 def test_streams_of_one_sender_are_limited(start: Callable[..., World]):
     address = f"127.0.0.1:{free_port()}"
     world = start(metrics=address, limits={"streams": 2, "streams_per_sender": 1})
@@ -195,7 +164,7 @@ def test_a_release_that_runs_at_sigterm_is_finished_and_new_calls_are_refused(
 @pytest.mark.parametrize("how", ["a second signal", "the end of the time"])
 def test_a_release_at_sigterm_ends_with(start: Callable[..., World], how: str, tmp_path: Path):
     world = start(
-        tmp_path / "spool", limits={"stop_seconds": 3 if how == "the end of the time" else 600}
+        tmp_path / "directory", limits={"stop_seconds": 3 if how == "the end of the time" else 600}
     )
     release = in_release(world)
     signal_and_wait(world)
@@ -206,7 +175,6 @@ def test_a_release_at_sigterm_ends_with(start: Callable[..., World], how: str, t
     assert exit_code(world) == 0
     with pytest.raises(ShufflerUnavailable):
         list(release)
-    assert not list((tmp_path / "spool").glob("batch-*"))
 
 
 def test_the_parent_waits_longer_than_its_child():
@@ -382,8 +350,9 @@ METHODS = {
     "/shufl.v1.Control/OpenRound": shuffler_pb2.OpenRoundRequest(
         run_id="run", round=1, model_digest="m", public_key=PUBLIC_KEY
     ),
-    "/shufl.v1.Control/CloseRound": shuffler_pb2.CloseRoundRequest(run_id="no", discard=True),
+    "/shufl.v1.Control/CloseRound": shuffler_pb2.CloseRoundRequest(run_id="no"),
     "/shufl.v1.Control/Release": shuffler_pb2.ReleaseRequest(run_id="no", round=1),
+    "/shufl.v1.Control/EndRound": shuffler_pb2.EndRoundRequest(run_id="no", round=1),
     "/shufl.v1.Control/EndRun": shuffler_pb2.EndRunRequest(run_id="no"),
     "/grpc.health.v1.Health/Check": health_pb2.HealthCheckRequest(service="a"),
 }

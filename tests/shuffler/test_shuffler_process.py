@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -241,3 +242,34 @@ def test_importing_the_package_does_not_load_the_service():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_when_its_parent_is_killed_the_shuffler_ends_and_takes_its_directory_along(tmp_path: Path):
+    script = (
+        "import time; from shufl.shuffler import ShufflerProcess\n"
+        "with ShufflerProcess() as process:\n"
+        "    print(process.pid, flush=True); time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        cwd=ROOT,
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert list(tmp_path.rglob("record.jsonl"))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    while _running(child):
+        time.sleep(0.05)
+    assert not list(tmp_path.rglob("record.jsonl"))
+
+
+def _running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"

@@ -158,9 +158,10 @@ def test_the_record_comes_in_answers_of_bounded_length(memory_path: Path):
     assert all(sum(map(len, page)) <= 2**18 for page in pages)
     assert [len(page) for page in pages[:2]] == [4, 4]
     lines = [line for page in pages for line in page]
-    assert "".join(f"{line}\n" for line in lines).encode() == (
-        memory_path / "directory" / "record.jsonl"
-    ).read_bytes()
+    assert (
+        "".join(f"{line}\n" for line in lines).encode()
+        == (memory_path / "directory" / "record.jsonl").read_bytes()
+    )
     assert len(verify(lines)) == 9 + 1 + 2 * 3000
     assert store.record(len(lines)) == store.record(2**64 - 1) == []
     assert store.record(len(lines) - 1) == lines[-1:]
