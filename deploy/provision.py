@@ -211,10 +211,13 @@ def _listen(host: str) -> str:
     return "127.0.0.1" if host in _LOOPBACK else "0.0.0.0"
 
 
+_LEAST_CONNECTIONS = 64  # from one address, behind which there may be many nodes
+
+
 def _shuffler(deployment: Deployment, number: int) -> Site:
     entry = deployment.shufflers[number]
     config = {
-        "listen": f"{_listen(entry.host)}:{entry.port}",
+        "listen": f"127.0.0.1:{entry.local_port}",
         "directory": "state",
         "log_file": "shuffler.log",
         "tls": {
@@ -225,7 +228,14 @@ def _shuffler(deployment: Deployment, number: int) -> Site:
         },
         "limits": {"streams": max(24, 4 * len(deployment.nodes))},
     }
-    files = {"shuffler.toml": tomli_w.dumps(config), "revoked": ""}
+    nginx = _template(
+        "stream.conf",
+        listen=_listen(entry.host),
+        port=entry.port,
+        local_port=entry.local_port,
+        most=max(_LEAST_CONNECTIONS, 2 * len(deployment.nodes)),
+    )
+    files = {"shuffler.toml": tomli_w.dumps(config), "revoked": "", "nginx.conf": nginx}
     site = Site(entry.name, files, ((entry.name, Role.SHUFFLER),), (shuffler_process(),))
     return _complete(site, deployment, "shuffler.md", address=deployment.addresses[number])
 

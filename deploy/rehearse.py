@@ -23,6 +23,7 @@ from shufl.deploy.plan import (
     Deployment,
     NodeEntry,
     Process,
+    ShufflerEntry,
     flower_environment,
 )
 from shufl.deploy.provision import experiment_of, provision, sites_of
@@ -42,17 +43,19 @@ _FAST = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 
 def on_loopback(deployment: Deployment, proxied: bool) -> Deployment:
     """The same deployment with every site on this machine, on free ports."""
-    ports = free_ports(2 + len(deployment.shufflers) + len(deployment.nodes))
+    ports = free_ports(2 + 2 * len(deployment.shufflers) + len(deployment.nodes))
     proxy, port = next(ports), next(ports)
     server = {"host": "127.0.0.1", "port": proxy if proxied else port, "local_port": port}
-    here = {"host": "127.0.0.1"}
+
+    def moved(shuffler: ShufflerEntry) -> ShufflerEntry:
+        port, own = next(ports), next(ports)
+        here = {"host": "127.0.0.1", "port": port if proxied else own, "local_port": own}
+        return shuffler.model_copy(update=here)
+
     return deployment.model_copy(
         update={
             "server": deployment.server.model_copy(update=server),
-            "shufflers": tuple(
-                each.model_copy(update=here | {"port": next(ports)})
-                for each in deployment.shufflers
-            ),
+            "shufflers": tuple(map(moved, deployment.shufflers)),
             "nodes": tuple(
                 each.model_copy(update={"port": next(ports)}) for each in deployment.nodes
             ),
@@ -85,7 +88,7 @@ class Rehearsal:
         """Provisions every site, makes all keys, and has them signed.
 
         The deployment's file is in `base`; its hosts and ports are replaced. If `proxied`, nodes go
-        through a reverse proxy, which the caller starts, with the server's `nginx.conf`.
+        through reverse proxies, which the caller starts with the sites' `nginx.conf`.
 
         Raises:
             ConfigError: the deployment cannot be run, or the folder's path is too long.

@@ -85,10 +85,8 @@ class Limits(_Section):
 
     Attributes:
         users: for how many users' reports it makes room in a round, if the plan has more.
-        connections: at once; fewer where there are not descriptors enough. At most half of them
-            stay without a call.
         calls: at once, of all kinds.
-        calls_per_sender: of them with one credential; as many connections it may have.
+        calls_per_sender: of them with one credential.
         streams: of reports, at once; each may take 5 MB of memory.
         streams_per_sender: of them with one credential.
         runs_per_server: runs that have not ended, of one server credential.
@@ -109,7 +107,6 @@ class Limits(_Section):
         le=MOST_USERS,
         description=f"a whole number from 1 to {MOST_USERS}",
     )
-    connections: Count = 512
     calls: Count = 1024
     calls_per_sender: Count = 32
     streams: Count = 24

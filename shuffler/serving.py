@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import logging
 import os
+import resource
 import select
 import signal
 import sys
@@ -22,7 +23,6 @@ from shufl.accounting.lines import one_line
 from shufl.accounting.mechanisms import make_randomness
 from shufl.shuffler.callers import Revoked
 from shufl.shuffler.config import ShufflerConfig, load_config
-from shufl.shuffler.service.connections import raise_descriptor_limit
 from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.server import ShufflerServer
@@ -55,7 +55,8 @@ def serve(config: Path, exit_with_parent: bool) -> None:
             credentials = settings.tls.read()
             revoked = Revoked(settings.tls.revoked)
             os.umask(0o077)
-            raise_descriptor_limit()
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
             directory = settings.directory
             if directory is None:

@@ -15,7 +15,6 @@ from google.protobuf.message_factory import GetMessageClass
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.config import Limits
 from shufl.shuffler.service.calls import PermittedCalls, PerSender
-from shufl.shuffler.service.connections import Connections
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.streams import Stream
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
@@ -48,14 +47,12 @@ class Gate:
         self,
         revoked: Revoked,
         limits: Limits,
-        connections: Connections,
         metrics: Metrics,
     ) -> None:
         """Remembers whose credentials are withdrawn, and how much there may be."""
         self.permitted = PermittedCalls(self._is_good)
         self._revoked = revoked
         self._idle_seconds = limits.idle_seconds
-        self._connections = connections
         self._calls = PerSender(limits.calls_per_sender)
         self._metrics = metrics
 
@@ -121,12 +118,9 @@ class Gate:
 
             async def call(_: Any, context: grpc.aio.ServicerContext) -> None:
                 sender, certified = self._sender(context)
-                with (
-                    self._calls.counted(sender) as allowed,
-                    self._connections.call(context.peer(), sender) as connected,
-                ):
+                with self._calls.counted(sender) as allowed:
                     try:
-                        if not (allowed and connected):
+                        if not allowed:
                             raise ShufflerRefused(Refusal.BUSY, "too many calls at once")
                         message = await answer(context, certified)
                     except (ShufflerRefused, TimeoutError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from contextlib import suppress
@@ -16,7 +17,6 @@ from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Credentials
 from shufl.shuffler.service import memory
 from shufl.shuffler.service.blanket_tasks import BlanketTasks
-from shufl.shuffler.service.connections import Connections, most_connections
 from shufl.shuffler.service.control_service import ControlService
 from shufl.shuffler.service.gate import Gate
 from shufl.shuffler.service.intake_service import IntakeService
@@ -25,11 +25,13 @@ from shufl.shuffler.service.record_service import RecordService
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
+from shufl.shuffler.wire.errors import ShufflerRefused
+
+_log = logging.getLogger("shufl.shuffler")
 
 _STOP_SECONDS = 2.0
 _WATCH_SECONDS = 0.1
 _MEMORY_SECONDS = 10.0
-_WATCH_REST = 1  # times as long as the watching took
 
 
 class ShufflerServer:
@@ -49,16 +51,12 @@ class ShufflerServer:
         refused, also on connections that are open.
         """
         memory.keep_little()
-        self._connections = Connections(
-            most_connections(limits.connections), limits.calls_per_sender
-        )
-        self._gate = gate = Gate(revoked, limits, self._connections, metrics)
+        self._gate = gate = Gate(revoked, limits, metrics)
         self._credentials = credentials
         self._store = store
         self._server = grpc.aio.server(
             options=[
                 *SERVER_OPTIONS,
-                ("grpc.max_allowed_incoming_connections", self._connections.most),
                 ("grpc.max_concurrent_streams", limits.calls_per_sender),
             ],
             maximum_concurrent_rpcs=limits.calls,
@@ -98,7 +96,6 @@ class ShufflerServer:
         except RuntimeError:
             raise ValueError(f"cannot listen on {listen}") from None
         await self._server.start()
-        self._connections.watch(port)
         self._watch = asyncio.create_task(self._keep_watch())
         return join_address(host, port)
 
@@ -136,16 +133,15 @@ class ShufflerServer:
         """Ends what should not be open, and gives memory back to the system."""
         given_back = time.monotonic()
         while True:
-            begun = time.monotonic()
-            if begun - given_back > _MEMORY_SECONDS:
-                given_back = begun
-                await self._control.call(self._store.end_old_rounds, self._release_seconds)
+            if time.monotonic() - given_back > _MEMORY_SECONDS:
+                given_back = time.monotonic()
+                try:
+                    await self._control.call(self._store.end_old_rounds, self._release_seconds)
+                except ShufflerRefused as error:  # the disk is full, so it tries again later
+                    _log.error("old batches are not destroyed", extra={"reason": str(error)})
                 await asyncio.to_thread(memory.give_back)
-                continue
-            flooded = self._connections.end_unused()
             self._gate.permitted.end_bad()
-            took = time.monotonic() - begun
-            await asyncio.sleep(max(0.0 if flooded else _WATCH_SECONDS, _WATCH_REST * took))
+            await asyncio.sleep(_WATCH_SECONDS)
 
     async def _be_patient(self) -> None:
         """Waits for as long as calls in progress get."""

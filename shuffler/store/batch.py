@@ -110,9 +110,10 @@ class Batch:
                 number = content.number if isinstance(content, Slot) else self._store(content)
             except OSError as error:
                 return storage_verdict(error)
-            if sender not in self._reported:
-                self._reported[sender] = np.zeros(users, dtype=bool)
-            self._reported[sender][user] = True
+            known = self._reported.get(sender, np.zeros(0, dtype=bool))
+            if user >= known.size:  # its first, or its credential was renewed for more users
+                known = self._reported[sender] = np.pad(known, (0, users - known.size))
+            known[user] = True
             self._taken[number] = True
             self.senders += 1
             self.count += 1
@@ -211,7 +212,8 @@ class Batch:
             return content.verdict
         if isinstance(content, bytes) and len(content) != self.report_bytes:
             return Verdict.WRONG_LENGTH
-        if sender in self._reported and self._reported[sender][user]:
+        known = self._reported.get(sender)
+        if known is not None and user < known.size and known[user]:
             return Verdict.DUPLICATE
         full = self.senders == self._users or not (self._left or isinstance(content, Slot))
         return Verdict.ROUND_FULL if full else Verdict.ACCEPTED

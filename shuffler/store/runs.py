@@ -21,7 +21,7 @@ from shufl.shuffler.store.open_batches import OpenBatches
 from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.record_file import RecordFile
 from shufl.shuffler.store.rounds import Round, Run, parse_run
-from shufl.shuffler.wire.channel import MOST_USERS, PIECE_BYTES
+from shufl.shuffler.wire.channel import MOST_USERS
 from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 from shufl.shuffler.wire.sealing import RoundHeader, key_digest
 
@@ -67,7 +67,7 @@ class RunStore:
             randomness: where the blankets come from; None: from the operating system.
             floor: what every plan is held to; None: nothing.
             quota: how much one server may take; None: all.
-            unfinished: how many long reports may be on their way at once.
+            unfinished: how many reports in pieces, of any length, may be on their way at once.
             durable: whether the record waits for the disk, and batches take their room at once;
                 not in a simulation.
 
@@ -286,8 +286,8 @@ class RunStore:
 
     def _slots_of(self, run: Run) -> int:
         """How many reports a batch of a run has room for, those on their way too."""
-        unfinished = self._unfinished if run.report_bytes > PIECE_BYTES else 0
-        return min(run.plan.users, self._most_users) + run.plan.most_blankets + unfinished
+        own = min(run.plan.users, self._most_users) + run.plan.most_blankets
+        return own + self._unfinished
 
     def _bytes_of(self, run: Run) -> int:
         """How much of the disk a batch of a run takes."""
