@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from shufl.shuffler import (
     ControlClient,
@@ -23,6 +25,7 @@ from shufl.shuffler import (
     IntakeClient,
     RoundHeader,
     ShufflerProcess,
+    ShufflerRefused,
     Verdict,
     generate_key_pair,
     key_digest,
@@ -35,6 +38,7 @@ from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
+from tiny_disk import fill
 
 PAYLOAD_BYTES = 100
 PUBLIC_KEY = generate_key_pair()[1]
@@ -58,6 +62,21 @@ def tls_section(folder: Path) -> tuple[Authority, str]:
     files = {"certificate": "shuffler.pem", "key": "shuffler.key", "authority": "authority.pem"}
     lines = [f'{name} = "{folder / file}"\n' for name, file in files.items()]
     return authority, "[tls]\n" + "".join(lines)
+
+
+def fill_up(disk: Path, store: RunStore | ControlClient) -> Path:
+    """Leaves not even room for a line of the record; returns the file that takes it."""
+    numbers = itertools.count(5)
+    for number in range(5):
+        store.create_run(f"filling {number}", plan(), 64)
+    filler = fill(disk)
+    with pytest.raises(ShufflerRefused, match="STORAGE_FULL"):
+        while True:
+            store.create_run(f"filling {next(numbers)}", plan(), 64)
+    with pytest.raises(ShufflerRefused, match="STORAGE_FULL"):  # a shorter line
+        for number in range(next(numbers)):
+            store.end_run(f"filling {number}")
+    return filler
 
 
 def raw_channel(

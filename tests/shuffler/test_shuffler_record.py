@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shuffler_world import PUBLIC_KEY, plan, report
+from shuffler_world import PUBLIC_KEY, fill_up, plan, report
 from shufl.accounting import chain
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.record import verify
 from shufl.shuffler.store.runs import RunStore
-from tiny_disk import fill
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,11 +175,7 @@ def test_what_is_not_in_the_record_has_not_happened(tiny_disk: Path):
         store.batches.accept(report(store, 0, bytes(64), round))
         if round == 1:
             store.close_round("run", 1)
-    filler, count = fill(tiny_disk), itertools.count()
-    with pytest.raises(ShufflerRefused) as refused:  # the last page of the file has some room
-        while True:
-            store.create_run(f"filling {next(count)}", plan(), 64)
-    assert refused.value.reason is Refusal.STORAGE_FULL
+    filler = fill_up(tiny_disk, store)
     before = store.record(0)
     for call in (store.release, store.end_round):
         with pytest.raises(ShufflerRefused) as refused:

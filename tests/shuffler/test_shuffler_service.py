@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from scipy.stats import chisquare
 
-from shuffler_world import PAYLOAD_BYTES, PUBLIC_KEY, World, open_batches, payload, plan
+from shuffler_world import PAYLOAD_BYTES, PUBLIC_KEY, World, fill_up, open_batches, payload, plan
 from shufl.shuffler import (
     ControlClient,
     IntakeClient,
@@ -180,11 +180,21 @@ def test_a_release_that_is_broken_off_can_be_asked_for_again(start):
     assert open_batches(world) == 0
 
 
-def test_a_batch_that_the_server_leaves_is_destroyed_in_time(start):
-    world = start(limits={"release_hours": 1e-9})
-    header = world.begin()
+@pytest.mark.slow
+def test_a_batch_that_the_server_leaves_is_destroyed_in_time(
+    start, tiny_disk: Path, tmp_path: Path
+):
+    """And where its end cannot be entered in the record, as soon as there is room again."""
+    log = tmp_path / "log"
+    world = start(tiny_disk / "directory", log_file=log, limits={"release_hours": 1e-9})
+    header = world.begin(users=3)
     world.submit(header, world.reports(header, 3))
+    filler = fill_up(tiny_disk, world.control)
     world.control.close_round("run", 1)
+    while "old batches are not destroyed" not in log.read_text():
+        time.sleep(0.1)
+    assert open_batches(world) == 1
+    filler.unlink()
     while open_batches(world):
         time.sleep(0.1)
     assert refusal(world.control.release, "run", 1) is Refusal.DISCARDED
