@@ -174,7 +174,7 @@ def logged(log: Path) -> list[dict[str, Any]]:
 
 def in_release(world: World, reports: int = 40):
     """A release that has begun and waits for its reader."""
-    header = world.begin(report_bytes=2**20)
+    header = world.begin(report_bytes=2**20, users=reports)
     world.submit(header, [(user, bytes(2**20)) for user in range(reports)])
     world.control.close_round("run", 1)
     release = world.control.release("run", 1)

@@ -268,7 +268,7 @@ def test_a_release_that_is_not_read_ends_and_can_be_asked_for_again(start, tmp_p
     log = tmp_path / "log"
     world = start(log_file=log, limits={"idle_seconds": IDLE})
     release = in_release(world)
-    while "the release is not read" not in log.read_text():
+    while "a release is not read" not in log.read_text():
         time.sleep(0.02)
     with pytest.raises(ShufflerUnavailable, match="the release is not read"):
         list(release)
