@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from shuffler_world import World, exit_code, free_port, in_release, kill, raw_channel, scrape
+from shuffler_world import World, exit_code, free_port, in_release, raw_channel, scrape
 from shufl.shuffler import (
     IntakeClient,
     Outcome,
@@ -73,31 +73,6 @@ def test_pauses_near_the_idle_limit_lose_and_repeat_nothing(start: Callable[...,
         assert list(nodes.map(node, range(16))) == [[Verdict.ACCEPTED] * 50] * 16
     world.control.close_round("run", 1)
     assert len(set(world.control.release("run", 1))) == 800
-
-
-@pytest.mark.slow
-def test_a_shuffler_that_ends_during_a_pause_is_noticed_with_the_next_report(
-    start: Callable[..., World], tmp_path: Path
-):
-    world = start(tmp_path / "directory")
-    header = world.begin()
-    begun = []
-
-    def reports():
-        for user, sealed in world.reports(header, 200):
-            if user == 3:
-                kill(world)
-                time.sleep(1)
-            begun.append(user)
-            yield user, sealed
-
-    with (
-        IntakeClient(world.process.address, world.process.submit, timeout=3) as intake,
-        pytest.raises(ShufflerUnavailable),
-    ):
-        list(intake.submit(header, reports()))
-    assert len(begun) < 200
-    assert intake.counts["LOST"] >= 1
 
 
 NO_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1)]

@@ -59,7 +59,7 @@ from shufl.shuffler.wire.stub import Stub
 ROOT = Path(__file__).parents[2]
 AUTHORITY = Authority.create()
 LENGTH = sealed_length(PAYLOAD_BYTES)
-ROUNDS = {"CreateRun", "OpenRound", "CloseRound", "Release", "EndRun"}
+ROUNDS = {"CreateRun", "OpenRound", "CloseRound", "Release", "EndRound", "EndRun"}
 CALLS = ["Submit", *sorted(ROUNDS), "Check"]
 # For each role, the calls that are let through.
 ALLOWED = {
@@ -94,6 +94,7 @@ def attempt(channel: grpc.Channel, call: str) -> grpc.StatusCode:
         "OpenRound": lambda: control.OpenRound(pb.OpenRoundRequest(run_id="nobody")),
         "CloseRound": lambda: control.CloseRound(pb.CloseRoundRequest(run_id="nobody")),
         "Release": lambda: list(control.Release(pb.ReleaseRequest(run_id="nobody"))),
+        "EndRound": lambda: control.EndRound(pb.EndRoundRequest(run_id="nobody")),
         "EndRun": lambda: control.EndRun(pb.EndRunRequest(run_id="nobody")),
         "Check": lambda: health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(), timeout=20
@@ -478,8 +479,8 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
             IntakeClient(address, credentials("node")) as again,
         ):
             digest = control.create_run("run", plan(), LENGTH)
-            control.open_round("run", 1, "m", PUBLIC_KEY)
-            header = RoundHeader("run", 1, "m", digest, KEY_DIGEST)
+            nonce = control.open_round("run", 1, "m", PUBLIC_KEY)
+            header = RoundHeader("run", 1, "m", digest, KEY_DIGEST, nonce)
             withdrawn = phone.fingerprint.upper()
             withdrawn = ":".join(withdrawn[at : at + 2] for at in range(0, 64, 2))
 

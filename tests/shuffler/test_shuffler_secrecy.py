@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shuffler_world import World, logged, open_batches
+from shuffler_world import World, open_batches
 from shufl.shuffler import seal, sealed_length
 
 MARKER = b"the plaintext marker that must stay sealed"
@@ -78,21 +78,3 @@ def test_no_plaintext_reaches_the_shuffler_and_nothing_stays_after_a_release(
     assert "batch released" in text
     assert MARKER.decode() not in text
     assert all(json.loads(line)["event"] for line in text.splitlines())
-
-
-@pytest.mark.slow
-def test_the_log_of_two_rounds_of_different_size_is_the_same(
-    start: Callable[..., World], tmp_path: Path
-):
-    logs = []
-    for count in (3, 300):
-        log = tmp_path / f"log-{count}"
-        world = start(log_file=log)
-        header = world.begin()
-        world.submit(header, world.reports(header, count))
-        world.control.close_round("run", 1)
-        list(world.control.release("run", 1))
-        world.control.end_run("run")
-        world.process.__exit__(None, None, None)
-        logs.append(logged(log))
-    assert logs[0] == logs[1] != []

@@ -11,13 +11,11 @@ import resource
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scipy.stats import chisquare
 
 from shuffler_world import PAYLOAD_BYTES, PUBLIC_KEY, World, fill_up, open_batches, payload, plan
 from shufl.shuffler import (
@@ -59,22 +57,6 @@ def test_a_release_is_exactly_the_accepted_reports_in_another_order(shared: Worl
     opener = ReportOpener(shared.private_key)
     opened = [opener.open(sealed, header) for sealed in released]
     assert sorted(opened) == sorted(payload(user) for user in range(200))
-
-
-@pytest.mark.slow
-def test_the_position_of_the_first_report_is_uniform_through_the_service(shared: World):
-    positions: Counter = Counter()
-    header = shared.begin("position", 1)
-    for round in range(1, 151):
-        if round > 1:
-            header = shared.begin("position", round)
-        reports = shared.reports(header, 5)
-        shared.submit(header, reports)
-        shared.control.close_round("position", round)
-        released = list(shared.control.release("position", round))
-        positions[released.index(reports[0][1])] += 1
-        shared.control.end_round("position", round)
-    assert chisquare([positions[place] for place in range(5)]).pvalue > FALSE_ALARM
 
 
 def test_a_discarded_batch_is_gone_whatever_its_size(start: Callable[..., World], tmp_path: Path):
@@ -221,13 +203,6 @@ def test_rounds_increase_one_at_a_time_and_a_plan_never_changes(shared: World):
     assert refusal(control.open_round, "rules", 5, "m", PUBLIC_KEY) is Refusal.RUN_ENDED
     assert refusal(control.create_run, "rules", plan(10, 2), 64) is Refusal.RUN_ENDED
     assert refusal(control.end_run, "nobody's") is Refusal.UNKNOWN_RUN
-
-
-@pytest.mark.parametrize("key", [b"", bytes(31), bytes(32), b"\xff" * 1216])
-def test_a_key_that_nothing_can_be_sealed_to_opens_no_round(shared: World, key: bytes):
-    shared.control.create_run("bad key", plan(), sealed_length(0, "mlkem768-x25519"))
-    reason = refusal(shared.control.open_round, "bad key", 1, "m", key)
-    assert reason is Refusal.MALFORMED
 
 
 @pytest.mark.parametrize("sealing", ["x25519", "mlkem768-x25519"])
