@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,8 @@ from shufl.shuffler import (
     ShufflerProcess,
     ShufflerRefused,
     Verdict,
+    report_length,
+    sealed_length,
 )
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
@@ -108,4 +111,26 @@ def test_reports_that_are_begun_and_not_ended_take_nobody_s_room(length: int):
                 quiet.let_go.set()
                 with pytest.raises(grpc.RpcError):
                     list(call)
+        world.close()
+
+
+@pytest.mark.slow
+def test_the_blankets_of_one_server_s_round_do_not_hold_up_another_s():
+    """Making the first ones takes the longer, and is not yet done."""
+    authority = Authority.create()
+    many = {"shuffler_blankets": 20_000.0}
+    with ShufflerProcess(authority=authority) as process:
+        world = World(process)
+        length = sealed_length(report_length(10_000))
+        world.control.create_run("many", plan(**many), length)
+        world.control.open_round("many", 1, "m", world.public_key)
+        other = authority.issue(Role.SERVER, "other")
+        with ControlClient(process.address, other) as control, ThreadPoolExecutor() as threads:
+            closing = threads.submit(world.control.close_round, "many", 1)
+            control.create_run("few", plan(shuffler_blankets=2.0), length)
+            control.open_round("few", 1, "m", world.public_key)
+            assert control.close_round("few", 1).name in ("RELEASABLE", "BELOW_MINIMUM")
+            assert not closing.done()
+            world.control.end_round("many", 1)
+            assert closing.result(60).name == "DISCARDED"
         world.close()

@@ -141,6 +141,8 @@ def test_a_batch_is_released_after_closing_in_one_order_until_the_round_is_ended
     assert list(release("once", 1)) == released
     assert shared.control.close_round("once", 1) is Outcome.RELEASABLE
     shared.control.end_round("once", 1)
+    for run, round in (("once", 1), ("once", 2), ("nobody's", 1)):
+        shared.control.end_round(run, round)  # also where there is none
     assert refusal(release, "once", 1) is Refusal.ALREADY_RELEASED
     assert shared.control.close_round("once", 1) is Outcome.RELEASABLE
     assert refusal(release, "once", 2) is Refusal.UNKNOWN_ROUND
