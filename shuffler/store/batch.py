@@ -79,10 +79,10 @@ class Batch:
             self._descriptor = _unnamed_file(directory)
             os.ftruncate(self._descriptor, length)
             if allocate:
-                os.posix_fallocate(self._descriptor, 0, length)
                 disk = os.fstatvfs(self._descriptor)
-                if disk.f_bavail * disk.f_frsize < _RESERVE_BYTES:
+                if disk.f_bavail * disk.f_frsize < length + _RESERVE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.posix_fallocate(self._descriptor, 0, length)
         except OSError as error:
             self.close()
             if error.errno in (errno.EFBIG, errno.EINVAL):
