@@ -231,10 +231,10 @@ def test_a_report_length_out_of_range_is_refused(shared: World, length: int):
 
 
 def test_a_round_longer_than_the_file_system_allows_is_refused(start: Callable[..., World]):
-    world = start()
+    world = start(limits={"streams": 1})
     limit = 2**30
     resource.prlimit(world.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
-    users = limit // 4096
+    users = limit // 4096 - 1  # and a place for a report that comes in pieces
     world.control.create_run("long", plan(users + 1), 4096)
     with pytest.raises(ShufflerRefused) as refused:
         world.control.open_round("long", 1, "model", PUBLIC_KEY)
