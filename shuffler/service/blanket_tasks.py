@@ -21,16 +21,14 @@ class BlanketTasks:
     def __init__(self, batches: OpenBatches) -> None:
         self._batches = batches
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blankets")
-        self._tasks: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
-    def start(self, run_id: str, number: int) -> asyncio.Future[None]:
+    def start(self, run_id: str, number: int) -> asyncio.Task[None]:
         """Has the blankets of a round made that are still to be made."""
         key = run_id, number
         if key not in self._tasks:
-            make = self._batches.make_blankets
-            task = asyncio.get_running_loop().run_in_executor(self._thread, make, *key)
+            task = self._tasks[key] = asyncio.create_task(self._make(*key))
             task.add_done_callback(lambda done: self._ended(key, done))
-            self._tasks[key] = task
         return self._tasks[key]
 
     async def finish(self, run_id: str, number: int) -> None:
@@ -45,7 +43,13 @@ class BlanketTasks:
         """Waits until none is being made; the batches are destroyed before."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _ended(self, key: tuple[str, int], task: asyncio.Future[None]) -> None:
+    async def _make(self, run_id: str, number: int) -> None:
+        """A part after the other, in turn with other rounds."""
+        loop, make = asyncio.get_running_loop(), self._batches.make_blankets
+        while await loop.run_in_executor(self._thread, make, run_id, number):
+            pass
+
+    def _ended(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
         del self._tasks[key]
         if not task.cancelled() and (error := task.exception()) is not None:
             about = {"run": key[0], "round": key[1], "reason": str(error)}

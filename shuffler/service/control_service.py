@@ -102,6 +102,7 @@ class ControlService:
                     async with asyncio.timeout(self._limits.idle_seconds):
                         await context.write(chunk)
         except TimeoutError:
+            _log.warning("a release is not read", extra=_about(request))
             raise TimeoutError("the release is not read") from None
         finally:
             self.releases.discard(ended)

@@ -73,8 +73,8 @@ class OpenBatches:
         batch, _, verdict = self._examine(report)
         return batch.reserve(report.caller.name, report.user) if batch is not None else verdict
 
-    def make_blankets(self, run_id: str, number: int) -> None:
-        """Makes the reports of a round's own, and puts them into its batch.
+    def make_blankets(self, run_id: str, number: int) -> bool:
+        """Makes some of the reports of a round's own, and puts them into its batch.
 
         A blanket comes from the same mechanism and the same source of randomness as a user's
         report, and is sealed in the same way, so that nothing in it tells the two apart.
@@ -82,35 +82,38 @@ class OpenBatches:
         there may be. Those beyond the number that was drawn are empty reports under a plan with
         cover, so that their number in a batch tells nothing; without it they are thrown away.
 
+        Returns:
+            Whether more are to be made.
+
         Raises:
             ShufflerRefused: the disk is full or fails; called again, it goes on.
         """
         entry = self._open_round(run_id, number)
         if entry is None or entry.batch is None or entry.header is None:
-            return
+            return False
         run, batch, header = self._runs[run_id], entry.batch, entry.header
         plan, mechanism = run.plan, run.plan.mechanism
-        if not plan.most_blankets:
-            return
+        if entry.made == plan.most_blankets:
+            return False
         dimension = payload_length(run.report_bytes, entry.public_key) // report_length(1)
         draws = mechanism.draws(dimension)
         empty, zero = empty_report(dimension), np.zeros(dimension)
         together = max(1, _TOGETHER // draws)
-        while entry.made < plan.most_blankets:
-            numbers = np.arange(entry.made, min(entry.made + together, plan.most_blankets))
-            noises = self._randomness.blanket_noise(number, numbers, draws)
-            for own, noise in zip(numbers.tolist(), noises, strict=True):
-                drawn = own < entry.blankets
-                report = encode_report(mechanism.report(zero, noise))
-                if plan.cover and not drawn:
-                    report = empty
-                sealed = seal(report, entry.public_key, header)
-                try:
-                    if not batch.add_own(sealed, keep=drawn or plan.cover):
-                        return
-                except OSError as error:
-                    raise storage_refusal(error) from error
-                entry.made += 1
+        numbers = np.arange(entry.made, min(entry.made + together, plan.most_blankets))
+        noises = self._randomness.blanket_noise(number, numbers, draws)
+        for own, noise in zip(numbers.tolist(), noises, strict=True):
+            drawn = own < entry.blankets
+            report = encode_report(mechanism.report(zero, noise))
+            if plan.cover and not drawn:
+                report = empty
+            sealed = seal(report, entry.public_key, header)
+            try:
+                if not batch.add_own(sealed, keep=drawn or plan.cover):
+                    return False
+            except OSError as error:
+                raise storage_refusal(error) from error
+            entry.made += 1
+        return True
 
     def _open_round(self, run_id: str, number: int) -> Round | None:
         run = self._runs.get(run_id)
