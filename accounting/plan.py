@@ -180,7 +180,7 @@ class PrivacyPlan(Plan):
         """
         return accounting.make_accountant(name or self.accountant, self.adjacency)
 
-    def epsilon(self, accountant: str | None = None, rounds: int | None = None) -> float:
+    def epsilon(self, accountant: AccountantName | None = None, rounds: int | None = None) -> float:
         """Returns ε at the plan's δ.
 
         Without `rounds` all of the plan's count, and without `accountant` its own one is asked.

@@ -73,7 +73,9 @@ def examine(folder: Path) -> list[Finding]:
     looks = {"server.toml": _server, "shuffler.toml": _shuffler, "node.toml": _node}
     found = [name for name in looks if (folder / name).exists()]
     if len(found) != 1:
-        raise ConfigError(f"a site's folder has one of {', '.join(looks)}; {folder} has not")
+        raise ConfigError(
+            f"{folder} is not a site's folder: it must hold exactly one of {', '.join(looks)}"
+        )
     here = folder.absolute()
     findings = []
     role = found[0].removesuffix(".toml")

@@ -84,7 +84,7 @@ class Limits(_Section):
     """What one shuffler takes at once.
 
     Attributes:
-        users: for how many users' reports it makes room in a round, if the plan has more.
+        users: the largest number of users who can report in a round, if the plan has more.
         connections: at once; fewer where there are not descriptors enough. At most half of them
             stay without a call.
         calls: at once, of all kinds.

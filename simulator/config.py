@@ -164,11 +164,17 @@ def load(
     given = changes.items() if isinstance(changes, Mapping) else map(_parsed, changes or [])
     for key, value in given:
         _change(content, key, value)
+    name = "the configuration" if isinstance(source, Mapping) else source
     try:
-        return Config.model_validate(content)
+        config = Config.model_validate(content)
+        dumps(config)
     except ValidationError as error:
-        name = "the configuration" if isinstance(source, Mapping) else source
         raise ConfigError(f"{name}: {validation.first_mistake(error, Config)}") from None
+    except TypeError as error:  # only options may hold anything
+        raise ConfigError(
+            f"{name}: model.options must hold values that TOML has: {error}"
+        ) from None
+    return config
 
 
 def dumps(config: Config) -> str:
@@ -192,7 +198,7 @@ def shipped() -> list[str]:
 
 
 def _find(source: str) -> Path:
-    if source in shipped() and not Path(source).exists():
+    if source in shipped() and not Path(source).is_file():
         return Path(str(importlib.resources.files("shufl.configs") / f"{source}.toml"))
     return Path(source)
 
@@ -221,6 +227,8 @@ def _parsed(override: str) -> tuple[str, Any]:
 
 
 def _change(content: dict[str, Any], key: str, value: Any) -> None:
+    if not isinstance(key, str):
+        raise ConfigError(f"a change must be of section.key, got {key!r}")
     *sections, last = key.strip().split(".")
     for section in sections:
         content = content.setdefault(section, {})

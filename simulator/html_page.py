@@ -103,7 +103,7 @@ def _of_run(folder: Path) -> str:
         ("test accuracy", f"{evaluated[-1]['accuracy']:.2%}" if evaluated else "not evaluated yet"),
         ("budget", f"ε ≤ {plan.target_epsilon:g}"),
         ("δ, neighbours", f"{plan.delta:.3g}, {plan.adjacency}"),
-        ("ended by", stopped),
+        ("end", stopped),
         ("coins and noise", f"from {entropy}"),
         *_about(settings).items(),
         *_origin(read_starts(folder)),

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from pydantic import field_validator
+
 from shufl.accounting import lines
 from shufl.accounting.validation import ConfigError as ConfigError
 from shufl.accounting.validation import Record
@@ -22,7 +25,12 @@ READERS_ERRORS = (Exception, SystemExit)
 
 
 class Section(Record):
-    """A table of the configuration."""
+    """A table of the configuration; numpy's numbers are taken as Python's."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        return value.item() if isinstance(value, np.generic) else value
 
 
 def make_importable(folders: Iterable[str | Path]) -> None:
@@ -102,8 +110,8 @@ def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         return name.value
     if is_carried(name):
         raise ConfigError(
-            f"{kind} {name} is an object of a Python program: shufl.resume, given that object, "
-            "goes on with a run of it"
+            f"{kind} {name} is an object of a Python program: give it to shufl.resume or "
+            "shufl.load_run again"
         )
     meant = known.get(name, name)
     if not isinstance(meant, str):

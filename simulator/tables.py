@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 STOPPED = {
     "budget": "privacy budget: one more round would exceed it",
     "rounds": "all planned rounds done",
+    "on_round": "stopped by on_round",
     "interrupt": "interrupted",
 }
 """Why a run ended, by `stopped_by`."""
 
 
-_MAY_BE_KNOWN = {"released", "lost"}  # of a lost round the server may have had a part
+_MAY_BE_KNOWN = {"released", "lost"}  # the server may have received part of a lost round
 
 
 def too_few_present(plan: PrivacyPlan, rows: list[dict[str, Any]], rounds: int) -> bool:

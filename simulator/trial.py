@@ -8,6 +8,7 @@ two processes, in one of them in the reverse order.
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import subprocess
@@ -63,7 +64,7 @@ def _try(given: bytes) -> bool:
     name, input_shape, classes, *_ = make_model.args
     sizes = records, 1, records // 2 + 1, records
     with seeded(0), readers_code(f"model {name} could not be trained on made-up records"):
-        model = make_model().train()
+        model = copy.deepcopy(make_model()).train()  # it is copied for every evaluation
         parameters = model.state_dict()
         features, labels = made_up(model, input_shape, classes, sum(sizes))
         users = list(zip(features.split(sizes), labels.split(sizes), range(4), strict=True))

@@ -135,6 +135,13 @@ def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(tm
         text=True,
         check=True,
     ).stdout.split()
+    imported = subprocess.run(
+        [python, "-c", "import shufl; shufl.PrivacyPlan; shufl.run"],
+        capture_output=True,
+        text=True,
+    )
+    said = imported.stderr.splitlines()[-1]
+    assert said.startswith("ImportError: shufl.run needs ") and "'shufl[simulation]'" in said
     for number, (command, answer) in enumerate(ANSWERS.items()):
         said = (tmp_path / f"said-{number}").read_text()
         assert answer in said, command

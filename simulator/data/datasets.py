@@ -10,10 +10,11 @@ import functools
 import hashlib
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,6 +44,20 @@ class Dataset:
     scale: float = 1.0
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+
+    if TYPE_CHECKING:  # a reader may give arrays; `load_dataset` makes tensors of them
+
+        def __init__(
+            self,
+            train_features: torch.Tensor | np.ndarray,
+            train_labels: torch.Tensor | np.ndarray,
+            test_features: torch.Tensor | np.ndarray,
+            test_labels: torch.Tensor | np.ndarray,
+            classes: int,
+            scale: float = 1.0,
+            mean: Sequence[float] = (0.0,),
+            std: Sequence[float] = (1.0,),
+        ) -> None: ...
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -218,7 +233,9 @@ def _without_numpy(dataset: Dataset) -> Dataset:
     return replace(dataset, **changes)
 
 
-_TO_FLOAT32 = "x.float() (a model of token ids then begins with x.long())"
+_TO_FLOAT32 = (
+    'x.float(), or x.astype("float32") in numpy (a model of token ids then begins with x.long())'
+)
 
 
 def _mistake(dataset: Any) -> str | None:
@@ -231,7 +248,7 @@ def _mistake(dataset: Any) -> str | None:
         features, labels = (getattr(dataset, f"{part}_{what}") for what in ("features", "labels"))
         for name, tensor, dtypes, remedy in (
             (f"{part}_features", features, (torch.uint8, torch.float32), _TO_FLOAT32),
-            (f"{part}_labels", labels, (torch.int64,), "x.long()"),
+            (f"{part}_labels", labels, (torch.int64,), 'x.long(), or x.astype("int64") in numpy'),
         ):
             if not is_dense(tensor) or tensor.dtype not in dtypes:
                 allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

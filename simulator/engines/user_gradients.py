@@ -78,7 +78,7 @@ def clipped_sum_of_updates(
     gradients = gradients_of_users(model, names, features, labels, precision)
     norms, bounds = lengths(gradients)
     scales = clipping.scales(norms)
-    # Of the others float32 may not hold an entry, or only few digits of the scale.
+    # The others may overflow or lose precision in float32, so they take the vmap path.
     sure = bounds <= min(FLOAT32.max, clipping.clip_norm / FLOAT32.tiny)
     if bounds is not norms:
         sure &= scales.abs() * bounds <= _CANCELLATION * clipping.clip_norm

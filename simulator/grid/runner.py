@@ -79,7 +79,7 @@ def play_points(
 
     Raises:
         ConfigError: the configuration of one of them is wrong; none has been played.
-        EngineFailed: Ray does not start, or has fewer processors or GPUs than a point needs.
+        EngineFailed: Ray does not start, or has fewer processors or GPUs than a run needs.
         KeyboardInterrupt: SIGINT or SIGTERM came; what was at work is ended.
     """
     waiting = [point for point in points if read_result(folder / point.key) is None]
@@ -94,7 +94,7 @@ def play_points(
         for what, needed in (("CPU", cpus), ("GPU", max(map(_gpus, waiting)))):
             if needed > there.get(what, 0):
                 raise EngineFailed(
-                    f"a point needs {needed:g} {what}s, and Ray has {there.get(what, 0):g}"
+                    f"a run needs {needed:g} {what}s, and Ray has {there.get(what, 0):g}"
                 )
 
         def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:

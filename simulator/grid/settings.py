@@ -120,7 +120,7 @@ class Grid(Section):
         simulation = config.simulation
         if (simulation.engine, simulation.workers) != ("vectorised", 1):
             raise ConfigError(
-                f"series {series.name}: a point must have simulation.engine vectorised with one "
+                f"series {series.name}: a run must have simulation.engine vectorised with one "
                 f"worker, got {simulation.engine} with {simulation.workers}"
             )
         return Point(series.name, value, seed, series.trainer, config)

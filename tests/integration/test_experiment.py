@@ -275,7 +275,7 @@ def test_more_processors_than_there_are_is_one_line(tmp_path):
     grid = write_grid(tmp_path, 3, **{"each = [{}, ": "each = [{}, "})
     asked = shufl("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)
     assert asked.returncode == 1
-    assert re.fullmatch(r"error: a point needs 4096 CPUs, and Ray has \d+\n", asked.stderr)
+    assert re.fullmatch(r"error: a run needs 4096 CPUs, and Ray has \d+\n", asked.stderr)
 
 
 def test_series_whose_names_differ_in_no_letter_have_folders_of_their_own(tmp_path):
@@ -305,7 +305,7 @@ def test_plain_training_is_played_for_every_value_that_changes_it(tmp_path):
         ({"[settings]": "[settings]\nseed = 5"}, "seed must be given by values and seeds alone"),
         ({"[1.0, 2.0]": "[]"}, "values"),
         ({"each = [{}, ": "each = ["}, "must have a table for each of the 2 values, got 1"),
-        ({'"vectorised"': '"flower"'}, "a point must have simulation.engine vectorised"),
+        ({'"vectorised"': '"flower"'}, "a run must have simulation.engine vectorised"),
         ({"privacy.rounds": "privacy.round"}, "unknown key privacy.round; did you mean rounds?"),
     ],
 )

@@ -188,5 +188,5 @@ def test_a_server_that_does_not_know_its_superlink_is_one_line(sites, tmp_path, 
 
 
 def test_a_folder_of_no_site_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a site's folder has one of"):
+    with pytest.raises(ConfigError, match="is not a site's folder: it must hold exactly one of"):
         examine(tmp_path)

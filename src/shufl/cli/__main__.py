@@ -190,7 +190,7 @@ def main() -> None:
         print_error(error)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:  # each command imports what it needs before its work
-        print_error(missing_extra(error, sys.argv[1]))
+        print_error(missing_extra(error, f"shufl {sys.argv[1]}"))
         sys.exit(2)
     except OSError as error:  # that no command answers, such as a full disk where it prints to
         print_error(error)

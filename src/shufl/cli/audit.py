@@ -48,7 +48,7 @@ def audit_command(
         int | None, typer.Option("--samples", help="Draws of each world. Default: 100000.")
     ] = None,
     confidence: Annotated[
-        float, typer.Option("--confidence", help="Chance of no false violation.")
+        float, typer.Option("--confidence", help="Probability that an audit of a correct mechanism reports no violation.")
     ] = 0.99,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the draws.")] = None,
     end_to_end: EndToEnd = None,

@@ -49,7 +49,7 @@ def provision_command(
 def rehearse_command(
     deployment: _File,
     folder: Annotated[
-        Path | None, typer.Option(help="An empty folder for the sites; left out: one that goes.")
+        Path | None, typer.Option(help="An empty folder for the sites. Default: a temporary one.")
     ] = None,
     runs: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
     kill_node: Annotated[

@@ -200,19 +200,22 @@ def print_error(error: BaseException) -> None:
     typer.echo(f"error: {one_line(text) or type(error).__name__}", err=True)
 
 
-_EXTRAS = {"node": "node", "provision": "server", "rehearse": "server", "status": "server"}
+_EXTRAS = {
+    "shufl node": "node",
+    **dict.fromkeys(["shufl provision", "shufl rehearse", "shufl status"], "server"),
+}
 _BROUGHT = set("flwr jinja2 matplotlib ray scikit-learn tensorboard torch torchvision".split())
 
 
-def missing_extra(error: ModuleNotFoundError, command: str) -> ImportError:
-    """What to install for a command whose import failed.
+def missing_extra(error: ModuleNotFoundError, what: str) -> ImportError:
+    """What to install for a command, or a name of `shufl`, whose import failed.
 
     Raises:
         ModuleNotFoundError: the same; no extra brings that module.
     """
-    package, extra = str(error.name).partition(".")[0], _EXTRAS.get(command, "simulation")
+    package, extra = str(error.name).partition(".")[0], _EXTRAS.get(what, "simulation")
     if package not in _BROUGHT:
         raise error
     return ImportError(
-        f"shufl {command} needs {package}, which is not installed: pip install 'shufl[{extra}]'"
+        f"{what} needs {package}, which is not installed: pip install 'shufl[{extra}]'"
     )
