@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from shufl.accounting import validation
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.sign_sum import ROUND_UP, sign_mean_calls
 
@@ -28,16 +27,6 @@ _MOST_EPSILON = 20.0
 _FAR = np.array([6.5, 7.0, 7.5, 8.0, 9.0, 10.0, 12.0, 15.0, 19.0, 25.0, 38.0])
 
 
-def check_reports(reports: int, local_epsilon: float) -> None:
-    """Refuses what no analysis of shuffled ε₀-LDP reports is made for.
-
-    Raises:
-        ValueError: Fewer than one report, or an ε₀ that is not a positive number.
-    """
-    validation.integer("number of reports", reports, 1)
-    validation.real("local epsilon", local_epsilon, "(0, inf)")
-
-
 def clones_delta(
     reports: int,
     local_epsilon: float,
@@ -48,11 +37,7 @@ def clones_delta(
 
     k >= 1, ε₀ > 0, and ε >= 0 of shape (K,); δ is constant from ε = 20 on, and 0 from ε₀ on. The
     analysis of 2022 is, by its erratum, for some randomisers only.
-
-    Raises:
-        ValueError: A value outside its range.
     """
-    check_reports(reports, local_epsilon)
     share = math.exp(-local_epsilon)
     if year == 2022:
         share = 2.0 * share / (1.0 + share)

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 from dp_accounting import pld
 
-from shufl.accounting import validation
 from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd
 from shufl.accounting.numerics import FloatArray, conversion
 from shufl.accounting.numerics.composition import Composition, Target, count_block
@@ -49,18 +48,6 @@ def composed_epsilon(
     mesh = max(dyadic_interval(spread), dyadic_interval(math.sqrt(rounds) * spread * 1e-3))
     composed = Composition([profile.discretised(mesh)], [count_block(rounds)], Target(delta=delta))
     return composed.epsilon((rounds,), delta)
-
-
-def strong_composition(epsilon: float, rounds: int, slack: float) -> float:
-    """Returns ε after T rounds that are each (ε, δ)-DP, at `1 - (1-δ)^T (1-δ̃)`, for every δ.
-
-    The closed form of Kairouz, Oh and Viswanath 2015, Theorem 3.4; δ̃ is `slack`, in (0, 1).
-    """
-    mean = rounds * epsilon * math.tanh(epsilon / 2.0)
-    root = math.sqrt(rounds) * epsilon
-    spread = epsilon * math.sqrt(2.0 * rounds * math.log(math.e + root / slack))
-    wider = epsilon * math.sqrt(2.0 * rounds * -math.log(slack))
-    return min(rounds * epsilon, mean + spread, mean + wider)
 
 
 def central_subsampled_gaussian(
@@ -108,11 +95,9 @@ def peers(
     its own δ₀ would have to be added to δ, and is not.
 
     Raises:
-        ValueError: A value outside its range.
+        ValueError: ε₀ is beyond what can be computed.
     """
-    validation.integer("users", users, 1)
-    validation.real("check-in rate", check_in_rate, "(0, 1]")
-    noise = validation.real("noise multiplier", mechanism.noise_multiplier, "(0, inf)")
+    noise = mechanism.noise_multiplier
     k = min(users, math.ceil(users * check_in_rate))
     rate = k / users
     if isinstance(mechanism, LdpSgd):
@@ -121,9 +106,9 @@ def peers(
         delta0 = delta / (8.0 * max(rounds) * k)
         local = gaussian_epsilon(2.0 / noise, delta0)
         why = f"the Gaussian's ε₀ at δ₀ = {delta0:.2g}"
-    if local > MAX_LOSS:
+    if not 0.0 < local <= MAX_LOSS:
         raise ValueError(
-            f"one report's ε₀ must be at most {MAX_LOSS:g} for other systems, got {local:.4g} at "
+            f"one report's ε₀ must lie in (0, {MAX_LOSS:g}] for other systems, got {local:.4g} at "
             f"noise multiplier {noise:g}"
         )
     grid = _grid(k, local)

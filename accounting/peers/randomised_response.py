@@ -7,10 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from shufl.accounting import validation
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.sign_sum import sign_mean_calls
-from shufl.accounting.peers.clones import check_reports
 
 Adversary = Literal["strong", "weak"]
 
@@ -42,13 +40,7 @@ def randomised_response_delta(
     P[loss >= ε], which is larger.
 
     n >= 1, k >= 2, ε₀ > 0 of one report, and ε >= 0 of shape (K,).
-
-    Raises:
-        ValueError: A value outside its range.
     """
-    check_reports(reports, local_epsilon)
-    validation.integer("number of categories", categories, 2)
-    validation.choice("adversary", adversary, ("strong", "weak"))
     share = blanket_share(categories, local_epsilon)
     own = share if adversary == "weak" else 0.0
     alphas = np.exp(np.asarray(epsilons, dtype=np.float64))
