@@ -42,8 +42,8 @@ from shufl.accounting import (
     Shuffled,
     adjacency,
 )
-from shufl.accounting.numerics.conversion import epsilon_from_rdp
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
+from shufl.accounting.numerics.renyi import epsilon_from_rdp
 from shufl.accounting.peers.clones import clones_delta
 from shufl.accounting.peers.comparisons import composed_epsilon
 from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp

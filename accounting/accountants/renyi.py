@@ -9,10 +9,10 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from shufl.accounting import validation
-from shufl.accounting.accountants.base import ShuffleAccountant
+from shufl.accounting.accountants.base import ShuffleAccountant, checked_delta
 from shufl.accounting.digits import rounded_up
 from shufl.accounting.events import FixedSize, Shuffled
-from shufl.accounting.numerics import FloatArray, conversion, reverse_moments, theorem3
+from shufl.accounting.numerics import FloatArray, reverse_moments, theorem3
 from shufl.accounting.numerics import renyi as rdp_bounds
 
 
@@ -83,14 +83,15 @@ class RdpShuffleAccountant(ShuffleAccountant):
         return sum(rounds, np.zeros_like(self._orders))
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
-        return conversion.epsilon_from_rdp(self._orders, self._total(counts), delta)[0]
+        return rdp_bounds.epsilon_from_rdp(self._orders, self._total(counts), delta)[0]
 
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
-        return conversion.delta_from_rdp(self._orders, self._total(counts), epsilon)[0]
+        return rdp_bounds.delta_from_rdp(self._orders, self._total(counts), epsilon)
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
-        epsilon, index = conversion.epsilon_from_rdp(self._orders, self.rdp, delta)
+        at = checked_delta(delta)
+        epsilon, index = rdp_bounds.epsilon_from_rdp(self._orders, self.rdp, at)
         if epsilon == 0.0:
             return None
         if epsilon == math.inf:

@@ -14,10 +14,11 @@ import numpy.typing as npt
 from dp_accounting import pld
 
 from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd
-from shufl.accounting.numerics import FloatArray, conversion
+from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.composition import Composition, Target, count_block
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS, Profile, dyadic_interval
+from shufl.accounting.numerics.renyi import epsilon_from_rdp
 from shufl.accounting.peers.clones import clones_delta
 from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
 from shufl.accounting.peers.randomised_response import Adversary, randomised_response_delta
@@ -159,7 +160,7 @@ def _girgis(
             divergences = girgis_subsampled_rdp(rate, reports, local_epsilon, orders)
         else:
             divergences = girgis_rdp(reports, local_epsilon, orders)
-    return [conversion.epsilon_from_rdp(orders, count * divergences, delta)[0] for count in rounds]
+    return [epsilon_from_rdp(orders, count * divergences, delta)[0] for count in rounds]
 
 
 def _grid(reports: int, local_epsilon: float) -> FloatArray:
