@@ -70,16 +70,6 @@ class Placement:
         """The users who take part, user 1 among them: n, or 1 if the others are absent."""
         return len(self.others) + 1
 
-    def check_adjacency(self, adjacency: str) -> None:
-        """Refuses a pair that is not one of neighbours.
-
-        Raises:
-            ValueError: An unknown adjacency, or under "zero-out" a `second` that is not zero.
-        """
-        adjacency_lib.relation_of(adjacency)
-        if adjacency == "zero-out" and np.any(self.second):
-            raise ValueError(f"user 1's second record must be 0 for zero-out, got {self.second}")
-
 
 def make_placement(name: str, adjacency: str, users: int) -> Placement:
     """Returns a placement by name; user 1 holds x, and under D′ -x ("replace") or 0 ("zero-out").
