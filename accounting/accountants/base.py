@@ -39,12 +39,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE
     ) -> None:
-        """Makes an accountant that has spent nothing.
-
-        Raises:
-            ValueError: `neighboring_relation` is ADD_OR_REMOVE_ONE.
-        """
-        adjacency.effective_sigma(1.0, neighboring_relation)
+        adjacency.effective_sigma(1.0, neighboring_relation)  # refuses ADD_OR_REMOVE_ONE
         super().__init__(neighboring_relation)
         self._counts: dict[Shuffled, int] = {}  # how often each round took place
 
