@@ -75,9 +75,6 @@ class Plan(Checked):
             where the accountant counts on others; all if left out. Accountants that count on others
             price a round of so many users.
         accountant: Whose ε halts training.
-
-    Raises:
-        ValueError: A value outside its range, in one line.
     """
 
     users: Users

@@ -8,7 +8,8 @@ Clopper and Pearson, each at half the allowed error.
 Ratios. Where the likelihood ratio L = P/Q is known, `δ(ε) = E_P[(1 - e^ε/L)_+]`, a mean of values
 in [0, 1]: its empirical Bernstein bound (Maurer and Pontil 2009, Theorem 4) is much closer.
 
-A bound above a claim refutes it; one below proves nothing.
+A bound above a claim refutes it; one below proves nothing. A value outside its range is a
+ValueError of one line.
 """
 
 import copy
@@ -170,9 +171,6 @@ def delta_lower_bound(
 
     `first` and `second` are scores of independent draws of the two worlds; the first half of each
     chooses the event. ε lies in [0, 700], `confidence` in (0, 1).
-
-    Raises:
-        ValueError: A value outside its range.
     """
     return max(0.0, _evaluate(first, second, confidence, _delta_value(epsilon))[0])
 
@@ -183,9 +181,6 @@ def epsilon_lower_bound(
     """Returns a lower confidence bound of ε at `delta` between two worlds, in the worse direction.
 
     The scores are those of `delta_lower_bound`; δ lies in [0, 1), `confidence` in (0, 1).
-
-    Raises:
-        ValueError: A value outside its range.
     """
     validation.real("delta", delta, "[0, 1)")
 
@@ -219,7 +214,7 @@ def audit_round(
         method: "events", or "auto": "ratios" wherever the likelihood ratio can be computed.
 
     Raises:
-        ValueError: A value outside its range, or a pair that is not one of neighbours.
+        ValueError: A pair that is not one of neighbours.
     """
     relation_of(adjacency)
     if adjacency == "zero-out" and np.any(placement.second):
@@ -268,8 +263,8 @@ def check_claims(
         confidence: The chance of no false violation, over all placements together.
 
     Raises:
-        ValueError: A value outside its range, no placement, or none that an accountant claims
-            anything about, or an accountant that has spent.
+        ValueError: No placement, or none that an accountant claims anything about, or an
+            accountant that has spent.
         dp_accounting.UnsupportedEventError: An accountant does not price `event`.
     """
     if not placements:

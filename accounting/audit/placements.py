@@ -82,9 +82,6 @@ def make_placement(name: str, adjacency: str, users: int) -> Placement:
       circle's corners are left, and the others hold one each, by turns;
     - absent: the others send nothing. If they send known reports instead, which the adversary can
       take away, the likelihood ratio is the same.
-
-    Raises:
-        ValueError: A value outside its range.
     """
     validation.choice("placement", name, PLACEMENTS)
     adjacency_lib.relation_of(adjacency)

@@ -32,12 +32,8 @@ class RandomisedResponse(Checked):
     the model `histogram` asks for. A user of several records reports of one drawn from p.
 
     Attributes:
-        name: Its word in plans.
         categories: k.
         local_epsilon: ε₀ in [1e-9, 20], what a report costs its user whoever cheats.
-
-    Raises:
-        ValueError: A value outside its range.
     """
 
     most_epsilon: ClassVar[float] = 20.0
