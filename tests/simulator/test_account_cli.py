@@ -539,10 +539,6 @@ def test_compare_shows_other_systems_with_what_they_cover():
             "--accountant blanket",
             "--blankets must be above 0 with --accountant blanket, got 0",
         ),
-        (
-            "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --dimension 0",
-            "--dimension must lie in",
-        ),
     ],
 )
 def test_a_mistake_is_one_line(command, message):

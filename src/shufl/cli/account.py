@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -110,39 +110,31 @@ def compare_command(
     except (ValueError, OSError) as error:
         options.fail(error)
     options.warn_of_delta(plan, last)
+    theirs: dict[str, list[float | None]] = {peer.name: [*peer.epsilons] for peer in others}
     if json:
-        told = {p.name: {"epsilon": list(p.epsilons), "covers": p.covers} for p in others}
+        told = {p.name: {"epsilon": theirs[p.name], "covers": p.covers} for p in others}
         options.print_json(
             {"rounds": points, "epsilon": curves} | ({"peers": told} if peers else {})
         )
     else:
         _print_curves(points, curves, f"ε against rounds at δ = {at:.4g}, {plan.adjacency}")
         if others:
-            _print_peers(points, others)
+            title = "other systems, replace; see below what each covers"
+            _print_curves(points, theirs, title)
+            for peer in others:
+                typer.echo(f"{peer.name}: {peer.covers}")
     if plot is not None:  # last, so that the table is not lost where the disk is full
-        drawn = curves | {peer.name: list(peer.epsilons) for peer in others}
-        _draw(points, drawn, f"δ = {at:.3g}, {adjacency}", plot)
+        _draw(points, curves | theirs, f"δ = {at:.3g}, {adjacency}", plot)
 
 
 def _print_curves(points: list[int], curves: dict[str, list[float | None]], title: str) -> None:
+    """ε at each number of rounds, a column for each accountant or other system."""
     table = Table(title=title, title_justify="left")
     for column in ("rounds", *curves):
         table.add_column(column, justify="right")
     for index, point in enumerate(points):
         table.add_row(str(point), *(epsilon_text(curve[index]) for curve in curves.values()))
     Console().print(table)
-
-
-def _print_peers(points: list[int], others: Any) -> None:
-    """Other systems' ε, and below it what each is the ε of."""
-    table = Table(title="other systems, replace; see below what each covers", title_justify="left")
-    for column in ("rounds", *(peer.name for peer in others)):
-        table.add_column(column, justify="right")
-    for index, point in enumerate(points):
-        table.add_row(str(point), *(epsilon_text(peer.epsilons[index]) for peer in others))
-    Console().print(table)
-    for peer in others:
-        typer.echo(f"{peer.name}: {peer.covers}")
 
 
 def _draw(points: list[int], curves: dict[str, list[float | None]], title: str, path: Path) -> None:
