@@ -124,15 +124,17 @@ def largest_local_epsilon(epsilon_at: Callable[[float], float], target_epsilon: 
     return _largest(epsilon_at, target_epsilon, _LEAST_LOCAL, most, "no local epsilon reaches")
 
 
-def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) -> int:
-    """Returns the most rounds T <= 10^6 with ε(T) <= target; 0 if not one is.
+def most_rounds(
+    epsilon_after: Callable[[int], float], target_epsilon: float, most: int = MOST_ROUNDS
+) -> int:
+    """Returns the most rounds T <= `most` with ε(T) <= target; 0 if not one is.
 
     ε(T) increases.
     """
     return bisect.bisect_left(
-        range(1, MOST_ROUNDS + 1),
+        range(1, most + 1),
         True,
-        key=lambda rounds: not epsilon_after(rounds) <= target_epsilon,
+        key=lambda rounds: not epsilon_after(rounds) <= target_epsilon,  # also of no number
     )
 
 

@@ -105,9 +105,7 @@ def _found(
 def unused_note(asked: OpenPlan, found: PrivacyPlan) -> str | None:
     """Returns one line where a search ended at the edge of its range, with ε left; otherwise None.
 
-    Args:
-        asked: The plan with open values.
-        found: What `calibrate` made of it.
+    `found` is what `calibrate` made of the plan that was `asked` for.
     """
     values = dict(found) | dict(found.mechanism)
     edges = {

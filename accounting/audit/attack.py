@@ -38,7 +38,6 @@ class AuditResult:
     """What the draws show of one round at one placement.
 
     Attributes:
-        placement: Its name.
         delta_lower: δ(ε) is at least this, with the confidence that was asked for.
         delta_estimate: Not a bound: the mean of `(1 - e^ε/L)_+`, or `P(S) - e^ε Q(S)` as observed.
         method: "ratios" or "events": see the module.
@@ -54,13 +53,9 @@ class AuditResult:
 class ClaimCheck:
     """An accountant's δ(ε) of one round against what the draws show.
 
-    Attributes:
-        accountant: Its name.
-        covers: Which pairs it claims anything about; a violation elsewhere is no error in it, but
-            its δ is then no guarantee for every pair of neighbours.
-        holds_for: "every pair" or "homogeneous pair".
-        claimed_delta: The δ it claims.
-        results: One for each placement that it claims something about.
+    A violation of a pair that it does not cover is no error in it, but its δ is then no guarantee
+    for every pair of neighbours. There is a result for each placement that it claims something
+    about.
     """
 
     accountant: str
@@ -207,11 +202,8 @@ def audit_round(
 ) -> AuditResult:
     """Draws one round under D and D′ and bounds its δ(ε) from below.
 
-    Args:
-        epsilon: ε in [0, 700].
-        samples: Draws of each world, at least 2.
-        confidence: Of the lower bound, in (0, 1).
-        method: "events", or "auto": "ratios" wherever the likelihood ratio can be computed.
+    ε lies in [0, 700], `confidence` in (0, 1), and each world has at least 2 `samples`. `method` is
+    "events", or "auto": "ratios" wherever the likelihood ratio can be computed.
 
     Raises:
         ValueError: A pair that is not one of neighbours.
@@ -253,14 +245,9 @@ def check_claims(
 ) -> list[ClaimCheck]:
     """Attacks the δ(ε) of one round that accountants claim, all by the same draws.
 
-    Args:
-        accountants: At least one, of one adjacency, which is attacked. They have spent nothing and
-            are left as they are.
-        event: One round, an event that all of them price.
-        epsilon: ε in [0, 700].
-        placements: Names of `PLACEMENTS`, or placements. Each accountant is checked at those that
-            it claims something about.
-        confidence: The chance of no false violation, over all placements together.
+    The accountants are of one adjacency, which is attacked; they have spent nothing and are left as
+    they are. Each is checked at those placements, or names of `PLACEMENTS`, that it claims
+    something about. `confidence` is the chance of no false violation, over all placements together.
 
     Raises:
         ValueError: No placement, or none that an accountant claims anything about, or an

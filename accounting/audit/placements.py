@@ -32,8 +32,7 @@ class Placement:
     """Two neighbouring datasets.
 
     Attributes:
-        name: Its word in tables.
-        first: User 1's clipped record under D, shape (d,); kept as an array.
+        first: User 1's clipped record under D, shape (d,).
         second: User 1's clipped record under D′, shape (d,).
         others: The other users' clipped records, shape (n - 1, d).
         absent: Whether the other users of a round send nothing; `others` is empty then.
@@ -110,12 +109,7 @@ class AttackedRound:
     """
 
     def __init__(self, event: Shuffled, placement: Placement) -> None:
-        """Prepares both.
-
-        Raises:
-            ValueError: Noise 0, a placement for another number of users, or blankets in a round of
-                fixed size.
-        """
+        """Refuses what it cannot draw by a ValueError of one line."""
         if event.users != placement.users and not placement.absent:
             raise ValueError(f"placement must be of {event.users} users, got {placement.users}")
         if not event.mechanism.noise_multiplier > 0.0:

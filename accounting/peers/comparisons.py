@@ -56,9 +56,8 @@ def central_subsampled_gaussian(
 ) -> float:
     """Returns ε of DP-SGD with a trusted server: dp_accounting's PLD accountant.
 
-    One user added or removed, Poisson sampling at rate γ, Gaussian noise once on the sum.
-
-    `noise_multiplier` is that of the noise on the sum, over the clip norm.
+    One user added or removed, Poisson sampling at rate γ, Gaussian noise once on the sum:
+    `noise_multiplier` is that of the sum's noise, over the clip norm.
     """
     event = dp_accounting.GaussianDpEvent(noise_multiplier)
     if rate < 1.0:
@@ -68,13 +67,7 @@ def central_subsampled_gaussian(
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Another system's ε against rounds.
-
-    Attributes:
-        name: Its column in tables.
-        epsilons: ε at each number of rounds asked for.
-        covers: What it is the ε of, and why it is no guarantee for ours.
-    """
+    """Another system's ε at each number of rounds, and what it is the ε of."""
 
     name: str
     epsilons: tuple[float, ...]
