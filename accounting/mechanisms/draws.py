@@ -22,7 +22,7 @@ _MORE = 64  # bits drawn at a time, and digits computed beyond the bits that are
 
 
 class Uniform:
-    """A uniform number U of (0, 1): its bits after the `first` ones are drawn as they are needed."""
+    """A uniform number U of (0, 1); bits after the `first` ones are drawn as they are needed."""
 
     def __init__(self, first: int, bits: int = 64) -> None:
         self._first, self._bits = first, bits
