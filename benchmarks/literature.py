@@ -44,10 +44,9 @@ from shufl.accounting import (
 )
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
 from shufl.accounting.numerics.renyi import epsilon_from_rdp
-from shufl.accounting.peers.clones import clones_delta
 from shufl.accounting.peers.comparisons import composed_epsilon
 from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
-from shufl.accounting.peers.randomised_response import blanket_share, randomised_response_delta
+from shufl.accounting.peers.signs import blanket_share, clones_delta, randomised_response_delta
 from shufl.simulator.plots import draw
 
 ORDERS = np.arange(2.0, 400.0)

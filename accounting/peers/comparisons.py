@@ -19,9 +19,8 @@ from shufl.accounting.numerics.composition import Composition, Target, count_blo
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS, Profile, dyadic_interval
 from shufl.accounting.numerics.renyi import epsilon_from_rdp
-from shufl.accounting.peers.clones import clones_delta
 from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
-from shufl.accounting.peers.randomised_response import Adversary, randomised_response_delta
+from shufl.accounting.peers.signs import Adversary, clones_delta, randomised_response_delta
 
 
 def composed_epsilon(

@@ -19,9 +19,8 @@ from other_bounds import (
 )
 from shufl.accounting import CheckIn, CrowdAccountant, GaussianMechanism, LdpSgd, Shuffled
 from shufl.accounting.peers import comparisons
-from shufl.accounting.peers.clones import clones_delta
 from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
-from shufl.accounting.peers.randomised_response import blanket_share, randomised_response_delta
+from shufl.accounting.peers.signs import blanket_share, clones_delta, randomised_response_delta
 
 
 def enumerated_response(n, k, local, epsilon, adversary):
