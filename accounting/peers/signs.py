@@ -1,9 +1,8 @@
 """Shuffled ε₀-LDP reports as sums of fair signs: clones, and k-ary randomised response.
 
-Of n reports those in which the user's own hides are told from the others. Their number is binomial,
-and for the user's own, which is always one of them, all but one of them counts: an expectation of
-f(m), m = B + 1 and B ~ Bin(n-1, p), is that of K f(K)/(np), K ~ Bin(n, p). So each δ here is what
-`numerics.sign_sum` bounds from above, in both directions.
+A user's own report hides among B ~ Bin(n-1, p) others, so that m = B + 1 are seen. For every f,
+`E[f(m)] = E[K f(K)]/(np)` with K ~ Bin(n, p). So each δ here, which averages a mean of m signs over
+m, is a sum of K signs, and `numerics.sign_sum` bounds that from above. It holds in both directions.
 """
 
 import math
