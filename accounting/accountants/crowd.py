@@ -115,11 +115,6 @@ class Crowd(NamedTuple):
     absent: int
     others: float
 
-    @property
-    def has_coins(self) -> bool:
-        """Whether users report independently of each other."""
-        return self.terms == self.users
-
     def by_swaps(self, alpha: float, pair: Pair, lost: float) -> float:
         """Upper bound of H_α that gives up about α `lost`; 1 where there are too few others."""
         swap = SwapBound(self.users, self.rate, self.noise, lost)
@@ -156,7 +151,8 @@ class _Search:
     """The least bound at increasing α, for one direction of the worst pair."""
 
     def __init__(self, crowd: Crowd, pair: Pair) -> None:
-        bounds = [crowd.by_swaps] * crowd.has_coins + [crowd.by_blankets]
+        coins = crowd.terms == crowd.users  # users report independently of each other
+        bounds = [crowd.by_swaps, crowd.by_blankets] if coins else [crowd.by_blankets]
         self._ladders = [_Ladder(bound, pair, crowd.rate) for bound in bounds]
         # H_α does not rise in α: what bounded it before still does.
         self._least = crowd.rate

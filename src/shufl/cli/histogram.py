@@ -62,7 +62,7 @@ def histogram_command(
     consistent: Annotated[
         bool, typer.Option("--consistent", help="No share below 0, and 1 in all.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of a simulation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of a simulation.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="A folder for histogram.csv and .png; left out: the run's, or none."),
@@ -90,7 +90,6 @@ def histogram_command(
             out = out or source
         else:
             choice("--accountant", accountant, ("blanket", "crowd", "local"))
-            options.check_seed(seed)
             names = needed("--categories", _categories(categories, other))
             counts = histogram.count_column(source, needed("--column", column), names, other)
             users = int(counts.sum())

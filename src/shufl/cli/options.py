@@ -120,19 +120,6 @@ def number(text: str) -> Any:
         return text
 
 
-def check_users(option: str, users: int, most: int) -> None:
-    """Refuses more users than a command computes with."""
-    if users > most:
-        raise ValueError(f"{option} must be at most {most}, got {users}")
-
-
-def checked_count(option: str, value: int | None) -> int:
-    """A number of rounds or parameters; refuses one that is beyond what is computed."""
-    if not 1 <= needed(option, value) <= 10**9:
-        raise ValueError(f"{option} must lie in [1, 10^9], got {value}")
-    return int(value)  # type: ignore[arg-type]
-
-
 def warn_of_delta(plan: PrivacyPlan, rounds: int) -> None:
     """Prints a line where δ is too large to promise much, or too small for a plan."""
     from shufl.accounting import ideal_note, participation_note
@@ -158,12 +145,6 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be text in UTF-8: {error}") from None
-
-
-def check_seed(seed: int | None) -> None:
-    """Refuses a seed that a configuration could not have."""
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"--seed must lie in [0, 2^63), got {seed}")
 
 
 def check_alone(what: str, *allowed: str) -> None:
