@@ -33,7 +33,7 @@ _NEAR = 0.2  # of log ε: from there on the secant says where the target is
 _LARGEST_NOISE = 1e6
 _FIRST_STEP, _LONGEST_STEP = 1.25, 10.0  # from place to place, each the square of the one before
 MOST_ROUNDS = 10**6
-"""As many rounds `most_rounds` finds at most."""
+"""Upper limit of the search in `most_rounds`."""
 LEAST_BLANKETS = 0.1
 _TOO_FEW = f"no blankets up to {MOST_BLANKETS:g} a round reach"
 _MOST_NOISE_OF_BLANKETS = 64.0
@@ -59,8 +59,8 @@ def participation_note(check_in_rate: float, rounds: int, delta: float) -> str |
     if delta < 0.1 * chance:
         return None
     return (
-        f"delta should be far below the chance that a user takes part at all, {chance:.3g}, "
-        f"got {delta:.3g}"
+        f"delta = {delta:.3g} is too close to {chance:.3g}, the probability that a user takes part "
+        "at all; choose a smaller delta"
     )
 
 
