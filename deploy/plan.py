@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from shufl.accounting.validation import Count, Positive, Seconds, first_mistake, read_toml
-from shufl.simulator.section import ConfigError, Section
+from shufl.accounting.validation import Count, Positive, Seconds
+from shufl.simulator.section import Section
 
 Name = Annotated[
     str,
@@ -128,22 +128,6 @@ class Deployment(Section):
 
 def _address(site: ServerEntry | ShufflerEntry) -> str:
     return f"[{site.host}]:{site.port}" if ":" in site.host else f"{site.host}:{site.port}"
-
-
-def load_deployment(path: Path) -> Deployment:
-    """Reads a deployment's file.
-
-    Raises:
-        ConfigError: one line naming the key, what it was given, and what is allowed.
-    """
-    try:
-        return Deployment.model_validate(read_toml(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {first_mistake(error, Deployment)}") from None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 @dataclass(frozen=True)

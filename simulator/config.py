@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from shufl.accounting import validation
 from shufl.accounting.plan import CheckInRate, Privacy, Rounds, Users
-from shufl.accounting.validation import Count, Positive
+from shufl.accounting.validation import Count, Positive, read_toml
 from shufl.server.words import Schedule
 from shufl.simulator.engine_table import ENGINES
 from shufl.simulator.names import DATASETS, FEATURES, Partition
@@ -150,8 +149,6 @@ def load(
 ) -> Config:
     """Reads and validates a configuration.
 
-    `source` is a TOML file, or the name of a configuration that ships with shufl (`quickstart`).
-
     Args:
         source: a TOML file, the name of one that ships with shufl (`quickstart`), or its values.
         changes: values by `section.key`; or `section.key=value`, the values in TOML (a bare word
@@ -160,15 +157,12 @@ def load(
     Raises:
         ConfigError: one line naming the key, what it was given, and what is allowed.
     """
-    content = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(source)
+    content = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_named(source)
     given = changes.items() if isinstance(changes, Mapping) else map(_parsed, changes or [])
     for key, value in given:
         _change(content, key, value)
-    try:
-        return Config.model_validate(content)
-    except ValidationError as error:
-        name = "the configuration" if isinstance(source, Mapping) else source
-        raise ConfigError(f"{name}: {validation.first_mistake(error, Config)}") from None
+    name = "the configuration" if isinstance(source, Mapping) else source
+    return Config.checked(name, content)
 
 
 def dumps(config: Config) -> str:
@@ -185,28 +179,26 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def shipped() -> list[str]:
-    """Names of the configurations that ship with shufl."""
-    folder = importlib.resources.files("shufl.configs")
-    return sorted(Path(f.name).stem for f in folder.iterdir() if f.name.endswith(".toml"))
+def shipped(folder: str = "") -> dict[str, Path]:
+    """The configurations that ship with shufl, or what else is in a folder of theirs, by name."""
+    there = Path(str(importlib.resources.files("shufl.configs"))) / folder
+    return {path.stem: path for path in sorted(there.glob("*.toml"))}
 
 
-def _find(source: str) -> Path:
-    if source in shipped() and not Path(source).exists():
-        return Path(str(importlib.resources.files("shufl.configs") / f"{source}.toml"))
-    return Path(source)
+def read_named(source: str, folder: str = "", what: str = "a configuration") -> dict[str, Any]:
+    """The values of a TOML file, or of the one that ships under that name.
 
-
-def _read(source: str) -> dict[str, Any]:
+    Raises:
+        ConfigError: it cannot be read, or is no TOML.
+    """
+    known, path = shipped(folder), Path(source)
     try:
-        return validation.read_toml(_find(source))
+        return read_toml(path if path.exists() else known.get(source, path))
     except OSError as error:
         raise ConfigError(
-            f"{source or 'an empty name'} cannot be read: {error.strerror}; a configuration is a "
-            f"TOML file or one of {', '.join(shipped())}"
+            f"{source or 'an empty name'} cannot be read: {error.strerror}; {what} is a TOML file "
+            f"or one of {', '.join(known)}"
         ) from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _parsed(override: str) -> tuple[str, Any]:

@@ -11,18 +11,45 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import ValidationError
 
 from shufl.accounting import lines
 from shufl.accounting.validation import ConfigError as ConfigError
-from shufl.accounting.validation import Record
+from shufl.accounting.validation import Record, first_mistake, read_toml
 
 READERS_ERRORS = (Exception, SystemExit)
 """What code of the reader's may raise: `sys.exit()` would end the command without a word."""
 
 
 class Section(Record):
-    """A table of the configuration."""
+    """A table of the configuration; a mistake in one is a ConfigError of one line."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What a TOML file has."""
+        return cls.checked(path, read_file(path))
+
+    @classmethod
+    def checked(cls, source: object, content: Any) -> Self:
+        """What these values say; a mistake names `source` first."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {first_mistake(error, cls)}") from None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML.
+    """
+    try:
+        return read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def make_importable(folders: Iterable[str | Path]) -> None:

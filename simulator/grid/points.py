@@ -15,7 +15,6 @@ from pydantic_core import to_json
 from shufl.accounting.plan import CheckInRate
 from shufl.accounting.validation import NotNegative, Probability, Record, first_mistake
 from shufl.server import CheckpointError
-from shufl.simulator.config import dumps
 from shufl.simulator.console import Console
 from shufl.simulator.engines import ENGINES
 from shufl.simulator.experiment import prepare
@@ -119,11 +118,6 @@ def read_result(folder: Path) -> dict[str, Any] | None:
         return _Result.model_validate_json((folder / _RESULT).read_bytes()).model_dump()
     except (FileNotFoundError, ValueError):
         return None
-
-
-def configuration_of(point: Point) -> str:
-    """A point's whole configuration, TOML."""
-    return dumps(point.config).strip()
 
 
 def _played(point: Point, folder: Path) -> Path:

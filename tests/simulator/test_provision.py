@@ -11,7 +11,7 @@ from run_world import shufl
 from shufl.accounting import PrivacyPlan
 from shufl.clients import RoundRefused, load_device
 from shufl.deploy.node import agreed_plan, check_data, node_settings
-from shufl.deploy.plan import load_deployment
+from shufl.deploy.plan import Deployment
 from shufl.deploy.provision import provision
 from shufl.deploy.server_app import DeployedEngine
 from shufl.deploy.sites import NodeSite, ServerSite, load_site
@@ -58,7 +58,7 @@ def base(tmp_path):
 def provisioned(base, **changes):
     path = base / "deployment.toml"
     path.write_text(tomli_w.dumps(DEPLOYMENT | changes))
-    return provision(load_deployment(path), base, base / "sites")
+    return provision(Deployment.read(path), base, base / "sites")
 
 
 def request_everything(base, *nodes):

@@ -190,6 +190,15 @@ def fail(error: BaseException, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
+@contextmanager
+def failing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
+    """Ends the command by `fail` at one of these errors."""
+    try:
+        yield
+    except errors as error:
+        fail(error, code)
+
+
 def print_error(error: BaseException) -> None:
     """One line on standard error."""
     text = str(error)
