@@ -53,13 +53,9 @@ class ShufflerEntry(Section):
 
 
 class NodeEntry(Section):
-    """A node.
+    """A node; `users`, `data` and `reply_after` are as in `NodeSite`.
 
     Attributes:
-        name: of its site.
-        users: for how many users it speaks.
-        data: as in `NodeSite`.
-        reply_after: as in `NodeSite`.
         port: of its SuperNode, on loopback.
         withdrawn: whether it no longer takes part.
     """
@@ -132,13 +128,7 @@ def _address(site: ServerEntry | ShufflerEntry) -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a site, started in the site's folder.
-
-    Attributes:
-        name: of its service unit.
-        command: program of this environment, and arguments.
-        about: one line.
-    """
+    """A process of a site, started in the site's folder; `name` is that of its service unit."""
 
     name: str
     command: tuple[str, ...]
@@ -158,10 +148,7 @@ LONGEST_SOCKET = 100
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Environment variables for Flower's programs, which start others by their names alone.
-
-    `home` is Flower's own folder of a site.
-    """
+    """Environment variables for Flower's programs, which start others by their names alone."""
     path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     return {**os.environ, **quiet, "PATH": path, "FLWR_HOME": str(home)}

@@ -38,11 +38,7 @@ class _Site(Section):
 
     @property
     def credentials(self) -> Credentials:
-        """What the shufflers ask for.
-
-        Raises:
-            ConfigError: the files are not there, or do not fit together.
-        """
+        """What the shufflers ask for."""
         path = Path(self.certificate)
         try:
             return Credentials.read(path.parent, path.stem)
@@ -69,11 +65,7 @@ class ServerSite(_Site):
 
     @property
     def agreed(self) -> dict[int, AgreedNode]:
-        """What was agreed with each node, by its number, as the file says now.
-
-        Raises:
-            ConfigError: one line that says what is wrong with the file.
-        """
+        """What was agreed with each node, by its number, as the file says now."""
         entries = AgreedNodes.read(Path(self.nodes)).nodes
         return {each.number: AgreedNode(each.name, each.users) for each in entries}
 
@@ -144,11 +136,7 @@ _AnySite = TypeVar("_AnySite", bound=_Site)
 
 
 def load_site(path: Path, kind: type[_AnySite]) -> _AnySite:
-    """Reads a site's file.
-
-    Raises:
-        ConfigError: one line naming the key, what it was given, and what is allowed.
-    """
+    """Reads a site's file; a mistake is a ConfigError of one line."""
     content, folder = read_file(path), path.absolute().parent
     for key in _PATHS:
         if isinstance(content.get(key), str):

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from shufl.accounting.plan import CheckInRate, Privacy, Rounds, Users
 from shufl.accounting.validation import Count, Positive, read_toml
 from shufl.server.words import Schedule
-from shufl.simulator.engine_table import ENGINES
+from shufl.simulator.engine_table import FlowerKeys, VectorisedKeys
 from shufl.simulator.names import DATASETS, FEATURES, Partition
 from shufl.simulator.section import ConfigError, Section
 
@@ -78,24 +78,18 @@ class Training(Section):
     checkpoint_every: Count = 10
 
 
-class _Choice(Section):
-    engine: Literal[tuple(ENGINES)] = "flower"  # type: ignore[valid-type]
-
-
-class Simulation(*(engine.keys for engine in ENGINES.values()), _Choice):  # type: ignore[misc]
+class Simulation(FlowerKeys, VectorisedKeys):
     """The engine, and the keys of all engines; those that are not the chosen one's are ignored."""
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Simulation:
-        """Refuses, of the other engines' keys, those that must not be ignored."""
-        for name, engine in ENGINES.items():
-            for key in engine.not_ignored if name != self.engine else ():
-                value, default = getattr(self, key), type(self).model_fields[key].default
-                if value != default:
-                    raise ValueError(
-                        f"simulation.{key} must be {default} for engine {self.engine}, "
-                        f"got {value!r}"
-                    )
+        """Refuses keys of the vectorised engine that change what is computed for the other one."""
+        for key in ("noise", "device", "precision", "silent") * (self.engine != "vectorised"):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default:
+                raise ValueError(
+                    f"simulation.{key} must be {default} for engine {self.engine}, got {value!r}"
+                )
         return self
 
 
@@ -123,6 +117,11 @@ class Config(Section):
     training: Training
     simulation: Simulation = Field(default_factory=Simulation)
     shuffler: Shuffler = Field(default_factory=Shuffler)
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the partition and the initial model, which no privacy rests on."""
+        return 0 if self.seed == "system" else self.seed
 
     @model_validator(mode="after")
     def _one_step(self) -> Config:
@@ -186,11 +185,7 @@ def shipped(folder: str = "") -> dict[str, Path]:
 
 
 def read_named(source: str, folder: str = "", what: str = "a configuration") -> dict[str, Any]:
-    """The values of a TOML file, or of the one that ships under that name.
-
-    Raises:
-        ConfigError: it cannot be read, or is no TOML.
-    """
+    """The values of a TOML file, or of the one that ships under that name."""
     known, path = shipped(folder), Path(source)
     try:
         return read_toml(path if path.exists() else known.get(source, path))

@@ -193,11 +193,7 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
 
 
 def _place(column: str, names: list[str]) -> int:
-    """Where a column is.
-
-    Raises:
-        ValueError: it is not there, or one looks like it.
-    """
+    """Where a column is."""
     if column not in names:
         raise ValueError(f"--column must be one of {', '.join(names)}, got {column}")
     if list(map(_looks, names)).count(_looks(column)) > 1:

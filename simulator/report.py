@@ -20,14 +20,7 @@ from shufl.simulator.tables import STOPPED, epsilon_rows, print_epsilons
 def summarise(
     result: RunEnd, experiment: Experiment, engine: Engine, recorder: RunRecorder
 ) -> dict[str, Any]:
-    """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon.
-
-    Args:
-        result: how the run ended.
-        experiment: what was run.
-        engine: what ran it.
-        recorder: has the rounds.
-    """
+    """What a run came to, as plain values."""
     plan, simulation = experiment.plan, experiment.config.simulation
     too_few_present = recorder.too_few_present(result.rounds)
     return {

@@ -41,11 +41,7 @@ class Section(Record):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The values of a TOML file.
-
-    Raises:
-        ConfigError: it cannot be read, or is no TOML.
-    """
+    """The values of a TOML file."""
     try:
         return read_toml(path)
     except OSError as error:

@@ -22,8 +22,7 @@ def partition(
     2019). `repeated`: one record each; the records are dealt again and again in the same random
     order, so that there may be more users than records.
 
-    `labels` are int of shape (r,). There are at most r users, but for `repeated`. A small
-    concentration makes `dirichlet` skewed.
+    A small concentration makes `dirichlet` skewed.
 
     Returns:
         int of shape (k, q), k at most users: row u modulo k has user u's record indices. Rows are
@@ -47,11 +46,7 @@ def partition(
 
 
 def records_per_user(records: int, users: int, scheme: str) -> int:
-    """How many records each user gets.
-
-    Raises:
-        ValueError: there are too few.
-    """
+    """How many records each user gets."""
     if scheme == "repeated":
         return 1
     least = 2 if scheme == "by-label" else 1
@@ -159,9 +154,6 @@ def load_user_records(
     """The records of all users: what `load_records` gives, dealt as `partition` says.
 
     `digest` is as for `check_digest`.
-
-    Raises:
-        ConfigError: see `check_digest` and `load_records`.
     """
     check_digest(dataset, features, digest)
     loaded = load_records(dataset, features)

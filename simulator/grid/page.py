@@ -49,11 +49,7 @@ def keep_grid(grid: Grid, folder: Path, failed: dict[str, str]) -> None:
 
 
 def html_page(folder: Path) -> str:
-    """The page of an experiment's folder in `results`.
-
-    Raises:
-        ValueError: something in it is damaged, or its configurations are not there any more.
-    """
+    """The page of an experiment's folder in `results`."""
     stored = json.loads((folder / "grid.json").read_bytes())
     try:
         grid = Grid.model_validate_json(json.dumps(stored["grid"]))

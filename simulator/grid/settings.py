@@ -93,11 +93,7 @@ class Grid(Section):
         return series.trainer != "plain" or bool(series.each) or not private
 
     def points(self) -> list[Point]:
-        """All points, seed by seed, so that the first of each comes early.
-
-        Raises:
-            ConfigError: the configuration of one is wrong.
-        """
+        """All points, seed by seed, so that the first of each comes early."""
         return [
             self._point(series, index, seed)
             for seed in self.seeds
@@ -172,9 +168,6 @@ def load_grid(source: str) -> tuple[str, Grid]:
     """A grid and its name.
 
     `source` is a TOML file, or the name of a grid that ships with shufl.
-
-    Raises:
-        ConfigError: one line naming the key, what it was given, and what is allowed.
     """
     content = read_named(source, "experiments", "an experiment")
     return Path(source).stem, Grid.checked(source, content)

@@ -22,13 +22,7 @@ from shufl.simulator.grid.runner import play_grid
 from shufl.simulator.plots import plot_accuracy_epsilon
 from shufl.simulator.records import read_run
 from shufl.simulator.run import Run, config_of
-from shufl.simulator.section import (
-    Carried,
-    ConfigError,
-    is_carried,
-    make_importable,
-    readers_code,
-)
+from shufl.simulator.section import Carried, ConfigError, is_carried, make_importable, readers_code
 from shufl.simulator.tables import too_few_present
 
 if TYPE_CHECKING:
@@ -164,7 +158,7 @@ def run(
     names = {**objects, **({"model.options": {}} if "model.name" in objects else {})}
     source = config if isinstance(config, Mapping) else str(config)
     loaded = _with(load(source, {**(changes or {}), **names}), objects)
-    return _train(Run.new(loaded, Path(runs), _console(progress)), on_round)
+    return _train(Run.new(loaded, Path(runs), Console(quiet=not progress)), on_round)
 
 
 def resume(
@@ -195,7 +189,7 @@ def resume(
             raise ConfigError(f"{key} of this run is {named}, not an object")
         objects[key] = Carried(named, given.value)
     config = _with(config, objects)
-    return _train(Run.of(folder, _console(progress), config=config), on_round)
+    return _train(Run.of(folder, Console(quiet=not progress), config=config), on_round)
 
 
 def load_run(folder: str | Path) -> RunResult:
@@ -236,7 +230,8 @@ def grid(
         RuntimeError: some runs failed; the page says why, and the others are kept.
     """
     make_importable([Path(source).parent, Path.cwd()])
-    rows, page, failed = play_grid(str(source), Path(results), None, cpus, _console(progress))
+    console = Console(quiet=not progress)
+    rows, page, failed = play_grid(str(source), Path(results), None, cpus, console)
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(rows) + len(failed)} runs failed, see {page}")
     return rows
@@ -253,10 +248,6 @@ def _train(run: Run, on_round: OnRound | None) -> RunResult:
 
     ended = run.train() if on_round is None else run.train(told)
     return result(ended.rounds, ended.accuracy)
-
-
-def _console(progress: bool) -> Console:
-    return Console(quiet=not progress)
 
 
 def _carried(dataset: GivenDataset, model: GivenModel) -> dict[str, Carried]:
