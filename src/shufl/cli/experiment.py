@@ -58,7 +58,7 @@ def run_command(
     from shufl.simulator.section import ConfigError, make_importable
 
     make_importable([Path(config or "").parent, Path.cwd()])
-    with failing(ValueError):  # before torch, Flower and Ray are imported
+    with failing(ConfigError):  # before torch, Flower and Ray are imported
         if (config is None) == (resume is None):
             raise ConfigError("give either a CONFIG to run or --resume RUN_FOLDER")
         if resume is not None and (set_ or engine or runs):
