@@ -28,7 +28,6 @@ from shufl.deploy.plan import (
     shuffler_process,
 )
 from shufl.deploy.server_app import deployed_experiment
-from shufl.deploy.sites import ServerSite
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority, Request, write_new
 from shufl.simulator.config import dumps, load
@@ -124,19 +123,7 @@ def experiment_of(deployment: Deployment, base: Path) -> Experiment:
     """The run, with everything decided."""
     path = base / deployment.config
     config = load(str(path) if path.exists() else deployment.config)
-    return deployed_experiment(config, _server_site(deployment))
-
-
-def _server_site(deployment: Deployment) -> ServerSite:
-    server = deployment.server
-    return ServerSite(
-        shufflers=deployment.addresses,
-        certificate="keys/server.pem",
-        nodes=_AGREED,
-        least_nodes=server.least_nodes,
-        round_timeout=server.round_timeout,
-        patience=server.patience,
-    )
+    return deployed_experiment(config, len(deployment.shufflers))
 
 
 class _Sites:
@@ -160,8 +147,12 @@ class _Sites:
             "address": f"127.0.0.1:{server.local_port}",
             "root-certificates": f"{folder}/keys/flower-authority.pem",
         }
-        told = _server_site(self._deployment).model_dump()
-        told["digest"] = self._digest(*self._deployment.nodes)
+        told = server.model_dump(include={"least_nodes", "round_timeout", "patience"}) | {
+            "shufflers": self._deployment.addresses,
+            "certificate": "keys/server.pem",
+            "nodes": _AGREED,
+            "digest": self._digest(*self._deployment.nodes),
+        }
         about = {"host": server.host, "port": server.port, "local_port": server.local_port}
         listen, accounts = _listen(server.host), "shufl, www-data"
         files = self._modules() | {

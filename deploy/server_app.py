@@ -71,20 +71,20 @@ def main(grid: Grid, context: Context) -> None:
         if "folder" in given:
             folder = Path(given["folder"])
         else:
-            experiment = deployed_experiment(load(given["config"]), site)
+            experiment = deployed_experiment(load(given["config"]), len(site.shufflers))
             folder = make_folder(Path(given.get("runs") or site_path.parent / "runs"), experiment)
     except KeyError as missing:
         raise ConfigError(f"the run configuration lacks {missing}") from None
     play(folder, site, grid, given.get("attempt", ""))
 
 
-def deployed_experiment(config: Config, site: ServerSite) -> Experiment:
-    """A run on real nodes: nothing of it is drawn from the seed.
+def deployed_experiment(config: Config, shufflers: int) -> Experiment:
+    """A run on real nodes and so many shufflers: nothing of it is drawn from the seed.
 
     No round is played again, so each has its checkpoint.
     """
     check_cover(config.privacy.cover)
-    shuffler = config.shuffler.model_copy(update={"number": len(site.shufflers)})
+    shuffler = config.shuffler.model_copy(update={"number": shufflers})
     training = config.training.model_copy(update={"checkpoint_every": 1})
     decided = {"seed": "system", "shuffler": shuffler, "training": training}
     experiment = prepare(config.model_copy(update=decided))

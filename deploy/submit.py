@@ -44,7 +44,7 @@ def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
         EngineFailed: Flower did not take the run, or it was killed.
     """
     site = _site(site_path)
-    folder = make_folder(runs, deployed_experiment(config, site))
+    folder = make_folder(runs, deployed_experiment(config, len(site.shufflers)))
     try:
         return _follow(connection, site_path, folder)
     except _NotTaken:
