@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from shufl.accounting import PrivacyPlan
-from shufl.clients import ClientSettings, UserRecords, load_device, serve_device
+from shufl.clients import ClientSettings, UserRecords, load_device
 from shufl.deploy.sites import NodeSite, check_cover
 from shufl.simulator.config import Config, load
 from shufl.simulator.data.datasets import wrong_tensor
@@ -28,18 +27,12 @@ from shufl.simulator.section import READERS_ERRORS, ConfigError, find, one_line
 from shufl.simulator.trial import try_users
 
 
-def serve_node(site: NodeSite, folder: Path, stop: threading.Event) -> None:
-    """Serves a node, whose file is in `folder`, until `stop` is set."""
-    try:
-        serve_device(node_settings(site, folder), Path(site.socket), stop)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
 def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
-    """What the node agrees to and has; every mistake is a ConfigError before any work."""
+    """What the node, whose file is in `folder`, agrees to and has.
+
+    Raises:
+        ValueError: a mistake, found before any work.
+    """
     config = load(site.config)
     plan, make_model, load_users, together = check_data(site, folder, config)
     credentials = site.credentials

@@ -134,10 +134,7 @@ def prepare(config: Config) -> Experiment:
         )
     config = _resolve(config, dataset)
     config, plan, unused = plan_of(config)
-    try:
-        records_per_user(len(dataset.train_labels), plan.users, config.data.partition)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    records_per_user(len(dataset.train_labels), plan.users, config.data.partition)  # or refuses
     experiment = Experiment(config, plan, halting_round=0, parameters=0)
     parameters = sum(p.numel() for p in experiment.make_model().parameters())
     halting_round = rounds_within_budget(plan)

@@ -186,7 +186,7 @@ class RunRecorder:
         epsilons: dict[str, float | None] = dict.fromkeys(ACCOUNTANTS)
         row = {**asdict(record), "epsilons": epsilons}
         self.rows.append(row)
-        too_few = self.too_few_present(record.round)
+        too_few = too_few_present(self._plan, self.rows, record.round)
         for name, accountant in self._accountants.items():
             if too_few and accountant.counts_on_others:
                 continue
@@ -196,16 +196,6 @@ class RunRecorder:
         self._file.write(to_json(row, inf_nan_mode="null") + b"\n")
         self._file.flush()
         self._to_tensorboard(row)
-
-    def too_few_present(self, rounds: int) -> bool:
-        """See `tables.too_few_present`."""
-        return too_few_present(self._plan, self.rows, rounds)
-
-    @property
-    def fewest_users_present(self) -> int | None:
-        """In any round; nobody counts those of a lost one."""
-        present = (row["users_present"] for row in self.rows if row["outcome"] != "lost")
-        return min(present, default=None)
 
     def close(self) -> None:
         """Closes both outputs."""

@@ -71,7 +71,7 @@ ANSWERS = {
     "audit --n 100 --gamma 1 --noise 1 --epsilon 9 --samples 100": "theorem3",
     "audit --end-to-end quickstart --epsilon 1": lacks("torch", "simulation"),
     f"{_PLANS} --device-megabytes 1e-9": "error: --device-megabytes must be at least",
-    "node --config sites/ward-1/node.toml": lacks("torch", "node"),
+    "node --config sites/ward-1/node.toml": lacks("flwr", "node"),
     "status sites": lacks("tensorboard", "server"),
     "provision deployment.toml": lacks("flwr", "server"),
     "rehearse deployment.toml": lacks("flwr", "server"),

@@ -9,6 +9,7 @@ import torch
 
 from shufl.simulator.data.datasets import Dataset
 from shufl.simulator.data.features import check_digest, load_records
+from shufl.simulator.section import ConfigError
 
 
 def partition(
@@ -29,7 +30,7 @@ def partition(
         disjoint; only under `repeated` may users share them.
 
     Raises:
-        ValueError: there are too few records.
+        ConfigError: there are too few records.
     """
     quota = records_per_user(len(labels), users, scheme)
     rng = np.random.Generator(np.random.Philox(key=seed))
@@ -51,7 +52,7 @@ def records_per_user(records: int, users: int, scheme: str) -> int:
         return 1
     least = 2 if scheme == "by-label" else 1
     if records // users < least:
-        raise ValueError(
+        raise ConfigError(
             f"data.users must lie in [1, {records // least}] ({records} training records, at least "
             f"{least} each under {scheme}), got {users}"
         )

@@ -98,13 +98,15 @@ def node_command(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is said in our own words
     with options.failing(OSError):
         logging.basicConfig(level=logging.INFO, handlers=[log_handler(log_file)])
-    from shufl.deploy.node import serve_node
+    from shufl.clients import serve_device
+    from shufl.deploy.node import node_settings
     from shufl.deploy.sites import NodeSite, load_site
-    from shufl.simulator.section import ConfigError, make_importable
+    from shufl.simulator.section import make_importable
 
     make_importable([folder])
-    with options.failing(ConfigError):
-        serve_node(load_site(config, NodeSite), folder, stop)
+    with options.failing(ValueError):
+        site = load_site(config, NodeSite)
+        serve_device(node_settings(site, folder), Path(site.socket), stop)
 
 
 def doctor_command(
