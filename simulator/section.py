@@ -11,26 +11,50 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from pydantic import field_validator
+from pydantic import ValidationError, field_validator
 
 from shufl.accounting import lines
 from shufl.accounting.validation import ConfigError as ConfigError
-from shufl.accounting.validation import Record
+from shufl.accounting.validation import Record, first_mistake, read_toml
 
 READERS_ERRORS = (Exception, SystemExit)
 """What code of the reader's may raise: `sys.exit()` would end the command without a word."""
 
 
 class Section(Record):
-    """A table of the configuration; numpy's numbers are taken as Python's."""
+    """A table of the configuration; a mistake in one is a ConfigError of one line.
+
+    Numpy's numbers are taken as Python's.
+    """
 
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
         return value.item() if isinstance(value, np.generic) else value
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What a TOML file has."""
+        return cls.checked(path, read_file(path))
+
+    @classmethod
+    def checked(cls, source: object, content: Any) -> Self:
+        """What these values say; a mistake names `source` first."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {first_mistake(error, cls)}") from None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The values of a TOML file."""
+    try:
+        return read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def make_importable(folders: Iterable[str | Path]) -> None:

@@ -22,7 +22,6 @@ STOPPED = {
 }
 """Why a run ended, by `stopped_by`."""
 
-
 _MAY_BE_KNOWN = {"released", "lost"}  # the server may have received part of a lost round
 
 
@@ -31,12 +30,7 @@ def too_few_present(plan: PrivacyPlan, rows: list[dict[str, Any]], rounds: int) 
 
     Too few is less than the plan's `least_present`, which accountants that count on others price.
     Where such an accountant halts, a batch of too few is destroyed; any other releases it. Of a
-    round that has no row, because it was lost in an interruption, nobody knows.
-
-    Args:
-        plan: of the run.
-        rows: of its metrics.jsonl.
-        rounds: how many were spent.
+    round that has no row in metrics.jsonl nobody knows.
     """
     if plan.make_accountant().counts_on_others:
         return False

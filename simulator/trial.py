@@ -42,14 +42,9 @@ _write_updates(*pickle.load(sys.stdin.buffer))
 def try_users(
     make_model: functools.partial[nn.Module], training: LocalTraining, records: int
 ) -> bool:
-    """Refuses a model that gives a user another update after other users than before them.
+    """Whether computing users together gives the same updates as computing one by one.
 
-    `make_model` is `build_model` with its arguments; the models here need no trial. `records` is
-    the most that a user has. Returns whether computing users together gives the same updates as
-    computing one by one.
-
-    Raises:
-        ConfigError: other users change a user's update, or the model fails.
+    `make_model` is `build_model` with its arguments; `records` is the most that a user has.
     """
     name, input_shape, classes, _, options = make_model.args
     if name in MODELS:

@@ -212,11 +212,7 @@ def lengths(gradients: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Clipping:
-    """What a user's update counts in the sum: min(1, C/norm).
-
-    Attributes:
-        clip_norm: C.
-    """
+    """What a user's update counts in the sum: min(1, C/norm)."""
 
     clip_norm: float
 

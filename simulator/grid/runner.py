@@ -28,10 +28,7 @@ def play_grid(
 ) -> tuple[list[dict[str, Any]], Path, dict[str, str]]:
     """Plays a grid, or goes on with it, and writes its table and its page.
 
-    Args:
-        source: a TOML file, or the name of a grid that ships with shufl.
-        results: the grid has its folder there.
-        pages: where table and page go, and whose table spares points; None: the grid's folder.
+    `pages` is where table and page go, and whose table spares points; None: the grid's folder.
 
     Returns:
         What each finished point came to; the page; why points failed, by what they are called.
@@ -157,14 +154,9 @@ def _outcome(done: Any, point: Point, folder: Path, failed: dict[str, str]) -> s
         result = read_result(folder / point.key) or {}
         return f"accuracy {result['accuracy']:.2%} in {result['seconds']:.0f} s"
     except Exception as error:  # whatever the run raised, or Ray of a worker that died
-        failed[str(point)] = _reason(error)
+        failed[str(point)] = one_line(getattr(error, "cause", None) or error)[:300]
         return f"failed: {failed[str(point)]}"
 
 
 def _gpus(point: Point) -> float:
     return 1.0 if point.config.simulation.device == "cuda" else 0.0
-
-
-def _reason(error: Any) -> str:
-    """What a task raised, in one line, without Ray's traceback."""
-    return one_line(getattr(error, "cause", None) or error)[:300]

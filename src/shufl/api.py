@@ -185,7 +185,7 @@ def run(
     source = config if isinstance(config, Mapping) else str(config)
     loaded = _with(load(source, {**_mapping(changes), **names}), objects)
     _check_on_round(on_round)
-    return _train(Run.new(loaded, _path("runs", runs), _console(progress)), on_round)
+    return _train(Run.new(loaded, _path("runs", runs), Console(quiet=not progress)), on_round)
 
 
 def resume(
@@ -211,7 +211,7 @@ def resume(
     make_importable([Path.cwd()])
     config = _with_objects(config_of(folder), dataset, model)
     _check_on_round(on_round)
-    return _train(Run.of(folder, _console(progress), config=config), on_round)
+    return _train(Run.of(folder, Console(quiet=not progress), config=config), on_round)
 
 
 def load_run(
@@ -263,7 +263,7 @@ def grid(
     """
     make_importable([_path("source", source).parent, Path.cwd()])
     results = _path("results", results)
-    rows, page, failed = play_grid(str(source), results, None, cpus, _console(progress))
+    rows, page, failed = play_grid(str(source), results, None, cpus, Console(quiet=not progress))
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(rows) + len(failed)} runs failed, see {page}")
     return rows
@@ -320,10 +320,6 @@ def _with_objects(config: Config, dataset: GivenDataset, model: GivenModel) -> C
             raise ConfigError(f"{key} of this run is {named}, not an object")
         objects[key] = Carried(named, given.value)
     return _with(config, objects)
-
-
-def _console(progress: bool) -> Console:
-    return Console(quiet=not progress)
 
 
 def _carried(dataset: GivenDataset, model: GivenModel) -> dict[str, Carried]:

@@ -112,7 +112,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     assert f"{100 * mean:.2f} (" in next(
         line for line in page.splitlines() if line.startswith("| Fast! | ")
     )
-    assert re.search(r"at commit `[0-9a-f]{10}\+?`, shufl 0.1.0, torch 2", page)
+    assert re.search(r"at commit [0-9a-f]{10}\+?, shufl 0.1.0, torch 2", page)
     assert (pages / "tiny-grid.svg").read_text().startswith("<?xml")
 
     with (folder / "lock").open("w") as lock:
@@ -330,7 +330,7 @@ def test_the_page_has_the_largest_epsilon_of_runs_that_differ_in_their_seed():
     about |= {"check_in_rate": 0.1, "noise_multiplier": 1.0, "shuffler_blankets": 0.0}
     about |= {"rounds": 10, "delta": 1e-5}
     given = [{"pld": 1.0, "crowd": 4.33641}, {"pld": 0.9, "crowd": 4.34087}, {"pld": 1.0}]
-    results = [(None, about | {"epsilon": epsilon}) for epsilon in given]
+    results = [about | {"epsilon": epsilon} for epsilon in given]
     heads, *rows = plan_table(SimpleNamespace(label="value"), results)
     assert [dict(zip(heads, row, strict=True)) for row in rows] == [
         {"series": "ours", "value": "1", "halting ε": "1 (pld)", "ε for every pair": "–"}

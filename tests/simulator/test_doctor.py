@@ -138,7 +138,7 @@ def test_records_that_a_cast_would_make_good_are_found(node):
         "the records of user 2 cannot be read: labels must be whole numbers, got float64" in found
     )
     np.savez(node / "own/2.npz", features=features * np.nan, labels=labels)
-    assert "user 2 must be finite features" in troubles(node)["model and records"].trouble
+    assert "user 2 must have finite features" in troubles(node)["model and records"].trouble
 
 
 def test_the_command_exits_with_1_and_says_what_mends_it(node, tmp_path):

@@ -92,7 +92,9 @@ def compare_command(
             for row in price(event, point, adjacency, at):
                 curves.setdefault(row.name, []).append(row.epsilon)
         others = (
-            comparisons.peers(plan.users, event.chance, event.mechanism, points, at) if peers else []
+            comparisons.peers(plan.users, event.chance, event.mechanism, points, at)
+            if peers
+            else []
         )
     except (ValueError, OSError) as error:
         options.fail(error)

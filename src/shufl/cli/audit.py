@@ -48,7 +48,11 @@ def audit_command(
         int | None, typer.Option("--samples", help="Draws of each world. Default: 100000.")
     ] = None,
     confidence: Annotated[
-        float, typer.Option("--confidence", help="Probability that an audit of a correct mechanism reports no violation.")
+        float,
+        typer.Option(
+            "--confidence",
+            help="Probability that an audit of a correct mechanism reports no violation.",
+        ),
     ] = 0.99,
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the draws.")

@@ -15,6 +15,7 @@ from shufl.simulator.console import Console
 if TYPE_CHECKING:
     from shufl.accounting import OpenPlan
 
+
 def calibrate_command(
     target_epsilon: Annotated[
         float, typer.Option("--target-epsilon", help="The ε to stay within.")

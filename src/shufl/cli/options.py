@@ -171,6 +171,15 @@ def fail(error: BaseException, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
+@contextmanager
+def failing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
+    """Ends the command by `fail` at one of these errors."""
+    try:
+        yield
+    except errors as error:
+        fail(error, code)
+
+
 def print_error(error: BaseException) -> None:
     """One line on standard error."""
     text = str(error)
@@ -185,7 +194,9 @@ _EXTRAS = {
     "shufl node": "node",
     **dict.fromkeys(["shufl provision", "shufl rehearse", "shufl status"], "server"),
 }
-_BROUGHT = set("flwr jinja2 matplotlib ray scikit-learn tensorboard torch torchvision".split())
+_BROUGHT = set(
+    ["flwr", "jinja2", "matplotlib", "ray", "scikit-learn", "tensorboard", "torch", "torchvision"]
+)
 
 
 def missing_extra(error: ModuleNotFoundError, what: str) -> ImportError:
