@@ -194,9 +194,10 @@ _EXTRAS = {
     "shufl node": "node",
     **dict.fromkeys(["shufl provision", "shufl rehearse", "shufl status"], "server"),
 }
-_BROUGHT = set(
-    ["flwr", "jinja2", "matplotlib", "ray", "scikit-learn", "tensorboard", "torch", "torchvision"]
-)
+_BROUGHT = {
+    *("flwr", "jinja2", "matplotlib", "ray"),
+    *("scikit-learn", "tensorboard", "torch", "torchvision"),
+}
 
 
 def missing_extra(error: ModuleNotFoundError, what: str) -> ImportError:
