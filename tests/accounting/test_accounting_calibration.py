@@ -136,7 +136,7 @@ def test_where_delta_is_not_far_below_the_chance_to_take_part():
         (0.001, 5, 0.3, "0.005"),
         (0.5, 10**6, 0.11, "1,"),  # no chance is above 1
     ):
-        assert f"takes part at all, {chance}" in participation_note(rate, rounds, delta)
+        assert f"too close to {chance}" in participation_note(rate, rounds, delta)
     assert participation_note(0.5, 10**6, 0.09) is None
 
 
