@@ -39,7 +39,6 @@ _TOO_FEW = f"no blankets up to {MOST_BLANKETS:g} a round reach"
 _MOST_NOISE_OF_BLANKETS = 64.0
 _LEAST_LOCAL = 1e-6
 _ALONE = (1.0, 0.99, 0.95)  # of the target: what a report may cost that nothing hides
-_HARDLY_A_BLANKET = 0.1
 _NEAR_BEST = 0.02  # of the error
 _FINE = 0.05  # how near to the best noise the search ends, relative
 _BETTER = 0.995  # of the squared error: what is worth another step
@@ -197,16 +196,16 @@ def least_error_response(
 
     most = RandomisedResponse.most_epsilon
     tried = (min(share * target_epsilon, most) for share in _ALONE)
-    enough = (it for it in tried if epsilon_at(it, _HARDLY_A_BLANKET) <= target_epsilon)
+    enough = (it for it in tried if epsilon_at(it, LEAST_BLANKETS) <= target_epsilon)
     alone = next(enough, None)
     try:
         blankets = least_blankets(functools.partial(epsilon_at, most), target_epsilon)
     except CalibrationError:
         if alone is not None:
-            return alone, _HARDLY_A_BLANKET
+            return alone, LEAST_BLANKETS
         raise
-    if alone is not None and error(alone, _HARDLY_A_BLANKET) <= error(most, blankets):
-        return alone, _HARDLY_A_BLANKET
+    if alone is not None and error(alone, LEAST_BLANKETS) <= error(most, blankets):
+        return alone, LEAST_BLANKETS
     allowed = (1.0 + _NEAR_BEST) ** 2 * error(most, blankets)
     rising = np.geomspace(min(target_epsilon, 1.0), most, 500).tolist()
     local_epsilon = next(each for each in rising if error(each, blankets) <= allowed)
@@ -360,15 +359,18 @@ def _close_in(
     By Brent's method, which brackets, on log ε against the logarithm of the place: ε takes its
     time, and is nearly a power of noise, rate and blankets.
     """
-    ends = {math.log(inside): inside, math.log(outside): outside}  # exp would round them
+    log_inside, log_outside = math.log(inside), math.log(outside)
     good = [inside]
 
     def excess(log_place: float) -> float:
-        place = ends.get(log_place) or math.exp(log_place)
+        place = math.exp(log_place)
+        if log_place in (log_inside, log_outside):  # exactly, which exp is not
+            place = inside if log_place == log_inside else outside
         epsilon = epsilon_at(place)
         if epsilon <= target:
             good.append(place)
         return max(min(math.log(max(epsilon, 1e-300) / target), 50.0), -50.0)
 
-    optimize.brentq(excess, *ends, xtol=_PRECISION)
+    if log_inside != log_outside:
+        optimize.brentq(excess, log_inside, log_outside, xtol=_PRECISION)
     return min(good, key=lambda place: abs(math.log(place / outside)))

@@ -72,7 +72,7 @@ class _Examination:
 
     @contextmanager
     def look(self, what: str, fix: str = "") -> Iterator[None]:
-        """Has a finding made of the block's end; what a `_Trouble` says mends it comes first."""
+        """Adds a finding when the block ends; a `_Trouble`'s own fix replaces `fix`."""
         try:
             yield
             trouble = ""

@@ -56,7 +56,10 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
 def check_data(
     site: NodeSite, folder: Path, config: Config
 ) -> tuple[PrivacyPlan, functools.partial[Any], functools.partial[Any], bool]:
-    """The plan, what makes the model, what gives access to the users' records, and `try_users`."""
+    """The plan, what makes the model, what gives access to the users' records, and `try_users`.
+
+    A model that computes a user's update from other users' records is refused.
+    """
     plan = agreed_plan(config)
     make_model = model_maker(config, site.input_shape, site.classes)
     check_report_size(config, sum(each.numel() for each in make_model().parameters()))

@@ -127,7 +127,10 @@ def experiment_of(deployment: Deployment, base: Path) -> Experiment:
 
 
 class _Sites:
-    """Says what is in every site's folder; `out` is where all of them run, if it is here."""
+    """Says what is in every site's folder.
+
+    `out` holds the folders if the sites run on this machine, else it is None.
+    """
 
     def __init__(
         self, deployment: Deployment, experiment: Experiment, base: Path, out: Path | None

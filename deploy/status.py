@@ -96,9 +96,10 @@ def _node(node: dict[str, Any], now: float) -> dict[str, Any]:
 
 def _read(path: Path, otherwise: Any) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return otherwise
+    return read if isinstance(read, type(otherwise)) else otherwise
 
 
 def health_of(address: str, credentials: Credentials) -> str:

@@ -84,7 +84,9 @@ class Simulation(FlowerKeys, VectorisedKeys):
     @model_validator(mode="after")
     def _engine_fits(self) -> Simulation:
         """Refuses keys of the vectorised engine that change what is computed for the other one."""
-        for key in ("noise", "device", "precision", "silent") * (self.engine != "vectorised"):
+        if self.engine == "vectorised":
+            return self
+        for key in ("noise", "device", "precision", "silent"):
             value, default = getattr(self, key), type(self).model_fields[key].default
             if value != default:
                 raise ValueError(
@@ -186,7 +188,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shipped(folder: str = "") -> dict[str, Path]:
-    """The configurations that ship with shufl, or what else is in a folder of theirs, by name."""
+    """The TOML files in `shufl.configs`, or in a folder below it, by name."""
     there = Path(str(importlib.resources.files("shufl.configs"))) / folder
     return {path.stem: path for path in sorted(there.glob("*.toml"))}
 

@@ -163,7 +163,7 @@ def check_report_size(config: Config, parameters: int) -> None:
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
-    """The configuration with what it left open, its plan, and the plan's `unused_note`."""
+    """The configuration with its open values filled in, its plan, and the plan's `unused_note`."""
     assert config.data.users is not None
     try:
         asked = OpenPlan(users=config.data.users, **dict(config.privacy))

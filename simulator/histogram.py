@@ -8,6 +8,7 @@ what a shuffler releases of them is how many there are of each category, and not
 from __future__ import annotations
 
 import csv
+import textwrap
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
@@ -161,12 +162,15 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8" if names else "utf-8-sig")
-                (row,) = csv.reader([text], strict=True)
+                (row,) = csv.reader([text], strict=True) if text.strip() or names else ([],)
+                if not (row or names):
+                    raise csv.Error("it is blank")
                 if names and len(row) != len(names):
                     raise csv.Error(f"it has {len(row)} fields, line 1 has {len(names)}")
             except (csv.Error, UnicodeDecodeError) as error:
                 raise ValueError(
-                    f"{path} must be CSV in UTF-8, a row a line: line {number}: {error}"
+                    f"{path} must be CSV in UTF-8, a row a line, with no quote left open: "
+                    f"line {number}: {error}"
                 ) from None
             if not names:
                 names, place = row, _place(column, row)
@@ -178,7 +182,7 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
     named = dict.fromkeys(categories[:-1] if other else categories)
     looks = {_looks(category): category for category in named}
     for value in (value for value in first if value not in named):
-        where = f"{path}, line {first[value]}: column {column!r} has {value!r}"
+        where = f"{path}, line {first[value]}: column {column!r} has {_shown(value)!r}"
         if (meant := looks.get(_looks(value))) is not None:
             raise ValueError(f"{where}, which looks like the category {meant!r} and is another")
         if not other:
@@ -195,10 +199,15 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
 def _place(column: str, names: list[str]) -> int:
     """Where a column is."""
     if column not in names:
-        raise ValueError(f"--column must be one of {', '.join(names)}, got {column}")
+        raise ValueError(f"--column must be one of {_shown(', '.join(names))}, got {column}")
     if list(map(_looks, names)).count(_looks(column)) > 1:
         raise ValueError(f"--column must differ from all other columns, got {column}")
     return names.index(column)
+
+
+def _shown(text: str) -> str:
+    """A part of a table, short: it may be somebody's."""
+    return textwrap.shorten(text, 60, placeholder="…")
 
 
 def _looks(text: str) -> str:

@@ -25,7 +25,7 @@ READERS_ERRORS = (Exception, SystemExit)
 
 
 class Section(Record):
-    """A table of the configuration; a mistake in one is a ConfigError of one line.
+    """A table of the configuration; `read` and `checked` answer a mistake by a ConfigError.
 
     Numpy's numbers are taken as Python's.
     """

@@ -42,7 +42,9 @@ _write_updates(*pickle.load(sys.stdin.buffer))
 def try_users(
     make_model: functools.partial[nn.Module], training: LocalTraining, records: int
 ) -> bool:
-    """Whether computing users together gives the same updates as computing one by one.
+    """Refuses a model whose update for a user depends on other users.
+
+    Returns whether computing users together gives the same updates as computing one by one.
 
     `make_model` is `build_model` with its arguments; `records` is the most that a user has.
     """

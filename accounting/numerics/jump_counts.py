@@ -102,7 +102,7 @@ class PoissonCount:
         return result
 
     def roughness(self, c: float, tilt: Tilt, smooth: FloatArray, mass: float) -> FloatArray:
-        """The same from `|J(θ) + 1| <= smooth` but for the cap; `mass` is the tilted jumps' all."""
+        """The same from `|J(θ) + 1| <= smooth` but for the cap; `mass`: of all tilted jumps."""
         return self.jumps * (mass - smooth)
 
 

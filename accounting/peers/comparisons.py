@@ -91,6 +91,8 @@ def peers(
         ValueError: ε₀ is beyond what can be computed.
     """
     noise = mechanism.noise_multiplier
+    if not noise > 0.0:
+        raise ValueError(f"other systems price no report without noise, got {noise:g}")
     k = min(users, math.ceil(users * check_in_rate))
     rate = k / users
     if isinstance(mechanism, LdpSgd):

@@ -80,7 +80,7 @@ def play_points(
         KeyboardInterrupt: SIGINT or SIGTERM came; what was at work is ended.
     """
     waiting = [point for point in points if read_result(folder / point.key) is None]
-    console.print(f"{len(points)} points, {len(points) - len(waiting)} of them already there")
+    console.print(f"{len(points)} runs, {len(points) - len(waiting)} of them already there")
     if not waiting:
         return
     import ray

@@ -108,15 +108,21 @@ class RunResult:
         Raises:
             RoundFailed: the run has not come to its end, or the file is damaged.
             ConfigError: the model, or the data that give its shape, are objects that `load_run`
-                was not given.
+                was not given, or others than `run` was.
         """
         if not (path := self.folder / "model.pt").exists():
             raise RoundFailed(f"{path} is missing: the run has not come to its end")
         model = Experiment(self._config, self.plan, 0, 0).make_model()
         try:
-            model.load_state_dict(load_tensors(path))
+            state = load_tensors(path)
         except Exception as error:
             raise RoundFailed(f"{path} cannot be read: {one_line(error)}") from error
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{path} is of another model than {self._config.model.name}"
+            ) from error
         return model
 
     def plot(self) -> Figure:
@@ -129,6 +135,12 @@ class RunResult:
 
 
 OnRound = Callable[[RunResult, nn.Module], Any]
+
+_STANDS_FOR: dict[str, dict[str, Any]] = {
+    "dataset": {"data.dataset": "object:dataset"},
+    "model": {"model.name": "object:model", "model.options": {}},
+}
+"""What a configuration has until the object that an argument gives is put in."""
 
 
 def run(
@@ -172,20 +184,25 @@ def run(
     """
     if not isinstance(config, Mapping):
         config = _path("config", config)
+    if not (changes is None or isinstance(changes, Mapping)):
+        raise ConfigError(f"changes must be a dict of values by section.key, got {changes!r}")
+    changes, runs = dict(changes or {}), _path("runs", runs)
+    _check_on_round(on_round)
     folder = config.parent if isinstance(config, Path) else Path()
     make_importable([folder, Path.cwd()])
-    objects = _carried(dataset, model)
-    names = {**objects, **({"model.options": {}} if "model.name" in objects else {})}
-    for key in changes or {}:
-        if any(str(key).strip().startswith(name) for name in names):
-            raise ConfigError(
-                f"changes must not have {key}: the argument {'model' if model else 'dataset'}= "
-                "stands for it"
-            )
+    given = {"dataset": dataset, "model": model}
+    for argument, stands_for in _STANDS_FOR.items():
+        if given[argument] is None:
+            continue
+        for key in changes:
+            if str(key).strip().startswith(tuple(stands_for)):
+                raise ConfigError(
+                    f"changes must not have {key}: the argument {argument}= stands for it"
+                )
+        changes |= stands_for
     source = config if isinstance(config, Mapping) else str(config)
-    loaded = _with(load(source, {**_mapping(changes), **names}), objects)
-    _check_on_round(on_round)
-    return _train(Run.new(loaded, _path("runs", runs), Console(quiet=not progress)), on_round)
+    loaded = _with(load(source, changes), _carried(dataset, model))
+    return _train(Run.new(loaded, runs, Console(quiet=not progress)), on_round)
 
 
 def resume(
@@ -199,7 +216,7 @@ def resume(
     """Goes on with an interrupted run, to its end.
 
     Objects that `run` was given must be given again. Data are compared with those of before.
-    `on_round` is not called for rounds that it, or the one before it, has been called for.
+    `on_round` is not called for rounds that have a row in metrics.jsonl already.
 
     Raises:
         ConfigError: no run folder, or an object is missing or too many.
@@ -260,6 +277,7 @@ def grid(
         ConfigError: before any work.
         EngineFailed: Ray does not start, or lacks processors.
         RuntimeError: some runs failed; the page says why, and the others are kept.
+        KeyboardInterrupt: the same call goes on.
     """
     make_importable([_path("source", source).parent, Path.cwd()])
     results = _path("results", results)
@@ -291,12 +309,6 @@ def _path(name: str, given: Any) -> Path:
     if not isinstance(given, str | Path):
         raise ConfigError(f"{name} must be a path, got {given!r}")
     return Path(given)
-
-
-def _mapping(changes: Any) -> Mapping[str, Any]:
-    if not (changes is None or isinstance(changes, Mapping)):
-        raise ConfigError(f"changes must be a dict of values by section.key, got {changes!r}")
-    return changes or {}
 
 
 def _check_on_round(on_round: Any) -> None:

@@ -94,8 +94,8 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
 
     again = shufl(*command)
     assert again.returncode == 1
-    assert again.stderr == f"error: 2 of 8 points failed, see {pages}/tiny-grid.md\n"
-    assert f"8 points, {len(done)} of them already there" in again.stdout
+    assert again.stderr == f"error: 2 of 8 runs failed, see {pages}/tiny-grid.md\n"
+    assert f"8 runs, {len(done)} of them already there" in again.stdout
     assert again.stdout.count("  [red]impossible, 2, seed 3: failed: 3 rounds in a row were d") == 1
     assert {path: path.stat().st_mtime_ns for path in done} == done
     page = (pages / "tiny-grid.md").read_text()
@@ -136,7 +136,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     published = table.read_text()
     command[3] = tmp_path / "of-somebody-else"
     went_on = shufl(*command)
-    assert "8 points, 6 of them already there" in went_on.stdout
+    assert "8 runs, 6 of them already there" in went_on.stdout
     assert table.read_text() == published
     command[3] = tmp_path / "of-another"
     table.write_text(published.replace(row["accuracy"], "much"))
@@ -157,7 +157,7 @@ def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path, interrupt
         shufl_command(*command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout.readline().startswith("8 points, 0 of them")
+        assert process.stdout.readline().startswith("8 runs, 0 of them")
         wait_until(lambda: "ray::play" in str(descendants(process.pid)), LIMIT, "a run to begin")
         process.send_signal(interrupt)
         _, errors = process.communicate(timeout=LIMIT)

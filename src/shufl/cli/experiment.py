@@ -132,8 +132,8 @@ def experiment_command(
         fail(error, 1)
     typer.echo(f"written: {page}")
     if failed:
-        points = len(rows) + len(failed)
-        fail(RuntimeError(f"{len(failed)} of {points} points failed, see {page}"), 1)
+        runs = len(rows) + len(failed)
+        fail(RuntimeError(f"{len(failed)} of {runs} runs failed, see {page}"), 1)
 
 
 def report_command(
