@@ -1,89 +1,45 @@
-from .accountants.base import ShuffleAccountant
-from .accountants.blanket import BlanketAccountant
-from .accountants.crowd import CrowdAccountant
-from .accountants.local import LocalAccountant
-from .accountants.pld import PldAccountant
-from .accountants.renyi import (
-    CheckInRdpAccountant,
-    Theorem3Accountant,
-)
-from .adjacency import ADJACENCIES, effective_sigma
-from .budget import (
-    NOT_PRICED,
-    EpsilonRow,
-    PrivacyBudget,
-    epsilon_table,
-    price,
-    rounds_within_budget,
-)
-from .calibration import (
-    MOST_ROUNDS,
-    CalibrationError,
-    ideal_note,
-    largest_rate,
-    least_blankets,
-    least_error_blankets,
-    least_noise,
-    mean_update_error,
-    most_rounds,
-    participation_note,
-)
-from .events import CheckIn, FixedSize, Shuffled
-from .ledger import Ledger, LedgerContent, LedgerEntry, LedgerError
-from .mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
-from .plan import OpenPlan, PrivacyPlan, shuffler_of
-from .registry import (
-    ACCOUNTANTS,
-    accountants_for,
-    check_accountant,
-    make_accountant,
-)
-from .search import calibrate, fitted, unused_note
-
-__all__ = [
-    "ACCOUNTANTS",
-    "ADJACENCIES",
-    "MOST_ROUNDS",
-    "NOT_PRICED",
-    "BlanketAccountant",
-    "CalibrationError",
-    "CheckIn",
-    "CheckInRdpAccountant",
-    "CrowdAccountant",
-    "EpsilonRow",
-    "FixedSize",
-    "GaussianMechanism",
-    "LdpSgd",
-    "Ledger",
-    "LedgerContent",
-    "LedgerEntry",
-    "LedgerError",
-    "LocalAccountant",
-    "OpenPlan",
-    "PldAccountant",
-    "PrivacyBudget",
-    "PrivacyPlan",
-    "RandomisedResponse",
-    "ShuffleAccountant",
-    "Shuffled",
-    "Theorem3Accountant",
-    "accountants_for",
-    "calibrate",
-    "check_accountant",
-    "effective_sigma",
-    "epsilon_table",
-    "fitted",
-    "ideal_note",
-    "largest_rate",
-    "least_blankets",
-    "least_error_blankets",
-    "least_noise",
-    "make_accountant",
-    "mean_update_error",
-    "most_rounds",
-    "participation_note",
-    "price",
-    "rounds_within_budget",
-    "shuffler_of",
-    "unused_note",
-]
+from .accountants.base import ShuffleAccountant as ShuffleAccountant
+from .accountants.blanket import BlanketAccountant as BlanketAccountant
+from .accountants.crowd import CrowdAccountant as CrowdAccountant
+from .accountants.local import LocalAccountant as LocalAccountant
+from .accountants.pld import PldAccountant as PldAccountant
+from .accountants.renyi import CheckInRdpAccountant as CheckInRdpAccountant
+from .accountants.renyi import Theorem3Accountant as Theorem3Accountant
+from .adjacency import ADJACENCIES as ADJACENCIES
+from .adjacency import effective_sigma as effective_sigma
+from .budget import NOT_PRICED as NOT_PRICED
+from .budget import EpsilonRow as EpsilonRow
+from .budget import PrivacyBudget as PrivacyBudget
+from .budget import epsilon_table as epsilon_table
+from .budget import price as price
+from .budget import rounds_within_budget as rounds_within_budget
+from .calibration import MOST_ROUNDS as MOST_ROUNDS
+from .calibration import CalibrationError as CalibrationError
+from .calibration import ideal_note as ideal_note
+from .calibration import largest_rate as largest_rate
+from .calibration import least_blankets as least_blankets
+from .calibration import least_error_blankets as least_error_blankets
+from .calibration import least_noise as least_noise
+from .calibration import mean_update_error as mean_update_error
+from .calibration import most_rounds as most_rounds
+from .calibration import participation_note as participation_note
+from .events import CheckIn as CheckIn
+from .events import FixedSize as FixedSize
+from .events import Shuffled as Shuffled
+from .ledger import Ledger as Ledger
+from .ledger import LedgerContent as LedgerContent
+from .ledger import LedgerEntry as LedgerEntry
+from .ledger import LedgerError as LedgerError
+from .mechanisms import GaussianMechanism as GaussianMechanism
+from .mechanisms import LdpSgd as LdpSgd
+from .mechanisms import RandomisedResponse as RandomisedResponse
+from .plan import OpenPlan as OpenPlan
+from .plan import PrivacyPlan as PrivacyPlan
+from .plan import shuffler_of as shuffler_of
+from .registry import ACCOUNTANTS as ACCOUNTANTS
+from .registry import accountants_for as accountants_for
+from .registry import check_accountant as check_accountant
+from .registry import make_accountant as make_accountant
+from .search import calibrate as calibrate
+from .search import fitted as fitted
+from .search import unused_note as unused_note

@@ -1,9 +1,10 @@
 """The budget guard, and what a plan costs before it is run."""
 
-import bisect
 import dataclasses
+import functools
 from typing import Any
 
+from shufl.accounting.calibration import most_rounds
 from shufl.accounting.events import Shuffled
 from shufl.accounting.ledger import Ledger
 from shufl.accounting.plan import PrivacyPlan
@@ -21,9 +22,7 @@ class PrivacyBudget:
     """
 
     def __init__(self, plan: PrivacyPlan, ledger: Ledger | None = None) -> None:
-        """Makes a guard; the rounds already in `ledger` are composed at once.
-
-        Without a ledger, rounds are recorded nowhere.
+        """The rounds already in `ledger` count as spent; without one, none are recorded.
 
         Raises:
             ValueError: The ledger is one of another plan.
@@ -73,20 +72,17 @@ class PrivacyBudget:
 def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> int:
     """Returns the most rounds T <= plan.rounds whose ε stays within the plan's budget.
 
-    By bisection on T, independently of the step-by-step guard.
-
-    ε is that of `accountant`, of the plan's own if None.
+    By bisection on T, independently of the step-by-step guard. ε is that of `accountant`, of the
+    plan's own if None.
 
     Raises:
         ValueError: An unknown accountant.
         dp_accounting.UnsupportedEventError: One that does not price the plan's rounds.
     """
-    pricing, event = plan.make_accountant(accountant), plan.event()
-
-    def exceeds(rounds: int) -> bool:  # also where ε is not a number
-        return not pricing.epsilon_after(event, plan.delta, rounds) <= plan.target_epsilon
-
-    return bisect.bisect_left(range(1, plan.rounds + 1), True, key=exceeds)
+    epsilon_after = functools.partial(
+        plan.make_accountant(accountant).epsilon_after, plan.event(), plan.delta
+    )
+    return most_rounds(epsilon_after, plan.target_epsilon, plan.rounds)
 
 
 NOT_PRICED = "does not price these rounds"
@@ -148,11 +144,8 @@ def epsilon_table(
 ) -> list[EpsilonRow]:
     """Returns ε after `rounds` rounds of the plan, by every accountant of the registry.
 
-    `lower` is as for `price`.
-
-    Args:
-        too_few_present: Whether a batch was released with fewer users present than the plan's
-            `least_present`: accountants that count on others then have no ε.
+    `lower` is as for `price`. If `too_few_present`, a batch was released with fewer users present
+    than the plan's `least_present`: accountants that count on others then have no ε.
     """
     about, allowed = (plan.adjacency, plan.delta), rounds_within_budget(plan)
     spent = price(plan.event(), rounds, *about, lower=lower)

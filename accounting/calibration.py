@@ -1,4 +1,4 @@
-"""The noise, the rounds, the check-in rate or the blankets that a target ε allows.
+"""The noise, the rounds, the check-in rate, ε₀ or the blankets that a target ε allows.
 
 Every search returns a value whose ε it has computed and found within the target: where ε is not
 quite monotone, or the bracket is coarse, it can only err on the private side. `epsilon_at` is ε of
@@ -16,8 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from scipy import optimize
 
-from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, least_delta
+from shufl.accounting.mechanisms import (
+    GaussianMechanism,
+    LdpSgd,
+    RandomisedResponse,
+    least_delta,
+)
 from shufl.accounting.plan import LEAST_RATE, MOST_BLANKETS
 from shufl.accounting.validation import ConfigError
 
@@ -25,11 +31,15 @@ _PRECISION = 1e-3  # relative, of continuous answers
 _MOST_STEPS = 30
 _NEAR = 0.2  # of log ε: from there on the secant says where the target is
 _LARGEST_NOISE = 1e6
-_FIRST_STEP = 1.25  # of noise, squared from step to step, to 4
+_FIRST_STEP, _LONGEST_STEP = 1.25, 10.0  # from place to place, each the square of the one before
 MOST_ROUNDS = 10**6
-"""As many rounds `most_rounds` finds at most."""
-LEAST_BLANKETS, _MOST_BLANKETS = 0.1, MOST_BLANKETS
+"""Upper limit of the search in `most_rounds`."""
+LEAST_BLANKETS = 0.1
+_TOO_FEW = f"no blankets up to {MOST_BLANKETS:g} a round reach"
 _MOST_NOISE_OF_BLANKETS = 64.0
+_LEAST_LOCAL = 1e-6
+_ALONE = (1.0, 0.99, 0.95)  # of the target: what a report may cost that nothing hides
+_NEAR_BEST = 0.02  # of the error
 _FINE = 0.05  # how near to the best noise the search ends, relative
 _BETTER = 0.995  # of the squared error: what is worth another step
 
@@ -48,8 +58,8 @@ def participation_note(check_in_rate: float, rounds: int, delta: float) -> str |
     if delta < 0.1 * chance:
         return None
     return (
-        f"delta should be far below the chance that a user takes part at all, {chance:.3g}, "
-        f"got {delta:.3g}"
+        f"delta = {delta:.3g} is too close to {chance:.3g}, the probability that a user takes part "
+        "at all; choose a smaller delta"
     )
 
 
@@ -70,26 +80,27 @@ def least_noise(
 ) -> float:
     """Returns the least noise multiplier z (to 0.1 %) with ε(z) <= target.
 
-    `epsilon_at` gives ε(z). z is at least `least`, which is the least that is recommended.
+    z is at least `least`, which is the least that is recommended.
 
     Raises:
         CalibrationError: Not even z = 10^6 is enough.
     """
-    epsilon_at = functools.cache(epsilon_at)
-    high, step = max(1.0, 1.1 * least), _FIRST_STEP
-    while not epsilon_at(high) <= target_epsilon:
-        high, step = high * step, min(step * step, 4.0)
-        if high > _LARGEST_NOISE:
-            raise CalibrationError(
-                f"no noise multiplier up to {_LARGEST_NOISE:g} reaches epsilon {target_epsilon:g}"
-            )
-    low = max(high / step, least)
-    while low > least and epsilon_at(low) <= target_epsilon:
-        step = min(step * step, 4.0)
-        high, low = low, max(low / step, least)
-    if epsilon_at(low) <= target_epsilon:
-        return low
-    return _close_in(epsilon_at, target_epsilon, high, low)
+    failure = f"no noise multiplier up to {_LARGEST_NOISE:g} reaches"
+    start = max(1.0, 1.1 * least)
+    return _least(epsilon_at, target_epsilon, start, least, _LARGEST_NOISE, failure)
+
+
+def least_blankets(
+    epsilon_at: Callable[[float], float], target_epsilon: float, guess: float = 1e3
+) -> float:
+    """Returns the least expected blankets λ in [0.1, 10^7] (to 0.1 %) with ε(λ) <= target.
+
+    The search starts at λ = `guess`.
+
+    Raises:
+        CalibrationError: Not even λ = 10^7 is enough.
+    """
+    return _least(epsilon_at, target_epsilon, guess, LEAST_BLANKETS, MOST_BLANKETS, _TOO_FEW)
 
 
 def largest_rate(epsilon_at: Callable[[float], float], target_epsilon: float, users: int) -> float:
@@ -98,57 +109,32 @@ def largest_rate(epsilon_at: Callable[[float], float], target_epsilon: float, us
     Raises:
         CalibrationError: Not even γ = 1/(10 n) is enough.
     """
-    epsilon_at = functools.cache(epsilon_at)
-    if epsilon_at(1.0) <= target_epsilon:
-        return 1.0
-    low = max(0.1 / users, LEAST_RATE)
-    if not epsilon_at(low) <= target_epsilon:
-        raise CalibrationError(f"no check-in rate reaches epsilon {target_epsilon:g}")
-    return _close_in(epsilon_at, target_epsilon, low, 1.0)
+    least = max(0.1 / users, LEAST_RATE)
+    return _largest(epsilon_at, target_epsilon, least, 1.0, "no check-in rate reaches")
 
 
-def most_rounds(epsilon_after: Callable[[int], float], target_epsilon: float) -> int:
-    """Returns the most rounds T <= 10^6 with ε(T) <= target; 0 if not one is.
-
-    `epsilon_after` gives ε(T), increasing.
-    """
-    return bisect.bisect_left(
-        range(1, MOST_ROUNDS + 1),
-        True,
-        key=lambda rounds: not epsilon_after(rounds) <= target_epsilon,
-    )
-
-
-def least_blankets(
-    epsilon_at: Callable[[float], float], target_epsilon: float, guess: float = 1e3
-) -> float:
-    """Returns the least expected blankets λ in [0.1, 10^7] with ε(λ) <= target.
-
-    `epsilon_at` gives ε(λ); the search starts at λ = `guess`.
+def largest_local_epsilon(epsilon_at: Callable[[float], float], target_epsilon: float) -> float:
+    """Returns the largest ε₀ in [1e-6, 20] (to 0.1 %) with ε(ε₀) <= target.
 
     Raises:
-        CalibrationError: Not even λ = 10^7 is enough.
+        CalibrationError: Not even ε₀ = 1e-6 is little enough.
     """
-    epsilon_at = functools.cache(epsilon_at)
-    enough, few = math.inf, 0.0
-    blankets = min(max(guess, LEAST_BLANKETS), _MOST_BLANKETS)
-    while enough == math.inf or few == 0.0:
-        epsilon = epsilon_at(blankets)
-        if epsilon <= target_epsilon:
-            enough = blankets
-            if blankets <= LEAST_BLANKETS:
-                return blankets
-        else:
-            few = blankets
-            if blankets >= _MOST_BLANKETS:
-                raise CalibrationError(
-                    f"no blankets up to {_MOST_BLANKETS:g} a round reach epsilon {target_epsilon:g}"
-                )
-        # ε falls about like λ^{-1/2}; a few percent more, so that the other side is reached.
-        step = min(max((epsilon / target_epsilon) ** 2, 1e-2), 1e2)
-        step = step * 1.04 if epsilon > target_epsilon else step / 1.04
-        blankets = min(max(blankets * step, LEAST_BLANKETS), _MOST_BLANKETS)
-    return _close_in(epsilon_at, target_epsilon, enough, few)
+    most = RandomisedResponse.most_epsilon
+    return _largest(epsilon_at, target_epsilon, _LEAST_LOCAL, most, "no local epsilon reaches")
+
+
+def most_rounds(
+    epsilon_after: Callable[[int], float], target_epsilon: float, most: int = MOST_ROUNDS
+) -> int:
+    """Returns the most rounds T <= `most` with ε(T) <= target; 0 if not one is.
+
+    ε(T) increases.
+    """
+    return bisect.bisect_left(
+        range(1, most + 1),
+        True,
+        key=lambda rounds: not epsilon_after(rounds) <= target_epsilon,  # also of no number
+    )
 
 
 def least_error_blankets(
@@ -183,6 +169,50 @@ def least_error_blankets(
     return noise, least_blankets(functools.partial(epsilon_at, noise), target_epsilon, blankets)
 
 
+def least_error_response(
+    epsilon_at: Callable[[float, float], float],
+    target_epsilon: float,
+    reports: float,
+    categories: int,
+) -> tuple[float, float]:
+    """Returns ε₀ and blankets λ of randomised response that about minimise its error.
+
+    The squared error of its estimate is, but for a factor, `(m + λ)/s² - m` with m users' reports.
+    Blankets hide a report that is nearly always true with least error: to answer at random costs
+    `1/s²` and saves blankets like s². Of all ε₀ that make the error of the best with so many
+    blankets at most 2 % larger it is the least, because it holds whoever cheats. A smaller ε₀ is
+    post-processing, so it needs no more blankets. If an ε₀ just below the target, with hardly a
+    blanket, errs less, it is that.
+
+    `epsilon_at` gives ε(ε₀, λ), `reports` is nγ, and `categories` is k.
+
+    Raises:
+        CalibrationError: Not even 10^7 blankets are enough.
+    """
+
+    def error(local_epsilon: float, blankets: float) -> float:
+        mechanism = RandomisedResponse(categories=categories, local_epsilon=local_epsilon)
+        return (reports + blankets) / mechanism.truth**2 - reports
+
+    most = RandomisedResponse.most_epsilon
+    tried = (min(share * target_epsilon, most) for share in _ALONE)
+    enough = (it for it in tried if epsilon_at(it, LEAST_BLANKETS) <= target_epsilon)
+    alone = next(enough, None)
+    try:
+        blankets = least_blankets(functools.partial(epsilon_at, most), target_epsilon)
+    except CalibrationError:
+        if alone is not None:
+            return alone, LEAST_BLANKETS
+        raise
+    if alone is not None and error(alone, LEAST_BLANKETS) <= error(most, blankets):
+        return alone, LEAST_BLANKETS
+    allowed = (1.0 + _NEAR_BEST) ** 2 * error(most, blankets)
+    rising = np.geomspace(min(target_epsilon, 1.0), most, 500).tolist()
+    local_epsilon = next(each for each in rising if error(each, blankets) <= allowed)
+    guess = functools.partial(epsilon_at, local_epsilon)
+    return local_epsilon, least_blankets(guess, target_epsilon, blankets)
+
+
 @dataclasses.dataclass
 class _Pairs:
     """Pairs of noise and blankets that about reach the target, to compare their errors.
@@ -202,22 +232,19 @@ class _Pairs:
     def about(self, noise: float, guess: float) -> float:
         """The least blankets with this noise, to a percent or so, by the secant of log ε."""
         before: tuple[float, float] | None = None
-        place = min(max(guess, LEAST_BLANKETS), _MOST_BLANKETS)
+        place = min(max(guess, LEAST_BLANKETS), MOST_BLANKETS)
         for _ in range(_MOST_STEPS):
             epsilon = max(self.epsilon_at(noise, place), 1e-300)
             excess = min(max(math.log(epsilon / self.target_epsilon), -50.0), 50.0)
-            if excess > 0.0 and place == _MOST_BLANKETS:
-                raise CalibrationError(
-                    f"no blankets up to {_MOST_BLANKETS:g} a round reach epsilon "
-                    f"{self.target_epsilon:g}"
-                )
+            if excess > 0.0 and place == MOST_BLANKETS:
+                raise CalibrationError(f"{_TOO_FEW} epsilon {self.target_epsilon:g}")
             if excess <= 0.0 and place == LEAST_BLANKETS:
                 return place
             if before is not None and before[0] != place and before[1] != excess:
                 slope = (excess - before[1]) / math.log(place / before[0])
                 self.slope = min(max(slope, -2.0), -0.2)
             root = place * math.exp(min(max(-excess / (self.slope or -0.5), -9.0), 9.0))
-            root = min(max(root, LEAST_BLANKETS), _MOST_BLANKETS)
+            root = min(max(root, LEAST_BLANKETS), MOST_BLANKETS)
             if self.slope is not None and abs(excess) < _NEAR:
                 return root
             before, place = (place, excess), root
@@ -234,7 +261,7 @@ class _Pairs:
         for _ in range(4):
             supposed = blankets / spread(np.array(noise)) * spread(tried)
             best = int(np.argmin(self.error(tried, supposed)))
-            if abs(math.log(tried[best] / noise)) < _FINE or supposed[best] > _MOST_BLANKETS:
+            if abs(math.log(tried[best] / noise)) < _FINE or supposed[best] > MOST_BLANKETS:
                 break
             other = float(tried[best])
             try:
@@ -254,7 +281,7 @@ class _Pairs:
             for other in (noise * (1.0 + _FINE), noise / (1.0 + _FINE)):
                 # With so many it would be hardly better: where that is not private, fewer are not.
                 allowed = _BETTER * self.error(noise, blankets) / other**2
-                most = min((allowed - 1.0) * self.reports, _MOST_BLANKETS)
+                most = min((allowed - 1.0) * self.reports, MOST_BLANKETS)
                 if other < self.mechanism.least_noise or most < LEAST_BLANKETS:
                     continue
                 if self.epsilon_at(other, most) <= self.target_epsilon:
@@ -285,36 +312,65 @@ def mean_update_error(
     return math.sqrt((noise + (1.0 - check_in_rate) / dimension) / reports)
 
 
-def _close_in(
+def _least(
     epsilon_at: Callable[[float], float],
-    target_epsilon: float,
-    inside: float,
-    outside: float,
+    target: float,
+    start: float,
+    low: float,
+    high: float,
+    failure: str,
 ) -> float:
-    """A point with ε <= target, within a relative precision of one with more.
-
-    By the secant of log ε in the logarithm of the place: ε takes its time, and is nearly a power of
-    noise and rate. Each step aims a little past the secant's root, towards the farther end, so that
-    both ends close in; a step that does not halve the bracket is followed by a bisection.
-    """
-
-    def excess(place: float) -> float:
-        epsilon = epsilon_at(place)
-        return max(min(math.log(max(epsilon, 1e-300) / target_epsilon), 50.0), -50.0)
-
-    below, above = excess(inside), excess(outside)
-    good, bad = math.log(inside), math.log(outside)
-    halve = False
-    while abs(bad - good) > _PRECISION:
-        width = bad - good
-        share = 0.5 if halve else below / (below - above)
-        share += math.copysign(0.4 * _PRECISION / abs(width), 0.5 - share)
-        middle = good + width * min(max(share, 0.0), 1.0)
-        value = excess(math.exp(middle))
-        if value <= 0.0:
-            good, below = middle, value
+    """The least place in [low, high] with ε <= target, searched from `start`."""
+    epsilon_at = functools.cache(epsilon_at)
+    place, step = min(max(start, low), high), _FIRST_STEP
+    inside = outside = None
+    while inside is None or outside is None:
+        if epsilon_at(place) <= target:
+            inside = place
+            if place == low:
+                return low
+            place = max(place / step, low)
         else:
-            bad, above = middle, value
-        halve = abs(bad - good) > 0.5 * abs(width)
-    # `exp` and `log` may have moved the point given by a rounding: never return an untried one.
-    return inside if good == math.log(inside) else math.exp(good)
+            outside = place
+            if place == high:
+                raise CalibrationError(f"{failure} epsilon {target:g}")
+            place = min(place * step, high)
+        step = min(step * step, _LONGEST_STEP)
+    return _close_in(epsilon_at, target, inside, outside)
+
+
+def _largest(
+    epsilon_at: Callable[[float], float], target: float, low: float, high: float, failure: str
+) -> float:
+    """The largest place in [low, high] with ε <= target."""
+    epsilon_at = functools.cache(epsilon_at)
+    if epsilon_at(high) <= target:
+        return high
+    if not epsilon_at(low) <= target:
+        raise CalibrationError(f"{failure} epsilon {target:g}")
+    return _close_in(epsilon_at, target, low, high)
+
+
+def _close_in(
+    epsilon_at: Callable[[float], float], target: float, inside: float, outside: float
+) -> float:
+    """A place with ε <= target, within a relative precision of one with more.
+
+    By Brent's method, which brackets, on log ε against the logarithm of the place: ε takes its
+    time, and is nearly a power of noise, rate and blankets.
+    """
+    log_inside, log_outside = math.log(inside), math.log(outside)
+    good = [inside]
+
+    def excess(log_place: float) -> float:
+        place = math.exp(log_place)
+        if log_place in (log_inside, log_outside):  # exactly, which exp is not
+            place = inside if log_place == log_inside else outside
+        epsilon = epsilon_at(place)
+        if epsilon <= target:
+            good.append(place)
+        return max(min(math.log(max(epsilon, 1e-300) / target), 50.0), -50.0)
+
+    if log_inside != log_outside:
+        optimize.brentq(excess, log_inside, log_outside, xtol=_PRECISION)
+    return min(good, key=lambda place: abs(math.log(place / outside)))

@@ -2,7 +2,7 @@
 
 A user holds a vector and makes a report of it on its own device, by the round's mechanism. A
 shuffler hands the reports over in uniformly random order without their senders. The adversary sees
-the shuffled reports, and so how many there are.
+the shuffled reports, and so how many there are. A value outside its range is a ValueError.
 """
 
 import dataclasses
@@ -31,9 +31,6 @@ class CheckIn:
 
     Attributes:
         rate: γ in (0, 1], the chance to report; with 1 every user reports.
-
-    Raises:
-        ValueError: A value outside its range.
     """
 
     rate: float
@@ -49,9 +46,6 @@ class FixedSize:
 
     Attributes:
         reports: m in 0..n.
-
-    Raises:
-        ValueError: A value outside its range.
     """
 
     reports: int
@@ -79,9 +73,6 @@ class Shuffled(dp_accounting.DpEvent):
         participation: Who of them reports.
         mechanism: What makes a report of a user's vector.
         blankets: λ >= 0, the expected number of the shuffler's blankets.
-
-    Raises:
-        ValueError: A value outside its range.
     """
 
     users: int = attrs.field(converter=_users)

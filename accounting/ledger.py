@@ -8,11 +8,11 @@ A crash can only over-count: a last line that was cut short counts as a spent ro
 round was never broadcast. Continuing a ledger rewrites such a line as a whole one.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from shufl.accounting import chain, validation
@@ -107,7 +107,6 @@ class Ledger:
     """
 
     def __init__(self, path: Path, descriptor: int, content: LedgerContent, check: str) -> None:
-        """Private: use `create` or `open`."""
         self.path = path
         self._descriptor = descriptor
         self._content = content
@@ -126,17 +125,16 @@ class Ledger:
         line, check = chain.encode(header, chain.START)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            with contextlib.ExitStack() as undo:
+                undo.callback(path.unlink, missing_ok=True)
+                undo.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                chain.append(descriptor, line)
+                chain.sync_directory(path.parent)
+                undo.pop_all()
         except FileExistsError:
             raise LedgerError(f"ledger {path} exists already: open it to continue") from None
         except OSError as error:
-            raise LedgerError(f"cannot create ledger {path}: {error.strerror}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            chain.append(descriptor, line)
-            chain.sync_directory(path.parent)
-        except OSError as error:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
             raise LedgerError(f"cannot create ledger {path}: {error.strerror}") from error
         return cls(path, descriptor, LedgerContent(run_id, plan, []), check)
 
@@ -152,28 +150,23 @@ class Ledger:
         path = Path(path)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise LedgerError(f"cannot open ledger {path}: {error.strerror}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            parsed = _parse(path.read_bytes(), path)
-            if plan is not None and parsed.content.plan != plan:
-                raise LedgerError(
-                    f"ledger {path} belongs to plan {parsed.content.plan.digest()[:12]}, "
-                    f"not {plan.digest()[:12]}"
-                )
-            ledger = cls(path, descriptor, parsed.content, parsed.check)
-            if parsed.torn:
-                ledger._repair(parsed.content.entries[-1], parsed.whole)
+            with contextlib.ExitStack() as undo:
+                undo.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                parsed = _parse(path.read_bytes(), path)
+                if plan is not None and parsed.content.plan != plan:
+                    raise LedgerError(
+                        f"ledger {path} belongs to plan {parsed.content.plan.digest()[:12]}, "
+                        f"not {plan.digest()[:12]}"
+                    )
+                ledger = cls(path, descriptor, parsed.content, parsed.check)
+                if parsed.torn:
+                    ledger._repair(parsed.content.entries[-1], parsed.whole)
+                undo.pop_all()
         except BlockingIOError:
-            os.close(descriptor)
             raise LedgerError(f"ledger {path} is in use by another process") from None
         except OSError as error:
-            os.close(descriptor)
             raise LedgerError(f"cannot open ledger {path}: {error.strerror}") from error
-        except LedgerError:
-            os.close(descriptor)
-            raise
         return ledger
 
     @staticmethod
@@ -237,19 +230,6 @@ class Ledger:
         entry = LedgerEntry(number, False, note or {})
         if self._failed:
             raise LedgerError(f"ledger {self.path} failed or was closed: it takes no more rounds")
-        self._write_entry(entry)
-        self._content.entries.append(entry)
-
-    def _repair(self, entry: LedgerEntry, start: int) -> None:
-        """Writes a torn line anew in its own place: if that fails too, its remains still count."""
-        line, check = chain.encode(entry._asdict(), self._check)
-        os.lseek(self._descriptor, start, os.SEEK_SET)
-        chain.write_all(self._descriptor, line)
-        os.ftruncate(self._descriptor, start + len(line))
-        os.fsync(self._descriptor)
-        self._check = check
-
-    def _write_entry(self, entry: LedgerEntry) -> None:
         line, check = chain.encode(entry._asdict(), self._check)
         try:
             chain.append(self._descriptor, line)
@@ -259,9 +239,19 @@ class Ledger:
             if hasattr(error, "__notes__"):
                 left = "part of it may be on disk and will count as spent"
             raise LedgerError(
-                f"cannot record round {entry.round} in {self.path}: {error.strerror}; "
+                f"cannot record round {number} in {self.path}: {error.strerror}; "
                 f"{left}; halt, do not broadcast"
             ) from error
+        self._check = check
+        self._content.entries.append(entry)
+
+    def _repair(self, entry: LedgerEntry, start: int) -> None:
+        """Writes a torn line anew in its own place: if that fails too, its remains still count."""
+        line, check = chain.encode(entry._asdict(), self._check)
+        os.lseek(self._descriptor, start, os.SEEK_SET)
+        chain.write_all(self._descriptor, line)
+        os.ftruncate(self._descriptor, start + len(line))
+        os.fsync(self._descriptor)
         self._check = check
 
     def close(self) -> None:
@@ -274,10 +264,5 @@ class Ledger:
     def __enter__(self) -> "Ledger":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

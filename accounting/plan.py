@@ -75,9 +75,6 @@ class Plan(Checked):
             where the accountant counts on others; all if left out. Accountants that count on others
             price a round of so many users.
         accountant: Whose ε halts training.
-
-    Raises:
-        ValueError: A value outside its range, in one line.
     """
 
     users: Users
@@ -130,11 +127,7 @@ class Plan(Checked):
         """Returns whether a batch reaches the minimum batch, else its shuffler destroys it.
 
         All reports of the batch count, blankets too. With cover every user sends, and the senders
-        alone count.
-
-        Args:
-            sent: How many users sent, whole or an array.
-            blankets: How many blankets are in the batch, likewise.
+        alone count. Both numbers may be arrays.
         """
         return sent + (0 if self.cover else blankets) >= self.minimum_batch
 
@@ -180,7 +173,7 @@ class PrivacyPlan(Plan):
         """
         return accounting.make_accountant(name or self.accountant, self.adjacency)
 
-    def epsilon(self, accountant: str | None = None, rounds: int | None = None) -> float:
+    def epsilon(self, accountant: AccountantName | None = None, rounds: int | None = None) -> float:
         """Returns ε at the plan's δ.
 
         Without `rounds` all of the plan's count, and without `accountant` its own one is asked.
@@ -221,13 +214,8 @@ class PrivacyPlan(Plan):
 class Privacy(Record):
     """A plan, but for n, of which values may be open: the section `[privacy]` of a configuration.
 
-    Open is what is None, and blankets that are to be those of "least-error".
-
-    Attributes:
-        clip_norm: C, of the mechanisms of any vector.
-        noise_multiplier: z, likewise.
-        categories: k, of randomised response.
-        local_epsilon: ε₀, likewise.
+    Open is what is None, and blankets that are to be those of "least-error". Clip norm C and noise
+    multiplier z are of the mechanisms of any vector, k categories and ε₀ of randomised response.
     """
 
     check_in_rate: CheckInRate | None = None

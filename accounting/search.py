@@ -5,9 +5,11 @@ from collections.abc import Callable
 from shufl.accounting.calibration import (
     LEAST_BLANKETS,
     CalibrationError,
+    largest_local_epsilon,
     largest_rate,
     least_blankets,
     least_error_blankets,
+    least_error_response,
     least_noise,
     most_rounds,
 )
@@ -15,7 +17,6 @@ from shufl.accounting.digits import rounded_up
 from shufl.accounting.mechanisms import MECHANISMS, RandomisedResponse
 from shufl.accounting.plan import OpenPlan, PrivacyPlan
 from shufl.accounting.registry import ACCOUNTANTS, check_accountant
-from shufl.accounting.responses import largest_local_epsilon, least_error_response
 
 _NOISE, _LOCAL, _BLANKETS = "noise_multiplier", "local_epsilon", "shuffler_blankets"
 _ANY = {_NOISE: 2.0, _LOCAL: 1.0, _BLANKETS: 1.0, "rounds": 1, "check_in_rate": 1.0}
@@ -104,9 +105,7 @@ def _found(
 def unused_note(asked: OpenPlan, found: PrivacyPlan) -> str | None:
     """Returns one line where a search ended at the edge of its range, with ε left; otherwise None.
 
-    Args:
-        asked: The plan with open values.
-        found: What `calibrate` made of it.
+    `found` is what `calibrate` made of the plan that was `asked` for.
     """
     values = dict(found) | dict(found.mechanism)
     edges = {

@@ -23,6 +23,16 @@ from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
 from scipy import optimize
 
+from other_bounds import (
+    girgis_lower_rdp,
+    girgis_simple_rdp,
+    of_any,
+    of_laplace,
+    of_response,
+    poisson_sampled_rdp,
+    strong_composition,
+    variation_ratio_delta,
+)
 from shufl.accounting import (
     CheckIn,
     CrowdAccountant,
@@ -32,24 +42,11 @@ from shufl.accounting import (
     Shuffled,
     adjacency,
 )
-from shufl.accounting.numerics.conversion import epsilon_from_rdp
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
-from shufl.accounting.peers.clones import clones_delta
-from shufl.accounting.peers.comparisons import composed_epsilon, strong_composition
-from shufl.accounting.peers.girgis import (
-    girgis_lower_rdp,
-    girgis_rdp,
-    girgis_simple_rdp,
-    girgis_subsampled_rdp,
-    poisson_sampled_rdp,
-)
-from shufl.accounting.peers.randomised_response import blanket_share, randomised_response_delta
-from shufl.accounting.peers.variation_ratio import (
-    of_any,
-    of_laplace,
-    of_response,
-    variation_ratio_delta,
-)
+from shufl.accounting.numerics.renyi import epsilon_from_rdp
+from shufl.accounting.peers.comparisons import composed_epsilon
+from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
+from shufl.accounting.peers.signs import blanket_share, clones_delta, randomised_response_delta
 from shufl.simulator.plots import draw
 
 ORDERS = np.arange(2.0, 400.0)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import email.utils
+import errno
 import http.client
 import importlib.metadata
 import resource
 import shutil
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,74 +63,181 @@ class _Trouble(Exception):
         self.fix = fix
 
 
-_Look = Callable[[], object]
+class _Examination:
+    """Looks at one thing after another; each is a `with` block that raises what is wrong."""
+
+    def __init__(self, folder: Path, role: str):
+        self.findings: list[Finding] = []
+        self._folder, self._keys, self._role = folder, folder / "keys", role
+
+    @contextmanager
+    def look(self, what: str, fix: str = "") -> Iterator[None]:
+        """Adds a finding when the block ends; a `_Trouble`'s own fix replaces `fix`."""
+        try:
+            yield
+            trouble = ""
+        except _Trouble as error:
+            trouble, fix = one_line(error), error.fix or fix
+        except ModuleNotFoundError as error:
+            trouble, fix = f"{error.name} is needed to look, and missing", self._install
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            trouble = one_line(error)
+        self.findings.append(Finding(what, trouble, fix if trouble else ""))
+
+    @property
+    def _install(self) -> str:
+        what = f"'.[{self._role}]'" if self._role in _EXTRAS else "."
+        return f"pip install --constraint constraints.txt {what} in shufl's repository"
+
+    def machine(self) -> None:
+        """What every site needs."""
+        with self.look("versions", self._install):
+            _check_versions(self._role)
+        with self.look("disk", f"make room on the disk of {self._folder}"):
+            free = shutil.disk_usage(self._folder).free
+            if free < _LEAST_FREE:
+                raise _Trouble(f"{free / 1e9:.2f} GB are free, at least 1 GB are needed")
+        with self.look("descriptors", "LimitNOFILE=65536 in the unit, or `ulimit -Hn` as root"):
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if 0 <= hard < _LEAST_DESCRIPTORS:
+                raise _Trouble(
+                    f"{hard} open files are allowed, at least {_LEAST_DESCRIPTORS} are needed"
+                )
+
+    def server(self) -> None:
+        """The server's site."""
+        self._certificate("server", Role.SERVER, 0)
+        with self.look("SuperLink's certificate", self._renew("superlink")):
+            _check_days(self._keys / "superlink.pem")
+        self._plan()
+        site = load_site(self._folder / "server.toml", ServerSite)
+        with self.look("nodes", "put back what `shufl provision` wrote to nodes"):
+            agreed = len(site.agreed)
+            if agreed < site.least_nodes:
+                raise _Trouble(f"least_nodes is {site.least_nodes}, {agreed} nodes were agreed")
+        self._shufflers(site)
+        address = _superlink_address(self._folder / "flower" / "config.toml")
+        self._superlink(address, "systemctl start shufl-superlink")
+
+    def shuffler(self) -> None:
+        """A shuffler's site."""
+        path = self._folder / "shuffler.toml"
+        try:
+            name = Path(read_toml(path)["tls"]["certificate"]).stem
+        except (KeyError, TypeError):
+            load_config(path)  # which says what is wrong
+            raise
+        self._key_pair(name)
+        with self.look("certificate's days", self._renew(name)):
+            _check_days(self._keys / f"{name}.pem")
+        with self.look("configuration", f"mend {path}"):
+            config = load_config(path)
+            if config.tls.revoked is not None:
+                config.tls.revoked.read_text()
+        with self.look("port", "systemctl status shufl-shuffler; or another port"):
+            host, port, *_ = parse_address(load_config(path).listen)
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:  # by the shuffler itself, if it runs
+                        raise
+
+    def node(self) -> None:
+        """A node's site."""
+        site = load_site(self._folder / "node.toml", NodeSite)
+        self._certificate(Path(site.certificate).stem, Role.NODE, site.users)
+        with self.look("key for Flower", "shufl keys flower keys"):
+            _check_private(self._keys / "flower.key")
+        self._plan()
+        with self.look("model and records", "mend data in node.toml"):
+            from shufl.deploy.node import check_data
+
+            check_data(site, self._folder, load(site.config))
+        with self.look("owner's limits", "read run.toml, and mend device.toml if you agree"):
+            _check_limits(site)
+        with self.look("socket", "move the folder to a shorter path, such as /srv/shufl"):
+            if (length := len(site.socket)) > LONGEST_SOCKET:
+                raise _Trouble(
+                    f"{site.socket} has {length} characters, {LONGEST_SOCKET} are allowed"
+                )
+        self._shufflers(site)
+        self._superlink(site.superlink, "ask who runs the server: SuperLink, nginx, firewall")
+
+    def _certificate(self, name: str, role: Role, users: int) -> None:
+        self._key_pair(name)
+        path, fix = self._keys / f"{name}.pem", self._renew(name)
+        with self.look("certificate's role", fix):
+            caller = caller_of(path.read_bytes())
+            if caller is None or (caller.role, caller.users) != (role, users):
+                found = caller and f"for a {caller.role} of {caller.users} users"
+                raise _Trouble(
+                    f"{path} is {found or 'none of ours'}, it must be for a {role} of {users} users"
+                )
+        with self.look("certificate's days", fix):
+            _check_days(path)
+
+    def _key_pair(self, name: str) -> None:
+        request, certificate = (self._keys / f"{name}.{kind}" for kind in ("csr", "pem"))
+        with self.look("keys", self._renew(name)):
+            if request.exists() and not certificate.exists():
+                fix = f"send {request} to whoever provisions, and put the {name}.pem there"
+                raise _Trouble(f"{certificate} has not come back yet", fix)
+            Credentials.read(self._keys, name)
+            _check_private(self._keys / f"{name}.key")
+
+    def _renew(self, name: str) -> str:
+        return (
+            f"shufl keys request {self._keys} --name {name}, after the old {name}.* are moved "
+            f"away; send {name}.csr to whoever provisions"
+        )
+
+    def _plan(self) -> None:
+        with self.look("plan", "put run.toml back as `shufl provision` made it"):
+            from shufl.deploy.node import agreed_plan  # it needs torch
+
+            agreed_plan(load(str(self._folder / "run.toml")))
+
+    def _shufflers(self, site: ServerSite | NodeSite) -> None:
+        for address in site.shufflers:
+            with self.look(f"shuffler {address}", "ask who runs it; then its firewall, and yours"):
+                if trouble := health_of(address, site.credentials):
+                    raise _Trouble(trouble)
+
+    def _superlink(self, address: str, fix: str) -> None:
+        theirs, before = None, datetime.datetime.now(datetime.UTC)
+        with self.look(f"SuperLink {address}", fix):
+            theirs = _answer_date(self._keys, address)
+        with self.look("clock", "systemctl enable --now systemd-timesyncd"):
+            if theirs is None:
+                why = "is not known while the SuperLink cannot be asked"
+                raise _Trouble(why, "as above")
+            ahead = (before - theirs).total_seconds() - 1.0  # their answer has whole seconds
+            behind = (theirs - datetime.datetime.now(datetime.UTC)).total_seconds()
+            if ahead > _MOST_AHEAD:
+                raise _Trouble(f"{ahead:.0f} s ahead of the SuperLink's machine")
+            if behind > _MOST_BEHIND:
+                raise _Trouble(f"{behind:.0f} s behind the SuperLink's machine")
 
 
 def examine(folder: Path) -> list[Finding]:
-    """Looks at everything that a site needs.
-
-    Raises:
-        ConfigError: it is no site's.
-    """
-    looks = {"server.toml": _server, "shuffler.toml": _shuffler, "node.toml": _node}
-    found = [name for name in looks if (folder / name).exists()]
-    if len(found) != 1:
-        raise ConfigError(f"a site's folder has one of {', '.join(looks)}; {folder} has not")
-    here = folder.absolute()
-    findings = []
-    role = found[0].removesuffix(".toml")
-    for what, look, fix in (*_machine(here, role), *looks[found[0]](here)):
-        try:
-            look()
-        except _Trouble as trouble:
-            findings.append(Finding(what, one_line(trouble), trouble.fix or fix))
-        except ModuleNotFoundError as error:
-            findings.append(
-                Finding(what, f"{error.name} is needed to look, and missing", _install(role))
-            )
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            findings.append(Finding(what, one_line(error), fix))
-        else:
-            findings.append(Finding(what))
-    return findings
-
-
-_Looks = Iterator[tuple[str, _Look, str]]
-
-
-def _install(role: str) -> str:
-    what = f"'.[{role}]'" if role in _EXTRAS else "."
-    return f"pip install --constraint constraints.txt {what} in shufl's repository"
-
-
-def _machine(folder: Path, role: str) -> _Looks:
-    yield "versions", lambda: _versions(role), _install(role)
-    yield "disk", lambda: _disk(folder), f"make room on the disk of {folder}"
-    yield "descriptors", _descriptors, "LimitNOFILE=65536 in the unit, or `ulimit -Hn` as root"
-
-
-def _server(folder: Path) -> _Looks:
-    keys = folder / "keys"
-    yield from _certificate(keys, "server", Role.SERVER, 0)
-    yield (
-        "SuperLink's certificate",
-        lambda: _days_left(keys / "superlink.pem"),
-        _new(keys, "superlink"),
-    )
-    yield "plan", lambda: _plan(folder), "put run.toml back as `shufl provision` made it"
-    site = load_site(folder / "server.toml", ServerSite)
-    yield "nodes", lambda: _agreed(site), "put back what `shufl provision` wrote to nodes"
-    yield from _shufflers(site)
-    address = _superlink_address(folder / "flower" / "config.toml")
-    yield from _superlink(keys, address, "systemctl start shufl-superlink")
+    """Looks at everything that a site needs."""
+    files = "server.toml", "shuffler.toml", "node.toml"
+    roles = [name.removesuffix(".toml") for name in files if (folder / name).exists()]
+    if len(roles) != 1:
+        raise ConfigError(
+            f"{folder} is not a site's folder: it must hold exactly one of {', '.join(files)}"
+        )
+    (role,) = roles
+    examination = _Examination(folder.absolute(), role)
+    examination.machine()
+    getattr(examination, role)()
+    return examination.findings
 
 
 def _superlink_address(path: Path) -> str:
-    """Of the connection that Flower takes by default.
-
-    Raises:
-        ConfigError: the file has none.
-    """
+    """Of the connection that Flower takes by default."""
     content = read_toml(path)
     try:
         connections = content["superlink"]
@@ -141,71 +250,7 @@ def _superlink_address(path: Path) -> str:
     return address
 
 
-def _shuffler(folder: Path) -> _Looks:
-    path = folder / "shuffler.toml"
-    try:
-        name = Path(read_toml(path)["tls"]["certificate"]).stem
-    except (KeyError, TypeError):
-        load_config(path)  # which says what is wrong
-        raise
-    yield "keys", lambda: _key_pair(folder / "keys", name), _new(folder / "keys", name)
-    yield (
-        "certificate's days",
-        lambda: _days_left(folder / "keys" / f"{name}.pem"),
-        _new(folder / "keys", name),
-    )
-    yield "configuration", lambda: _read_config(path), f"mend {path}"
-    yield "port", lambda: _port(path), "systemctl status shufl-shuffler; or another port"
-
-
-def _node(folder: Path) -> _Looks:
-    site = load_site(folder / "node.toml", NodeSite)
-    keys, name = folder / "keys", Path(site.certificate).stem
-    yield from _certificate(keys, name, Role.NODE, site.users)
-    yield "key for Flower", lambda: _there(keys / "flower.key"), "shufl keys flower keys"
-    yield "plan", lambda: _plan(folder), "put run.toml back as `shufl provision` made it"
-    yield "model and records", lambda: _records(site, folder), "mend data in node.toml"
-    yield (
-        "owner's limits",
-        lambda: _limits(site),
-        "read run.toml, and mend device.toml if you agree",
-    )
-    yield "socket", lambda: _socket(site), "move the folder to a shorter path, such as /srv/shufl"
-    yield from _shufflers(site)
-    fix = "ask who runs the server: SuperLink, nginx, firewall"
-    yield from _superlink(keys, site.superlink, fix)
-
-
-def _certificate(keys: Path, name: str, role: Role, users: int) -> _Looks:
-    fix = _new(keys, name)
-    yield "keys", lambda: _key_pair(keys, name), fix
-    yield "certificate's role", lambda: _role(keys / f"{name}.pem", role, users), fix
-    yield "certificate's days", lambda: _days_left(keys / f"{name}.pem"), fix
-
-
-def _shufflers(site: ServerSite | NodeSite) -> _Looks:
-    for address in site.shufflers:
-
-        def look(address: str = address) -> None:
-            if trouble := health_of(address, site.credentials):
-                raise _Trouble(trouble)
-
-        yield f"shuffler {address}", look, "ask who runs it; then its firewall, and yours"
-
-
-def _superlink(keys: Path, address: str, fix: str) -> _Looks:
-    yield f"SuperLink {address}", lambda: _answer_date(keys, address), fix
-    yield "clock", lambda: _clock(keys, address), "systemctl enable --now systemd-timesyncd"
-
-
-def _new(keys: Path, name: str) -> str:
-    return (
-        f"shufl keys request {keys} --name {name}, after the old {name}.* are moved away; send "
-        f"{name}.csr to whoever provisions"
-    )
-
-
-def _versions(role: str) -> None:
+def _check_versions(role: str) -> None:
     extras = ("", *_EXTRAS.get(role, ()))
     for text in importlib.metadata.requires("shufl") or []:
         wanted = Requirement(text)
@@ -220,39 +265,12 @@ def _versions(role: str) -> None:
             raise _Trouble(f"{wanted.name} {installed} is installed, {needed}")
 
 
-def _disk(folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < _LEAST_FREE:
-        raise _Trouble(f"{free / 1e9:.2f} GB are free, at least 1 GB are needed")
-
-
-def _descriptors() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= hard < _LEAST_DESCRIPTORS:
-        raise _Trouble(f"{hard} open files are allowed, at least {_LEAST_DESCRIPTORS} are needed")
-
-
-def _there(path: Path) -> None:
+def _check_private(path: Path) -> None:
     if (mode := path.stat().st_mode & 0o777) & 0o077:
         raise _Trouble(f"{path} is readable for others, mode {mode:04o}", f"chmod 600 {path}")
 
 
-def _key_pair(keys: Path, name: str) -> None:
-    if (keys / f"{name}.csr").exists() and not (keys / f"{name}.pem").exists():
-        fix = f"send {keys}/{name}.csr to whoever provisions, and put the {name}.pem there"
-        raise _Trouble(f"{keys}/{name}.pem has not come back yet", fix)
-    Credentials.read(keys, name)
-    _there(keys / f"{name}.key")
-
-
-def _role(path: Path, role: Role, users: int) -> None:
-    caller = caller_of(path.read_bytes())
-    if caller is None or (caller.role, caller.users) != (role, users):
-        found = "none of ours" if caller is None else f"for a {caller.role} of {caller.users} users"
-        raise _Trouble(f"{path} is {found}, it must be for a {role} of {users} users")
-
-
-def _days_left(path: Path) -> None:
+def _check_days(path: Path) -> None:
     certificate, now = read_certificate(path), datetime.datetime.now(datetime.UTC)
     if certificate.not_valid_before_utc > now:
         raise _Trouble(
@@ -265,19 +283,7 @@ def _days_left(path: Path) -> None:
         raise _Trouble(f"{path} is valid for {days} days more")
 
 
-def _plan(folder: Path) -> None:
-    from shufl.deploy.node import agreed_plan  # it needs torch, as the looks below
-
-    agreed_plan(load(str(folder / "run.toml")))
-
-
-def _records(site: NodeSite, folder: Path) -> None:
-    from shufl.deploy.node import check_data
-
-    check_data(site, folder, load(site.config))
-
-
-def _limits(site: NodeSite) -> None:
+def _check_limits(site: NodeSite) -> None:
     from shufl.deploy.node import agreed_plan
 
     (path, limits), plan = read_device(Path(site.device)), agreed_plan(load(site.config))
@@ -293,36 +299,6 @@ def _limits(site: NodeSite) -> None:
             f"most_epsilon is {limits.most_epsilon:g}",
             "nothing, if no further run is meant; the owner alone raises most_epsilon",
         )
-
-
-def _socket(site: NodeSite) -> None:
-    if len(site.socket) > LONGEST_SOCKET:
-        raise _Trouble(
-            f"{site.socket} has {len(site.socket)} characters, {LONGEST_SOCKET} are allowed"
-        )
-
-
-def _read_config(path: Path) -> None:
-    config = load_config(path)
-    if config.tls is not None and config.tls.revoked is not None:
-        config.tls.revoked.read_text()
-
-
-def _port(path: Path) -> None:
-    host, port, *_ = parse_address(load_config(path).listen)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno != 98:  # in use: by the shuffler itself, if it runs
-                raise
-
-
-def _agreed(site: ServerSite) -> None:
-    if len(site.agreed) < site.least_nodes:
-        raise _Trouble(f"least_nodes is {site.least_nodes}, {len(site.agreed)} nodes were agreed")
 
 
 def _answer_date(keys: Path, address: str) -> datetime.datetime:
@@ -341,17 +317,3 @@ def _answer_date(keys: Path, address: str) -> datetime.datetime:
     finally:
         connection.close()
     return email.utils.parsedate_to_datetime(date)
-
-
-def _clock(keys: Path, address: str) -> None:
-    before = datetime.datetime.now(datetime.UTC)
-    try:
-        theirs = _answer_date(keys, address)
-    except (OSError, http.client.HTTPException):
-        raise _Trouble("is not known while the SuperLink cannot be asked", "as above") from None
-    ahead = (before - theirs).total_seconds() - 1.0  # their answer has whole seconds
-    behind = (theirs - datetime.datetime.now(datetime.UTC)).total_seconds()
-    if ahead > _MOST_AHEAD:
-        raise _Trouble(f"{ahead:.0f} s ahead of the SuperLink's machine")
-    if behind > _MOST_BEHIND:
-        raise _Trouble(f"{behind:.0f} s behind the SuperLink's machine")

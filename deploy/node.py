@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,39 +11,27 @@ import numpy as np
 import torch
 
 from shufl.accounting import PrivacyPlan
-from shufl.clients import ClientSettings, UserRecords, load_device, serve_device
+from shufl.clients import ClientSettings, UserRecords, load_device
 from shufl.deploy.sites import NodeSite, check_cover
 from shufl.simulator.config import Config, load
-from shufl.simulator.data.datasets import kind_of
+from shufl.simulator.data.datasets import wrong_tensor
 from shufl.simulator.data.features import map_records
-from shufl.simulator.data.partition import load_user_records
-from shufl.simulator.experiment import check_report_size, data_seed, local_training, plan_of
-from shufl.simulator.models import build_model
+from shufl.simulator.experiment import (
+    check_report_size,
+    local_training,
+    model_maker,
+    plan_of,
+    records_loader,
+)
 from shufl.simulator.section import READERS_ERRORS, ConfigError, find, one_line
 from shufl.simulator.trial import try_users
 
 
-def serve_node(site: NodeSite, folder: Path, stop: threading.Event) -> None:
-    """Serves a node until `stop` is set.
-
-    A data folder is relative to `folder`, where the node's file is.
-
-    Raises:
-        ConfigError: something in the file, the configuration, the data or the limits does not fit.
-    """
-    try:
-        serve_device(node_settings(site, folder), Path(site.socket), stop)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
 def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
-    """What the node agrees to and has, with every mistake found before any work.
+    """What the node, whose file is in `folder`, agrees to and has.
 
     Raises:
-        ConfigError: one line.
+        ValueError: a mistake, found before any work.
     """
     config = load(site.config)
     plan, make_model, load_users, together = check_data(site, folder, config)
@@ -71,12 +58,10 @@ def check_data(
 ) -> tuple[PrivacyPlan, functools.partial[Any], functools.partial[Any], bool]:
     """The plan, what makes the model, what gives access to the users' records, and `try_users`.
 
-    Raises:
-        ConfigError: they do not fit together, or the model keeps something of other users.
+    A model that computes a user's update from other users' records is refused.
     """
     plan = agreed_plan(config)
-    about = site.input_shape, site.classes, data_seed(config), config.model.options
-    make_model = functools.partial(build_model, config.model.name, *about)
+    make_model = model_maker(config, site.input_shape, site.classes)
     check_report_size(config, sum(each.numel() for each in make_model().parameters()))
     load_users = _records(site, folder, config, plan)
     records = load_users()
@@ -88,11 +73,7 @@ def check_data(
 
 
 def agreed_plan(config: Config) -> PrivacyPlan:
-    """The plan of a configuration in which everything has been decided (`shufl provision`).
-
-    Raises:
-        ConfigError: something is left to decide.
-    """
+    """The plan of a configuration in which everything has been decided (`shufl provision`)."""
     privacy = config.privacy
     check_cover(privacy.cover)
     undecided = {
@@ -120,17 +101,7 @@ def _records(
                 f"got {site.first_user} + {site.users}"
             )
         return functools.partial(
-            _simulated,
-            (
-                data.dataset,
-                data.features,
-                plan.users,
-                data.partition,
-                data_seed(config),
-                data.concentration,
-                site.digest,
-            ),
-            site.first_user,
+            _simulated, records_loader(config, plan.users, site.digest), site.first_user
         )
     own = functools.partial(_from_folder, folder / site.data)
     if ":" in site.data:
@@ -138,8 +109,8 @@ def _records(
     return own if data.features is None else functools.partial(_mapped, own, data.features)
 
 
-def _simulated(about: tuple[Any, ...], first: int) -> UserRecords:
-    records = load_user_records(*about)
+def _simulated(load_users: Callable[[], UserRecords], first: int) -> UserRecords:
+    records = load_users()
     return lambda user: records(first + user)
 
 
@@ -191,22 +162,15 @@ def _tensor(name: str, array: np.ndarray) -> torch.Tensor:
 
 def _mistake(features: Any, labels: Any) -> str | None:
     """Why no model can be trained on these features and labels, whatever their shapes; or None."""
-    kinds = kind_of(features), kind_of(labels)
-    if kinds != ("float32", "int64") or features.requires_grad:
-        return (
-            f"must be float32 features and int64 labels, got {kinds[0]}"
-            f"{' with gradients' * (kinds[0] == 'float32' and features.requires_grad)} and "
-            f"{kinds[1]}; both must be dense tensors on the CPU, without gradients"
-        )
-    return None if features.isfinite().all() else "must be finite features, got NaN or infinity"
+    if wrong := wrong_tensor(features, torch.float32):
+        return f"must have features as {wrong}"
+    if wrong := wrong_tensor(labels, torch.int64):
+        return f"must have labels as {wrong}"
+    return None if features.isfinite().all() else "must have finite features, got NaN or infinity"
 
 
 def _check_records(records: UserRecords, user: int, site: NodeSite) -> None:
-    """Refuses records that the model cannot be trained on, before any round.
-
-    Raises:
-        ConfigError: of which user, and why.
-    """
+    """Refuses records that the model cannot be trained on, before any round."""
     try:
         features, labels = records(user)
         mistake = _mistake(features, labels)

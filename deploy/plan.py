@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from shufl.accounting.validation import Count, Positive, Seconds, first_mistake, read_toml
-from shufl.simulator.section import ConfigError, Section
+from shufl.accounting.validation import Count, Positive, Seconds
+from shufl.simulator.section import Section
 
 Name = Annotated[
     str,
@@ -59,13 +59,9 @@ class ShufflerEntry(Section):
 
 
 class NodeEntry(Section):
-    """A node.
+    """A node; `users`, `data` and `reply_after` are as in `NodeSite`.
 
     Attributes:
-        name: of its site.
-        users: for how many users it speaks.
-        data: as in `NodeSite`.
-        reply_after: as in `NodeSite`.
         port: of its SuperNode, on loopback.
         withdrawn: whether it no longer takes part.
     """
@@ -136,31 +132,9 @@ def _address(site: ServerEntry | ShufflerEntry) -> str:
     return f"[{site.host}]:{site.port}" if ":" in site.host else f"{site.host}:{site.port}"
 
 
-def load_deployment(path: Path) -> Deployment:
-    """Reads a deployment's file.
-
-    Raises:
-        ConfigError: one line naming the key, what it was given, and what is allowed.
-    """
-    try:
-        return Deployment.model_validate(read_toml(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {first_mistake(error, Deployment)}") from None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
 @dataclass(frozen=True)
 class Process:
-    """A process of a site, started in the site's folder.
-
-    Attributes:
-        name: of its service unit.
-        command: program of this environment, and arguments.
-        about: one line.
-    """
+    """A process of a site, started in the site's folder; `name` is that of its service unit."""
 
     name: str
     command: tuple[str, ...]
@@ -180,10 +154,7 @@ LONGEST_SOCKET = 100
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Environment variables for Flower's programs, which start others by their names alone.
-
-    `home` is Flower's own folder of a site.
-    """
+    """Environment variables for Flower's programs, which start others by their names alone."""
     path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     return {**os.environ, **quiet, "PATH": path, "FLWR_HOME": str(home)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import shlex
 import string
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tomli_w
@@ -22,20 +22,19 @@ from shufl.deploy.plan import (
     Deployment,
     NodeEntry,
     Process,
+    ShufflerEntry,
     node_processes,
     server_process,
     shuffler_process,
 )
 from shufl.deploy.server_app import deployed_experiment
-from shufl.deploy.sites import ServerSite
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority, Request, write_new
-from shufl.simulator.config import Config, dumps, load
+from shufl.simulator.config import dumps, load
 from shufl.simulator.data.features import data_digest
 from shufl.simulator.experiment import Experiment
 from shufl.simulator.section import ConfigError
 
-_FOLDER = "@folder@"  # stands for a site's, until it is known
 _AGREED = "nodes/agreed.toml"
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
@@ -62,16 +61,18 @@ class Provisioned:
     """What a call of `provision` did.
 
     Attributes:
+        sites: all of them.
         made: sites whose folders are new.
         signed: requests that were signed.
         waiting: requests that have not come.
         kept: files that would be others by now, and stay as they are.
     """
 
-    made: tuple[str, ...]
-    signed: tuple[str, ...]
-    waiting: tuple[str, ...]
-    kept: tuple[str, ...]
+    sites: list[Site]
+    made: list[str] = field(default_factory=list)
+    signed: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
 
 def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = False) -> Provisioned:
@@ -80,9 +81,6 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
     The configuration's path is relative to `base`, where the deployment's file is. `out` gets a
     folder for each site, and the two authorities. With `in_place` the sites run in these folders,
     and not in /srv/shufl of their machines.
-
-    Raises:
-        ConfigError: the configuration cannot be run, or does not fit the sites.
     """
     experiment = experiment_of(deployment, base)
     if (users := sum(node.users for node in deployment.nodes)) > experiment.plan.users:
@@ -91,12 +89,12 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
             f"{experiment.plan.users}"
         )
     parties, flower = (_authority(out / name) for name in ("authority", "authority-flower"))
-    made, signed, waiting, kept = [], [], [], []
-    for site in sites_of(deployment, experiment, base, out if in_place else None):
+    done = Provisioned(_Sites(deployment, experiment, base, out if in_place else None).all())
+    for site in done.sites:
         folder = out / site.name
         keys = folder / "keys"
         if not folder.exists():
-            made.append(site.name)
+            done.made.append(site.name)
         keys.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, text in site.files.items():
             path = folder / name
@@ -104,7 +102,7 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
             if not path.exists():
                 path.write_text(text, encoding="utf-8")
             elif path.read_text(encoding="utf-8") != text:
-                kept.append(f"{site.name}/{name}")
+                done.kept.append(f"{site.name}/{name}")
         _put(keys / "authority.pem", parties.certificate)
         _put(keys / "flower-authority.pem", flower.certificate)
         for name, role in site.requests:
@@ -112,161 +110,161 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
             if certificate.exists():
                 continue
             if not asked.exists():
-                waiting.append(f"{site.name}/keys/{name}.csr")
+                done.waiting.append(f"{site.name}/keys/{name}.csr")
                 continue
             authority = flower if name == "superlink" else parties
             _sign(asked, certificate, role, deployment, authority)
-            signed.append(name)
+            done.signed.append(name)
     _tell_server_of_nodes(deployment, out / "server" / Path(_AGREED).parent)
-    return Provisioned(tuple(made), tuple(signed), tuple(waiting), tuple(kept))
-
-
-def sites_of(
-    deployment: Deployment, experiment: Experiment, base: Path, out: Path | None
-) -> list[Site]:
-    """Every site, with the files that it gets; `out` is where all of them run, if it is here."""
-    sites = [
-        _server(deployment, experiment, base),
-        *(_shuffler(deployment, number) for number in range(len(deployment.shufflers))),
-        *(_node(deployment, number, experiment, base) for number in deployment.numbered),
-    ]
-    return [_filled(site, "/srv/shufl" if out is None else str(out / site.name)) for site in sites]
-
-
-def _filled(site: Site, folder: str) -> Site:
-    files = {name: text.replace(_FOLDER, folder) for name, text in site.files.items()}
-    return replace(site, files=files)
+    return done
 
 
 def experiment_of(deployment: Deployment, base: Path) -> Experiment:
-    """The run, with everything decided.
-
-    Raises:
-        ConfigError: the configuration cannot be run.
-    """
+    """The run, with everything decided."""
     path = base / deployment.config
     config = load(str(path) if path.exists() else deployment.config)
-    return deployed_experiment(config, _server_site(deployment))
-
-
-def _modules(base: Path, config: Config, *others: str) -> dict[str, str]:
-    """The modules beside the deployment's file that `module:callable` names, by file name."""
-    named = config.data.dataset, config.data.features or "", config.model.name, *others
-    files = {name.partition(":")[0].replace(".", "/") + ".py" for name in named if ":" in name}
-    return {
-        file: (base / file).read_text(encoding="utf-8")
-        for file in sorted(files)
-        if (base / file).is_file()
-    }
-
-
-def _digest(experiment: Experiment, *nodes: NodeEntry) -> str:
-    """Of the data, where one of the nodes holds a share of them."""
-    data, simulated = experiment.config.data, any(node.data == "simulated" for node in nodes)
-    return data_digest(data.dataset, data.features) if simulated else ""
-
-
-def _server_site(deployment: Deployment) -> ServerSite:
-    server = deployment.server
-    return ServerSite(
-        shufflers=deployment.addresses,
-        certificate="keys/server.pem",
-        nodes=_AGREED,
-        least_nodes=server.least_nodes,
-        round_timeout=server.round_timeout,
-        patience=server.patience,
-    )
-
-
-def _server(deployment: Deployment, experiment: Experiment, base: Path) -> Site:
-    server, name = deployment.server, deployment.name
-    connection = {
-        "superlink": {
-            "default": name,
-            name: {
-                "address": f"127.0.0.1:{server.local_port}",
-                "root-certificates": f"{_FOLDER}/keys/flower-authority.pem",
-            },
-        }
-    }
-    processes = (server_process(server),)
-    files = _modules(base, experiment.config) | {
-        "run.toml": dumps(experiment.config),
-        "server.toml": tomli_w.dumps(
-            _server_site(deployment).model_dump()
-            | {"digest": _digest(experiment, *deployment.nodes)}
-        ),
-        "flower/config.toml": tomli_w.dumps(connection),
-    }
-    requests = (("server", Role.SERVER), ("superlink", Role.SHUFFLER))
-    about = {"host": server.host, "port": server.port, "local_port": server.local_port}
-    nginx = _template("nginx.conf", folder=_FOLDER, listen=_listen(server.host), **about)
-    accounts = _template("nftables.conf", port=server.local_port, accounts="shufl, www-data")
-    files |= {"nginx.conf": nginx, "nftables.conf": accounts}
-    site = Site("server", files, requests, processes)
-    return _complete(site, deployment, "server.md", **about)
-
-
-def _listen(host: str) -> str:
-    return "127.0.0.1" if host in _LOOPBACK else "0.0.0.0"
+    return deployed_experiment(config, len(deployment.shufflers))
 
 
 _LEAST_CONNECTIONS = 64  # from one address, behind which there may be many nodes
 
 
-def _shuffler(deployment: Deployment, number: int) -> Site:
-    entry = deployment.shufflers[number]
-    config = {
-        "listen": f"127.0.0.1:{entry.local_port}",
-        "directory": "state",
-        "log_file": "shuffler.log",
-        "tls": {
+class _Sites:
+    """Says what is in every site's folder.
+
+    `out` holds the folders if the sites run on this machine, else it is None.
+    """
+
+    def __init__(
+        self, deployment: Deployment, experiment: Experiment, base: Path, out: Path | None
+    ):
+        self._deployment, self._experiment = deployment, experiment
+        self._base, self._out = base, out
+
+    def all(self) -> list[Site]:
+        """Server, shufflers and nodes."""
+        shufflers = map(self._shuffler, self._deployment.shufflers, self._deployment.addresses)
+        return [self._server(), *shufflers, *map(self._node, self._deployment.numbered)]
+
+    def _server(self) -> Site:
+        server, name = self._deployment.server, self._deployment.name
+        folder = self._folder("server")
+        connection = {
+            "address": f"127.0.0.1:{server.local_port}",
+            "root-certificates": f"{folder}/keys/flower-authority.pem",
+        }
+        told = server.model_dump(include={"least_nodes", "round_timeout", "patience"}) | {
+            "shufflers": self._deployment.addresses,
+            "certificate": "keys/server.pem",
+            "nodes": _AGREED,
+            "digest": self._digest(*self._deployment.nodes),
+        }
+        about = {"host": server.host, "port": server.port, "local_port": server.local_port}
+        listen, accounts = _listen(server.host), "shufl, www-data"
+        files = self._modules() | {
+            "run.toml": dumps(self._experiment.config),
+            "server.toml": tomli_w.dumps(told),
+            "flower/config.toml": tomli_w.dumps({"superlink": {"default": name, name: connection}}),
+            "nginx.conf": _template("nginx.conf", folder=folder, listen=listen, **about),
+            "nftables.conf": _template("nftables.conf", port=server.local_port, accounts=accounts),
+        }
+        requests = (("server", Role.SERVER), ("superlink", Role.SHUFFLER))
+        site = Site("server", files, requests, (server_process(server),))
+        return self._complete(site, "server.md", **about)
+
+    def _shuffler(self, entry: ShufflerEntry, address: str) -> Site:
+        config = {
+            "listen": f"127.0.0.1:{entry.local_port}",
+            "directory": "state",
+            "log_file": "shuffler.log",
+            "tls": {
+                "certificate": f"keys/{entry.name}.pem",
+                "key": f"keys/{entry.name}.key",
+                "authority": "keys/authority.pem",
+                "revoked": "revoked",
+            },
+            "limits": {"streams": max(24, 4 * len(self._deployment.nodes))},
+        }
+        nginx = _template(
+            "stream.conf",
+            listen=_listen(entry.host),
+            port=entry.port,
+            local_port=entry.local_port,
+            most=max(_LEAST_CONNECTIONS, 2 * len(self._deployment.nodes)),
+        )
+        files = {"shuffler.toml": tomli_w.dumps(config), "revoked": "", "nginx.conf": nginx}
+        site = Site(entry.name, files, ((entry.name, Role.SHUFFLER),), (shuffler_process(),))
+        return self._complete(site, "shuffler.md", address=address)
+
+    def _node(self, number: int) -> Site:
+        nodes, dataset = self._deployment.nodes, self._experiment.dataset
+        entry, superlink = nodes[number], self._deployment.server_address
+        about = {
+            "number": number,
+            "users": entry.users,
+            "config": "run.toml",
+            "input_shape": list(dataset.input_shape),
+            "classes": dataset.classes,
+            "data": entry.data,
+            "first_user": sum(each.users for each in nodes[:number]),
+            "device": "device.toml",
+            "socket": "node.sock",
+            "shufflers": list(self._deployment.addresses),
             "certificate": f"keys/{entry.name}.pem",
-            "key": f"keys/{entry.name}.key",
-            "authority": "keys/authority.pem",
-            "revoked": "revoked",
-        },
-        "limits": {"streams": max(24, 4 * len(deployment.nodes))},
-    }
-    nginx = _template(
-        "stream.conf",
-        listen=_listen(entry.host),
-        port=entry.port,
-        local_port=entry.local_port,
-        most=max(_LEAST_CONNECTIONS, 2 * len(deployment.nodes)),
-    )
-    files = {"shuffler.toml": tomli_w.dumps(config), "revoked": "", "nginx.conf": nginx}
-    site = Site(entry.name, files, ((entry.name, Role.SHUFFLER),), (shuffler_process(),))
-    return _complete(site, deployment, "shuffler.md", address=deployment.addresses[number])
+            "digest": self._digest(entry),
+            "superlink": superlink,
+            "reply_after": entry.reply_after,
+        }
+        files = self._modules(entry.data) | {
+            "run.toml": dumps(self._experiment.config),
+            "node.toml": tomli_w.dumps(about),
+            "device.toml": _device(self._experiment.plan, self._experiment.halting_round),
+            "nftables.conf": _template("nftables.conf", port=entry.port, accounts="shufl-flower"),
+        }
+        requests = ((entry.name, Role.NODE),)
+        site = Site(entry.name, files, requests, node_processes(entry, superlink))
+        return self._complete(site, "node.md")
+
+    def _folder(self, name: str) -> str:
+        return "/srv/shufl" if self._out is None else str(self._out / name)
+
+    def _modules(self, *others: str) -> dict[str, str]:
+        """The modules beside the deployment's file that `module:callable` names, by file name."""
+        config = self._experiment.config
+        named = config.data.dataset, config.data.features or "", config.model.name, *others
+        files = {name.partition(":")[0].replace(".", "/") + ".py" for name in named if ":" in name}
+        return {
+            file: (self._base / file).read_text(encoding="utf-8")
+            for file in sorted(files)
+            if (self._base / file).is_file()
+        }
+
+    def _digest(self, *nodes: NodeEntry) -> str:
+        """Of the data, where one of the nodes holds a share of them."""
+        data, simulated = self._experiment.config.data, (node.data == "simulated" for node in nodes)
+        return data_digest(data.dataset, data.features) if any(simulated) else ""
+
+    def _complete(self, site: Site, readme: str, **about: object) -> Site:
+        """The site with its README and a service unit for each process."""
+        folder = self._folder(site.name)
+        about |= {"deployment": self._deployment.name, "site": site.name, "folder": folder}
+        files = {"README.md": _template(readme, **about)}
+        for process in site.processes:
+            program, *arguments = process.command
+            unit = f"shufl-{process.name}"
+            files[f"{unit}.service"] = _template(
+                "unit.service",
+                unit=unit,
+                about=process.about[0].upper() + process.about[1:],
+                user="shufl-flower" if process.name == "supernode" else "shufl",
+                command=shlex.join([f"{folder}/.venv/bin/{program}", *arguments]),
+                **about,
+            )
+        return replace(site, files=site.files | files)
 
 
-def _node(deployment: Deployment, number: int, experiment: Experiment, base: Path) -> Site:
-    entry, plan = deployment.nodes[number], experiment.plan
-    about = {
-        "number": number,
-        "users": entry.users,
-        "config": "run.toml",
-        "input_shape": list(experiment.dataset.input_shape),
-        "classes": experiment.dataset.classes,
-        "data": entry.data,
-        "first_user": sum(each.users for each in deployment.nodes[:number]),
-        "device": "device.toml",
-        "socket": "node.sock",
-        "shufflers": list(deployment.addresses),
-        "certificate": f"keys/{entry.name}.pem",
-        "digest": _digest(experiment, entry),
-        "superlink": deployment.server_address,
-        "reply_after": entry.reply_after,
-    }
-    files = _modules(base, experiment.config, entry.data) | {
-        "run.toml": dumps(experiment.config),
-        "node.toml": tomli_w.dumps(about),
-        "device.toml": _device(plan, experiment.halting_round),
-        "nftables.conf": _template("nftables.conf", port=entry.port, accounts="shufl-flower"),
-    }
-    processes = node_processes(entry, deployment.server_address)
-    site = Site(entry.name, files, ((entry.name, Role.NODE),), processes)
-    return _complete(site, deployment, "node.md")
+def _listen(host: str) -> str:
+    return "127.0.0.1" if host in _LOOPBACK else "0.0.0.0"
 
 
 def _device(plan: PrivacyPlan, rounds: int) -> str:
@@ -279,23 +277,6 @@ def _device(plan: PrivacyPlan, rounds: int) -> str:
     about = {"ledger": "device.db", "most_epsilon": float(f"{charge * 1.01:.3g}")}
     about |= {"delta": plan.delta, "accountant": accountant, "adjacency": plan.adjacency}
     return tomli_w.dumps(about | {"plans": [plan.digest()]})
-
-
-def _complete(site: Site, deployment: Deployment, readme: str, **about: object) -> Site:
-    """The site with its README and a service unit for each process."""
-    about |= {"deployment": deployment.name, "site": site.name, "folder": _FOLDER}
-    files = {"README.md": _template(readme, **about)}
-    for process in site.processes:
-        unit = f"shufl-{process.name}"
-        files[f"{unit}.service"] = _template(
-            "unit.service",
-            unit=unit,
-            about=process.about[0].upper() + process.about[1:],
-            user="shufl-flower" if process.name == "supernode" else "shufl",
-            command=shlex.join([f"{_FOLDER}/.venv/bin/{process.command[0]}", *process.command[1:]]),
-            **about,
-        )
-    return replace(site, files=site.files | files)
 
 
 def _template(name: str, **values: object) -> str:
@@ -317,11 +298,7 @@ def _authority(folder: Path) -> Authority:
 def _sign(
     asked: Path, certificate: Path, role: Role, deployment: Deployment, authority: Authority
 ) -> None:
-    """Signs a request; for what is the deployment's to say, and the name must be the one asked.
-
-    Raises:
-        ConfigError: it is no such request.
-    """
+    """Signs a request; for what is the deployment's to say, and the name must be the one asked."""
     name = certificate.stem
     hosts = {each.name: each.host for each in deployment.shufflers}
     hosts["superlink"] = deployment.server.host

@@ -26,7 +26,7 @@ from shufl.deploy.plan import (
     ShufflerEntry,
     flower_environment,
 )
-from shufl.deploy.provision import experiment_of, provision, sites_of
+from shufl.deploy.provision import provision
 from shufl.deploy.submit import FLOWER_FOLDER, run_on
 from shufl.shuffler.keys import Request, make_flower_key
 from shufl.simulator.config import load
@@ -89,9 +89,6 @@ class Rehearsal:
 
         The deployment's file is in `base`; its hosts and ports are replaced. If `proxied`, nodes go
         through reverse proxies, which the caller starts with the sites' `nginx.conf`.
-
-        Raises:
-            ConfigError: the deployment cannot be run, or the folder's path is too long.
         """
         self.deployment = on_loopback(deployment, proxied)
         self.folder = folder.absolute()
@@ -104,9 +101,7 @@ class Rehearsal:
                 f"the path of a Unix socket is at most {LONGEST_SOCKET} characters long, that of "
                 f"{self.folder} leaves no room: rehearse in another folder"
             )
-        provision(self.deployment, base, self.folder, in_place=True)
-        experiment = experiment_of(self.deployment, base)
-        sites = sites_of(self.deployment, experiment, base, self.folder)
+        sites = provision(self.deployment, base, self.folder, in_place=True).sites
         self.sites = {site.name: site for site in sites}
         for site in self.sites.values():
             keys = self.folder / site.name / "keys"
@@ -123,7 +118,8 @@ class Rehearsal:
             for shuffler in self.deployment.shufflers:
                 self.start(shuffler.name, "shuffler")
             self.start("server", "superlink")
-            for port in (self.deployment.server.local_port, *self._shuffler_ports):
+            shufflers = (each.port for each in self.deployment.shufflers)
+            for port in (self.deployment.server.local_port, *shufflers):
                 self._wait_for_port(port)
             for node in self._nodes:
                 self.flwr("supernode", "register", f"nodes/{node.name}.pub", self.deployment.name)
@@ -194,10 +190,6 @@ class Rehearsal:
     def _nodes(self) -> list[NodeEntry]:
         return list(self.deployment.numbered.values())
 
-    @property
-    def _shuffler_ports(self) -> list[int]:
-        return [each.port for each in self.deployment.shufflers]
-
     def _start_again(self) -> None:
         while not self._stopping.wait(_AGAIN_SECONDS):
             with self._lock:
@@ -253,8 +245,7 @@ def rehearse(deployment: Deployment, base: Path, folder: Path, runs: Path, kill_
 
 
 def _kill_and_bring_back(rehearsal: Rehearsal, runs: Path, stop: threading.Event) -> None:
-    *_, last = rehearsal.deployment.numbered.values()
-    name = last.name
+    name = list(rehearsal.deployment.numbered.values())[-1].name
     before = set(runs.glob("*/metrics.jsonl"))
 
     def wait_for_rounds(rounds: int, seconds: float = math.inf) -> None:

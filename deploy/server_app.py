@@ -13,6 +13,7 @@ outcome.json. A file named stop there ends the run in order after the round.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import json
 import os
@@ -70,24 +71,20 @@ def main(grid: Grid, context: Context) -> None:
         if "folder" in given:
             folder = Path(given["folder"])
         else:
-            experiment = deployed_experiment(load(given["config"]), site)
+            experiment = deployed_experiment(load(given["config"]), len(site.shufflers))
             folder = make_folder(Path(given.get("runs") or site_path.parent / "runs"), experiment)
     except KeyError as missing:
         raise ConfigError(f"the run configuration lacks {missing}") from None
     play(folder, site, grid, given.get("attempt", ""))
 
 
-def deployed_experiment(config: Config, site: ServerSite) -> Experiment:
-    """A run on real nodes: nothing of it is drawn from the seed.
+def deployed_experiment(config: Config, shufflers: int) -> Experiment:
+    """A run on real nodes and so many shufflers: nothing of it is drawn from the seed.
 
     No round is played again, so each has its checkpoint.
-
-    Raises:
-        ConfigError: the configuration cannot be run, the plan lacks cover, or a report cannot hold
-            the model.
     """
     check_cover(config.privacy.cover)
-    shuffler = config.shuffler.model_copy(update={"number": len(site.shufflers)})
+    shuffler = config.shuffler.model_copy(update={"number": shufflers})
     training = config.training.model_copy(update={"checkpoint_every": 1})
     decided = {"seed": "system", "shuffler": shuffler, "training": training}
     experiment = prepare(config.model_copy(update=decided))
@@ -98,20 +95,16 @@ def deployed_experiment(config: Config, site: ServerSite) -> Experiment:
 def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
     """Begins the run in a folder, or goes on with it, and leaves its outcome there."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    _wait_for_the_one_before(folder / "ledger.jsonl")
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while Ledger.is_held(folder / "ledger.jsonl") and time.monotonic() < deadline:
+        time.sleep(0.5)  # a ServerApp may outlive a SuperLink that was killed by a moment
     with (folder / CONSOLE_FILE).open("a", encoding="utf-8", buffering=1) as file:
         console = Console(file=file, width=100)
-
-        def make_engine(experiment: Experiment) -> DeployedEngine:
-            def tell(line: str) -> None:
-                console.print(line, highlight=False, soft_wrap=True)
-
-            return DeployedEngine(experiment, site, grid, tell)
-
+        tell = functools.partial(console.print, highlight=False, soft_wrap=True)
+        make_engine = functools.partial(DeployedEngine, site=site, grid=grid, tell=tell)
         try:
-            outcome: dict[str, str] = {
-                "stopped_by": Run.of(folder, console, make_engine).train().stopped_by
-            }
+            ended = Run.of(folder, console, make_engine).train()
+            outcome: dict[str, str] = {"stopped_by": ended.stopped_by}
         except _ENDS_EARLY as error:
             outcome = {"error": one_line(error)}
         except Exception as error:  # of Flower's, or ours; its traceback is in flower.log
@@ -133,13 +126,6 @@ def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
-
-
-def _wait_for_the_one_before(ledger: Path) -> None:
-    """A ServerApp may outlive a SuperLink that was killed by a moment, and holds the ledger."""
-    deadline = time.monotonic() + _ENDING_SECONDS
-    while Ledger.is_held(ledger) and time.monotonic() < deadline:
-        time.sleep(0.5)
 
 
 _ENDING_SECONDS = 60.0
@@ -171,12 +157,7 @@ class DeployedEngine:
         self._site, self._grid, self._tell = site, grid, tell
         self._sealing = experiment.config.shuffler.sealing
 
-    def run(
-        self,
-        training: TrainingSettings,
-        observe: Observe,
-        stop: threading.Event,
-    ) -> RunEnd:
+    def run(self, training: TrainingSettings, observe: Observe, stop: threading.Event) -> RunEnd:
         """Plays rounds until the budget, the plan's last round, or the file that asks to stop."""
         site, asked = self._site, training.folder / STOP_FILE
         settings = ServerSettings(

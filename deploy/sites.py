@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
-from shufl.accounting.validation import Count, Positive, Seconds, first_mistake, read_toml
+from shufl.accounting.validation import Count, Positive, Seconds
 from shufl.server import AgreedNode
 from shufl.shuffler import Credentials
 from shufl.shuffler.wire.channel import check_address
-from shufl.simulator.section import ConfigError, Section
+from shufl.simulator.section import ConfigError, Section, read_file
 
 CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
 """In a run folder: what is printed; how the run ended; asks it to end."""
@@ -38,11 +38,7 @@ class _Site(Section):
 
     @property
     def credentials(self) -> Credentials:
-        """What the shufflers ask for.
-
-        Raises:
-            ConfigError: the files are not there, or do not fit together.
-        """
+        """What the shufflers ask for."""
         path = Path(self.certificate)
         try:
             return Credentials.read(path.parent, path.stem)
@@ -69,13 +65,8 @@ class ServerSite(_Site):
 
     @property
     def agreed(self) -> dict[int, AgreedNode]:
-        """What was agreed with each node, by its number, as the file says now.
-
-        Raises:
-            ConfigError: one line that says what is wrong with the file.
-        """
-        path = Path(self.nodes)
-        entries = _validated(path, _content(path), AgreedNodes).nodes
+        """What was agreed with each node, by its number, as the file says now."""
+        entries = AgreedNodes.read(Path(self.nodes)).nodes
         return {each.number: AgreedNode(each.name, each.users) for each in entries}
 
 
@@ -142,33 +133,12 @@ def check_cover(cover: bool) -> None:
 
 _PATHS = ("certificate", "config", "device", "nodes", "socket")
 _AnySite = TypeVar("_AnySite", bound=_Site)
-_AnySection = TypeVar("_AnySection", bound=Section)
 
 
 def load_site(path: Path, kind: type[_AnySite]) -> _AnySite:
-    """Reads a site's file.
-
-    Raises:
-        ConfigError: one line naming the key, what it was given, and what is allowed.
-    """
-    content, folder = _content(path), path.absolute().parent
+    """Reads a site's file; a mistake is a ConfigError of one line."""
+    content, folder = read_file(path), path.absolute().parent
     for key in _PATHS:
         if isinstance(content.get(key), str):
             content[key] = str(folder / content[key])
-    return _validated(path, content, kind)
-
-
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        return read_toml(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _validated(path: Path, content: dict[str, Any], kind: type[_AnySection]) -> _AnySection:
-    try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {first_mistake(error, kind)}") from None
+    return kind.checked(path, content)

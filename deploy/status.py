@@ -57,65 +57,49 @@ class Status:
 
 
 def status_of(folder: Path, site: ServerSite | None) -> Status:
-    """Looks, and changes nothing.
-
-    The shufflers are those of the server's file, `site`; without it they are not asked.
-
-    Raises:
-        ConfigError: it is no run folder, or one that is damaged.
-    """
+    """Looks, and changes nothing. Without the server's file, `site`, no shuffler is asked."""
     try:
         ledger, rows = read_run(folder)
     except LedgerError as error:
         raise ConfigError(str(error)) from error
     plan, spent = ledger.plan, len(ledger.entries)
-    accountant = plan.make_accountant()
-    if spent:
-        accountant.compose(plan.event(), spent)
-    allowed = rounds_within_budget(plan)
-    running, outcome = Ledger.is_held(folder / "ledger.jsonl"), _read(folder / OUTCOME_FILE, {})
-    why = "" if running else str(outcome.get("error") or outcome.get("stopped_by") or "")
-    if not running and (folder / "summary.json").exists() and not why:
-        why = str(_read(folder / "summary.json", {}).get("stopped_by", ""))
-    ended = why in ("budget", "rounds")
+    allowed, running = rounds_within_budget(plan), Ledger.is_held(folder / "ledger.jsonl")
+    end = {} if running else _read(folder / "summary.json", {}) | _read(folder / OUTCOME_FILE, {})
+    why = str(end.get("error") or end.get("stopped_by", ""))
+    state = "ended" if why in ("budget", "rounds") else "interrupted"
     lately = [row["seconds"] for row in rows[-_LATELY:]]
     left = sum(lately) / len(lately) * (allowed - spent) if running and lately else None
     now = time.time()
     return Status(
         folder=str(folder),
-        state="running" if running else "ended" if ended else "interrupted",
+        state="running" if running else state,
         why=why,
         rounds=spent,
         allowed=allowed,
-        epsilon=accountant.get_epsilon(plan.delta),
+        epsilon=plan.epsilon(rounds=spent),
         target=plan.target_epsilon,
         accountant=plan.accountant,
         accuracy=next((row["accuracy"] for row in rows[::-1] if row["accuracy"] is not None), None),
         seconds_left=left,
-        nodes=[
-            {
-                **{key: node[key] for key in ("name", "number", "users", "trouble")},
-                "silent_seconds": _silent(node, now),
-            }
-            for node in _read(folder / NODES_FILE, [])
-        ],
-        shufflers={}
-        if site is None
-        else {each: health_of(each, site.credentials) for each in site.shufflers},
+        nodes=[_node(node, now) for node in _read(folder / NODES_FILE, [])],
+        shufflers={each: health_of(each, site.credentials) for each in site.shufflers}
+        if site
+        else {},
     )
 
 
-def _silent(node: dict[str, Any], now: float) -> float | None:
-    if not node["trouble"]:
-        return 0.0
-    return None if node["heard"] is None else now - node["heard"]
+def _node(node: dict[str, Any], now: float) -> dict[str, Any]:
+    silent = None if node["heard"] is None else now - node["heard"]
+    told = {key: node[key] for key in ("name", "number", "users", "trouble")}
+    return told | {"silent_seconds": silent if node["trouble"] else 0.0}
 
 
 def _read(path: Path, otherwise: Any) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return otherwise
+    return read if isinstance(read, type(otherwise)) else otherwise
 
 
 def health_of(address: str, credentials: Credentials) -> str:

@@ -16,13 +16,7 @@ from typing import IO
 from shufl.accounting import Ledger
 from shufl.deploy.plan import PROGRAMS, flower_environment
 from shufl.deploy.server_app import deployed_experiment
-from shufl.deploy.sites import (
-    CONSOLE_FILE,
-    OUTCOME_FILE,
-    STOP_FILE,
-    ServerSite,
-    load_site,
-)
+from shufl.deploy.sites import CONSOLE_FILE, OUTCOME_FILE, STOP_FILE, ServerSite, load_site
 from shufl.server import RoundFailed
 from shufl.simulator.config import Config
 from shufl.simulator.engines import EngineFailed, interrupts
@@ -39,10 +33,10 @@ FLOWER_FOLDER = "flower"
 
 
 def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
-    """Begins a run on a SuperLink, and shows it to its end.
+    """Begins a run on a SuperLink, and shows it to its end; returns what stopped it.
 
     `connection` is the name, in Flower's configuration, of a SuperLink on this machine; `site_path`
-    is the server's file. The run folder is made in `runs`. Returns what stopped the run.
+    is the server's file.
 
     Raises:
         ConfigError: before any work.
@@ -50,7 +44,7 @@ def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
         EngineFailed: Flower did not take the run, or it was killed.
     """
     site = _site(site_path)
-    folder = make_folder(runs, deployed_experiment(config, site))
+    folder = make_folder(runs, deployed_experiment(config, len(site.shufflers)))
     try:
         return _follow(connection, site_path, folder)
     except _NotTaken:
@@ -107,7 +101,7 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
 
         try:
             while goes_on() and not _outcome(outcome_file, attempt):
-                _show(shown.read())
+                print(shown.read(), end="", flush=True)
                 if stop.is_set():
                     stop_file.touch()
                 time.sleep(_POLL_SECONDS)
@@ -117,7 +111,7 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
         if not refusal() and not _outcome(outcome_file, attempt):
             time.sleep(_LAST_WORDS_SECONDS)
         outcome = _outcome(outcome_file, attempt)
-        _show(shown.read())
+        print(shown.read(), end="", flush=True)
     if not outcome and (why := refusal()):
         raise _NotTaken(f"Flower did not take the run: {why}")
     if not outcome:
@@ -167,8 +161,3 @@ def _outcome(file: Path, attempt: str) -> dict[str, str]:
     except OSError:
         return {}
     return outcome if outcome["attempt"] == attempt else {}
-
-
-def _show(text: str) -> None:
-    if text:
-        print(text, end="", flush=True)

@@ -1,7 +1,7 @@
 from .aggregate import Aggregate, Mean, aggregate_reports
 from .app import make_server_app
 from .checkpoint import Checkpoint, load_checkpoint, load_tensors, save_tensors
-from .checkpoint_file import CheckpointError, read_checkpoint
+from .checkpoint_file import CheckpointError, read_checkpoint, save_atomically
 from .evaluation import Evaluation, evaluate
 from .rounds import RoundLoop
 from .settings import (
@@ -14,7 +14,7 @@ from .settings import (
     TrainingSettings,
 )
 from .training import Observe, PlayedRound, Training
-from .words import AgreedNode, RoundRecord, Schedule
+from .words import AgreedNode, RoundRecord, Schedule, StoppedBy
 
 __all__ = [
     "MOST_INCOMPLETE",
@@ -34,6 +34,7 @@ __all__ = [
     "RunEnd",
     "Schedule",
     "ServerSettings",
+    "StoppedBy",
     "Training",
     "TrainingSettings",
     "aggregate_reports",
@@ -42,5 +43,6 @@ __all__ = [
     "load_tensors",
     "make_server_app",
     "read_checkpoint",
+    "save_atomically",
     "save_tensors",
 ]

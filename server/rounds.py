@@ -77,7 +77,8 @@ class RoundLoop:
         self._shufflers = [ControlClient(*shuffler) for shuffler in settings.shufflers]
         self._fleet = Fleet(settings, grid, self._waiting_is_over)
         self._asked: list[int] = []  # in the round that is next, or under way
-        self._broken: int | None = settings.ledger.last_round or None  # something may be left of it
+        self._broken: int | None = settings.ledger.last_round or None
+        """A round that may still be open at a shuffler."""
 
     def run(self) -> RunEnd:
         """Runs until the budget, the plan's last round, or an interrupt.

@@ -137,7 +137,7 @@ class RunEnd:
 
     Attributes:
         rounds: rounds spent.
-        stopped_by: `budget`, `rounds` (the plan's last) or `interrupt`.
+        stopped_by: `budget`, `rounds` (the plan's last), `on_round` or `interrupt`.
         epsilon: spent under the halting accountant.
         accuracy, loss: of the final model on the test data.
     """

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 RoundOutcome = Literal["released", "below-minimum", "discarded", "lost"]
 Schedule = Literal["constant", "linear", "cosine"]
-StoppedBy = Literal["budget", "rounds", "interrupt"]
+StoppedBy = Literal["budget", "rounds", "on_round", "interrupt"]
 
 NODES_FILE = "nodes.json"
 """In a run folder: what is known of each node."""

@@ -84,7 +84,7 @@ class Limits(_Section):
     """What one shuffler takes at once.
 
     Attributes:
-        users: for how many users' reports it makes room in a round, if the plan has more.
+        users: the largest number of users who can report in a round, if the plan has more.
         calls: at once, of all kinds.
         calls_per_sender: of them with one credential.
         streams: of reports, at once; each may take 5 MB of memory.

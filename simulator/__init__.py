@@ -1,4 +1,4 @@
-"""Experiments on one machine: configuration, data, models, Flower on Ray, reports, CLI."""
+"""Experiments on one machine: configuration, data, models, engines, grids of runs, pages."""
 
 import os
 import sys

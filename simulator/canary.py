@@ -56,8 +56,7 @@ class CanaryRound:
     """All that the server has after one round.
 
     Attributes:
-        reports: in the order of the release, blankets among them, as vectors: float64 of shape
-            (k, 2); k is 0 if nothing was released.
+        reports: in the order of the release, blankets among them: float64 of shape (k, 2).
         aggregate: their sum as training would use it; None if nothing was released.
     """
 
@@ -73,7 +72,6 @@ class _MeanAndReports(Mean):
         self.reports: list[np.ndarray] = []
 
     def add(self, report: np.ndarray) -> None:
-        """Adds to the sum and to the list."""
         super().add(report)
         self.reports.append(report)
 
@@ -87,8 +85,7 @@ _ROUND_SECONDS = 600.0  # for a node to submit in
 def projections(round: CanaryRound, plan: PrivacyPlan) -> np.ndarray:
     """Each report along the canary's direction, in clip norms, shape (k,), in release order.
 
-    The other direction holds noise only. These are the reports of a placement in one dimension:
-    "plus" at 1, "minus" at -1, "zero" at 0.
+    The other direction holds noise only.
     """
     direction = np.array([-1.0, 1.0]) / np.sqrt(2.0)
     return np.asarray(round.reports @ direction / plan.mechanism.clip_norm)
@@ -112,16 +109,11 @@ def canary_rounds(
     seed: int,
     make_node: Callable[[ClientSettings], Node] = Node,
 ) -> Iterator[CanaryRound]:
-    """Runs `plan.rounds` rounds in one of the two worlds.
+    """Runs `plan.rounds` independent draws of one round in one of the two worlds.
 
-    The model does not change between rounds: they are independent draws of one round.
-
-    User 0 holds `canary`, and all other users `others`. `make_node` builds the client's side.
-
-    Args:
-        plan: of a mechanism whose single round is audited; its budget must allow all rounds.
-        seed: of the users' coins and noise; the two worlds need different ones. The shuffler draws
-            its blankets and its order from its own source.
+    User 0 holds `canary`, and all other users `others`. `make_node` builds the client's side. The
+    budget must allow all rounds. `seed` is of the users' coins and noise, and differs between the
+    two worlds; the shuffler draws its blankets and its order from its own source.
 
     Raises:
         ShufflerError: the shuffler does not answer or refuses.
@@ -178,11 +170,7 @@ class CanaryWorlds:
     def epsilon_lower_bound(self, score: Score, delta: float, confidence: float = 0.99) -> float:
         """A lower confidence bound of one round's ε at `delta`, by this adversary.
 
-        The first half of the rounds chooses the threshold, the second half is counted (Clopper and
-        Pearson). A bound above what an accountant states for one round refutes it.
-
-        Raises:
-            ValueError: a value outside its range.
+        A bound above what an accountant states for one round refutes it.
         """
         return epsilon_lower_bound(*self.scores(score), delta, confidence)
 
@@ -214,9 +202,9 @@ def check_end_to_end(
 ) -> list[ClaimCheck]:
     """Attacks a plan through client, shuffler and server, by a server that asks one user alone.
 
-    It runs `rounds` rounds, at least 4, in each of the two worlds; the seed is as for `run_canary`.
-    Returns a check, whose δ(ε) is attacked at `epsilon`, for each accountant that claims something
-    where nobody else takes part. `confidence` is the chance of no false violation.
+    It runs `rounds` rounds, at least 4, in each of the two worlds. Returns a check, whose δ(ε) is
+    attacked at `epsilon`, for each accountant that claims something where nobody else takes part.
+    `confidence` is the probability of no false violation.
 
     Raises:
         ValueError: a value outside its range.
@@ -237,12 +225,11 @@ def check_end_to_end(
         worlds = run_canary(repeated, "absent", shuffler, seed)
     score = likelihood_score(plan, "absent")
     lower = delta_lower_bound(*worlds.scores(score), epsilon, confidence)
-    found = AuditResult("absent", epsilon, lower, lower, confidence, rounds, "events")
+    found = AuditResult("absent", lower, lower, "events")
     checks = []
-    for accountant in claims:
-        claimed = float(accountant.compose(event).get_delta(epsilon))
-        about = accountant.name, accountant.covers, accountant.holds_for, epsilon, claimed
-        checks.append(ClaimCheck(*about, lower > claimed, confidence, (found,)))
+    for each in claims:
+        claimed = float(each.compose(event).get_delta(epsilon))
+        checks.append(ClaimCheck(each.name, each.covers, each.holds_for, claimed, (found,)))
     return checks
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from shufl.accounting import validation
 from shufl.accounting.plan import CheckInRate, Privacy, Rounds, Users
-from shufl.accounting.validation import Count, Positive
+from shufl.accounting.validation import Count, Positive, read_toml
 from shufl.server.words import Schedule
-from shufl.simulator.engine_table import ENGINES
+from shufl.simulator.engine_table import FlowerKeys, VectorisedKeys
 from shufl.simulator.names import DATASETS, FEATURES, Partition
 from shufl.simulator.section import ConfigError, Section
 
@@ -79,24 +78,20 @@ class Training(Section):
     checkpoint_every: Count = 10
 
 
-class _Choice(Section):
-    engine: Literal[tuple(ENGINES)] = "flower"  # type: ignore[valid-type]
-
-
-class Simulation(*(engine.keys for engine in ENGINES.values()), _Choice):  # type: ignore[misc]
+class Simulation(FlowerKeys, VectorisedKeys):
     """The engine, and the keys of all engines; those that are not the chosen one's are ignored."""
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Simulation:
-        """Refuses, of the other engines' keys, those that must not be ignored."""
-        for name, engine in ENGINES.items():
-            for key in engine.not_ignored if name != self.engine else ():
-                value, default = getattr(self, key), type(self).model_fields[key].default
-                if value != default:
-                    raise ValueError(
-                        f"simulation.{key} must be {default} for engine {self.engine}, "
-                        f"got {value!r}"
-                    )
+        """Refuses keys of the vectorised engine that change what is computed for the other one."""
+        if self.engine == "vectorised":
+            return self
+        for key in ("noise", "device", "precision", "silent"):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default:
+                raise ValueError(
+                    f"simulation.{key} must be {default} for engine {self.engine}, got {value!r}"
+                )
         return self
 
 
@@ -125,6 +120,11 @@ class Config(Section):
     simulation: Simulation = Field(default_factory=Simulation)
     shuffler: Shuffler = Field(default_factory=Shuffler)
 
+    @property
+    def data_seed(self) -> int:
+        """Seed of the partition and the initial model, which no privacy rests on."""
+        return 0 if self.seed == "system" else self.seed
+
     @model_validator(mode="after")
     def _one_step(self) -> Config:
         """With randomised response the estimate is one gradient step of the model `histogram`."""
@@ -150,8 +150,6 @@ def load(
 ) -> Config:
     """Reads and validates a configuration.
 
-    `source` is a TOML file, or the name of a configuration that ships with shufl (`quickstart`).
-
     Args:
         source: a TOML file, the name of one that ships with shufl (`quickstart`), or its values.
         changes: values by `section.key`; or `section.key=value`, the values in TOML (a bare word
@@ -160,15 +158,19 @@ def load(
     Raises:
         ConfigError: one line naming the key, what it was given, and what is allowed.
     """
-    content = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(source)
+    content = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_named(source)
     given = changes.items() if isinstance(changes, Mapping) else map(_parsed, changes or [])
     for key, value in given:
         _change(content, key, value)
+    name = "the configuration" if isinstance(source, Mapping) else source
+    config = Config.checked(name, content)
     try:
-        return Config.model_validate(content)
-    except ValidationError as error:
-        name = "the configuration" if isinstance(source, Mapping) else source
-        raise ConfigError(f"{name}: {validation.first_mistake(error, Config)}") from None
+        dumps(config)
+    except TypeError as error:  # only options may hold anything
+        raise ConfigError(
+            f"{name}: model.options must hold values that TOML has: {error}"
+        ) from None
+    return config
 
 
 def dumps(config: Config) -> str:
@@ -185,28 +187,22 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def shipped() -> list[str]:
-    """Names of the configurations that ship with shufl."""
-    folder = importlib.resources.files("shufl.configs")
-    return sorted(Path(f.name).stem for f in folder.iterdir() if f.name.endswith(".toml"))
+def shipped(folder: str = "") -> dict[str, Path]:
+    """The TOML files in `shufl.configs`, or in a folder below it, by name."""
+    there = Path(str(importlib.resources.files("shufl.configs"))) / folder
+    return {path.stem: path for path in sorted(there.glob("*.toml"))}
 
 
-def _find(source: str) -> Path:
-    if source in shipped() and not Path(source).exists():
-        return Path(str(importlib.resources.files("shufl.configs") / f"{source}.toml"))
-    return Path(source)
-
-
-def _read(source: str) -> dict[str, Any]:
+def read_named(source: str, folder: str = "", what: str = "a configuration") -> dict[str, Any]:
+    """The values of a TOML file, or of the one that ships under that name."""
+    known, path = shipped(folder), Path(source)
     try:
-        return validation.read_toml(_find(source))
+        return read_toml(path if path.is_file() else known.get(source, path))
     except OSError as error:
         raise ConfigError(
-            f"{source or 'an empty name'} cannot be read: {error.strerror}; a configuration is a "
-            f"TOML file or one of {', '.join(shipped())}"
+            f"{source or 'an empty name'} cannot be read: {error.strerror}; {what} is a TOML file "
+            f"or one of {', '.join(known)}"
         ) from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _parsed(override: str) -> tuple[str, Any]:
@@ -221,6 +217,8 @@ def _parsed(override: str) -> tuple[str, Any]:
 
 
 def _change(content: dict[str, Any], key: str, value: Any) -> None:
+    if not isinstance(key, str):
+        raise ConfigError(f"a change must be of section.key, got {key!r}")
     *sections, last = key.strip().split(".")
     for section in sections:
         content = content.setdefault(section, {})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import nn
 
 from shufl.accounting import (
     OpenPlan,
@@ -23,7 +24,7 @@ from shufl.shuffler import most_parameters
 from shufl.simulator.config import Config
 from shufl.simulator.data.datasets import Dataset, load_dataset
 from shufl.simulator.data.features import data_digest, load_records
-from shufl.simulator.data.partition import load_user_records, records_per_user
+from shufl.simulator.data.partition import PartitionedRecords, load_user_records, records_per_user
 from shufl.simulator.models import build_model
 from shufl.simulator.section import Carried, ConfigError
 from shufl.simulator.trial import try_users
@@ -72,7 +73,7 @@ class Experiment:
         return records_per_user(records, self.plan.users, self.config.data.partition)
 
     @property
-    def shuffler_of(self) -> functools.partial:
+    def shuffler_of(self) -> functools.partial[np.ndarray]:
         """Says to which shuffler, from 0, each of some users reports: that of their node."""
         nodes, shufflers = self.config.simulation.nodes, self.config.shuffler.number
         return functools.partial(_shuffler_of, nodes, shufflers)
@@ -80,29 +81,19 @@ class Experiment:
     @property
     def crowds(self) -> tuple[int, ...]:
         """How many users report to each shuffler."""
-        return _crowds(self.config)
+        return _crowds(self.config, self.plan.users)
 
     @property
-    def make_model(self) -> functools.partial:
+    def make_model(self) -> functools.partial[nn.Module]:
         """Builds the initial model; picklable."""
-        model, dataset = self.config.model, self.dataset
-        about = dataset.input_shape, dataset.classes, data_seed(self.config), model.options
-        return functools.partial(build_model, model.name, *about)
+        return model_maker(self.config, self.dataset.input_shape, self.dataset.classes)
 
     @property
-    def load_users(self) -> functools.partial:
+    def load_users(self) -> functools.partial[PartitionedRecords]:
         """Gives access to users' records; picklable."""
         data = self.config.data
-        return functools.partial(
-            load_user_records,
-            data.dataset,
-            data.features,
-            self.plan.users,
-            data.partition,
-            data_seed(self.config),
-            data.concentration,
-            data_digest(data.dataset, data.features),
-        )
+        digest = data_digest(data.dataset, data.features)
+        return records_loader(self.config, self.plan.users, digest)
 
     def load_test(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The test data, on the device that evaluates."""
@@ -143,10 +134,7 @@ def prepare(config: Config) -> Experiment:
         )
     config = _resolve(config, dataset)
     config, plan, unused = plan_of(config)
-    try:
-        records_per_user(len(dataset.train_labels), plan.users, config.data.partition)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    records_per_user(len(dataset.train_labels), plan.users, config.data.partition)  # or refuses
     experiment = Experiment(config, plan, halting_round=0, parameters=0)
     parameters = sum(p.numel() for p in experiment.make_model().parameters())
     halting_round = rounds_within_budget(plan)
@@ -166,11 +154,7 @@ def prepare(config: Config) -> Experiment:
 
 
 def check_report_size(config: Config, parameters: int) -> None:
-    """Refuses a model whose reports no shuffler takes.
-
-    Raises:
-        ConfigError: it has more parameters than a report holds.
-    """
+    """Refuses a model with more parameters than a report holds."""
     most = most_parameters(config.shuffler.sealing)
     if parameters > most:
         raise ConfigError(
@@ -179,13 +163,8 @@ def check_report_size(config: Config, parameters: int) -> None:
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
-    """The configuration with what it left open (noise, blankets, minimum batch, δ), and its plan.
-
-    With them comes why the plan does not use up its target, or None. n must be a number.
-
-    Raises:
-        ConfigError: a value out of range, or nothing reaches the target.
-    """
+    """The configuration with its open values filled in, its plan, and the plan's `unused_note`."""
+    assert config.data.users is not None
     try:
         asked = OpenPlan(users=config.data.users, **dict(config.privacy))
         plan = calibrate(asked)
@@ -196,6 +175,23 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
     decided = {key: found[key] for key in Privacy.model_fields if key in found}
     privacy = config.privacy.model_copy(update=decided)
     return config.model_copy(update={"privacy": privacy}), plan, unused_note(asked, plan)
+
+
+def model_maker(
+    config: Config, input_shape: tuple[int, ...], classes: int
+) -> functools.partial[nn.Module]:
+    """Builds the initial model for such records; picklable."""
+    about = input_shape, classes, config.data_seed, config.model.options
+    return functools.partial(build_model, config.model.name, *about)
+
+
+def records_loader(
+    config: Config, users: int, digest: str
+) -> functools.partial[PartitionedRecords]:
+    """Gives access to the users' records; picklable."""
+    data, seed = config.data, config.data_seed
+    about = users, data.partition, seed, data.concentration, digest
+    return functools.partial(load_user_records, data.dataset, data.features, *about)
 
 
 def local_training(config: Config) -> LocalTraining:
@@ -220,11 +216,12 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
             "shuffler.number must be at most the number of nodes and of users, "
             f"{min(config.simulation.nodes, users)}, got {config.shuffler.number}"
         )
-    least = privacy.least_present or min(_crowds(config))
-    if least > min(_crowds(config)):
+    smallest = min(_crowds(config, users))
+    least = privacy.least_present or smallest
+    if least > smallest:
         raise ConfigError(
-            f"privacy.least_present must be at most {min(_crowds(config))}, the users of the "
-            f"smallest shuffler, got {least}"
+            f"privacy.least_present must be at most {smallest}, the users of the smallest "
+            f"shuffler, got {least}"
         )
     privacy = privacy.model_copy(update={"least_present": least})
     return config.model_copy(update={"privacy": privacy})
@@ -234,14 +231,9 @@ def _shuffler_of(nodes: int, shufflers: int, users: np.ndarray) -> np.ndarray:
     return shuffler_of(users % nodes, shufflers)
 
 
-def _crowds(config: Config) -> tuple[int, ...]:
-    """How many of a resolved config's users report to each shuffler."""
+def _crowds(config: Config, users: int) -> tuple[int, ...]:
+    """How many of the users report to each shuffler."""
     crowds, nodes = [0] * config.shuffler.number, config.simulation.nodes
     for node in range(nodes):
-        crowds[shuffler_of(node, len(crowds))] += len(range(node, config.data.users, nodes))
+        crowds[shuffler_of(node, len(crowds))] += len(range(node, users, nodes))
     return tuple(crowds)
-
-
-def data_seed(config: Config) -> int:
-    """Seed of the partition and the initial model, which no privacy rests on."""
-    return 0 if config.seed == "system" else config.seed

@@ -7,9 +7,8 @@ what a shuffler releases of them is how many there are of each category, and not
 
 from __future__ import annotations
 
-import codecs
 import csv
-import re
+import textwrap
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
@@ -36,8 +35,7 @@ class Histogram:
 
     Attributes:
         shares: of all users, shape (k,); unbiased, so that some may be below 0.
-        errors: standard errors of the shares, of everything that is random: coins, answers and
-            blankets, shape (k,).
+        errors: standard errors of the shares, shape (k,), from coins, answers and blankets.
     """
 
     shares: np.ndarray
@@ -54,13 +52,11 @@ class Histogram:
     ) -> Histogram:
         """With the standard errors that follow from the plan and the shares themselves.
 
-        The plan has randomised response. Each of the `shufflers` has its own blankets.
-
         Args:
-            shares: unbiased estimates, shape (k,).
             present: how many users were there; None: all.
-            one_each: every user is known to have one category. A user of several records has shares
-                of many, and the reports of such users vary more, by as much as this assumes then.
+            shufflers: each adds its own blankets.
+            one_each: every user has one category. Else users may have records of many categories,
+                whose reports vary more.
         """
         k, users, rate = len(shares), present or plan.users, plan.check_in_rate
         truth = response_of(plan).truth
@@ -106,11 +102,10 @@ def plan_for(
     accountant: AccountantName = "blanket",
     local_epsilon: float | None = None,
 ) -> tuple[PrivacyPlan, str | None]:
-    """The plan of one round of reports with about the least error that the target allows.
+    """The plan of one round with about the least error that the target allows; its `unused_note`.
 
-    With it comes why it does not use up the target, or None. n users, k categories, and
-    γ = `check_in_rate`. With an accountant that does not count blankets there are none.
-    ε₀ = `local_epsilon` is the best one if None.
+    An accountant that does not count blankets gets none. ε₀ = `local_epsilon` is the best one if
+    None.
 
     Raises:
         ValueError: a value out of range, or nothing reaches the target.
@@ -139,10 +134,7 @@ def plan_for(
 
 
 def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:
-    """What a server would estimate of users whose categories are known.
-
-    `counts` are the users of each category, shape (k,). The plan has randomised response.
-    """
+    """What a server would estimate; `counts` are the users of each category, shape (k,)."""
     draw, k = np.random.Generator(np.random.Philox(key=seed)), len(counts)
     rate, truth = plan.check_in_rate, response_of(plan).truth
     present = draw.binomial(counts, rate)
@@ -156,15 +148,12 @@ def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:
 def count_column(path: Path, column: str, categories: list[str], other: bool) -> np.ndarray:
     """How many rows of a CSV file have each category, shape (k,).
 
-    Every line is a row. What a reader of CSV would mend in silence is refused: one open quote makes
-    one value of many users.
-
-    The first line names the columns. No two of the categories, which are all there may be, are
-    alike; `other` says whether the last of them stands for any other value.
+    The first line names the columns, and each other line is a row: a quote left open would make one
+    value of many users. `other` says that the last category stands for any other value.
 
     Raises:
         ValueError: a line is no row, the column or a value's category is not there, or there are no
-            rows; names the line, and shows a few characters of it.
+            rows.
     """
     names: list[str] = []
     found: Counter[str] = Counter()
@@ -172,112 +161,56 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                if number == 1:
-                    names = _fields(line.removeprefix(codecs.BOM_UTF8))
-                    place = _place(column, names)
-                    continue
-                row = _fields(line)
-                if len(row) != len(names):
-                    raise _NoRow(f"has {len(row)} fields, line 1 has {len(names)}")
-            except _NoRow as why:
-                raise ValueError(f"{path} must be CSV in UTF-8: line {number} {why}") from None
-            found[row[place]] += 1
-            first.setdefault(row[place], number)
+                text = line.decode("utf-8" if names else "utf-8-sig")
+                (row,) = csv.reader([text], strict=True) if text.strip() or names else ([],)
+                if not (row or names):
+                    raise csv.Error("it is blank")
+                if names and len(row) != len(names):
+                    raise csv.Error(f"it has {len(row)} fields, line 1 has {len(names)}")
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"{path} must be CSV in UTF-8, a row a line, with no quote left open: "
+                    f"line {number}: {error}"
+                ) from None
+            if not names:
+                names, place = row, _place(column, row)
+            else:
+                found[row[place]] += 1
+                first.setdefault(row[place], number)
     if not found:
         raise ValueError(f"{path} has no rows")
-    _check_values(path, column, first, categories[:-1] if other else categories, other)
+    named = dict.fromkeys(categories[:-1] if other else categories)
+    looks = {_looks(category): category for category in named}
+    for value in (value for value in first if value not in named):
+        where = f"{path}, line {first[value]}: column {column!r} has {_shown(value)!r}"
+        if (meant := looks.get(_looks(value))) is not None:
+            raise ValueError(f"{where}, which looks like the category {meant!r} and is another")
+        if not other:
+            how = ' as ""' if value == "" else ""
+            raise ValueError(
+                f"{where}, which is not among --categories; name it there{how}, or give --other"
+            )
     counts = [found.pop(category, 0) for category in categories]
     if other:
         counts[-1] += found.total()
     return np.array(counts)
 
 
-_ODD = r"\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ufeff"
-"""Control characters but the tab, line breaks, and the mark that may begin a file."""
-
-_PLAIN = re.compile(f'[^"{_ODD}]*')
-_FIELD = f'(?:"(?:[^"{_ODD}]|"")*"|[^",{_ODD}]*)'
-_QUOTED = re.compile(f"{_FIELD}(?:,{_FIELD})*")
-_MOST_IN_LINE = 2**17
-_MOST_SHOWN = 60
-
-
-class _NoRow(ValueError):
-    """Why a line is no row of a CSV file."""
-
-
-def _fields(line: bytes) -> list[str]:
-    """The fields of a line of CSV (RFC 4180), in none of which a line may end.
-
-    Raises:
-        _NoRow: it has none.
-    """
-    try:
-        text = line.removesuffix(b"\n").removesuffix(b"\r").decode()
-    except UnicodeDecodeError as error:
-        raise _NoRow(f"has bytes that are not UTF-8, from byte {error.start + 1} on") from None
-    if not text:
-        raise _NoRow('is blank; an empty value alone is written ""')
-    if len(text) > _MOST_IN_LINE:
-        raise _NoRow(f"has {len(text)} characters, at most {_MOST_IN_LINE} are read")
-    if _PLAIN.fullmatch(text):
-        return text.split(",")
-    if odd := re.search(f"[{_ODD}]", text):
-        raise _NoRow(f"has the character {odd[0]!a} at place {odd.start() + 1}")
-    if not _QUOTED.fullmatch(text):
-        raise _NoRow(
-            "has an open or a stray quote: quotes are around a whole field, two stand for one in "
-            "it, and no line ends between them"
-        )
-    return next(csv.reader([text], strict=True))
-
-
 def _place(column: str, names: list[str]) -> int:
-    """Where a column is.
-
-    Raises:
-        _NoRow: two columns have one name.
-        ValueError: it is not there.
-    """
-    twice = [name for name, count in Counter(map(_looks, names)).items() if count > 1]
-    if twice:
-        raise _NoRow(f"names the column {shown(twice[0])} twice")
+    """Where a column is."""
     if column not in names:
-        listed = ", ".join(name if name == _looks(name) else shown(name) for name in names)
-        listed = listed if len(listed) <= 5 * _MOST_SHOWN else f"{listed[: 5 * _MOST_SHOWN]} …"
-        raise ValueError(f"--column must be one of {listed}, got {column}")
+        raise ValueError(f"--column must be one of {_shown(', '.join(names))}, got {column}")
+    if list(map(_looks, names)).count(_looks(column)) > 1:
+        raise ValueError(f"--column must differ from all other columns, got {column}")
     return names.index(column)
 
 
-def _check_values(
-    path: Path, column: str, first: dict[str, int], named: list[str], other: bool
-) -> None:
-    """Refuses a value that is in no category, or looks like one of another.
-
-    Raises:
-        ValueError: names its first line.
-    """
-    looks = {_looks(category): category for category in named}
-    for value in sorted(first.keys() - set(named), key=first.__getitem__):
-        meant = looks.get(_looks(value))
-        where = f"{path}, line {first[value]}: column {shown(column)} has {shown(value)}"
-        if meant is not None:
-            raise ValueError(
-                f"{where}, which is not the category {shown(meant)}: they differ in spaces or in "
-                "characters that look alike"
-            )
-        if not other:
-            how = ' as ""' if value == "" else ""
-            raise ValueError(
-                f"{where}, which is not among --categories; name it there{how}, or give --other"
-            )
+def _shown(text: str) -> str:
+    """A part of a table, short: it may be somebody's."""
+    return textwrap.shorten(text, 60, placeholder="…")
 
 
 def _looks(text: str) -> str:
-    """What a reader sees of a text."""
-    return "".join(filter(str.isprintable, unicodedata.normalize("NFKC", text))).strip()
-
-
-def shown(text: str) -> str:
-    """A text in quotes, a few characters of it if it is long."""
-    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")
+    """What a reader sees of a text, without quotes."""
+    normal = unicodedata.normalize("NFKC", text).replace('"', "")
+    return "".join(filter(str.isprintable, normal)).strip()

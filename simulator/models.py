@@ -83,16 +83,7 @@ def build_model(
     seed: int,
     options: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """The model of that name with parameters initialised from `seed`.
-
-    `name` is a key of MODELS or `module:callable`, `input_shape` the shape of one record, and
-    `options` the model's keyword arguments.
-
-    Raises:
-        ConfigError: unknown name, wrong options, an output of the wrong shape, nothing to train,
-            parameters that are frozen, not float32 or not finite, buffers that change (batch norm)
-            or that numpy cannot hold.
-    """
+    """The model of that name, a key of MODELS or `module:callable`, initialised from `seed`."""
     make = find("model", name, MODELS)
     failure = f"model {name} could not be built for records of shape {input_shape}"
     with seeded(seed), readers_code(failure):
@@ -128,11 +119,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
-    """Every parameter is in every report, with noise on it.
-
-    Raises:
-        ConfigError: there are no parameters, or some are frozen or not finite.
-    """
+    """Every parameter is in every report, with noise on it."""
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ConfigError(f"model {name} has no parameters to train")
@@ -147,11 +134,7 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
 
 
 def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int, ...]) -> None:
-    """An update must depend on its own user's records only, or clipping bounds nothing.
-
-    Raises:
-        ConfigError: the model keeps something of the records it has seen, or fails.
-    """
+    """An update must depend on its own user's records only, or clipping bounds nothing."""
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(
@@ -171,11 +154,7 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int
 
 
 def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
-    """The server steps by float32, broadcasts all of a model's state and compares digests of it.
-
-    Raises:
-        ConfigError: a parameter is of another type, or numpy cannot hold a buffer.
-    """
+    """The server steps by float32, broadcasts all of a model's state and compares digests of it."""
     for path, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise ConfigError(

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_format(option: str, path: Path) -> None:
-    """Refuses a file whose name ends in no format that plots are written in.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuses a file whose name ends in no format that plots are written in."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     allowed = sorted(FigureCanvasBase.get_supported_filetypes())

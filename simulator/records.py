@@ -30,14 +30,12 @@ from shufl.server import CheckpointError, RoundRecord, read_checkpoint
 from shufl.simulator.tables import too_few_present
 
 _COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"}
-
-
 _TELL_OF_ROUNDS = ("metrics.jsonl", "summary.json", "shuffler*.log")
 _ROUND = re.compile(rb'"rounds?": ?(\d{1,18})')
 
 
 def note_start(folder: Path) -> None:
-    """Adds to a run folder's starts.jsonl that the run begins or goes on, with its `provenance`."""
+    """Adds the `provenance` of a start to a run folder's starts.jsonl."""
     with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(provenance()) + "\n")
 
@@ -64,18 +62,18 @@ def provenance() -> dict[str, str]:
 def _commit() -> str:
     """The commit of the code at work; `+` where files but docs differ; empty outside a checkout."""
     here = Path(__file__).resolve()
-    git = ["git", "-C", str(here.parents[1])]
-    try:  # an installed copy may lie in a checkout of something else
-        subprocess.run(
-            [*git, "ls-files", "--error-unmatch", str(here)], capture_output=True, check=True
-        )
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", ".", ":!docs"], capture_output=True, check=True
-        )
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parents[1]), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", str(here))  # a copy may lie in another checkout
+        changed = git("status", "--porcelain", ".", ":!docs")
+        return git("rev-parse", "HEAD")[:10] + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return head.stdout.decode().strip()[:10] + ("+" if changed.stdout.strip() else "")
 
 
 class MetricsError(RuntimeError):
@@ -83,9 +81,7 @@ class MetricsError(RuntimeError):
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl file, one a round; none if there is no such file yet.
-
-    A last one that was cut short is left out.
+    """The rows of a metrics.jsonl file, one a round, but for a last one that was cut short.
 
     Raises:
         MetricsError: a line is no row.
@@ -145,8 +141,6 @@ def rounds_told(folder: Path) -> dict[str, int]:
 def check_ledger(folder: Path, last_round: int, told: dict[str, int]) -> None:
     """Refuses a ledger that was cut: a round is in it, on disk, before any other file has it.
 
-    `last_round` is the ledger's last one, and `told` is by `rounds_told`.
-
     Raises:
         LedgerError: it lacks rounds that were spent.
     """
@@ -162,9 +156,8 @@ class RunRecorder:
     """Writes each round as it ends, with epsilon under every accountant; keeps the rows.
 
     An accountant that does not price the plan's rounds has null; so has one that counts on others
-    once `too_few_present` says so. In the folder of an interrupted
-    run the rows go on where they ended: a row cut short is dropped, a round that has its row is not
-    written again, and TensorBoard's events, which may lag behind, are made anew from the rows.
+    once `too_few_present` says so. In the folder of an interrupted run the rows go on where they
+    ended, and TensorBoard's events, which may lag behind, are made anew from the rows.
     """
 
     def __init__(self, folder: Path, plan: PrivacyPlan):
@@ -193,7 +186,7 @@ class RunRecorder:
         epsilons: dict[str, float | None] = dict.fromkeys(ACCOUNTANTS)
         row = {**asdict(record), "epsilons": epsilons}
         self.rows.append(row)
-        too_few = self.too_few_present(record.round)
+        too_few = too_few_present(self._plan, self.rows, record.round)
         for name, accountant in self._accountants.items():
             if too_few and accountant.counts_on_others:
                 continue
@@ -203,16 +196,6 @@ class RunRecorder:
         self._file.write(to_json(row, inf_nan_mode="null") + b"\n")
         self._file.flush()
         self._to_tensorboard(row)
-
-    def too_few_present(self, rounds: int) -> bool:
-        """See `tables.too_few_present`."""
-        return too_few_present(self._plan, self.rows, rounds)
-
-    @property
-    def fewest_users_present(self) -> int | None:
-        """In any round; nobody counts those of a lost one."""
-        present = (row["users_present"] for row in self.rows if row["outcome"] != "lost")
-        return min(present, default=None)
 
     def close(self) -> None:
         """Closes both outputs."""

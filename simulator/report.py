@@ -14,22 +14,17 @@ from shufl.simulator.console import Console
 from shufl.simulator.engines import Engine
 from shufl.simulator.experiment import Experiment
 from shufl.simulator.records import RunRecorder
-from shufl.simulator.tables import STOPPED, epsilon_rows, print_epsilons
+from shufl.simulator.tables import STOPPED, epsilon_rows, print_epsilons, too_few_present
 
 
 def summarise(
     result: RunEnd, experiment: Experiment, engine: Engine, recorder: RunRecorder
 ) -> dict[str, Any]:
-    """What a run came to, as plain values: rounds, why it stopped, accuracy, every epsilon.
-
-    Args:
-        result: how the run ended.
-        experiment: what was run.
-        engine: what ran it.
-        recorder: has the rounds.
-    """
+    """What a run came to, as plain values."""
     plan, simulation = experiment.plan, experiment.config.simulation
-    too_few_present = recorder.too_few_present(result.rounds)
+    rows = recorder.rows
+    too_few = too_few_present(plan, rows, result.rounds)
+    present = [row["users_present"] for row in rows if row["outcome"] != "lost"]
     return {
         "engine": simulation.engine,
         "noise": simulation.noise,
@@ -44,10 +39,10 @@ def summarise(
         "adjacency": plan.adjacency,
         "shuffler_blankets": plan.shuffler_blankets,
         "least_present": plan.least_present,
-        "fewest_users_present": recorder.fewest_users_present,
+        "fewest_users_present": min(present, default=None),  # nobody counts those of a lost round
         "accountant": plan.accountant,
         "target_epsilon": plan.target_epsilon,
-        "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few_present)),
+        "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few)),
         "versions": {
             name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy", "flwr")
         },

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from shufl.server import (
     RunEnd,
     TrainingSettings,
     load_checkpoint,
+    save_atomically,
 )
 from shufl.simulator.config import Config, dumps, load
 from shufl.simulator.console import Console
@@ -107,8 +109,8 @@ class Run:
         """Trains to the end, from the checkpoint if the run was begun before.
 
         `server.training` says what becomes of the rounds that were spent after the checkpoint; the
-        ledger keeps them all. `on_round` is called after every round, with the model, and says
-        whether to stop the run.
+        ledger keeps them all. `on_round` is called after every round that was not played before,
+        with the model, and says whether to stop the run.
 
         Raises:
             LedgerError: a damaged ledger, one that lacks rounds, that of another plan, or one in
@@ -159,14 +161,17 @@ class Run:
         recorder = RunRecorder(folder, plan)
         note_start(folder)
         self.rows = recorder.rows
-        stop = threading.Event()
+        told = self.rows[-1]["round"] if self.rows else 0
+        stop, stopped_by_reader = threading.Event(), False
         progress = RoundProgress(console, experiment.halting_round, plan.target_epsilon)
 
         def observe(record: RoundRecord, model: nn.Module) -> None:
             recorder(record)
             blanket = recorder.rows[-1]["epsilons"]["blanket"]
             progress(record, None if plan.accountant == "blanket" else blanket)
-            if on_round(model):
+            nonlocal stopped_by_reader
+            if record.round > told and on_round(model):
+                stopped_by_reader = True
                 stop.set()
 
         (folder / "summary.json").unlink(missing_ok=True)  # of an end before it was resumed
@@ -178,9 +183,11 @@ class Run:
             raise
         finally:
             recorder.close()
+        if stopped_by_reader and result.stopped_by == "interrupt":
+            result = replace(result, stopped_by="on_round")
         summary = summarise(result, experiment, self.engine, recorder)
         content = to_json(summary, indent=2, inf_nan_mode="null") + b"\n"
-        (folder / "summary.json").write_bytes(content)
+        save_atomically(folder / "summary.json", content)
         print_summary(console, summary, self.engine, folder)
         plot_accuracy_epsilon(recorder.rows, plan, folder / "accuracy_epsilon.png")
         return result
@@ -264,14 +271,17 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
 def make_folder(runs: Path, experiment: Experiment) -> Path:
     """A new folder `<name>-<time>` with the resolved configuration and the plan."""
     stem = f"{experiment.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    runs.mkdir(parents=True, exist_ok=True)
     folder = (runs / stem).absolute()
-    for number in itertools.count(2):
-        try:
-            folder.mkdir()
-            break
-        except FileExistsError:
-            folder = folder.with_name(f"{stem}-{number}")
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                folder = folder.with_name(f"{stem}-{number}")
+    except OSError as error:
+        raise ConfigError(f"no run folder can be made in {runs}: {error.strerror}") from error
     (folder / "config.toml").write_text(dumps(experiment.config), encoding="utf-8")
     (folder / "plan.json").write_text(experiment.plan.to_json(), encoding="utf-8")
     return folder

@@ -11,18 +11,50 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
+from pydantic import ValidationError, field_validator
 
 from shufl.accounting import lines
 from shufl.accounting.validation import ConfigError as ConfigError
-from shufl.accounting.validation import Record
+from shufl.accounting.validation import Record, first_mistake, read_toml
 
 READERS_ERRORS = (Exception, SystemExit)
 """What code of the reader's may raise: `sys.exit()` would end the command without a word."""
 
 
 class Section(Record):
-    """A table of the configuration."""
+    """A table of the configuration; `read` and `checked` answer a mistake by a ConfigError.
+
+    Numpy's numbers are taken as Python's.
+    """
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        return value.item() if isinstance(value, np.generic) else value
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What a TOML file has."""
+        return cls.checked(path, read_file(path))
+
+    @classmethod
+    def checked(cls, source: object, content: Any) -> Self:
+        """What these values say; a mistake names `source` first."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {first_mistake(error, cls)}") from None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The values of a TOML file."""
+    try:
+        return read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def make_importable(folders: Iterable[str | Path]) -> None:
@@ -102,8 +134,8 @@ def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         return name.value
     if is_carried(name):
         raise ConfigError(
-            f"{kind} {name} is an object of a Python program: shufl.resume, given that object, "
-            "goes on with a run of it"
+            f"{kind} {name} is an object of a Python program: give it to shufl.resume or "
+            "shufl.load_run again"
         )
     meant = known.get(name, name)
     if not isinstance(meant, str):

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 STOPPED = {
     "budget": "privacy budget: one more round would exceed it",
     "rounds": "all planned rounds done",
+    "on_round": "stopped by on_round",
     "interrupt": "interrupted",
 }
 """Why a run ended, by `stopped_by`."""
 
-
-_MAY_BE_KNOWN = {"released", "lost"}  # of a lost round the server may have had a part
+_MAY_BE_KNOWN = {"released", "lost"}  # the server may have received part of a lost round
 
 
 def too_few_present(plan: PrivacyPlan, rows: list[dict[str, Any]], rounds: int) -> bool:
@@ -30,12 +30,7 @@ def too_few_present(plan: PrivacyPlan, rows: list[dict[str, Any]], rounds: int) 
 
     Too few is less than the plan's `least_present`, which accountants that count on others price.
     Where such an accountant halts, a batch of too few is destroyed; any other releases it. Of a
-    round that has no row, because it was lost in an interruption, nobody knows.
-
-    Args:
-        plan: of the run.
-        rows: of its metrics.jsonl.
-        rounds: how many were spent.
+    round that has no row in metrics.jsonl nobody knows.
     """
     if plan.make_accountant().counts_on_others:
         return False

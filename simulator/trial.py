@@ -8,6 +8,7 @@ two processes, in one of them in the reverse order.
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import subprocess
@@ -41,14 +42,11 @@ _write_updates(*pickle.load(sys.stdin.buffer))
 def try_users(
     make_model: functools.partial[nn.Module], training: LocalTraining, records: int
 ) -> bool:
-    """Refuses a model that gives a user another update after other users than before them.
+    """Refuses a model whose update for a user depends on other users.
 
-    `make_model` is `build_model` with its arguments; the models here need no trial. `records` is
-    the most that a user has. Returns whether computing users together gives the same updates as
-    computing one by one.
+    Returns whether computing users together gives the same updates as computing one by one.
 
-    Raises:
-        ConfigError: other users change a user's update, or the model fails.
+    `make_model` is `build_model` with its arguments; `records` is the most that a user has.
     """
     name, input_shape, classes, _, options = make_model.args
     if name in MODELS:
@@ -63,7 +61,7 @@ def _try(given: bytes) -> bool:
     name, input_shape, classes, *_ = make_model.args
     sizes = records, 1, records // 2 + 1, records
     with seeded(0), readers_code(f"model {name} could not be trained on made-up records"):
-        model = make_model().train()
+        model = copy.deepcopy(make_model()).train()  # it is copied for every evaluation
         parameters = model.state_dict()
         features, labels = made_up(model, input_shape, classes, sum(sizes))
         users = list(zip(features.split(sizes), labels.split(sizes), range(4), strict=True))

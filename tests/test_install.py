@@ -71,10 +71,10 @@ ANSWERS = {
     "audit --n 100 --gamma 1 --noise 1 --epsilon 9 --samples 100": "theorem3",
     "audit --end-to-end quickstart --epsilon 1": lacks("torch", "simulation"),
     f"{_PLANS} --device-megabytes 1e-9": "error: --device-megabytes must be at least",
-    "node --config sites/ward-1/node.toml": lacks("torch", "node"),
+    "node --config sites/ward-1/node.toml": lacks("flwr", "node"),
     "status sites": lacks("tensorboard", "server"),
     "provision deployment.toml": lacks("flwr", "server"),
-    "rehearse deployment.toml": lacks("torch", "server"),
+    "rehearse deployment.toml": lacks("flwr", "server"),
     "keys authority new": "new/authority.pem",
     "device status sites/ward-1/device.toml": "ledger",
     "record verify record": "0 entries follow each other",
@@ -135,6 +135,13 @@ def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(tm
         text=True,
         check=True,
     ).stdout.split()
+    imported = subprocess.run(
+        [python, "-c", "import shufl; shufl.PrivacyPlan; shufl.run"],
+        capture_output=True,
+        text=True,
+    )
+    said = imported.stderr.splitlines()[-1]
+    assert said.startswith("ImportError: shufl.run needs ") and "'shufl[simulation]'" in said
     for number, (command, answer) in enumerate(ANSWERS.items()):
         said = (tmp_path / f"said-{number}").read_text()
         assert answer in said, command
@@ -148,7 +155,7 @@ def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(tm
     ("extra", "modules"),
     [
         ("node", "shufl.deploy.node, shufl.clients.relay"),
-        ("server", "shufl.deploy.server_app, shufl.deploy.rehearse, shufl.simulator.html_page"),
+        ("server", "shufl.deploy.server_app, shufl.deploy.rehearse, shufl.simulator.pages"),
     ],
 )
 def test_a_site_s_doctor_is_content_with_its_extra(extra, modules, tmp_path):

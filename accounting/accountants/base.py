@@ -39,12 +39,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE
     ) -> None:
-        """Makes an accountant that has spent nothing.
-
-        Raises:
-            ValueError: `neighboring_relation` is ADD_OR_REMOVE_ONE.
-        """
-        adjacency.effective_sigma(1.0, neighboring_relation)
+        adjacency.effective_sigma(1.0, neighboring_relation)  # refuses ADD_OR_REMOVE_ONE
         super().__init__(neighboring_relation)
         self._counts: dict[Shuffled, int] = {}  # how often each round took place
 
@@ -95,7 +90,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         Raises:
             ValueError: δ outside [0, 1].
         """
-        return self._epsilon(self._counts, _checked_delta(target_delta))
+        return self._epsilon(self._counts, checked_delta(target_delta))
 
     def get_delta(self, target_epsilon: float) -> float:
         """Returns δ at `target_epsilon` of what was composed.
@@ -120,7 +115,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
             raise dp_accounting.UnsupportedEventError(
                 f"{error.error_message}, got {error.invalid_event!r}"
             )
-        return self._epsilon(self._with(list(_leaves_of(event, count))), _checked_delta(delta))
+        return self._epsilon(self._with(list(_leaves_of(event, count))), checked_delta(delta))
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:
         """Returns an ε that no accountant of the same pair can fall below; None if not known."""
@@ -135,7 +130,8 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         return None
 
 
-def _checked_delta(delta: float) -> float:
+def checked_delta(delta: float) -> float:
+    """Returns δ, which must lie in [0, 1]."""
     if not 0.0 <= delta <= 1.0:
         raise ValueError(f"delta must lie in [0, 1], got {delta}")
     return delta

@@ -31,7 +31,7 @@ from shufl.accounting.numerics.worst_pairs import (
     upper_profile,
 )
 
-# Fewer expected blankets are priced as none, more as so many.
+# Below `_LEAST` expected blankets count as none; above `_MOST` as `_MOST`.
 _LEAST, _MOST = 1e-6, 1e12
 
 

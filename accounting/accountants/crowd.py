@@ -18,9 +18,9 @@ between records x and x' of user 1 is at most
 (with m of n users in a round, n - m terms -β(α - 1) and m terms without them, m/n for γ), and the
 first part is largest for the pairs of `shufl.accounting.numerics.worst_pairs`.
 
-Both give up some total variation, and hide the more the more they give up. Every choice is a bound
-at every α: a ladder of choices is gone down as α rises. And as H_α does not rise in α, every bound
-at a smaller α is one, too: where a good one would be of no use, that is taken.
+Both bounds move a little probability mass into δ; moving more gives a smaller ε. Every choice is a
+bound at every α: a ladder of choices is gone down as α rises. And as H_α does not rise in α, every
+bound at a smaller α is one, too: where a good one would be of no use, that is taken.
 """
 
 import math
@@ -40,7 +40,7 @@ from shufl.accounting.numerics.sign_pairs import Response, among_reports, sign_p
 from shufl.accounting.numerics.swap_bound import SwapBound
 from shufl.accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
 
-# What is given up falls down a ladder by steps, the second where the first would be too far.
+# Factors from one step of the ladder to the next; the second is used if the first overshoots.
 _LADDER_STEPS, _LADDER_END = (0.2, 0.45), 1e-26
 _SMALL = 0.015  # what is given up, beside the bound, that is worth no further step
 _MOST = 0.4  # what may be given up, beside the last bound
@@ -115,11 +115,6 @@ class Crowd(NamedTuple):
     absent: int
     others: float
 
-    @property
-    def has_coins(self) -> bool:
-        """Whether users report independently of each other."""
-        return self.terms == self.users
-
     def by_swaps(self, alpha: float, pair: Pair, lost: float) -> float:
         """Upper bound of H_α that gives up about α `lost`; 1 where there are too few others."""
         swap = SwapBound(self.users, self.rate, self.noise, lost)
@@ -156,7 +151,8 @@ class _Search:
     """The least bound at increasing α, for one direction of the worst pair."""
 
     def __init__(self, crowd: Crowd, pair: Pair) -> None:
-        bounds = [crowd.by_swaps] * crowd.has_coins + [crowd.by_blankets]
+        coins = crowd.terms == crowd.users  # users report independently of each other
+        bounds = [crowd.by_swaps, crowd.by_blankets] if coins else [crowd.by_blankets]
         self._ladders = [_Ladder(bound, pair, crowd.rate) for bound in bounds]
         # H_α does not rise in α: what bounded it before still does.
         self._least = crowd.rate

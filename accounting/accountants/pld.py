@@ -46,7 +46,7 @@ class PldAccountant(AmplifiedAccountant):
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
-        if any(self._is_private(e) and self._sigma(e) < LEAST_SIGMA for e in self._counts):
+        if any(0.0 < self._sigma(event) < LEAST_SIGMA for event in self._counts):
             return f"noise below {LEAST_SIGMA:g} of the sensitivity is priced as if unshuffled"
         return super().note(delta)
 

@@ -3,7 +3,7 @@
 import abc
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dp_accounting import NeighboringRelation
@@ -38,17 +38,6 @@ class ProfileShuffleAccountant(ShuffleAccountant):
     The first question about an event costs its profile; later ones about 0.2 ms.
     """
 
-    def __init__(
-        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE
-    ) -> None:
-        """Makes an accountant that has spent nothing.
-
-        Raises:
-            ValueError: `neighboring_relation` is ADD_OR_REMOVE_ONE.
-        """
-        super().__init__(neighboring_relation)
-        self._prices = _Prices(type(self), neighboring_relation)
-
     @abc.abstractmethod
     def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
         """Returns one round's epsilons (increasing, from 0) and certified deltas at them.
@@ -65,25 +54,20 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         """
         return None
 
-    @staticmethod
-    def _is_private(event: Shuffled) -> bool:
-        return event.mechanism.is_private
+    @property
+    def _prices(self) -> "_Prices":
+        return _Prices(type(self), self.neighboring_relation)
 
     def _noises(self) -> list[float]:
-        """The noise multipliers of what was composed with Gaussian noise."""
+        """The noise multipliers above 0 of what was composed with Gaussian noise."""
         return [
             event.mechanism.noise_multiplier
-            for event in filter(self._is_private, self._counts)
-            if isinstance(event.mechanism, GaussianMechanism)
+            for event in self._counts
+            if isinstance(event.mechanism, GaussianMechanism) and event.mechanism.is_private
         ]
 
-    def _least(
-        self,
-        counts: dict[Shuffled, int],
-        target: Target,
-        read: Callable[[Composition, tuple[int, ...]], float],
-    ) -> float:
-        """The composition's answer for these counts; 0 if nothing is lost."""
+    def _answer(self, counts: dict[Shuffled, int], target: Target) -> float:
+        """ε or δ, whichever the target leaves open; 0 if nothing is lost."""
         ordered = tuple(sorted(counts.items(), key=lambda item: repr(item[0])))
         lossy = [each for each in ordered if not self._prices.envelope(each[0])[0].is_trivial]
         if not lossy:
@@ -92,28 +76,23 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         share = target.delta is not None
         blocks = tuple(count_block(count) if share else (count, count) for _, count in lossy)
         composed = self._prices.composed(tuple(event for event, _ in lossy), blocks, target)
-        return read(composed, tuple(count for _, count in lossy))
+        return composed.answer(tuple(count for _, count in lossy), target)
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
-        if not all(map(self._is_private, counts)):
+        if not _are_private(counts):
             return math.inf
         if not counts or delta == 1.0:
             return 0.0
         if delta == 0.0:
             return math.inf
-        return self._least(
-            counts, Target(delta=delta), lambda composed, times: composed.epsilon(times, delta)
-        )
+        return self._answer(counts, Target(delta=delta))
 
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
-        if not all(map(self._is_private, counts)):
+        if not _are_private(counts):
             return 1.0
         if not counts or epsilon == math.inf:
             return 0.0
-        least = self._least(
-            counts, Target(epsilon=epsilon), lambda composed, times: composed.delta(times, epsilon)
-        )
-        return min(1.0, least)
+        return self._answer(counts, Target(epsilon=epsilon))
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:
         """Returns a lower bound of the worst pair's ε; None if no such bound is known.
@@ -123,12 +102,13 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         both in every round. 0 where δ is too small for the Fourier transform it is computed with,
         below about 1e-14 for each round.
         """
-        if not self._counts or not all(map(self._is_private, self._counts)):
+        if not self._counts or not _are_private(self._counts):
             return 0.0  # without noise δ may still be small: by the coins
         at = target_delta + _FFT_ERROR * (1.0 + sum(self._counts.values()))
-        distribution = self._lower_distribution()
-        if distribution is None or at >= 1.0:
-            return None if distribution is None else 0.0
+        if (distribution := self._lower_distribution()) is None:
+            return None
+        if at >= 1.0:
+            return 0.0
         if distribution.get_delta_for_epsilon(MAX_LOSS) >= at:
             return MAX_LOSS  # e^ε overflows beyond
         return float(max(distribution.get_epsilon_for_delta(at), 0.0))
@@ -150,11 +130,15 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         """See `ShuffleAccountant.note`."""
         if self.get_epsilon(delta) < math.inf:
             return None
-        if not all(map(self._is_private, self._counts)):
+        if not _are_private(self._counts):
             return "some round has no noise"
         if delta == 0.0:
             return "no finite epsilon is known at delta 0"
         return "the rounds' infinite loss alone exceeds delta"
+
+
+def _are_private(events: Iterable[Shuffled]) -> bool:
+    return all(event.mechanism.is_private for event in events)
 
 
 def _mesh(variance: float, rounds: int) -> float:

@@ -9,10 +9,10 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from shufl.accounting import validation
-from shufl.accounting.accountants.base import ShuffleAccountant
+from shufl.accounting.accountants.base import ShuffleAccountant, checked_delta
 from shufl.accounting.digits import rounded_up
 from shufl.accounting.events import FixedSize, Shuffled
-from shufl.accounting.numerics import FloatArray, conversion, reverse_moments, theorem3
+from shufl.accounting.numerics import FloatArray, reverse_moments, theorem3
 from shufl.accounting.numerics import renyi as rdp_bounds
 
 
@@ -45,22 +45,11 @@ class RdpShuffleAccountant(ShuffleAccountant):
         neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE,
         max_order: int | None = None,
     ) -> None:
-        """Makes an accountant that has spent nothing.
-
-        `max_order` is the highest Rényi order, the class's default if None.
-
-        Raises:
-            ValueError: ADD_OR_REMOVE_ONE, or `max_order` below 2.
-        """
+        """`max_order` is the highest Rényi order, at least 2; the class's default if None."""
         super().__init__(neighboring_relation)
         wanted = self.default_max_order if max_order is None else max_order
         self._max_order = validation.integer("highest Rényi order", wanted, 2)
         self._orders: FloatArray = np.arange(2.0, self._max_order + 1.0)
-
-    @property
-    def orders(self) -> FloatArray:
-        """The Rényi orders, shape (K,)."""
-        return self._orders.copy()
 
     @property
     def rdp(self) -> FloatArray:
@@ -75,22 +64,22 @@ class RdpShuffleAccountant(ShuffleAccountant):
     def _options(self) -> tuple[Any, ...]:
         return (self._max_order,)
 
-    def _rdp_of(self, event: Shuffled) -> FloatArray:
-        return _rdp_vector(type(self), event, self._sigma(event), self._options())
-
     def _total(self, counts: dict[Shuffled, int]) -> FloatArray:
-        rounds = (count * self._rdp_of(event) for event, count in counts.items())
-        return sum(rounds, np.zeros_like(self._orders))
+        total = np.zeros_like(self._orders)
+        for event, count in counts.items():
+            total += count * _rdp_vector(type(self), event, self._sigma(event), self._options())
+        return total
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
-        return conversion.epsilon_from_rdp(self._orders, self._total(counts), delta)[0]
+        return rdp_bounds.epsilon_from_rdp(self._orders, self._total(counts), delta)[0]
 
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
-        return conversion.delta_from_rdp(self._orders, self._total(counts), epsilon)[0]
+        return rdp_bounds.delta_from_rdp(self._orders, self._total(counts), epsilon)
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
-        epsilon, index = conversion.epsilon_from_rdp(self._orders, self.rdp, delta)
+        at = checked_delta(delta)
+        epsilon, index = rdp_bounds.epsilon_from_rdp(self._orders, self.rdp, at)
         if epsilon == 0.0:
             return None
         if epsilon == math.inf:
@@ -127,17 +116,10 @@ class Theorem3Accountant(RdpShuffleAccountant):
         max_order: int | None = None,
         capped: bool = False,
     ) -> None:
-        """Makes an accountant that has spent nothing.
+        """If `capped`, no order costs more than Theorem 1's with all n users.
 
-        The highest Rényi order is 256 if `max_order` is None.
-
-        Args:
-            capped: Whether no order costs more than Theorem 1's with all n users, which bounds
-                every check-in rate and every number of reports (docs/theory.md, section 3). Not
-                the published bound then: 0.214 in the published setting, not 9.618.
-
-        Raises:
-            ValueError: A value outside its range.
+        That bounds every check-in rate and every number of reports (docs/theory.md, section 3). It
+        is not the published bound then: 0.214 in the published setting, not 9.618.
         """
         super().__init__(neighboring_relation, max_order)
         self._capped = bool(capped)

@@ -8,14 +8,15 @@ Clopper and Pearson, each at half the allowed error.
 Ratios. Where the likelihood ratio L = P/Q is known, `δ(ε) = E_P[(1 - e^ε/L)_+]`, a mean of values
 in [0, 1]: its empirical Bernstein bound (Maurer and Pontil 2009, Theorem 4) is much closer.
 
-A bound above a claim refutes it; one below proves nothing.
+A bound above a claim refutes it; one below proves nothing. A value outside its range is a
+ValueError of one line.
 """
 
 import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -24,7 +25,7 @@ from scipy import special
 
 from shufl.accounting import validation
 from shufl.accounting.accountants.base import ShuffleAccountant
-from shufl.accounting.adjacency import ADJACENCIES
+from shufl.accounting.adjacency import ADJACENCIES, relation_of
 from shufl.accounting.audit.placements import PLACEMENTS, AttackedRound, Placement, make_placement
 from shufl.accounting.events import Shuffled
 from shufl.accounting.numerics import FloatArray
@@ -37,21 +38,14 @@ class AuditResult:
     """What the draws show of one round at one placement.
 
     Attributes:
-        placement: Its name.
-        epsilon: The ε of the question.
-        delta_lower: δ(ε) is at least this, with `confidence`.
+        delta_lower: δ(ε) is at least this, with the confidence that was asked for.
         delta_estimate: Not a bound: the mean of `(1 - e^ε/L)_+`, or `P(S) - e^ε Q(S)` as observed.
-        confidence: Of `delta_lower`, one-sided.
-        samples: Draws of each world.
         method: "ratios" or "events": see the module.
     """
 
     placement: str
-    epsilon: float
     delta_lower: float
     delta_estimate: float
-    confidence: float
-    samples: int
     method: str
 
 
@@ -59,38 +53,26 @@ class AuditResult:
 class ClaimCheck:
     """An accountant's δ(ε) of one round against what the draws show.
 
-    Attributes:
-        accountant: Its name.
-        covers: Which pairs it claims anything about; a violation elsewhere is no error in it, but
-            its δ is then no guarantee for every pair of neighbours.
-        holds_for: "every pair" or "homogeneous pair".
-        epsilon: The ε of the question.
-        claimed_delta: The δ it claims.
-        violated: Whether some placement's lower bound is above the claim.
-        confidence: The chance of no false violation, over all placements together.
-        results: One for each placement that it claims something about.
+    A violation of a pair that it does not cover is no error in it, but its δ is then no guarantee
+    for every pair of neighbours. There is a result for each placement that it claims something
+    about.
     """
 
     accountant: str
     covers: str
     holds_for: str
-    epsilon: float
     claimed_delta: float
-    violated: bool
-    confidence: float
     results: tuple[AuditResult, ...]
+
+    @property
+    def violated(self) -> bool:
+        """Whether some placement's lower bound is above the claim."""
+        return self.worst.delta_lower > self.claimed_delta
 
     @property
     def worst(self) -> AuditResult:
         """The placement with the largest lower bound."""
         return max(self.results, key=lambda result: result.delta_lower)
-
-
-class _Event(NamedTuple):
-    """{score > threshold} as evidence for D, or {-score > threshold} for D′."""
-
-    sign: float
-    threshold: float
 
 
 # Values an event on probabilities (least of P, most of Q, both arrays or both floats).
@@ -110,11 +92,6 @@ def clopper_pearson(
     return lower, np.where(k < trials, inside, 1.0)
 
 
-def _halves(scores: FloatArray) -> tuple[FloatArray, FloatArray]:
-    middle = len(scores) // 2
-    return scores[:middle], scores[middle:]
-
-
 def _counts(scores: FloatArray, thresholds: FloatArray) -> npt.NDArray[np.int64]:
     """How many scores lie above each threshold."""
     return len(scores) - np.searchsorted(np.sort(scores), thresholds, side="right")
@@ -128,16 +105,21 @@ def _bounds(
     return least, most
 
 
-def _choose(first: FloatArray, second: FloatArray, error: float, value: _Value) -> _Event:
-    """The event of the largest value on these draws, among quantiles and both directions."""
+def _choose(
+    first: FloatArray, second: FloatArray, error: float, value: _Value
+) -> tuple[float, float]:
+    """The event of the largest value on these draws, among quantiles and both directions.
+
+    Its sign and threshold: {score > threshold} for D, or {-score > threshold} for D′.
+    """
     levels = np.linspace(0.0, 1.0, _MOST_THRESHOLDS)
-    best, chosen = -math.inf, _Event(1.0, math.inf)
+    best, chosen = -math.inf, (1.0, math.inf)
     for sign, above, below in ((1.0, first, second), (-1.0, -second, -first)):
         thresholds = np.unique(np.quantile(np.concatenate([above, below]), levels))
         values = value(*_bounds(above, below, thresholds, error))
         at = int(np.argmax(values))
         if values[at] > best:
-            best, chosen = float(values[at]), _Event(sign, float(thresholds[at]))
+            best, chosen = float(values[at]), (sign, float(thresholds[at]))
     return chosen
 
 
@@ -153,8 +135,9 @@ def _evaluate(
                 f"scores must be at least 2 finite numbers, got an array of shape {scores.shape}"
             )
     error = 1.0 - confidence
-    (choose_one, one), (choose_two, two) = _halves(one), _halves(two)
-    sign, threshold = _choose(choose_one, choose_two, error, value)
+    half_one, half_two = len(one) // 2, len(two) // 2
+    sign, threshold = _choose(one[:half_one], two[:half_two], error, value)
+    one, two = one[half_one:], two[half_two:]
     above, below = (one, two) if sign > 0.0 else (-two, -one)
     least, most = _bounds(above, below, np.array([threshold]), error)
     observed = value(np.mean(above > threshold), np.mean(below > threshold))
@@ -183,9 +166,6 @@ def delta_lower_bound(
 
     `first` and `second` are scores of independent draws of the two worlds; the first half of each
     chooses the event. ε lies in [0, 700], `confidence` in (0, 1).
-
-    Raises:
-        ValueError: A value outside its range.
     """
     return max(0.0, _evaluate(first, second, confidence, _delta_value(epsilon))[0])
 
@@ -196,9 +176,6 @@ def epsilon_lower_bound(
     """Returns a lower confidence bound of ε at `delta` between two worlds, in the worse direction.
 
     The scores are those of `delta_lower_bound`; δ lies in [0, 1), `confidence` in (0, 1).
-
-    Raises:
-        ValueError: A value outside its range.
     """
     validation.real("delta", delta, "[0, 1)")
 
@@ -225,16 +202,15 @@ def audit_round(
 ) -> AuditResult:
     """Draws one round under D and D′ and bounds its δ(ε) from below.
 
-    Args:
-        epsilon: ε in [0, 700].
-        samples: Draws of each world, at least 2.
-        confidence: Of the lower bound, in (0, 1).
-        method: "events", or "auto": "ratios" wherever the likelihood ratio can be computed.
+    ε lies in [0, 700], `confidence` in (0, 1), and each world has at least 2 `samples`. `method` is
+    "events", or "auto": "ratios" wherever the likelihood ratio can be computed.
 
     Raises:
-        ValueError: A value outside its range, or a pair that is not one of neighbours.
+        ValueError: A pair that is not one of neighbours.
     """
-    placement.check_adjacency(adjacency)
+    relation_of(adjacency)
+    if adjacency == "zero-out" and np.any(placement.second):
+        raise ValueError(f"user 1's second record must be 0 for zero-out, got {placement.second}")
     count = validation.integer("samples", samples, 2)
     value = _delta_value(epsilon)
     validation.real("confidence", confidence, "(0, 1)")
@@ -248,15 +224,8 @@ def audit_round(
         lower, estimate = _from_ratios(first, second, epsilon, confidence)
     else:
         lower, estimate = _evaluate(first, second, confidence, value)
-    return AuditResult(
-        placement=placement.name,
-        epsilon=float(epsilon),
-        delta_lower=max(0.0, lower),
-        delta_estimate=max(0.0, estimate),
-        confidence=confidence,
-        samples=count,
-        method="ratios" if ratios else "events",
-    )
+    used = "ratios" if ratios else "events"
+    return AuditResult(placement.name, max(0.0, lower), max(0.0, estimate), used)
 
 
 def claims_something(accountant: type[ShuffleAccountant], placement: str | Placement) -> bool:
@@ -276,18 +245,13 @@ def check_claims(
 ) -> list[ClaimCheck]:
     """Attacks the δ(ε) of one round that accountants claim, all by the same draws.
 
-    Args:
-        accountants: At least one, of one adjacency, which is attacked. They have spent nothing and
-            are left as they are.
-        event: One round, an event that all of them price.
-        epsilon: ε in [0, 700].
-        placements: Names of `PLACEMENTS`, or placements. Each accountant is checked at those that
-            it claims something about.
-        confidence: The chance of no false violation, over all placements together.
+    The accountants are of one adjacency, which is attacked; they have spent nothing and are left as
+    they are. Each is checked at those placements, or names of `PLACEMENTS`, that it claims
+    something about. `confidence` is the chance of no false violation, over all placements together.
 
     Raises:
-        ValueError: A value outside its range, no placement, or none that an accountant claims
-            anything about, or an accountant that has spent.
+        ValueError: No placement, or none that an accountant claims anything about, or an
+            accountant that has spent.
         dp_accounting.UnsupportedEventError: An accountant does not price `event`.
     """
     if not placements:
@@ -311,9 +275,8 @@ def check_claims(
             for item, result in zip(placements, results, strict=True)
             if claims_something(type(accountant), item)
         )
-        about = accountant.name, accountant.covers, accountant.holds_for, float(epsilon), claimed
-        violated = any(result.delta_lower > claimed for result in own)
-        checks.append(ClaimCheck(*about, violated, confidence, own))
+        about = accountant.name, accountant.covers, accountant.holds_for, claimed
+        checks.append(ClaimCheck(*about, own))
     return checks
 
 

@@ -32,8 +32,7 @@ class Placement:
     """Two neighbouring datasets.
 
     Attributes:
-        name: Its word in tables.
-        first: User 1's clipped record under D, shape (d,); kept as an array.
+        first: User 1's clipped record under D, shape (d,).
         second: User 1's clipped record under D′, shape (d,).
         others: The other users' clipped records, shape (n - 1, d).
         absent: Whether the other users of a round send nothing; `others` is empty then.
@@ -70,16 +69,6 @@ class Placement:
         """The users who take part, user 1 among them: n, or 1 if the others are absent."""
         return len(self.others) + 1
 
-    def check_adjacency(self, adjacency: str) -> None:
-        """Refuses a pair that is not one of neighbours.
-
-        Raises:
-            ValueError: An unknown adjacency, or under "zero-out" a `second` that is not zero.
-        """
-        adjacency_lib.relation_of(adjacency)
-        if adjacency == "zero-out" and np.any(self.second):
-            raise ValueError(f"user 1's second record must be 0 for zero-out, got {self.second}")
-
 
 def make_placement(name: str, adjacency: str, users: int) -> Placement:
     """Returns a placement by name; user 1 holds x, and under D′ -x ("replace") or 0 ("zero-out").
@@ -92,9 +81,6 @@ def make_placement(name: str, adjacency: str, users: int) -> Placement:
       circle's corners are left, and the others hold one each, by turns;
     - absent: the others send nothing. If they send known reports instead, which the adversary can
       take away, the likelihood ratio is the same.
-
-    Raises:
-        ValueError: A value outside its range.
     """
     validation.choice("placement", name, PLACEMENTS)
     adjacency_lib.relation_of(adjacency)
@@ -123,12 +109,7 @@ class AttackedRound:
     """
 
     def __init__(self, event: Shuffled, placement: Placement) -> None:
-        """Prepares both.
-
-        Raises:
-            ValueError: Noise 0, a placement for another number of users, or blankets in a round of
-                fixed size.
-        """
+        """Refuses what it cannot draw by a ValueError of one line."""
         if event.users != placement.users and not placement.absent:
             raise ValueError(f"placement must be of {event.users} users, got {placement.users}")
         if not event.mechanism.noise_multiplier > 0.0:

@@ -22,12 +22,7 @@ _MORE = 64  # bits drawn at a time, and digits computed beyond the bits that are
 
 
 class Uniform:
-    """A uniform number U of (0, 1), whose bits after the first ones are drawn as they are needed.
-
-    Args:
-        first: The first bits, as a number.
-        bits: How many they are.
-    """
+    """A uniform number U of (0, 1); bits after the `first` ones are drawn as they are needed."""
 
     def __init__(self, first: int, bits: int = 64) -> None:
         self._first, self._bits = first, bits

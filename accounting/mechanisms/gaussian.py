@@ -28,14 +28,10 @@ class GaussianMechanism(Checked):
     """Every report is an update clipped to norm C, plus `N(0, (zC)² I)`.
 
     Attributes:
-        name: Its word in plans.
         clip_norm: C, the largest Euclidean norm of an update before noise, in [1e-18, 1e15]. No ε
             depends on it.
         noise_multiplier: z, the noise's standard deviation in units of C, in [0, 1e15]. 0 is not
             private.
-
-    Raises:
-        ValueError: A value outside its range.
     """
 
     least_noise: ClassVar[float] = 0.2

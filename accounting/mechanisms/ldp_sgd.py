@@ -33,12 +33,8 @@ class LdpSgd(Checked):
     The parameter is not ε₀ but z, so that equal z is equal noise: B²/d is (zC)² to within 1/(2d).
 
     Attributes:
-        name: Its word in plans.
         clip_norm: C in [1e-18, 1e15], the largest Euclidean norm of an update. No ε depends on it.
         noise_multiplier: z = sqrt(π/2)/t, above sqrt(π/2) by a billionth of it or more: ε₀ < 22.
-
-    Raises:
-        ValueError: A value outside its range.
     """
 
     least_noise: ClassVar[float] = 1.254

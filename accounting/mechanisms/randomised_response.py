@@ -32,24 +32,16 @@ class RandomisedResponse(Checked):
     the model `histogram` asks for. A user of several records reports of one drawn from p.
 
     Attributes:
-        name: Its word in plans.
         categories: k.
         local_epsilon: ε₀ in [1e-9, 20], what a report costs its user whoever cheats.
-
-    Raises:
-        ValueError: A value outside its range.
     """
 
     most_epsilon: ClassVar[float] = 20.0
+    is_private: ClassVar[bool] = True
 
     name: Literal["randomised-response"] = "randomised-response"
     categories: Categories
     local_epsilon: LocalEpsilon
-
-    @property
-    def is_private(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def truth(self) -> float:
@@ -69,8 +61,7 @@ class RandomisedResponse(Checked):
 
     @staticmethod
     def draws(dimension: int) -> int:
-        """How many N(0, 1) draws a report takes: which category, and whether it is a uniform one,
-        and which."""
+        """How many draws a report takes: which category, whether it is a uniform one, and which."""
         return 3
 
     def noise_deviation(self, dimension: int) -> float:
@@ -87,12 +78,9 @@ class RandomisedResponse(Checked):
         Whatever the update, it is a draw from some p, so that the coin bounds what a report tells.
         From words the coin's chance is exactly s, and all uniform categories are equally likely.
 
-        Args:
-            update: `1/k - p`, shape (k,), any float type; what is no such p is made one.
-            draws: of a `Randomness`, shape (3,).
-
-        Returns:
-            int16 of shape (k,): 1 - k at the category, 1 elsewhere, as an update has its sign.
+        `update` is `1/k - p`, of shape (k,) and any float type; what is no such p is made one.
+        `draws` of a `Randomness` have shape (3,). Returns int16 of shape (k,): 1 - k at the
+        category, 1 elsewhere, as an update has its sign.
         """
         k = self.categories
         own = float(special.ndtr(to_normals(draws[:1]).astype(np.float64))[0])

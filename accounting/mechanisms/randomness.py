@@ -15,7 +15,6 @@ import math
 import os
 import secrets
 from collections.abc import Callable
-from typing import Protocol
 
 import mpmath
 import numpy as np
@@ -33,53 +32,10 @@ _NEVER = 2.0**-128  # of a round: docs/theory.md, section 7, says what it adds t
 _BITS = 256  # of the uniform that the number of blankets is the inverse of
 
 
-class Randomness(Protocol):
-    """The draws that a client makes, and those that a shuffler makes for its blankets."""
-
-    def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
-        """Whether each of `users` (int, shape (u,)) checks in, bool of shape (u,)."""
-        ...
-
-    def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
-        """Which of the ids 0 to `users` - 1 check in, by the same coins: int64, increasing."""
-        ...
-
-    def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
-        """Independent N(0, 1) draws for the reports of `users` (int, shape (k,)).
-
-        Shape (k, size): float32 of a seed; of the system's entropy uint64, the words that stand for
-        draws of any precision. `to_normals` makes floats of them.
-        """
-        ...
-
-    def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
-        """One draw of N(0, reports I), the law of a sum of that many `standard_normal`.
-
-        For simulation, where only the sum is wanted; no client could send it.
-        """
-        ...
-
-    def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
-        """A seed for the local training of each of `users`: uint64 of shape (k,).
-
-        Of the order of records, and of a model's own draws such as dropout; protects nothing.
-        """
-        ...
-
-    def number_of_blankets(self, round: int, expected: float) -> int:
-        """How many blankets a shuffler adds to a round: a draw of Poisson(`expected`).
-
-        At most `most_blankets(expected)`.
-        """
-        ...
-
-    def blanket_noise(self, round: int, blankets: np.ndarray, size: int) -> np.ndarray:
-        """Like `standard_normal`, for `blankets` of a round, numbered from 0 (int, shape (k,))."""
-        ...
-
-
 class SeededRandomness:
-    """Reproducible draws for simulation: Philox keyed by (seed, purpose, round).
+    """Reproducible draws for simulation, as those of `SystemRandomness`.
+
+    The streams are Philox, keyed by (seed, purpose, round).
 
     Not for deployment: whoever knows the seed can subtract the noise, and it has the laws to some
     ten digits only. Simulated users have no secrets.
@@ -108,7 +64,7 @@ class SeededRandomness:
         return _places_of(lambda size: uniforms(size) < rate, users)
 
     def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
-        """From the stream of (seed, round, user), whoever else is asked; see `_make_normals`."""
+        """Float32, from the stream of (seed, round, user), whoever else is asked."""
         return self._noise(_NOISE, round, users, size)
 
     def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
@@ -153,40 +109,57 @@ class SystemRandomness:
     """Draws from the operating system's cryptographic generator, for deployment."""
 
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
-        """Independent coins with exactly the probability `rate`."""
+        """Whether each of `users` (int, shape (u,)) checks in, bool of shape (u,).
+
+        The coins are independent and have exactly the probability `rate`.
+        """
         return coins(_secret_words(len(users)), rate)
 
     def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
-        """By coins like those of `check_ins`."""
+        """Which of the ids 0 to `users` - 1 check in, by such coins: int64, increasing."""
         return _places_of(lambda size: coins(_secret_words(size), rate), users)
 
     def standard_normal(self, round: int, users: np.ndarray, size: int) -> np.ndarray:
-        """One word each.
+        """Independent N(0, 1) draws for the reports of `users` (int, shape (k,)), (k, size).
 
-        A double-precision normal has holes that can identify the value it was added to (Mironov
-        2012, "On significance of the least significant bits for differential privacy"). So a
-        report is decided by the word, with more bits where it needs them: docs/theory.md.
+        They are uint64, words that stand for draws of any precision; `to_normals` makes floats of
+        them. A double-precision normal has holes that can identify the value it was added to
+        (Mironov 2012, "On significance of the least significant bits for differential privacy"). So
+        a report is decided by the word, with more bits where it needs them: docs/theory.md.
         """
         return _secret_words(len(users) * size).reshape(len(users), size)
 
     def summed_noise(self, round: int, reports: int, size: int) -> np.ndarray:
-        """From one draw of `standard_normal`, scaled."""
+        """One draw of N(0, reports I), the law of a sum of that many `standard_normal`.
+
+        For simulation, where only the sum is wanted; no client could send it.
+        """
         return math.sqrt(reports) * to_normals(self.standard_normal(round, np.arange(1), size)[0])
 
     def training_seeds(self, round: int, users: np.ndarray) -> np.ndarray:
-        """64 bits of system entropy each."""
+        """A seed for the local training of each of `users`: uint64 of shape (k,).
+
+        Of the order of records, and of a model's own draws such as dropout; protects nothing.
+        """
         return np.frombuffer(os.urandom(8 * len(users)), dtype=np.uint64)
 
     def number_of_blankets(self, round: int, expected: float) -> int:
-        """By inversion of one uniform of 256 bits."""
+        """How many blankets a shuffler adds to a round: a draw of Poisson(`expected`).
+
+        At most `most_blankets(expected)`, by inversion of one uniform of 256 bits.
+        """
         if expected == 0:
             return 0
         first, steps = _poisson_steps(expected)
         return first + bisect.bisect_right(steps, secrets.randbits(_BITS))
 
     def blanket_noise(self, round: int, blankets: np.ndarray, size: int) -> np.ndarray:
-        """As `standard_normal`."""
+        """Like `standard_normal`, for `blankets` of a round, numbered from 0 (int, shape (k,))."""
         return self.standard_normal(round, blankets, size)
+
+
+Randomness = SeededRandomness | SystemRandomness
+"""The draws that a client makes, and those that a shuffler makes for its blankets."""
 
 
 def make_randomness(seed: int | None) -> Randomness:

@@ -114,23 +114,19 @@ class Composition:
         target: Target,
         tilt: float | None = None,
     ) -> None:
-        """Tilts, and transforms each distribution once.
-
-        The distribution of the sum is exact near `target`.
+        """Tilts, and transforms each distribution once; their sum is exact near `target`.
 
         Args:
             pmfs: One round's loss of each kind, all of one mesh.
             blocks: The counts to be asked for, per kind (see `count_block`).
             tilt: That of `fitted_tilt`, if it is known; every tilt gives upper bounds.
-
-        Raises:
-            ValueError: The meshes differ.
         """
         if len({pmf.interval for pmf in pmfs}) != 1:
             raise ValueError("losses to be composed must share one mesh")
         self._h = pmfs[0].interval
         self._answered: tuple[tuple[Counts, float], float] = (((), 0.0), 0.0)
-        self._infinity = np.array([_Tilted(pmf).log_finite for pmf in pmfs])
+        tilted = [_Tilted(pmf) for pmf in pmfs]
+        self._infinity = np.array([part.log_finite for part in tilted])
         self._reach = sum(
             pmf.half_width * block[1] for pmf, block in zip(pmfs, blocks, strict=True)
         )
@@ -140,7 +136,6 @@ class Composition:
         )
         if self._all_or_nothing:
             return
-        tilted = [_Tilted(pmf) for pmf in pmfs]
         most = [block[1] for block in blocks]
         self._theta = _tilt(tilted, most, target) if tilt is None else tilt
         cumulants = [part.cumulants(self._theta) for part in tilted]

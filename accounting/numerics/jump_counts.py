@@ -4,7 +4,6 @@ Each gives what `accounting.numerics.jump_sum` needs of the sum's law, from that
 docs/theory-blanket.md, section 6, are the proofs of the inequalities.
 """
 
-import abc
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -40,59 +39,15 @@ def _within(widths: FloatArray, x: FloatArray, *weights: FloatArray) -> list[Flo
     return [np.append(0.0, np.cumsum(each[order]))[count] for each in weights]
 
 
-class Count(abc.ABC):
-    """How many jumps the sum b + S has, and what else is in it.
-
-    Tilted means weighed by e^{cx}.
-    """
-
-    terms: float
-    """n, the independent terms; infinite for a Poisson number of jumps."""
-    jumps: float
-    """Their expected number, > 0."""
-    shift: float
-    """b <= 0."""
-    fixed: float
-    """The mean of all but the jumps, <= 0."""
-
-    @abc.abstractmethod
-    def cumulants(self, c: Any, tilt: Tilt) -> tuple[Any, Any, Any]:
-        """`log E[e^{c(b + S)}]` and two derivatives."""
-
-    @abc.abstractmethod
-    def log_ratios(self, c: float, tilt: Tilt, omega: FloatArray, grown: Any) -> ComplexArray:
-        """`log E[e^{θ(b + S)}] - log E[e^{c(b + S)}]`, from J(θ) - J(c)."""
-
-    @abc.abstractmethod
-    def log_nothing(self, theta: Any) -> Any:
-        """`log E[e^{θ(b + S)}; no jump]`."""
-
-    @abc.abstractmethod
-    def few(self, whole: Any, nothing: Any) -> Any:
-        """`E[e^{θ(b + S)}; so few jumps that they are taken out]` from `1 + J(θ)` and no jump's."""
-
-    @abc.abstractmethod
-    def many(self, c: float, jump: FloatArray) -> FloatArray:
-        """Upper bounds of `|E[e^{θ(b + S)}; more jumps]| / E[e^{c(b + S)}; no jump]`, Re θ = c,
-        where that of a jump, `|1 + J(θ)|`, is at most so much."""
-
-    @abc.abstractmethod
-    def decay(
-        self, c: float, tilt: Tilt, x: FloatArray, tilted: FloatArray, ladder: FloatArray
-    ) -> FloatArray:
-        """Lower bounds of `-Re log_ratios` between each frequency and the next, from the curvature
-        of the cosine. The last of the jumps x is the cap."""
-
-    @abc.abstractmethod
-    def roughness(self, c: float, tilt: Tilt, smooth: FloatArray, mass: float) -> FloatArray:
-        """The same from `|J(θ) + 1| <= smooth` but for the cap; `mass` is the tilted jumps' all."""
-
-
 @dataclasses.dataclass(frozen=True)
-class PoissonCount(Count):
-    """A Poisson number of jumps, and b <= 0.
+class PoissonCount:
+    """A Poisson number of jumps in b + S, where b <= 0. Tilted means weighed by e^{cx}.
 
-    `elsewhere` is the mean of another Poisson number, of the steps down that sums of signs have.
+    Attributes:
+        jumps: Their expected number, > 0.
+        shift: b.
+        terms: The independent terms; infinitely many.
+        elsewhere: The mean of another Poisson number, of the steps down that sums of signs have.
     """
 
     jumps: float
@@ -101,36 +56,45 @@ class PoissonCount(Count):
     elsewhere: float = 0.0
 
     @property
-    def fixed(self) -> float:  # type: ignore[override]
-        """See `Count`."""
+    def fixed(self) -> float:
+        """The mean of all but the jumps, <= 0."""
         return self.shift
 
     def cumulants(self, c: Any, tilt: Tilt) -> tuple[Any, Any, Any]:
-        """See `Count`."""
+        """`log E[e^{c(b + S)}]` and two derivatives."""
         level = self.jumps * tilt.growth + c * self.shift
         return level, self.jumps * tilt.first + self.shift, self.jumps * tilt.second
 
     def log_ratios(self, c: float, tilt: Tilt, omega: FloatArray, grown: Any) -> ComplexArray:
-        """See `Count`."""
+        """`log E[e^{θ(b + S)}] - log E[e^{c(b + S)}]`, from J(θ) - J(c)."""
         return np.asarray(self.jumps * grown + 1j * self.shift * omega)
 
     def log_nothing(self, theta: Any) -> Any:
-        """See `Count`."""
+        """`log E[e^{θ(b + S)}; no jump]`."""
         return theta * self.shift - self.jumps
 
     def few(self, whole: Any, nothing: Any) -> Any:
-        """See `Count`: none and one."""
+        """`E[e^{θ(b + S)}; so few jumps that they are taken out]`: here none and one.
+
+        From `1 + J(θ)` and what no jump gives.
+        """
         return nothing * (1.0 + self.jumps * whole)
 
     def many(self, c: float, jump: FloatArray) -> FloatArray:
-        """See `Count`: e^y - 1 - y."""
+        """Upper bounds of `|E[e^{θ(b + S)}; more jumps]| / E[e^{c(b + S)}; no jump]`, Re θ = c.
+
+        That of a jump, `|1 + J(θ)|`, is at most `jump`. It is e^y - 1 - y.
+        """
         y = np.minimum(self.jumps * jump, 50.0)
         return np.where(y < 1e-4, y * y, np.expm1(y) - y)
 
     def decay(
         self, c: float, tilt: Tilt, x: FloatArray, tilted: FloatArray, ladder: FloatArray
     ) -> FloatArray:
-        """See `Count`."""
+        """Lower bounds of `-Re log_ratios` between each frequency and the next.
+
+        By the curvature of the cosine. The last of the jumps x is the cap.
+        """
         result = np.zeros(ladder.size - 1)
         for width, factor in _ARCS:
             (squares,) = _within(width / ladder[1:], x, tilted * x * x)
@@ -138,14 +102,16 @@ class PoissonCount(Count):
         return result
 
     def roughness(self, c: float, tilt: Tilt, smooth: FloatArray, mass: float) -> FloatArray:
-        """See `Count`."""
+        """The same from `|J(θ) + 1| <= smooth` but for the cap; `mass`: of all tilted jumps."""
         return self.jumps * (mass - smooth)
 
 
 @dataclasses.dataclass(frozen=True)
-class TermsCount(Count):
-    """n independent terms: a jump with this chance, a step down with that, otherwise nothing; and
-    b <= 0, the shift."""
+class TermsCount:
+    """n independent terms: a jump with a `chance`, a step `down` with that, otherwise nothing.
+
+    b <= 0 is the shift.
+    """
 
     terms: float
     chance: float
@@ -154,13 +120,13 @@ class TermsCount(Count):
     shift: float = 0.0
 
     @property
-    def jumps(self) -> float:  # type: ignore[override]
-        """See `Count`."""
+    def jumps(self) -> float:
+        """As `PoissonCount`'s."""
         return self.terms * self.chance
 
     @property
-    def fixed(self) -> float:  # type: ignore[override]
-        """See `Count`."""
+    def fixed(self) -> float:
+        """As `PoissonCount`'s."""
         return self.shift - self.terms * self.down * self.step
 
     def _fallen(self, c: Any) -> Any:
@@ -173,7 +139,7 @@ class TermsCount(Count):
         return still + self.chance * tilt.whole + self._fallen(c)
 
     def cumulants(self, c: Any, tilt: Tilt) -> tuple[Any, Any, Any]:
-        """See `Count`."""
+        """As `PoissonCount`'s."""
         down = self.down * np.expm1(np.minimum(-c * self.step, 600.0))
         change = self.chance * tilt.growth + down
         total, fallen = self._total(c, tilt), self._fallen(c)
@@ -186,22 +152,22 @@ class TermsCount(Count):
         return level, self.terms * mean + self.shift, self.terms * variance
 
     def log_ratios(self, c: float, tilt: Tilt, omega: FloatArray, grown: Any) -> ComplexArray:
-        """See `Count`."""
+        """As `PoissonCount`'s."""
         fallen = self._fallen(c) * np.expm1(-1j * self.step * omega)
         change = (self.chance * grown + fallen) / self._total(c, tilt)
         return np.asarray(self.terms * special.log1p(change) + 1j * self.shift * omega)
 
     def log_nothing(self, theta: Any) -> Any:
-        """See `Count`."""
+        """As `PoissonCount`'s."""
         left = self.down * np.expm1(-theta * self.step) - self.chance
         return self.terms * special.log1p(left) + theta * self.shift
 
     def few(self, whole: Any, nothing: Any) -> Any:
-        """See `Count`: none."""
+        """As `PoissonCount`'s: none."""
         return nothing
 
     def many(self, c: float, jump: FloatArray) -> FloatArray:
-        """See `Count`: (1 + y/n)^n - 1."""
+        """As `PoissonCount`'s: (1 + y/n)^n - 1."""
         nothing = 1.0 - self.chance + self.down * math.expm1(-c * self.step)
         y = self.chance * jump / max(nothing, 1e-300)
         return np.asarray(np.expm1(np.minimum(self.terms * np.log1p(y), 50.0)))
@@ -209,7 +175,7 @@ class TermsCount(Count):
     def decay(
         self, c: float, tilt: Tilt, x: FloatArray, tilted: FloatArray, ladder: FloatArray
     ) -> FloatArray:
-        """See `Count`: `-log |E e^{iωV}| >= ½ E[1 - cos ω(V - V')]`, V' another term."""
+        """As `PoissonCount`'s: `-log |E e^{iωV}| >= ½ E[1 - cos ω(V - V')]`, V' another term."""
         total, fallen = self._total(c, tilt), self._fallen(c)
         still = 1.0 - self.chance - self.down
         v = np.concatenate([x, [0.0, -self.step]])
@@ -223,6 +189,10 @@ class TermsCount(Count):
         return result
 
     def roughness(self, c: float, tilt: Tilt, smooth: FloatArray, mass: float) -> FloatArray:
-        """See `Count`."""
+        """As `PoissonCount`'s."""
         left = 1.0 - self.chance * (mass - smooth) / self._total(c, tilt)
         return np.asarray(-self.terms * np.log(np.clip(left, 1e-300, 1.0)))
+
+
+Count = PoissonCount | TermsCount
+"""How many jumps the sum b + S has, and what else is in it."""

@@ -77,7 +77,7 @@ def positive_parts(jumps: Jumps, count: Count, shifts: FloatArray) -> FloatArray
     of shape (K,); the bounds are good where it is small beside the spread of S.
     """
     law = _Law(jumps, count)
-    beyond, line = count.jumps * law.excess, _line(law, count, lower=False)
+    beyond, line = count.jumps * law.jump.excess, _line(law, count, lower=False)
     if line is None:
         return law.chernoff(shifts) + beyond
     y = np.append(shifts, 0.0)
@@ -111,7 +111,7 @@ class _Line(NamedTuple):
 
 def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
     """Returns None where Chernoff's bound says that there is next to nothing."""
-    if law.cap <= 0.0:
+    if law.jump.cap <= 0.0:
         return None
     c = _BELOW_SADDLE * law.saddle()
     law.jump.refine(c)
@@ -161,14 +161,6 @@ class _Law:
     def __init__(self, jumps: Jumps, count: Count) -> None:
         self.jump, self._count = CappedJump(jumps, count), count
 
-    @property
-    def cap(self) -> float:
-        return self.jump.cap
-
-    @property
-    def excess(self) -> float:
-        return self.jump.excess
-
     def tilt(self, c: Any, x: FloatArray | None = None) -> Tilt:
         """One jump at each c of either sign; with others for the jumps if given."""
         jumps = self.jump.x if x is None else x
@@ -185,7 +177,7 @@ class _Law:
 
     def saddle(self) -> float:
         """The minimum of `log E[e^{c(b + S)}] - 2 log c` in c > 0, about."""
-        low, ratio = 1e-9 / self.cap, 6e11
+        low, ratio = 1e-9 / self.jump.cap, 6e11
         while ratio > 1.02:
             ratio **= 1.0 / (_AT_ONCE + 1)
             tried = low * ratio ** np.arange(1.0, _AT_ONCE + 1.0)
@@ -251,7 +243,7 @@ class _Law:
     def chernoff(self, shifts: FloatArray) -> FloatArray:
         """Upper bounds of `E[(y + b + S)_+]` with capped jumps: `x_+ <= e^{cx}/(ec)`."""
         above: FloatArray = np.maximum(shifts, 0.0)
-        if self.cap <= 0.0:
+        if self.jump.cap <= 0.0:
             return above
         c = self.saddle()
         level = self.cumulants(c)[0] - math.log(math.e * c)
@@ -261,7 +253,7 @@ class _Law:
     def one_jump(self) -> float:
         """`E[(b + S)_+; one jump]` of a Poisson number of capped jumps, which `few` takes out."""
         strike, (low, high) = -self._count.fixed, self.jump.ends
-        if self.cap <= strike or not isinstance(self._count, PoissonCount):
+        if self.jump.cap <= strike or not isinstance(self._count, PoissonCount):
             return 0.0
         end = high
         while end - low > 1e-9:
@@ -270,7 +262,7 @@ class _Law:
             low, end = (middle, end) if below else (low, middle)
         t, weights = quadrature(panels(low, high, self.jump.widest))
         value = float(np.sum(weights * np.maximum(self.jump.jumps.value(t) - strike, 0.0)))
-        value += float(self.jump.weights[-1]) * (self.cap - strike)
+        value += float(self.jump.weights[-1]) * (self.jump.cap - strike)
         return self._count.jumps * math.exp(-self._count.jumps) * value
 
     def period(self, c: float, level: float, goal: float) -> float:
@@ -283,7 +275,7 @@ class _Law:
     def _steeper(self, c: float) -> FloatArray:
         """Some more c to compare with."""
         others = c * np.array([1.1, 1.2, 1.35, 1.6, 2.0, 3.0])
-        return others[others * self.cap < 600.0]
+        return others[others * self.jump.cap < 600.0]
 
     def aliases(self, c: float, level: float, period: float) -> float:
         """What the trapezoidal rule adds at most, in units of `e^level`."""
@@ -300,13 +292,13 @@ class _Law:
         # It is not if a jump goes down far, or if the others come to less than -cap: Chernoff.
         least = math.inf
         for share in (0.1, 0.2, 0.4, 0.8):
-            near = self.jump.x > -share * self.cap
+            near = self.jump.x > -share * self.jump.cap
             x = np.where(near, self.jump.x, 0.0)
             far = self._count.jumps * float(np.sum(self.jump.weights[~near]))
-            for c in np.geomspace(2.0, 40.0, 12) / self.cap:
+            for c in np.geomspace(2.0, 40.0, 12) / self.jump.cap:
                 others = 1.0 - 1.0 / self._count.terms  # all but the one with the jump
                 shift = c * self._count.shift
                 level = self._count.cumulants(-c, self.tilt(-c, x))[0] + shift
-                exponent = others * level - shift - c * self.cap
+                exponent = others * level - shift - c * self.jump.cap
                 least = min(least, far + math.exp(min(exponent, 0.0)))
-        return self._count.jumps * self.excess * max(1.0 - least, 0.0)
+        return self._count.jumps * self.jump.excess * max(1.0 - least, 0.0)

@@ -73,24 +73,17 @@ class Profile:
         is made of such chords. At α = 1 it is also at most `(2δ + e^ε - 1)/(e^ε + 1)` for each
         point: the chord to that point's own continuation to α < 1.
 
-        Args:
-            epsilons: Increasing, from 0, shape (K,); points above 700 are dropped.
-            deltas: Upper bounds of the divergence in both directions, shape (K,), >= 0. They
-                need be neither monotone nor convex; what exceeds 1 counts as 1.
+        `epsilons` increase from 0, and `deltas` are upper bounds of the divergence in both
+        directions, both of shape (K,). The bounds need be neither monotone nor convex; what exceeds
+        1 counts as 1, and points above 700 are dropped.
 
         Raises:
-            ValueError: Not of this form.
+            ValueError: Not of this form, as where a δ is not a number.
         """
         eps = np.asarray(epsilons, dtype=np.float64)
         values = np.asarray(deltas, dtype=np.float64)
-        if eps.ndim != 1 or eps.shape != values.shape or eps.size == 0:
-            raise ValueError(
-                f"a profile needs as many epsilons as deltas, got {eps.shape} and {values.shape}"
-            )
-        if not (eps[0] == 0.0 and np.all(np.diff(eps) > 0.0)):
-            raise ValueError("the epsilons of a profile must increase from 0")
-        if not np.all(values >= 0.0):
-            raise ValueError("the deltas of a profile must be at least 0")
+        if not (eps[0] == 0.0 and np.all(np.diff(eps) > 0.0) and np.all(values >= 0.0)):
+            raise ValueError("a profile needs epsilons that increase from 0, and deltas from 0")
         kept = eps <= MAX_LOSS
         eps, excess = eps[kept], np.expm1(eps[kept])
         values = np.minimum.accumulate(np.minimum(values[kept] * (1.0 + _ROUND_UP), 1.0))

@@ -13,7 +13,6 @@ import functools
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special
 
 from shufl.accounting.numerics import FloatArray
@@ -95,34 +94,26 @@ def log_cumulants(sigma: float, max_order: int) -> FloatArray:
     return result
 
 
-def log_central_moments(
-    sigma: float, max_order: int, users: NDArray[np.float64] | float = 1.0
-) -> FloatArray:
+def log_central_moments(sigma: float, max_order: int, users: int = 1) -> FloatArray:
     """Returns `log E[(Ȳ_n - 1)^j]`, the central moments of a mean of n copies of Y.
 
     The cumulants of the mean are `κ_k n^{1-k}`, and
     `M_j = Σ_{k=2..j} C(j-1, k-1) κ_k n^{1-k} M_{j-k}` has positive terms for every n >= 1.
 
-    σ and `max_order` are as for `log_cumulants`; n is one number or a vector of shape (B,).
-
-    Returns:
-        Shape (max_order + 1,) or (max_order + 1, B); order 0 is 0 and order 1 is -inf.
+    σ and `max_order` are as for `log_cumulants`. Returns shape (max_order + 1,); order 0 is 0 and
+    order 1 is -inf.
     """
-    log_n = np.log(np.atleast_1d(np.asarray(users, dtype=np.float64)))
-    orders = np.arange(max_order + 1.0)
     log_fact = log_factorials(max_order)
-    scaled = log_cumulants(sigma, max_order).copy()
-    scaled[1:] -= log_fact[:-1]
-    kappa = scaled[:, None] - (orders - 1.0)[:, None] * log_n[None, :]
+    kappa = log_cumulants(sigma, max_order).copy()
+    kappa[1:] -= log_fact[:-1]
+    kappa -= (np.arange(max_order + 1.0) - 1.0) * np.log(float(users))
     # egf[j] = log M_j / j!
-    egf = np.full((max_order + 1, log_n.size), -np.inf)
+    egf = np.full(max_order + 1, -np.inf)
     egf[0] = 0.0
     for j in range(2, max_order + 1):
-        terms = kappa[2 : j + 1] + egf[j - 2 :: -1]
-        total = _log_sum(terms[:, 0]) if log_n.size == 1 else log_sum_exp(terms, axis=0)
-        egf[j] = total - math.log(j)
-    result: FloatArray = egf + log_fact[:, None]
-    return result[:, 0] if np.ndim(users) == 0 else result
+        egf[j] = _log_sum(kappa[2 : j + 1] + egf[j - 2 :: -1]) - math.log(j)
+    result: FloatArray = egf + log_fact
+    return result
 
 
 def log_moments_of_mean(log_moments: FloatArray, users: int) -> FloatArray:

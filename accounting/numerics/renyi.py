@@ -1,7 +1,8 @@
 """Rényi bounds of the shuffled Gaussian for all integer orders at once (Theorems 1 and 2, exact).
 
-Every function returns log-moments `(λ - 1) ε(λ)`, shape (max_order + 1,): entry λ belongs to order
-λ, entries 0 and 1 are 0. `rdp_from_log_moments` turns them into `ε(λ)` for λ = 2..max_order.
+Every bound is given as log-moments `(λ - 1) ε(λ)`, shape (max_order + 1,): entry λ belongs to order
+λ, entries 0 and 1 are 0. `rdp_from_log_moments` turns them into `ε(λ)` for λ = 2..max_order, and
+`epsilon_from_rdp` that into ε at a δ.
 `sigma` is always the noise standard deviation in units of the sensitivity of one report; see
 `shufl.accounting.adjacency` for how the noise multiplier becomes one.
 
@@ -12,7 +13,6 @@ record. Theorem 3 lives in `shufl.accounting.numerics.theorem3`.
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shufl.accounting.numerics import FloatArray, moments
 
@@ -37,9 +37,7 @@ def shuffled_gaussian(users: int, sigma: float, max_order: int) -> FloatArray:
     """
     if not moments.is_representable(sigma, max_order):
         return _infinite(max_order)
-    return moments.log_moments_around_one(
-        moments.log_central_moments(sigma, max_order, float(users))
-    )
+    return moments.log_moments_around_one(moments.log_central_moments(sigma, max_order, users))
 
 
 def shuffled_check_in_gaussian(
@@ -77,38 +75,16 @@ def fixed_size_shuffled_gaussian(
     if not moments.is_representable(sigma, max_order):
         return _infinite(max_order)
     return moments.log_moments_around_one(
-        moments.log_central_moments(sigma, max_order, float(reports)),
+        moments.log_central_moments(sigma, max_order, reports),
         math.log(reports / users),
     )
 
 
-def subsampling_weights(rates: NDArray[np.float64], order: int) -> tuple[FloatArray, FloatArray]:
+def subsampling_weights(rate: float, max_order: int) -> tuple[FloatArray, FloatArray]:
     """Returns the coefficients of Theorem 2 after its moments are expanded around 1.
 
     With `E[Ȳ^j] = Σ_i C(j, i) M_i`, the sum `Σ_{j>=3} 2 γ^j C(λ, j) E[Ȳ^j]` becomes
     `Σ_i weight_i M_i` with `weight_i = 2 C(λ, i) γ^i (1+γ)^{λ-i}` less what j < 3 contributes.
-
-    `rates` are γ, of shape (B,), and `order` is λ >= 2. Returns `log weight_i`, of shape
-    (λ + 1, B), and `log γ² C(λ, 2)`, of shape (B,).
-    """
-    log_fact = moments.log_factorials(order)
-    index = np.arange(order + 1.0)[:, None]
-    log_rate, log_one_plus = np.log(rates)[None, :], np.log1p(rates)[None, :]
-    log_choose = (log_fact[order] - log_fact - log_fact[::-1])[:, None]
-    log_powers = log_choose + index * log_rate
-    weights = math.log(2.0) + log_powers + (order - index) * log_one_plus
-    weights[:2] = -np.inf
-    if order >= 3:
-        weights[0] = math.log(2.0) + moments.log_sum_exp(log_powers[3:], axis=0)
-        grown = moments.log_expm1((order - 2.0) * log_one_plus[0])
-        weights[2] = math.log(2.0) + log_powers[2] + grown
-    else:
-        weights[2] = -np.inf
-    return weights, log_powers[2]
-
-
-def subsampling_weight_table(rate: float, max_order: int) -> tuple[FloatArray, FloatArray]:
-    """Returns `subsampling_weights` of one rate for every order at once.
 
     γ lies in (0, 1]; `max_order` is at least 2.
 
@@ -132,33 +108,14 @@ def subsampling_weight_table(rate: float, max_order: int) -> tuple[FloatArray, F
     return weights, log_powers[:, 2]
 
 
-def subsampled_log_excess(
-    rates: NDArray[np.float64], reports: NDArray[np.float64], sigma: float, max_order: int
-) -> FloatArray:
-    """Theorem 2's bound as `log(e^{(λ-1) ε_SSG(γ, m)} - 1)` for pairs (γ, m).
-
-    The general bound for sampling without replacement (Wang, Balle, Kasiviswanathan 2019,
-    Theorem 9) with `ε(∞) = ∞`:
-    `1 + γ² C(λ,2) min{4(e^{ε(2)} - 1), 2 e^{ε(2)}} + Σ_{j>=3} 2 γ^j C(λ,j) e^{(j-1) ε(j)}`.
-
-    γ in (0, 1] and m >= 1 have shape (B,). σ is representable. Returns shape (max_order + 1, B),
-    not rounded up; rows 0 and 1 are -inf.
-    """
-    central = moments.log_central_moments(sigma, max_order, reports)
-    log_two = math.log(2.0)
-    second = np.minimum(2.0 * log_two + central[2], log_two + np.logaddexp(0.0, central[2]))
-    result = np.full((max_order + 1, rates.size), -np.inf)
-    for order in range(2, max_order + 1):
-        weights, log_pair = subsampling_weights(rates, order)
-        rest = moments.log_sum_exp(weights + central[: order + 1], axis=0)
-        result[order] = np.logaddexp(log_pair + second, rest)
-    return result
-
-
 def subsampled_shuffled_gaussian(
     rate: float, reports: int, sigma: float, max_order: int
 ) -> FloatArray:
     """Theorem 2: `ε_SSG(γ, m)`, the printed bound for m reports sampled at rate γ.
+
+    The general bound for sampling without replacement (Wang, Balle, Kasiviswanathan 2019,
+    Theorem 9) with `ε(∞) = ∞`:
+    `1 + γ² C(λ,2) min{4(e^{ε(2)} - 1), 2 e^{ε(2)}} + Σ_{j>=3} 2 γ^j C(λ,j) e^{(j-1) ε(j)}`.
 
     It is not tight: its terms j >= 3 do not vanish as m grows, and at γ = 1 it stays above
     Theorem 1.
@@ -170,5 +127,46 @@ def subsampled_shuffled_gaussian(
         return np.zeros(max_order + 1)
     if not moments.is_representable(sigma, max_order):
         return _infinite(max_order)
-    excess = subsampled_log_excess(np.array([rate]), np.array([float(reports)]), sigma, max_order)
-    return moments.round_up(np.logaddexp(0.0, excess[:, 0]))
+    weights, log_pair = subsampling_weights(rate, max_order)
+    central = moments.log_central_moments(sigma, max_order, reports)
+    log_two = math.log(2.0)
+    second = min(2.0 * log_two + central[2], log_two + np.logaddexp(0.0, central[2]))
+    excess = np.logaddexp(log_pair + second, moments.log_sum_exp(weights + central))
+    return moments.round_up(np.logaddexp(0.0, excess))
+
+
+def epsilon_from_rdp(orders: FloatArray, rdp: FloatArray, delta: float) -> tuple[float, int]:
+    """Returns the least ε over the orders (Lemma 2), and the index of the order that gives it.
+
+    The formulas, and the shortcut through the Kullback-Leibler divergence, are those of
+    `dp_accounting.rdp.compute_epsilon` and `compute_delta` (Canonne, Kamath, Steinke 2020, Prop.
+    12), which loop over the orders in Python: too slow to ask before every round.
+
+    Orders λ > 1.01 and their ε(λ) >= 0, which may be inf, have shape (K,); δ lies in [0, 1].
+
+    Raises:
+        ValueError: A negative or undefined divergence.
+    """
+    _check(rdp)
+    if delta == 0.0:
+        return (0.0, 0) if np.all(rdp == 0.0) else (math.inf, 0)
+    epsilons = rdp + np.log1p(-1.0 / orders) - np.log(delta * orders) / (orders - 1.0)
+    # δ <= sqrt(1 - e^{-KL}) (Bretagnolle-Huber), and KL is at most any Rényi divergence.
+    epsilons = np.where(delta**2 + np.expm1(-rdp) > 0.0, 0.0, epsilons)
+    best = int(np.argmin(epsilons))
+    return max(0.0, float(epsilons[best])), best
+
+
+def delta_from_rdp(orders: FloatArray, rdp: FloatArray, epsilon: float) -> float:
+    """Returns the least δ over the orders at ε >= 0, which may be inf; as `epsilon_from_rdp`."""
+    _check(rdp)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        by_kl = 0.5 * np.log(-np.expm1(-rdp))
+        by_order = (orders - 1.0) * (rdp - epsilon + np.log1p(-1.0 / orders)) - np.log(orders)
+    log_deltas = np.fmin(by_kl, by_order)  # inf - inf is no bound: fmin drops it
+    return min(1.0, math.exp(min(0.0, float(np.min(log_deltas)))))
+
+
+def _check(rdp: FloatArray) -> None:
+    if np.any(np.isnan(rdp)) or np.any(rdp < 0.0):
+        raise ValueError("Rényi divergences must be non-negative numbers")

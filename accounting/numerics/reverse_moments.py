@@ -39,14 +39,10 @@ def larger_direction(
     """Returns the larger log-moment of both directions, for every order.
 
     Where the bound by geometric means is below the forward direction it is taken for the reverse
-    one; nothing is integrated there.
+    one; nothing is integrated there. At σ = 0 `forward` is the answer.
 
-    At σ = 0 `forward` is the answer.
-
-    Args:
-        forward: `log E[W̄^λ]`, rounded up, shape (max_order + 1,).
-        draws: N in 0..n.
-        rate: The chance of each of the N to report, in (0, 1].
+    `forward` is `log E[W̄^λ]`, rounded up, of shape (max_order + 1,). Each of the N `draws` reports
+    with chance `rate`.
     """
     result = forward.copy()
     if draws == 0 or sigma == 0.0:

@@ -74,7 +74,6 @@ class Hiding:
     """Where a user's report hides: `H_α = scale E[((α-1)(b - uD) + X_1 + ... + X_K)_+]`.
 
     Attributes:
-        scale: The factor.
         count: K, how many blankets are at the two records' places, and D given K.
         shift: b <= 0.
         step: u >= 0.

@@ -108,15 +108,8 @@ def positive_parts(
     every K in it becomes larger in the convex order: less goes down, and more spreads. D, the
     number of steps down, is in blocks of its own that count as their least.
 
-    Args:
-        drift: a <= 0, shape (J,).
-        swing: w > 0, shape (J,).
-        shift: b <= 0, shape (J,).
-        step: u >= 0, shape (J,).
-        count: K, and D given K; its own shift and step are not used.
-
-    Returns:
-        Shape (J,).
+    a <= 0, w > 0, b <= 0, u >= 0 and the result have shape (J,). `count` is that of K, and of D
+    given K; its own shift and step are not used.
     """
     first, last, chances = _blocks(count)
     downs, weights = _steps_down(count, last)

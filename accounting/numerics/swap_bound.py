@@ -60,7 +60,7 @@ class SwapBound:
 
     def divergence(self, alpha: float, pair: Pair) -> float:
         """Returns an upper bound of H_α, α >= 1, for one direction of the worst pair."""
-        worst = _WORST[pair](self._width, alpha, 1.0 + self._raised)
+        worst = worst_law(pair, self._width, alpha, 1.0 + self._raised)
         count = TermsCount(self._others, self._rate, 1.0 - self._rate, alpha - 1.0)
         places, chances, excess = self._own(alpha, pair)
         found = positive_parts(worst, count, np.append(places, 0.0))
@@ -102,59 +102,57 @@ _EXPONENTS: dict[Pair, tuple[float, float]] = {
 }
 
 
-# Each is a law as a function of t ~ N(0, 1), w = 1/z: from V above zero with the others at the one
-# end, V below zero with them at the other, zero between. Both parts increase in t.
-Part = Callable[[FloatArray], FloatArray]
+Part = tuple[Callable[[FloatArray], FloatArray], Callable[[FloatArray], FloatArray]]
+"""A function that increases in t ~ N(0, 1), and its slope."""
+
+Parts = tuple[Part, Part, tuple[float, float]]
+"""A law above zero, below zero, and the ends of the t for which it is zero."""
 
 
-def _joined(
-    right: tuple[Part, Part],
-    left: tuple[Part, Part],
-    flat: tuple[float, float],
-    raised: float,
-    width: float,
-    moments: tuple[float, float],
-) -> Jumps:
-    """The law from value and slope of both parts; flat between; the right one raised.
+def worst_law(pair: Pair, width: float, alpha: float, raised: float) -> Jumps:
+    """Returns `worst` as a function of t ~ N(0, 1), its positive values times `raised`; w = 1/z.
 
-    `moments` are E[V] and E[V_+] before.
+    It is V above zero with the others at the one end, V below zero with them at the other, and zero
+    between.
     """
-    below, above = flat
+    w = 2.0 * width if pair is opposite else width
+    right, left, (below, above) = _PARTS[pair](w, alpha)
 
     def value(t: FloatArray) -> FloatArray:
         high, low = np.maximum(t, above), np.minimum(t, below)
-        return raised * np.maximum(right[0](high), 0.0) + np.minimum(left[0](low), 0.0)
+        positive: FloatArray = raised * np.maximum(right[0](high), 0.0)
+        return positive + np.minimum(left[0](low), 0.0)
 
     def slope(t: FloatArray) -> FloatArray:
         high, low = np.maximum(t, above), np.minimum(t, below)
         up = np.where(t > above, raised * right[1](high), 0.0)
         return up + np.where(t < below, left[1](low), 0.0)
 
-    mean = moments[0] + (raised - 1.0) * moments[1]
-    return Jumps(value, slope, mean, width, flat)
+    before = math.exp(float(log_gaussian_delta(w, math.log(alpha))))  # E[V_+], not raised
+    mean = 1.0 - alpha + (raised - 1.0) * before
+    return Jumps(value, slope, mean, 2.0 * width, (below, above))
 
 
-def _opposite(width: float, alpha: float, raised: float) -> Jumps:
+def _ratio(w: float, alpha: float) -> Part:
+    """R - α."""
+    half = 0.5 * w * w
+    return lambda t: np.exp(w * t - half) - alpha, lambda t: w * np.exp(w * t - half)
+
+
+def _opposite(w: float, alpha: float) -> Parts:
     """x against -x: others at -x give R - α, others at x give 1 - α/R."""
-    w, level = 2.0 * width, math.log(alpha)
-    half = 0.5 * w * w
-    return _joined(
-        (lambda t: np.exp(w * t - half) - alpha, lambda t: w * np.exp(w * t - half)),
-        (
-            lambda t: 1.0 - alpha * np.exp(-w * t - half),
-            lambda t: w * alpha * np.exp(-w * t - half),
-        ),
-        ((level - half) / w, (level + half) / w),
-        raised,
-        w,
-        (1.0 - alpha, math.exp(float(log_gaussian_delta(w, level)))),
+    level, half = math.log(alpha), 0.5 * w * w
+    left = (
+        lambda t: 1.0 - alpha * np.exp(-w * t - half),
+        lambda t: w * alpha * np.exp(-w * t - half),
     )
+    return _ratio(w, alpha), left, ((level - half) / w, (level + half) / w)
 
 
-def _against_zero(width: float, alpha: float, raised: float) -> Jumps:
+def _against_zero(w: float, alpha: float) -> Parts:
     """x against zero: others at -x give R² e^{..} - α R e^{..}, others at x give 1 - α/R."""
-    w, level = width, math.log(alpha)
-    half = 0.5 * w * w
+    level, half = math.log(alpha), 0.5 * w * w
+    lift = alpha * math.exp(half)
 
     def high(t: FloatArray) -> FloatArray:  # f_x / f_{-x}; f_0 / f_{-x} is its root, by e^{w²/2}
         return np.exp(w * (t - w))
@@ -162,40 +160,27 @@ def _against_zero(width: float, alpha: float, raised: float) -> Jumps:
     def low(t: FloatArray) -> FloatArray:
         return alpha * np.exp(-w * t - half)
 
-    lift = alpha * math.exp(half)
-    return _joined(
-        (lambda t: high(t) * (high(t) - lift), lambda t: w * high(t) * (2.0 * high(t) - lift)),
-        (lambda t: 1.0 - low(t), lambda t: w * low(t)),
-        ((level - half) / w, (level + half) / w + w),
-        raised,
-        2.0 * w,
-        (1.0 - alpha, math.exp(float(log_gaussian_delta(w, level)))),
-    )
+    right = lambda t: high(t) * (high(t) - lift), lambda t: w * high(t) * (2.0 * high(t) - lift)
+    left = lambda t: 1.0 - low(t), lambda t: w * low(t)
+    return right, left, ((level - half) / w, (level + half) / w + w)
 
 
-def _zero_against(width: float, alpha: float, raised: float) -> Jumps:
+def _zero_against(w: float, alpha: float) -> Parts:
     """Zero against x: others at x give 1/R - α, others at -x the mirror image of the above."""
-    w, level = width, math.log(alpha)
-    half = 0.5 * w * w
+    level, half = math.log(alpha), 0.5 * w * w
+    lift = math.exp(half)
 
     def low(t: FloatArray) -> FloatArray:
         return np.exp(-w * (t + w))
 
-    lift = math.exp(half)
-    return _joined(
-        (lambda t: np.exp(w * t - half) - alpha, lambda t: w * np.exp(w * t - half)),
-        (
-            lambda t: low(t) * (lift - alpha * low(t)),
-            lambda t: w * low(t) * (2.0 * alpha * low(t) - lift),
-        ),
-        ((level - half) / w - w, (level + half) / w),
-        raised,
-        2.0 * w,
-        (1.0 - alpha, math.exp(float(log_gaussian_delta(w, level)))),
+    left = (
+        lambda t: low(t) * (lift - alpha * low(t)),
+        lambda t: w * low(t) * (2.0 * alpha * low(t) - lift),
     )
+    return _ratio(w, alpha), left, ((level - half) / w - w, (level + half) / w)
 
 
-_WORST: dict[Pair, Callable[[float, float, float], Jumps]] = {
+_PARTS: dict[Pair, Callable[[float, float], Parts]] = {
     opposite: _opposite,
     against_zero: _against_zero,
     zero_against: _zero_against,

@@ -43,7 +43,7 @@ class _SecondTerm:
         self.max_order = max_order
         self.log_q = log_q
         self._powers = np.arange(float(max_order))
-        weights, pair = rdp_bounds.subsampling_weight_table(rate, max_order)
+        weights, pair = rdp_bounds.subsampling_weights(rate, max_order)
         # log of the coefficient of m^{-p}: (λ, p), in both branches.
         common = np.full((max_order + 1, max_order), -np.inf)
         common[:, 0] = weights[:, 0]

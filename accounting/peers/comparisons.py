@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from dp_accounting import pld
 
-from shufl.accounting import validation
 from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd
-from shufl.accounting.numerics import FloatArray, conversion
+from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.composition import Composition, Target, count_block
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS, Profile, dyadic_interval
-from shufl.accounting.peers.clones import clones_delta
+from shufl.accounting.numerics.renyi import epsilon_from_rdp
 from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
-from shufl.accounting.peers.randomised_response import Adversary, randomised_response_delta
+from shufl.accounting.peers.signs import Adversary, clones_delta, randomised_response_delta
 
 
 def composed_epsilon(
@@ -51,26 +50,13 @@ def composed_epsilon(
     return composed.epsilon((rounds,), delta)
 
 
-def strong_composition(epsilon: float, rounds: int, slack: float) -> float:
-    """Returns ε after T rounds that are each (ε, δ)-DP, at `1 - (1-δ)^T (1-δ̃)`, for every δ.
-
-    The closed form of Kairouz, Oh and Viswanath 2015, Theorem 3.4; δ̃ is `slack`, in (0, 1).
-    """
-    mean = rounds * epsilon * math.tanh(epsilon / 2.0)
-    root = math.sqrt(rounds) * epsilon
-    spread = epsilon * math.sqrt(2.0 * rounds * math.log(math.e + root / slack))
-    wider = epsilon * math.sqrt(2.0 * rounds * -math.log(slack))
-    return min(rounds * epsilon, mean + spread, mean + wider)
-
-
 def central_subsampled_gaussian(
     rate: float, noise_multiplier: float, rounds: int, delta: float
 ) -> float:
     """Returns ε of DP-SGD with a trusted server: dp_accounting's PLD accountant.
 
-    One user added or removed, Poisson sampling at rate γ, Gaussian noise once on the sum.
-
-    `noise_multiplier` is that of the noise on the sum, over the clip norm.
+    One user added or removed, Poisson sampling at rate γ, Gaussian noise once on the sum:
+    `noise_multiplier` is that of the sum's noise, over the clip norm.
     """
     event = dp_accounting.GaussianDpEvent(noise_multiplier)
     if rate < 1.0:
@@ -80,13 +66,7 @@ def central_subsampled_gaussian(
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Another system's ε against rounds.
-
-    Attributes:
-        name: Its column in tables.
-        epsilons: ε at each number of rounds asked for.
-        covers: What it is the ε of, and why it is no guarantee for ours.
-    """
+    """Another system's ε at each number of rounds, and what it is the ε of."""
 
     name: str
     epsilons: tuple[float, ...]
@@ -108,11 +88,11 @@ def peers(
     its own δ₀ would have to be added to δ, and is not.
 
     Raises:
-        ValueError: A value outside its range.
+        ValueError: ε₀ is beyond what can be computed.
     """
-    validation.integer("users", users, 1)
-    validation.real("check-in rate", check_in_rate, "(0, 1]")
-    noise = validation.real("noise multiplier", mechanism.noise_multiplier, "(0, inf)")
+    noise = mechanism.noise_multiplier
+    if not noise > 0.0:
+        raise ValueError(f"other systems price no report without noise, got {noise:g}")
     k = min(users, math.ceil(users * check_in_rate))
     rate = k / users
     if isinstance(mechanism, LdpSgd):
@@ -121,9 +101,9 @@ def peers(
         delta0 = delta / (8.0 * max(rounds) * k)
         local = gaussian_epsilon(2.0 / noise, delta0)
         why = f"the Gaussian's ε₀ at δ₀ = {delta0:.2g}"
-    if local > MAX_LOSS:
+    if not 0.0 < local <= MAX_LOSS:
         raise ValueError(
-            f"one report's ε₀ must be at most {MAX_LOSS:g} for other systems, got {local:.4g} at "
+            f"one report's ε₀ must lie in (0, {MAX_LOSS:g}] for other systems, got {local:.4g} at "
             f"noise multiplier {noise:g}"
         )
     grid = _grid(k, local)
@@ -174,7 +154,7 @@ def _girgis(
             divergences = girgis_subsampled_rdp(rate, reports, local_epsilon, orders)
         else:
             divergences = girgis_rdp(reports, local_epsilon, orders)
-    return [conversion.epsilon_from_rdp(orders, count * divergences, delta)[0] for count in rounds]
+    return [epsilon_from_rdp(orders, count * divergences, delta)[0] for count in rounds]
 
 
 def _grid(reports: int, local_epsilon: float) -> FloatArray:

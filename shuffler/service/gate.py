@@ -87,12 +87,12 @@ class Gate:
     ) -> None:
         """Adds a service, as the generated code would, but for bytes that are no message, or none.
 
-        gRPC would answer the first with a text of Python's, and the second never. To it all methods
-        are streams here, which makes no difference on the wire: the one request of most is read and
-        checked here, and `Submit` reads its own. A method that raises `ShufflerRefused`, or
-        `TimeoutError`, ends its call with that. Methods are for the role, and get the caller beside
-        the request; where there is no role, for whoever can connect. Methods that the servicer does
-        not have are not served.
+        For malformed bytes gRPC answers with a text of Python's, and for no request it never
+        answers. To gRPC all methods are streams here, which makes no difference on the wire: this
+        code reads and checks the one request of most methods, and `Submit` reads its own. A method
+        that raises `ShufflerRefused`, or `TimeoutError`, ends its call with that. Methods are for
+        the role, and get the caller beside the request; where there is no role, for whoever can
+        connect. Methods that the servicer does not have are not served.
         """
 
         def handler(method: MethodDescriptor) -> Any:

@@ -64,7 +64,7 @@ class Refusal(StrEnum):
     BELOW_MINIMUM = "BELOW_MINIMUM", "the batch was below the plan's minimum and is destroyed"
     DISCARDED = "DISCARDED", "the batch was destroyed when the round was closed"
     ALREADY_RELEASED = "ALREADY_RELEASED", "a batch is released once"
-    BATCH_LOST = "BATCH_LOST", "what the shuffler had of it was missing or damaged"
+    BATCH_LOST = "BATCH_LOST", "the stored batch is missing or damaged"
     TOO_MANY_RUNS = "TOO_MANY_RUNS", "too many runs have not ended"
     TOO_MANY_ROUNDS = "TOO_MANY_ROUNDS", "too many rounds of this server are open"
     TOO_MANY_BATCHES = "TOO_MANY_BATCHES", "fetch one of the closed rounds first"

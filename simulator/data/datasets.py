@@ -10,10 +10,11 @@ import functools
 import hashlib
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,6 +44,20 @@ class Dataset:
     scale: float = 1.0
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+
+    if TYPE_CHECKING:  # a reader may give arrays; `load_dataset` makes tensors of them
+
+        def __init__(
+            self,
+            train_features: torch.Tensor | np.ndarray,
+            train_labels: torch.Tensor | np.ndarray,
+            test_features: torch.Tensor | np.ndarray,
+            test_labels: torch.Tensor | np.ndarray,
+            classes: int,
+            scale: float = 1.0,
+            mean: Sequence[float] = (0.0,),
+            std: Sequence[float] = (1.0,),
+        ) -> None: ...
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -218,7 +233,9 @@ def _without_numpy(dataset: Dataset) -> Dataset:
     return replace(dataset, **changes)
 
 
-_TO_FLOAT32 = "x.float() (a model of token ids then begins with x.long())"
+_TO_FLOAT32 = (
+    'x.float(), or x.astype("float32") in numpy (a model of token ids then begins with x.long())'
+)
 
 
 def _mistake(dataset: Any) -> str | None:
@@ -231,17 +248,12 @@ def _mistake(dataset: Any) -> str | None:
         features, labels = (getattr(dataset, f"{part}_{what}") for what in ("features", "labels"))
         for name, tensor, dtypes, remedy in (
             (f"{part}_features", features, (torch.uint8, torch.float32), _TO_FLOAT32),
-            (f"{part}_labels", labels, (torch.int64,), "x.long()"),
+            (f"{part}_labels", labels, (torch.int64,), 'x.long(), or x.astype("int64") in numpy'),
         ):
-            if not is_dense(tensor) or tensor.dtype not in dtypes:
-                allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                remedy = f": convert it with {remedy}" if is_dense(tensor) else ""
-                return (
-                    f"must have {name} as a dense tensor or array of {allowed} on the CPU, "
-                    f"got {kind_of(tensor)}{remedy}"
-                )
-            if tensor.requires_grad:
-                return f"must have {name} without gradients, got a tensor that requires them"
+            if wrong := wrong_tensor(tensor, *dtypes):
+                of_type = not isinstance(tensor, torch.Tensor) or tensor.dtype in dtypes
+                remedy = "" if of_type else f": convert it with {remedy}"
+                return f"must have {name} as {wrong}{remedy}"
         shape = features.shape[1:]
         if features.dim() < 2 or shape != dataset.input_shape or shape.numel() == 0:
             return (
@@ -276,20 +288,16 @@ def _mistake(dataset: Any) -> str | None:
     return None
 
 
-def is_dense(thing: Any) -> bool:
-    """Whether something is a tensor that has all its numbers in the CPU's memory."""
-    return (
-        isinstance(thing, torch.Tensor)
-        and thing.device.type == "cpu"
-        and thing.layout == torch.strided
-        and not thing.is_nested
-    )
-
-
-def kind_of(thing: Any) -> str:
-    """What something is that should be a dense tensor, in a few words."""
-    if not isinstance(thing, torch.Tensor):
-        return type(thing).__name__
-    layout = "nested" if thing.is_nested else thing.layout
-    of = "" if is_dense(thing) else f", {layout}, on {thing.device}"
-    return f"{thing.dtype}{of}".replace("torch.", "")
+def wrong_tensor(thing: Any, *dtypes: torch.dtype) -> str:
+    """What is needed and what was given instead; empty: a tensor of one of these types."""
+    is_tensor, kind = isinstance(thing, torch.Tensor), type(thing).__name__
+    if is_tensor:
+        layout = "nested" if thing.is_nested else thing.layout
+        dense = thing.device.type == "cpu" and layout == torch.strided
+        if dense and thing.dtype in dtypes and not thing.requires_grad:
+            return ""
+        kind = f"{thing.dtype}" if dense else f"{thing.dtype}, {layout}, on {thing.device}"
+        kind += " with gradients" if thing.requires_grad else ""
+    allowed = " or ".join(map(str, dtypes))
+    needed = f"a dense tensor of {allowed} on the CPU, without gradients, got {kind}"
+    return needed.replace("torch.", "")

@@ -24,9 +24,8 @@ from shufl.simulator.data.datasets import (
     Dataset,
     cache_folder,
     dataset_digest,
-    is_dense,
-    kind_of,
     load_dataset,
+    wrong_tensor,
 )
 from shufl.simulator.data.scattering import COEFFICIENTS, scattering
 from shufl.simulator.data.whitening import dead_leaves, whitened, whitening
@@ -86,9 +85,6 @@ def check_digest(dataset: str, features: str | None, digest: str | None) -> None
     """Refuses data that are not those of another process, unless its digest is None or empty.
 
     With another split this process would train on records that the other one tests on.
-
-    Raises:
-        ConfigError: the digest is another one here.
     """
     if digest and digest != data_digest(dataset, features):
         own = "" if features is None else f", or data.features {features},"
@@ -124,18 +120,13 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
     failure = f"data.features {name} could not map records of shape {tuple(records.shape[1:])}"
     with readers_code(failure), torch.no_grad():
         features = make(records.clone())  # which it may change
-    got = kind_of(features)
-    shape: tuple[int, ...] = features.shape if is_dense(features) else ()
-    if got != "float32" or len(shape) < 2 or shape[0] != len(records) or not features.numel():
-        got += f" of shape {tuple(shape)}" if is_dense(features) else ""
+    if wrong := wrong_tensor(features, torch.float32):
+        raise ConfigError(f"data.features {name} must give {wrong}")
+    shape = tuple(features.shape)
+    if len(shape) < 2 or shape[0] != len(records) or not features.numel():
         raise ConfigError(
-            f"data.features {name} must give float32 features of shape ({len(records)}, ...) for "
-            f"{len(records)} records, dense and on the CPU, got {got}"
-        )
-    if features.requires_grad:
-        raise ConfigError(
-            f"data.features {name} must give features without gradients, got a tensor that "
-            "requires them: call .detach()"
+            f"data.features {name} must give features of shape ({len(records)}, ...) for "
+            f"{len(records)} records, got shape {shape}"
         )
     if not features.isfinite().all():
         raise ConfigError(f"data.features {name} must give finite features, got others")
@@ -143,11 +134,7 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_of_one(dataset: Dataset, name: str) -> torch.Size:
-    """The shape of a record's features, from a trial.
-
-    Raises:
-        ConfigError: the map fails, or a record's features depend on the record beside it.
-    """
+    """The shape of a record's features, from a trial that shows whether they are its own alone."""
     few = dataset.inputs(dataset.train_features[:_RECORDS_AT_ONCE])
     alone = [map_records(name, record) for record in few.split(1)]
     together = map_records(name, few)
@@ -193,11 +180,7 @@ def _read(path: Path) -> Tensors | None:
 
 
 def _keep(path: Path, dataset: Dataset, name: str) -> Tensors:
-    """Computes the features and writes them to a file, which is whole as soon as it is there.
-
-    Raises:
-        ConfigError: the map fails, or there is no room for its features.
-    """
+    """Computes the features and writes them to a file, which is whole as soon as it is there."""
     shape = _shape_of_one(dataset, name)
     size = 4 * shape.numel() * (len(dataset.train_labels) + len(dataset.test_labels))
     temporary = path.with_name(f"{path.name}.{os.getpid()}")

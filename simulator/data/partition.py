@@ -9,6 +9,7 @@ import torch
 
 from shufl.simulator.data.datasets import Dataset
 from shufl.simulator.data.features import check_digest, load_records
+from shufl.simulator.section import ConfigError
 
 
 def partition(
@@ -22,15 +23,14 @@ def partition(
     2019). `repeated`: one record each; the records are dealt again and again in the same random
     order, so that there may be more users than records.
 
-    `labels` are int of shape (r,). There are at most r users, but for `repeated`. A small
-    concentration makes `dirichlet` skewed.
+    A small concentration makes `dirichlet` skewed.
 
     Returns:
         int of shape (k, q), k at most users: row u modulo k has user u's record indices. Rows are
         disjoint; only under `repeated` may users share them.
 
     Raises:
-        ValueError: there are too few records.
+        ConfigError: there are too few records.
     """
     quota = records_per_user(len(labels), users, scheme)
     rng = np.random.Generator(np.random.Philox(key=seed))
@@ -47,16 +47,12 @@ def partition(
 
 
 def records_per_user(records: int, users: int, scheme: str) -> int:
-    """How many records each user gets.
-
-    Raises:
-        ValueError: there are too few.
-    """
+    """How many records each user gets."""
     if scheme == "repeated":
         return 1
     least = 2 if scheme == "by-label" else 1
     if records // users < least:
-        raise ValueError(
+        raise ConfigError(
             f"data.users must lie in [1, {records // least}] ({records} training records, at least "
             f"{least} each under {scheme}), got {users}"
         )
@@ -159,9 +155,6 @@ def load_user_records(
     """The records of all users: what `load_records` gives, dealt as `partition` says.
 
     `digest` is as for `check_digest`.
-
-    Raises:
-        ConfigError: see `check_digest` and `load_records`.
     """
     check_digest(dataset, features, digest)
     loaded = load_records(dataset, features)

@@ -36,9 +36,6 @@ def scattering(images: torch.Tensor) -> torch.Tensor:
         float32 of shape (r, 81 channels, height // 4, width // 4). The 81 coefficients are the
         mean; 16 of the first order, the fine scale before the coarse one; and 64 of the second, by
         the angle of the fine wavelet and then by that of the coarse one.
-
-    Raises:
-        ConfigError: the records are no images, or too small.
     """
     if images.dim() != 4 or min(images.shape[2:]) < _LEAST_PIXELS:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The ways to play a run's rounds. A new engine is a file here and an entry of `ENGINES`."""
+"""The ways to play a run's rounds. CONTRIBUTING.md says what a new one touches."""
 
 from shufl.simulator.engine_table import ENGINES, EngineEntry
 from shufl.simulator.engines.base import Engine, EngineFailed, interrupts

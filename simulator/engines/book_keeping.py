@@ -48,8 +48,7 @@ def gradients_of_users(
 ) -> Gradients:
     """Each user's gradient of its mean cross-entropy, from one forward and backward.
 
-    Whatever their precision, the factors are taken as float32 numbers, of which the norm is then
-    that of the gradient which is summed.
+    Factors are converted to float32 first, so the norm is that of the gradient that is summed.
 
     Args:
         model, features, labels, precision: see `clipped_sum_of_updates`.

@@ -67,9 +67,8 @@ class Products:
     rounded alike. While a user's scale times b is at most 10 C, its clipped update is therefore no
     longer than C (1 + 2e-5). Users of whom more cancels are left to vmap, which measures the very
     numbers that it sums. So are users with inputs above 1e19, whose squared length float32 could
-    not hold: a scaled g_t is wrong by 1e-45 an entry where it is hardly a float32, and a_t
-    multiplies that. To 1e-26 an entry, which is little of a C of 1e-18, the least that
-    `shufl.simulator.config` takes.
+    not hold. A subnormal scaled g_t is off by up to 1e-45; times a_t ≤ 1e19 that is 1e-26 an entry,
+    which is little of 1e-18, the least C that `shufl.simulator.config` takes.
 
     Attributes:
         inputs: a, float32 of shape (k, groups, t, p).
@@ -172,8 +171,8 @@ Gradients = dict[tuple[str, ...], Dense | Products | Rows]
 def squared_lengths_of(vectors: torch.Tensor, more: float = 0.0) -> torch.Tensor:
     """Squared lengths along the last axis, plus `more`, as float64.
 
-    Those of float32 vectors err by 4e-6 of their value at most, in whatever order torch sums:
-    up to 64 squares at a time in float32, which is much faster than in float64, and fewer than 64
+    For float32 vectors the relative error is at most 4e-6, whatever torch's summation order: up to
+    64 squares at a time in float32, which is much faster than in float64, and fewer than 64
     in float64. Squares too small for float32 are made up for; too large ones may make the sum
     infinite.
     """
@@ -213,11 +212,7 @@ def lengths(gradients: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Clipping:
-    """What a user's update counts in the sum: min(1, C/norm).
-
-    Attributes:
-        clip_norm: C.
-    """
+    """What a user's update counts in the sum: min(1, C/norm)."""
 
     clip_norm: float
 

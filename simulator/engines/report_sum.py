@@ -129,7 +129,7 @@ class ReportSum:
         self._free = queue.SimpleQueue()
         for own, _ in zip(self._models, loads, strict=True):
             self._free.put((own, ModuleState(own)))
-        # Else float32 sums might be of 10 bits, and longer than their norms by as much (TF32).
+        # TF32 has 10 bits of mantissa: a clipped sum could exceed its computed norm by as much.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         blocks = np.split(users, np.flatnonzero(np.diff(users // self._block)) + 1)

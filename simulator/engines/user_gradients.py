@@ -60,13 +60,10 @@ def clipped_sum_of_updates(
 
     Args:
         method: what `fastest_method` gave for this model and training.
-        model: the round's model, in training mode.
+        model: in training mode.
         features: shape (k, r, ...), r records of each of k users, on the model's device.
         labels: int64 of shape (k, r), on the model's device.
-        training: one gradient, or local epochs.
         orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
-        clipping: what each update counts.
-        precision: that of forward and backward.
 
     Returns:
         float32 of shape (d,), on the model's device.
@@ -78,7 +75,7 @@ def clipped_sum_of_updates(
     gradients = gradients_of_users(model, names, features, labels, precision)
     norms, bounds = lengths(gradients)
     scales = clipping.scales(norms)
-    # Of the others float32 may not hold an entry, or only few digits of the scale.
+    # The others may overflow or lose precision in float32, so they take the vmap path.
     sure = bounds <= min(FLOAT32.max, clipping.clip_norm / FLOAT32.tiny)
     if bounds is not norms:
         sure &= scales.abs() * bounds <= _CANCELLATION * clipping.clip_norm
@@ -109,11 +106,7 @@ def fastest_method(
 
     Args:
         model: in training mode, on the CPU; it stays as it is.
-        input_shape: shape of one record.
-        classes: number of classes.
-        training: one gradient, or local epochs, which only vmap does.
         device: where updates will be computed.
-        precision: in which.
         users: the most that are ever computed at once.
         records: of each user.
 
@@ -200,12 +193,7 @@ def call_in(precision: Precision) -> Callable[..., torch.Tensor]:
 def clipped_sum(updates: Tensors, clipping: Clipping) -> torch.Tensor:
     """The sum over users of `clients.clip`, which makes an update with a NaN or infinity zero.
 
-    Args:
-        updates: float32 of shape (k, ...) for every parameter.
-        clipping: what each update counts.
-
-    Returns:
-        float32 of shape (d,).
+    `updates` are float32 of shape (k, ...) for every parameter; the sum is of shape (d,).
     """
     gradients: Gradients = {
         (name,): Dense(each.reshape(len(each), -1)) for name, each in updates.items()

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shufl.server import Optimiser, evaluate
 from shufl.simulator.config import Config
 from shufl.simulator.data.features import load_records
-from shufl.simulator.experiment import data_seed
-from shufl.simulator.models import build_model
+from shufl.simulator.experiment import model_maker
 from shufl.simulator.section import ConfigError, readers_code
 
 
@@ -29,8 +28,6 @@ class Reference:
     def __init__(self, config: Config, private: bool):
         """Gets ready.
 
-        The configuration gives C, ε and δ too.
-
         Args:
             private: by Opacus, where ε is that of adding or removing a record; that of replacing
                 one would be larger. Otherwise nothing is clipped, no noise is added, and the
@@ -42,13 +39,13 @@ class Reference:
         """
         self._config, self._private = config, private
         privacy, training = config.privacy, config.training
-        torch.manual_seed(data_seed(config))
+        torch.manual_seed(config.data_seed)
         self._data = load_records(config.data.dataset, config.data.features)
         records = len(self._data.train_labels)
         if private:
             _check(config, records)
-        about = self._data.input_shape, self._data.classes, data_seed(config), config.model.options
-        self._model = build_model(config.model.name, *about).to(config.simulation.device).train()
+        make_model = model_maker(config, self._data.input_shape, self._data.classes)
+        self._model = make_model().to(config.simulation.device).train()
         self._optimiser = Optimiser(
             training.optimiser,
             training.learning_rate,
@@ -103,11 +100,7 @@ class Reference:
 
 
 def _check(config: Config, records: int) -> None:
-    """Refuses a configuration that central training cannot be compared with.
-
-    Raises:
-        ConfigError: one line.
-    """
+    """Refuses a configuration that central training cannot be compared with."""
     if config.privacy.delta == "1/n":
         raise ConfigError('privacy.delta must be a number with trainer central, got "1/n"')
     users = config.data.users

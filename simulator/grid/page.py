@@ -1,30 +1,29 @@
-"""What a grid came to: CSV, plot, and a page of Markdown with where every number comes from."""
+"""What a grid came to: CSV, plot, and pages with where every number comes from."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from shufl.accounting import ACCOUNTANTS
+from shufl.accounting.validation import first_mistake
 from shufl.simulator.config import dumps
 from shufl.simulator.grid.points import read_result
 from shufl.simulator.grid.rows import write_rows
 from shufl.simulator.grid.settings import Grid, Point, Series, shown
+from shufl.simulator.pages import Section, Table, image, origin, render, what_trained
 from shufl.simulator.plots import draw
 from shufl.simulator.tables import epsilon_text, for_every_pair
 
 Result = dict[str, Any]
 """A point's `result.json`."""
-
-Table = list[list[str]]
-"""Rows of cells, the heads first."""
 
 
 def write_page(
@@ -34,18 +33,33 @@ def write_page(
     pages.mkdir(parents=True, exist_ok=True)
     results = finished(points, folder)
     write_rows(results, pages / f"{name}.csv")
-    plot_results(
-        grid, [result for _, result in results], pages / f"{name}.png", pages / f"{name}.svg"
-    )
+    images = (pages / f"{name}.{kind}" for kind in ("png", "svg"))
+    plot_results(grid, [result for _, result in results], *images)
+    sections = _sections(grid, points, results, failed, f"{name}.png")
     page = pages / f"{name}.md"
-    page.write_text("\n".join(_lines(name, grid, results, len(points), failed)), encoding="utf-8")
+    text = render("page.md", grid.title, f"All numbers: [{name}.csv]({name}.csv).", sections)
+    page.write_text(text, encoding="utf-8")
     return page
 
 
 def keep_grid(grid: Grid, folder: Path, failed: dict[str, str]) -> None:
-    """Writes `grid.json` beside the points, for `shufl report`: the grid and why points failed."""
+    """Writes `grid.json` beside the points, for `html_page`: the grid and why points failed."""
     text = json.dumps({"grid": grid.model_dump(mode="json"), "failed": failed})
     (folder / "grid.json").write_text(text, encoding="utf-8")
+
+
+def html_page(folder: Path) -> str:
+    """The page of an experiment's folder in `results`."""
+    stored = json.loads((folder / "grid.json").read_bytes())
+    try:
+        grid = Grid.model_validate_json(json.dumps(stored["grid"]))
+    except ValidationError as error:
+        raise ValueError(f"{folder / 'grid.json'}: {first_mistake(error, Grid)}") from None
+    points = grid.points()
+    results = finished(points, folder)
+    plot = image(plot_results, grid, [result for _, result in results])
+    sections = _sections(grid, points, results, stored["failed"], plot)
+    return render("page.html", grid.title, folder.resolve().name, sections)
 
 
 def finished(points: list[Point], folder: Path) -> list[tuple[Point, Result]]:
@@ -57,7 +71,7 @@ def finished(points: list[Point], folder: Path) -> list[tuple[Point, Result]]:
 def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
     """A line a series through the means, the range over seeds around it; its ε, dashed."""
     words = any(isinstance(value, str) for value in grid.values)
-    places = [place if words else value for place, value in enumerate(grid.values)]
+    places: list[Any] = list(range(len(grid.values)) if words else grid.values)
     with draw(*paths) as axes:
         beside = None if grid.across == "privacy.target_epsilon" else axes.twinx()
         for series in grid.series:
@@ -106,56 +120,54 @@ def _from_error(values: np.ndarray) -> np.ndarray:
     return 100 - np.exp(-values)
 
 
-def _lines(
-    name: str,
+def _sections(
     grid: Grid,
-    results: list[tuple[Point, Result]],
-    points: int,
+    points: list[Point],
+    finished: list[tuple[Point, Result]],
     failed: dict[str, str],
-) -> Iterator[str]:
-    """The page's lines."""
-    seeds = ", ".join(map(str, sorted({point.seed for point, _ in results})))
-    yield from (f"# {grid.title}", "")
-    if grid.about:
-        yield from (grid.about.strip(), "")
-    yield from (
-        f"Test accuracy in percent, with seeds {seeds}: the mean, and the range. "
-        f"{len(results)} of {points} runs are",
-        f"finished. All numbers: [{name}.csv]({name}.csv).",
-        "",
-        f"![{grid.title}]({name}.png)",
-        "",
-    )
-    plain = [result for _, result in results]
-    yield from _markdown(accuracy_table(grid, plain), words=(0,))
-    yield from ("", "## What each run did", "")
-    yield from _markdown(plan_table(grid, results), words=(0, 9))
-    yield from ("", *textwrap.wrap(EVERY_PAIR, 120))
-    yield from ("", "## What ε holds for", "")
-    yield from _markdown(coverage_table(plain), words=(0, 1))
-    yield from ("", "Coins and noise come from the seed: these runs protect nobody.")
-    if failed:
-        yield from ("", "## Runs that failed", "")
-        yield from (f"- {point}: {reason}" for point, reason in failed.items())
-    yield from ("", "## Where the numbers come from", "")
-    for command, commit, versions, runs, hours in origins(plain):
-        of_commit = f" at commit `{commit}`" if commit else ""
-        yield f"- `{command}`{of_commit}, {versions}: {runs} runs, {hours:.2f} hours of rounds"
-    yield ""
-    yield "The configuration of each series, at its first value and seed:"
-    for series in grid.series:
-        point = next((point for point, _ in results if point.series == series.name), None)
-        if point is not None:
-            yield from ("", f"<details><summary>{series.name}</summary>", "", "```toml")
-            yield from (dumps(point.config).strip(), "```", "", "</details>")
-    yield ""
-
-
-def _markdown(table: Table, words: tuple[int, ...]) -> Iterator[str]:
-    """A table's lines; columns that are not of words stand on the right."""
-    head, *_ = table
-    for row in (head, [("---" if at in words else "---:") for at in range(len(head))], *table[1:]):
-        yield f"| {' | '.join(row)} |"
+    plot: str,
+) -> list[Section]:
+    """The sections of a page; `plot` is the address of what `plot_results` drew."""
+    results = [result for _, result in finished]
+    seeds = ", ".join(map(str, sorted({result["seed"] for result in results})))
+    dumped = [(point.config.model_dump(exclude_none=True), point.trainer) for point in points]
+    trained = [what_trained(*each) for each in dumped]
+    facts = [
+        *_head_facts(results),
+        ("runs", f"{len(results)} of {len(points)}"),
+        ("seeds", seeds or "none"),
+        *((key, "; ".join(dict.fromkeys(each[key] for each in trained))) for key in trained[0]),
+        ("coins and noise", "from the seeds: simulations, which protect nobody"),
+        *origin(results),
+    ]
+    sections: list[Section] = [{"facts": facts}, {"note": grid.about.strip()}]
+    if results:
+        alt = f"Accuracy and ε against {grid.label}, a line for each series; numbers are below."
+        accuracies = accuracy_table(grid, results)
+        sections += [
+            {"title": grid.label, "plot": plot, "alt": alt},
+            {"title": "Test accuracy in percent, mean and range", "table": accuracies},
+            {
+                "title": "What each run did",
+                "note": _EVERY_PAIR,
+                "table": plan_table(grid, results),
+            },
+            {"title": "What ε holds for", "table": _coverage_table(results)},
+        ]
+    there = {point.key for point, _ in finished}
+    missing = [str(point) for point in points if point.key not in there]
+    for title, lines in (
+        ("Runs that failed", [f"{name}: {reason}" for name, reason in failed.items()]),
+        ("Runs that are missing", [name for name in missing if name not in failed]),
+        ("Where the numbers come from", list(_origins(results))),
+    ):
+        if lines:
+            sections.append({"title": title, "lines": lines})
+    first = {point.series: dumps(point.config).strip() for point, _ in reversed(finished)}
+    files = [(each.name, first[each.name]) for each in grid.series if each.name in first]
+    note = "Of each series' first run."
+    sections.append({"title": "Configurations", "note": note, "files": files})
+    return sections
 
 
 def accuracy_table(grid: Grid, results: list[Result]) -> Table:
@@ -167,12 +179,12 @@ def accuracy_table(grid: Grid, results: list[Result]) -> Table:
     return rows
 
 
-def plan_table(grid: Grid, results: list[tuple[Point, Result]]) -> Table:
+def plan_table(grid: Grid, results: list[Result]) -> Table:
     """The largest ε of the runs that differ in their seed alone, and their privacy plan."""
     alike: dict[tuple[str, str], list[Result]] = {}
-    for _, result in results:
+    for result in results:
         alike.setdefault((result["series"], shown(result["value"])), []).append(result)
-    given = {name for _, result in results for name in result["epsilon"]}
+    given = {name for result in results for name in result["epsilon"]}
     names = [name for name in ACCOUNTANTS if name in given] + sorted(given.difference(ACCOUNTANTS))
     heads = (grid.label, *_FIRST, "γ", "z", "λ", "rounds", "δ", "neighbours")
     rows = [["series", *heads, *(f"ε {name}" for name in names)]]
@@ -188,11 +200,11 @@ def plan_table(grid: Grid, results: list[tuple[Point, Result]]) -> Table:
     return rows
 
 
-def head_facts(results: list[tuple[Point, Result]]) -> Iterator[tuple[str, str]]:
+def _head_facts(results: list[Result]) -> Iterator[tuple[str, str]]:
     """What matters first: from the least to the largest of all runs."""
     runs = [
         (*_first_epsilons([result]), (result["accuracy"], f"{result['accuracy']:.2%}"))
-        for _, result in results
+        for result in results
     ]
     for head, values in zip((*_FIRST, "test accuracy"), zip(*runs, strict=True), strict=False):
         given = [each for each in values if each[0] is not None]
@@ -201,7 +213,7 @@ def head_facts(results: list[tuple[Point, Result]]) -> Iterator[tuple[str, str]]
 
 
 _FIRST = ("halting ε", "ε for every pair")
-EVERY_PAIR = (
+_EVERY_PAIR = (
     "The halting ε is that of the accountant that ends the run. The ε for every pair is the least "
     "by an accountant that holds for every pair of neighbours. The accountant is in brackets; what "
     "it assumes stands below. Of several seeds the largest ε counts."
@@ -231,7 +243,7 @@ def _largest_epsilon(results: list[Result], accountant: str) -> float | None:
     return max((epsilon for epsilon in given if epsilon is not None), default=None)
 
 
-def coverage_table(results: list[Result]) -> Table:
+def _coverage_table(results: list[Result]) -> Table:
     """What the ε of each accountant that priced a result holds for."""
     priced = {name for result in results for name in result["epsilon"]}
     covers = {name: each.covers for name, each in ACCOUNTANTS.items()} | {"opacus": _OPACUS_COVERS}
@@ -246,14 +258,15 @@ _OPACUS_COVERS = (
 _NUMBERS = ("check_in_rate", "noise_multiplier", "shuffler_blankets", "rounds", "delta")
 
 
-def origins(results: list[Result]) -> Iterator[tuple[str, str, str, int, float]]:
+def _origins(results: list[Result]) -> Iterator[str]:
     """Command, commit and versions, with how many runs they made and the hours of these."""
-    by_origin: dict[tuple[str, str, str], list[Result]] = {}
+    made: dict[str, list[float]] = {}
     for result in results:
+        commit = f" at commit {result['commit']}" if result["commit"] else ""
         versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
-        by_origin.setdefault((result["command"], result["commit"], versions), []).append(result)
-    for (command, commit, versions), made in by_origin.items():
-        yield command, commit, versions, len(made), sum(each["seconds"] for each in made) / 3600
+        made.setdefault(f"{result['command']}{commit}, {versions}", []).append(result["seconds"])
+    for by, seconds in made.items():
+        yield f"{by}: {len(seconds)} runs, {sum(seconds) / 3600:.2f} hours of rounds"
 
 
 def _made(grid: Grid, results: list[Result], series: Series, value: float | str) -> list[Result]:
@@ -273,8 +286,5 @@ def _summary(results: list[Result]) -> tuple[float, float, float, float]:
 def _cell(results: list[Result]) -> str:
     if not results:
         return "–"
-    accuracies = [result["accuracy"] for result in results]
-    text = f"{100 * statistics.fmean(accuracies):.2f}"
-    if len(accuracies) > 1:
-        text += f" ({100 * min(accuracies):.2f} to {100 * max(accuracies):.2f})"
-    return text
+    mean, lowest, highest, _ = _summary(results)
+    return f"{mean:.2f}" + (f" ({lowest:.2f} to {highest:.2f})" if len(results) > 1 else "")

@@ -15,7 +15,6 @@ from pydantic_core import to_json
 from shufl.accounting.plan import CheckInRate
 from shufl.accounting.validation import NotNegative, Probability, Record, first_mistake
 from shufl.server import CheckpointError
-from shufl.simulator.config import dumps
 from shufl.simulator.console import Console
 from shufl.simulator.engines import ENGINES
 from shufl.simulator.experiment import prepare
@@ -30,27 +29,18 @@ _RESULT = "result.json"
 def play(point: Point, folder: Path, threads: int) -> None:
     """Plays a point, or goes on with it where it was interrupted, and writes its `result.json`.
 
-    The point's folder is made if it is not there. `threads` are torch's.
-
-    Raises:
-        Exception: whatever ends a run early.
+    `threads` are torch's.
     """
     torch.set_num_threads(threads)
-    if point.trainer != "shufl":
-        came_to = _reference(point).train()
-    else:
-        came_to = _outcome(_played(point, folder))
+    ours = point.trainer == "shufl"
+    came_to = _outcome(_played(point, folder)) if ours else _reference(point).train()
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
     write_result(folder, point, came_to | provenance() | {"versions": versions})
 
 
 def check(point: Point) -> None:
-    """Makes ready to play a point.
-
-    Raises:
-        ConfigError: it cannot be played.
-    """
+    """Makes ready to play a point."""
     if point.trainer != "shufl":
         _reference(point)
     else:
@@ -62,11 +52,7 @@ def _reference(point: Point) -> Reference:
 
 
 def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
-    """Writes a point's `result.json`.
-
-    The folder is made if it is not there. `came_to` is what `read_result` gives, but for what
-    `point` says.
-    """
+    """Writes a point's `result.json`, which `read_result` gives back."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{_RESULT}.tmp"
     result = _of_point(point) | came_to
@@ -102,11 +88,7 @@ class _Result(Record):
 
 
 def checked_result(point: Point, came_to: dict[str, Any]) -> None:
-    """Checks what `write_result` would write.
-
-    Raises:
-        ValueError: something is missing, of another kind or out of range.
-    """
+    """Checks what `write_result` would write."""
     try:
         _Result.model_validate(_of_point(point) | came_to)
     except ValidationError as error:
@@ -119,11 +101,6 @@ def read_result(folder: Path) -> dict[str, Any] | None:
         return _Result.model_validate_json((folder / _RESULT).read_bytes()).model_dump()
     except (FileNotFoundError, ValueError):
         return None
-
-
-def configuration_of(point: Point) -> str:
-    """A point's whole configuration, TOML."""
-    return dumps(point.config).strip()
 
 
 def _played(point: Point, folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,41 +29,33 @@ _EPSILON, _VERSIONS = "epsilon_", "versions"
 
 
 def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> None:
-    """Writes points' results, with a column for each accountant's ε and each setting.
-
-    A setting's column has its name in the configuration; it is empty where none was given.
-    """
-    accountants = sorted({name for _, result in results for name in result["epsilon"]})
-    settings = [
-        {"trainer": point.trainer} | flat(point.config.model_dump(exclude={"seed"}))
-        for point, _ in results
+    """Writes points' results, with a column for each accountant's ε and each setting."""
+    rows = [
+        {
+            **{key: getattr(point, key) for key in _POINT},
+            **{key: result[key] for key in (*_NUMBERS, *_WORDS)},
+            _VERSIONS: " ".join(f"{key}={value}" for key, value in result["versions"].items()),
+            **{f"{_EPSILON}{name}": value for name, value in result["epsilon"].items()},
+            "trainer": point.trainer,
+            **flat(point.config.model_dump(exclude={"seed"})),
+        }
+        for point, result in results
     ]
-    names = list(dict.fromkeys(name for each in settings for name in each))
+    heads = dict.fromkeys([*_POINT, *_NUMBERS, *_WORDS, _VERSIONS, *itertools.chain(*rows)])
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        epsilon_heads = (f"{_EPSILON}{name}" for name in accountants)
-        writer.writerow([*_POINT, *_NUMBERS, *_WORDS, *epsilon_heads, _VERSIONS, *names])
-        for (point, result), own in zip(results, settings, strict=True):
-            of_point = (getattr(point, key) for key in _POINT)
-            came_to = (result[key] for key in (*_NUMBERS, *_WORDS))
-            versions = " ".join(f"{key}={value}" for key, value in result["versions"].items())
-            epsilons = (result["epsilon"].get(name) for name in accountants)
-            writer.writerow([*of_point, *came_to, *epsilons, versions, *map(own.get, names)])
+        writer = csv.DictWriter(file, list(heads))
+        writer.writeheader()
+        writer.writerows(rows)
     unfinished.replace(path)
 
 
 def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
     """Gives points their results from a table that an earlier session wrote.
 
-    A point whose records or model come from the reader's own code gets none: the same name may mean
-    something else there.
-
-    Args:
-        path: what `write_rows` wrote; nothing happens if it is not there.
-        points: those that have no result, and whose series and configuration are to the letter
-            those of a row, get one.
-        folder: has a folder for each point.
+    `path` is what `write_rows` wrote; nothing happens if it is not there. A point gets a row's
+    result if series and configuration are to the letter the same. One whose records or model come
+    from the reader's own code gets none: the same name may mean something else there.
 
     Raises:
         ValueError: the file is not such a table, or a row that is wanted is damaged.

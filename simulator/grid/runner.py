@@ -28,10 +28,7 @@ def play_grid(
 ) -> tuple[list[dict[str, Any]], Path, dict[str, str]]:
     """Plays a grid, or goes on with it, and writes its table and its page.
 
-    Args:
-        source: a TOML file, or the name of a grid that ships with shufl.
-        results: the grid has its folder there.
-        pages: where table and page go, and whose table spares points; None: the grid's folder.
+    `pages` is where table and page go, and whose table spares points; None: the grid's folder.
 
     Returns:
         What each finished point came to; the page; why points failed, by what they are called.
@@ -79,11 +76,11 @@ def play_points(
 
     Raises:
         ConfigError: the configuration of one of them is wrong; none has been played.
-        EngineFailed: Ray does not start, or has fewer processors or GPUs than a point needs.
+        EngineFailed: Ray does not start, or has fewer processors or GPUs than a run needs.
         KeyboardInterrupt: SIGINT or SIGTERM came; what was at work is ended.
     """
     waiting = [point for point in points if read_result(folder / point.key) is None]
-    console.print(f"{len(points)} points, {len(points) - len(waiting)} of them already there")
+    console.print(f"{len(points)} runs, {len(points) - len(waiting)} of them already there")
     if not waiting:
         return
     import ray
@@ -94,7 +91,7 @@ def play_points(
         for what, needed in (("CPU", cpus), ("GPU", max(map(_gpus, waiting)))):
             if needed > there.get(what, 0):
                 raise EngineFailed(
-                    f"a point needs {needed:g} {what}s, and Ray has {there.get(what, 0):g}"
+                    f"a run needs {needed:g} {what}s, and Ray has {there.get(what, 0):g}"
                 )
 
         def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:
@@ -157,14 +154,9 @@ def _outcome(done: Any, point: Point, folder: Path, failed: dict[str, str]) -> s
         result = read_result(folder / point.key) or {}
         return f"accuracy {result['accuracy']:.2%} in {result['seconds']:.0f} s"
     except Exception as error:  # whatever the run raised, or Ray of a worker that died
-        failed[str(point)] = _reason(error)
+        failed[str(point)] = one_line(getattr(error, "cause", None) or error)[:300]
         return f"failed: {failed[str(point)]}"
 
 
 def _gpus(point: Point) -> float:
     return 1.0 if point.config.simulation.device == "cuda" else 0.0
-
-
-def _reason(error: Any) -> str:
-    """What a task raised, in one line, without Ray's traceback."""
-    return one_line(getattr(error, "cause", None) or error)[:300]

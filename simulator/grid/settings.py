@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from shufl.accounting.validation import first_mistake, read_toml
-from shufl.simulator.config import Config, dumps, load
+from shufl.simulator.config import Config, dumps, load, read_named
 from shufl.simulator.section import ConfigError, Section
 
 Value = Annotated[int | float | str, Field(description="numbers, or words")]
@@ -95,11 +93,7 @@ class Grid(Section):
         return series.trainer != "plain" or bool(series.each) or not private
 
     def points(self) -> list[Point]:
-        """All points, seed by seed, so that the first of each comes early.
-
-        Raises:
-            ConfigError: the configuration of one is wrong.
-        """
+        """All points, seed by seed, so that the first of each comes early."""
         return [
             self._point(series, index, seed)
             for seed in self.seeds
@@ -120,7 +114,7 @@ class Grid(Section):
         simulation = config.simulation
         if (simulation.engine, simulation.workers) != ("vectorised", 1):
             raise ConfigError(
-                f"series {series.name}: a point must have simulation.engine vectorised with one "
+                f"series {series.name}: a run must have simulation.engine vectorised with one "
                 f"worker, got {simulation.engine} with {simulation.workers}"
             )
         return Point(series.name, value, seed, series.trainer, config)
@@ -174,23 +168,6 @@ def load_grid(source: str) -> tuple[str, Grid]:
     """A grid and its name.
 
     `source` is a TOML file, or the name of a grid that ships with shufl.
-
-    Raises:
-        ConfigError: one line naming the key, what it was given, and what is allowed.
     """
-    shipped = importlib.resources.files("shufl.configs") / "experiments"
-    path = Path(source)
-    if not path.exists() and (shipped / f"{source}.toml").is_file():
-        path = Path(str(shipped / f"{source}.toml"))
-    try:
-        return path.stem, Grid.model_validate(read_toml(path))
-    except OSError as error:
-        names = sorted(Path(file.name).stem for file in shipped.iterdir())
-        raise ConfigError(
-            f"{source or 'an empty name'} cannot be read: {error.strerror}; an experiment is a "
-            f"TOML file or one of {', '.join(names)}"
-        ) from error
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {first_mistake(error, Grid)}") from None
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    content = read_named(source, "experiments", "an experiment")
+    return Path(source).stem, Grid.checked(source, content)

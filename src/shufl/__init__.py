@@ -5,6 +5,17 @@ package in here: `shufl.accounting`, `shufl.shuffler`, `shufl.clients`, `shufl.s
 `shufl.simulator`, `shufl.deploy`, `shufl.configs`.
 """
 
+from typing import Any
+
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _find(name)
+    except ModuleNotFoundError as error:
+        from shufl.cli.options import missing_extra
+
+        raise missing_extra(error, f"shufl.{name}") from None

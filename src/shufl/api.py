@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,20 +14,21 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 
 from shufl.accounting import PrivacyPlan, epsilon_table
-from shufl.server import RoundFailed, load_tensors
+from shufl.server import RoundFailed, StoppedBy, load_tensors
 from shufl.simulator.config import Config, load
 from shufl.simulator.console import Console
 from shufl.simulator.data.datasets import Dataset
 from shufl.simulator.experiment import Experiment
 from shufl.simulator.grid.runner import play_grid
 from shufl.simulator.plots import plot_accuracy_epsilon
-from shufl.simulator.records import read_run
+from shufl.simulator.records import MetricsError, read_run
 from shufl.simulator.run import Run, config_of
 from shufl.simulator.section import (
     Carried,
     ConfigError,
     is_carried,
     make_importable,
+    one_line,
     readers_code,
 )
 from shufl.simulator.tables import too_few_present
@@ -56,6 +58,8 @@ class RunResult:
         score: on the test data, of the final model; before the end, of the last round that was
             evaluated, or None.
         score_name: what `score` is.
+        stopped_by: `budget`, `rounds` (the plan's last), `on_round` (it returned `STOP`) or
+            `interrupt`; None before the end, and of a run that failed.
     """
 
     score_name = "accuracy"
@@ -68,10 +72,12 @@ class RunResult:
         rounds: int,
         metrics: list[dict[str, Any]],
         score: float | None = None,
+        stopped_by: StoppedBy | None = None,
     ):
         self.folder, self.plan, self.metrics = folder, plan, metrics
         scores = [row["accuracy"] for row in metrics if row["accuracy"] is not None]
         self.score = scores[-1] if score is None and scores else score
+        self.stopped_by = stopped_by
         self._config, self._rounds = config, rounds
 
     @functools.cached_property
@@ -100,13 +106,23 @@ class RunResult:
         """The final model.
 
         Raises:
-            RoundFailed: the run has not come to its end.
-            ConfigError: the model, or the data that give its shape, were objects that are gone.
+            RoundFailed: the run has not come to its end, or the file is damaged.
+            ConfigError: the model, or the data that give its shape, are objects that `load_run`
+                was not given, or others than `run` was.
         """
         if not (path := self.folder / "model.pt").exists():
-            raise RoundFailed(f"{path} is not there: the run has not come to its end")
+            raise RoundFailed(f"{path} is missing: the run has not come to its end")
         model = Experiment(self._config, self.plan, 0, 0).make_model()
-        model.load_state_dict(load_tensors(path))
+        try:
+            state = load_tensors(path)
+        except Exception as error:
+            raise RoundFailed(f"{path} cannot be read: {one_line(error)}") from error
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{path} is of another model than {self._config.model.name}"
+            ) from error
         return model
 
     def plot(self) -> Figure:
@@ -119,6 +135,12 @@ class RunResult:
 
 
 OnRound = Callable[[RunResult, nn.Module], Any]
+
+_STANDS_FOR: dict[str, dict[str, Any]] = {
+    "dataset": {"data.dataset": "object:dataset"},
+    "model": {"model.name": "object:model", "model.options": {}},
+}
+"""What a configuration has until the object that an argument gives is put in."""
 
 
 def run(
@@ -149,7 +171,8 @@ def run(
         model: the model itself, which is copied, or what makes it of the shape of a record and the
             number of classes, instead of `model.name` and `model.options`.
         on_round: is called after every round with the result so far and a copy of the model, and
-            may return `STOP`. What it raises ends the run, and comes out as it is.
+            may return `STOP`. What it raises ends the run, and comes out as it is. On Flower it is
+            called in another thread.
         progress: whether to print progress and tables.
         runs: where the run folder is made.
 
@@ -157,14 +180,29 @@ def run(
         ConfigError: before any work.
         EngineFailed, RoundFailed, ShufflerError, TimeoutError: the run ended early; its folder
             stays.
+        KeyboardInterrupt: after the run has ended in order; its folder stays.
     """
-    folder = Path(config).parent if isinstance(config, str | Path) else Path()
+    if not isinstance(config, Mapping):
+        config = _path("config", config)
+    if not (changes is None or isinstance(changes, Mapping)):
+        raise ConfigError(f"changes must be a dict of values by section.key, got {changes!r}")
+    changes, runs = dict(changes or {}), _path("runs", runs)
+    _check_on_round(on_round)
+    folder = config.parent if isinstance(config, Path) else Path()
     make_importable([folder, Path.cwd()])
-    objects = _carried(dataset, model)
-    names = {**objects, **({"model.options": {}} if "model.name" in objects else {})}
+    given = {"dataset": dataset, "model": model}
+    for argument, stands_for in _STANDS_FOR.items():
+        if given[argument] is None:
+            continue
+        for key in changes:
+            if str(key).strip().startswith(tuple(stands_for)):
+                raise ConfigError(
+                    f"changes must not have {key}: the argument {argument}= stands for it"
+                )
+        changes |= stands_for
     source = config if isinstance(config, Mapping) else str(config)
-    loaded = _with(load(source, {**(changes or {}), **names}), objects)
-    return _train(Run.new(loaded, Path(runs), _console(progress)), on_round)
+    loaded = _with(load(source, changes), _carried(dataset, model))
+    return _train(Run.new(loaded, runs, Console(quiet=not progress)), on_round)
 
 
 def resume(
@@ -178,28 +216,27 @@ def resume(
     """Goes on with an interrupted run, to its end.
 
     Objects that `run` was given must be given again. Data are compared with those of before.
+    `on_round` is not called for rounds that have a row in metrics.jsonl already.
 
     Raises:
         ConfigError: no run folder, or an object is missing or too many.
         CheckpointError: the data, the model or the versions are others than before.
         LedgerError, MetricsError: a file of the folder is damaged.
-        EngineFailed, RoundFailed, ShufflerError, TimeoutError: as for `run`.
+        EngineFailed, RoundFailed, ShufflerError, TimeoutError, KeyboardInterrupt: as for `run`.
     """
-    folder = Path(folder)
+    folder = _path("folder", folder)
     make_importable([Path.cwd()])
-    config, objects = config_of(folder), _carried(dataset, model)
-    for key, given in objects.items():
-        section, name = key.split(".")
-        named = getattr(getattr(config, section), name)
-        if not is_carried(named):
-            raise ConfigError(f"{key} of this run is {named}, not an object")
-        objects[key] = Carried(named, given.value)
-    config = _with(config, objects)
-    return _train(Run.of(folder, _console(progress), config=config), on_round)
+    config = _with_objects(config_of(folder), dataset, model)
+    _check_on_round(on_round)
+    return _train(Run.of(folder, Console(quiet=not progress), config=config), on_round)
 
 
-def load_run(folder: str | Path) -> RunResult:
+def load_run(
+    folder: str | Path, *, dataset: GivenDataset = None, model: GivenModel = None
+) -> RunResult:
     """Reads a run folder back.
+
+    Only the `model` of the result needs the objects that `run` was given.
 
     >>> import shufl
     >>> run = shufl.run("quickstart", {"privacy.rounds": 1, "simulation.engine": "vectorised"},
@@ -208,15 +245,21 @@ def load_run(folder: str | Path) -> RunResult:
     True
 
     Raises:
-        ConfigError: it is no run folder.
-        LedgerError: there is no ledger, a file is damaged, or the ledger lacks rounds.
+        ConfigError: it is no run folder, or an object is too many.
+        LedgerError, MetricsError: there is no ledger, a file is damaged, or the ledger lacks
+            rounds.
     """
-    folder = Path(folder).absolute()
-    config = config_of(folder)
+    folder = _path("folder", folder).absolute()
+    config = _with_objects(config_of(folder), dataset, model)
     ledger, rows = read_run(folder)
-    summary = folder / "summary.json"
-    score = json.loads(summary.read_bytes())["accuracy"] if summary.exists() else None
-    return RunResult(folder, config, ledger.plan, len(ledger.entries), rows, score)
+    ended: list[Any] = []
+    if (summary := folder / "summary.json").exists():
+        try:
+            read = json.loads(summary.read_bytes())
+            ended = [float(read["accuracy"]), read["stopped_by"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise MetricsError(f"{summary} is damaged: {one_line(error)}") from error
+    return RunResult(folder, config, ledger.plan, len(ledger.entries), rows, *ended)
 
 
 def grid(
@@ -234,29 +277,61 @@ def grid(
         ConfigError: before any work.
         EngineFailed: Ray does not start, or lacks processors.
         RuntimeError: some runs failed; the page says why, and the others are kept.
+        KeyboardInterrupt: the same call goes on.
     """
-    make_importable([Path(source).parent, Path.cwd()])
-    rows, page, failed = play_grid(str(source), Path(results), None, cpus, _console(progress))
+    make_importable([_path("source", source).parent, Path.cwd()])
+    results = _path("results", results)
+    rows, page, failed = play_grid(str(source), results, None, cpus, Console(quiet=not progress))
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(rows) + len(failed)} runs failed, see {page}")
     return rows
 
 
 def _train(run: Run, on_round: OnRound | None) -> RunResult:
-    def result(rounds: int, score: float | None = None) -> RunResult:
+    rows: list[dict[str, Any]] = []  # the reader's, who may change them
+
+    def result(rounds: int, *ended: Any) -> RunResult:
+        rows.extend(copy.deepcopy(run.rows[len(rows) :]))
         about = run.folder, run.experiment.config, run.experiment.plan
-        return RunResult(*about, rounds, list(run.rows), score)
+        return RunResult(*about, rounds, list(rows), *ended)
 
     def told(model: nn.Module) -> bool:
         assert on_round is not None
         return on_round(result(run.rows[-1]["round"]), copy.deepcopy(model)) is STOP
 
     ended = run.train() if on_round is None else run.train(told)
-    return result(ended.rounds, ended.accuracy)
+    if ended.stopped_by == "interrupt":
+        raise KeyboardInterrupt(f"shufl.resume goes on with the run in {run.folder}")
+    return result(ended.rounds, ended.accuracy, ended.stopped_by)
 
 
-def _console(progress: bool) -> Console:
-    return Console(quiet=not progress)
+def _path(name: str, given: Any) -> Path:
+    if not isinstance(given, str | Path):
+        raise ConfigError(f"{name} must be a path, got {given!r}")
+    return Path(given)
+
+
+def _check_on_round(on_round: Any) -> None:
+    """Refuses what cannot be called with a result and a model."""
+    try:
+        if on_round is not None:
+            inspect.signature(on_round).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"on_round must take a result and a model: {error}") from error
+    except ValueError:  # of a function that does not say what it takes
+        pass
+
+
+def _with_objects(config: Config, dataset: GivenDataset, model: GivenModel) -> Config:
+    """A run's configuration, with objects in the places of those that it had."""
+    objects = _carried(dataset, model)
+    for key, given in objects.items():
+        section, name = key.split(".")
+        named = getattr(getattr(config, section), name)
+        if not is_carried(named):
+            raise ConfigError(f"{key} of this run is {named}, not an object")
+        objects[key] = Carried(named, given.value)
+    return _with(config, objects)
 
 
 def _carried(dataset: GivenDataset, model: GivenModel) -> dict[str, Carried]:

@@ -5,6 +5,7 @@ import math
 
 import mpmath as mp
 import numpy as np
+from scipy import stats
 
 mp.mp.dps = 50
 
@@ -180,3 +181,20 @@ def placements(dimension, count):
         turn = [-0.5 * e[0] + math.sqrt(0.75) * s * e[1] for s in (1, -1)]
         yield "equilateral", np.array([turn[i % 2] for i in range(count)])
         yield "orthogonal", np.tile(e[1], (count, 1))
+
+
+def weak_adversary(n, k, local, epsilons):
+    """δ(ε) of n shuffled k-ary responses, those that are uniform told apart (Balle et al. 2019)."""
+    share, alphas = k / (math.exp(local) + k - 1), np.exp(epsilons)
+    total = np.zeros(len(alphas))
+    chances = stats.binom.pmf(np.arange(n), n - 1, share)
+    for m in np.flatnonzero(chances > 1e-13) + 1:  # the user's own, and the others' uniform ones
+        near = stats.binom.pmf(np.arange(m + 1), m, 2 / k)  # at the two candidate values
+        signs = np.flatnonzero(near > 1e-13)[:, None]
+        heads = np.arange(signs.max() + 1)
+        weights = chances[m - 1] * near[signs] * stats.binom.pmf(heads, signs, 0.5)
+        for at, alpha in enumerate(alphas):
+            gain = k * (signs * (1 - alpha) + (2 * heads - signs) * (1 + alpha)) / (2 * m)
+            gain = share * (1 - alpha) + (1 - share) * gain
+            total[at] += np.sum(weights * np.maximum(gain, 0))
+    return total

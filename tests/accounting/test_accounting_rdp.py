@@ -230,17 +230,6 @@ def test_theorem_2_is_the_printed_sum(rate, m, sigma):
         never_below(got[order], mp.log(theorem2(rate, m, sigma, order)))
 
 
-@pytest.mark.parametrize(("rate", "max_order"), [(0.1, 2), (1e-7, 3), (1.0, 40), (0.37, 9)])
-def test_theorem_2s_weights_are_the_same_one_order_at_a_time(rate, max_order):
-    table, pairs = rdp_bounds.subsampling_weight_table(rate, max_order)
-    assert not np.isfinite(table[:2]).any()
-    for order in range(2, max_order + 1):
-        column, pair = rdp_bounds.subsampling_weights(np.array([rate]), order)
-        np.testing.assert_allclose(table[order, : order + 1], column[:, 0], rtol=1e-13)
-        assert not np.isfinite(table[order, order + 1 :]).any()
-        assert pairs[order] == pytest.approx(pair[0], rel=1e-13)
-
-
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), users=st.integers(1, 5000), sigma=st.floats(0.2, 30))
 def test_theorem_2_is_never_below_the_exact_fixed_size_moment(data, users, sigma):

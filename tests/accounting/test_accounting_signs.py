@@ -6,6 +6,7 @@ import math
 import mpmath
 import numpy as np
 import pytest
+from accounting_oracles import weak_adversary
 from dp_accounting import UnsupportedEventError
 from scipy import stats
 
@@ -22,8 +23,7 @@ from shufl.accounting import (
     adjacency,
 )
 from shufl.accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
-from shufl.accounting.peers.clones import clones_delta
-from shufl.accounting.peers.randomised_response import randomised_response_delta
+from shufl.accounting.peers.signs import clones_delta
 
 RELATIONS = list(adjacency.ADJACENCIES.values())
 
@@ -140,7 +140,7 @@ def test_crowd_without_coins_is_the_weak_adversary_of_the_literature():
     accountant.compose(Shuffled(users, CheckIn(1.0), LdpSgd(noise_multiplier=noise_of(local))))
     epsilons = np.array([0.0, 0.1, 0.2, 0.4])
     ours = np.array([accountant.get_delta(epsilon) for epsilon in epsilons])
-    theirs = randomised_response_delta(users, 2, local, epsilons, "weak")
+    theirs = weak_adversary(users, 2, local, epsilons)
     np.testing.assert_allclose(ours, theirs, rtol=0.01, atol=2e-7)
     assert (ours < clones_delta(users, local, epsilons)).all()
 
@@ -243,7 +243,7 @@ def test_crowd_is_the_weak_adversary_of_more_categories(users, categories, local
     accountant.compose(Shuffled(users, CheckIn(1.0), mechanism))
     epsilons = np.array([0.0, 0.05, 0.1, 0.2])
     ours = np.array([accountant.get_delta(epsilon) for epsilon in epsilons])
-    theirs = randomised_response_delta(users, categories, local, epsilons, "weak")
+    theirs = weak_adversary(users, categories, local, epsilons)
     np.testing.assert_allclose(ours, theirs, rtol=0.025)
 
 

@@ -13,7 +13,7 @@ from shufl.accounting.audit import placements as audit_placements
 from shufl.accounting.audit.placements import AttackedRound, Placement
 from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.jump_sum import positive_parts
-from shufl.accounting.numerics.swap_bound import _WORST, SwapBound
+from shufl.accounting.numerics.swap_bound import SwapBound, worst_law
 from shufl.accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def stop_loss_of_the_law(pair, width, alpha, s):
     """E(V* - s)_+ from V* as a function of t."""
     t = np.linspace(-14.0, 14.0, 56001)
     weight = np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
-    v = _WORST[pair](width, alpha, 1.0).value(t)
+    v = worst_law(pair, width, alpha, 1.0).value(t)
     return np.array([np.sum(weight * np.maximum(v - each, 0.0)) for each in s])
 
 
@@ -72,7 +72,7 @@ def test_the_worst_law_is_the_upper_envelope_of_two_placements(pair, alpha, widt
 @pytest.mark.parametrize("raised", [1.0, 1.4])
 def test_mean_slope_and_order_of_the_worst_law(pair, raised):
     for width, alpha in [(0.2, 1.0), (0.5, 1.3), (1.0, 4.0), (2.0, 1.3)]:
-        law = _WORST[pair](width, alpha, raised)
+        law = worst_law(pair, width, alpha, raised)
         t = np.linspace(-13.0, 13.0, 26001)
         weight = np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
         v = law.value(t)
@@ -284,7 +284,7 @@ def test_the_rule_over_the_unswapped_report(pair, users, rate, noise, lost):
     t = np.linspace(-10.0 - width, 10.0 + width, 1501)
     weight = rate * np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
     for alpha in (1.0, 1.1):
-        law = _WORST[pair](width, alpha, 1.0 + cap / (crowd_size - cap))
+        law = worst_law(pair, width, alpha, 1.0 + cap / (crowd_size - cap))
         count = TermsCount(others, rate, 1.0 - rate, alpha - 1.0)
         first, second = (np.exp(m * width * t - 0.5 * (m * width) ** 2) for m in PAIRS[pair])
         own = cap * (first - alpha * second + alpha - 1.0)
@@ -307,7 +307,7 @@ def test_too_few_others():
 @pytest.mark.parametrize(("terms", "rate", "alpha"), [(300, 1.0, 1.02), (300, 0.2, 1.0)])
 def test_sums_at_several_shifts(pair, terms, rate, alpha):
     width, raised = 0.5, 1.1
-    law = _WORST[pair](width, alpha, raised)
+    law = worst_law(pair, width, alpha, raised)
     count = TermsCount(terms, rate, 1.0 - rate, alpha - 1.0)
     rng = np.random.default_rng(11)
     jumps = law.value(rng.standard_normal((20_000, terms)))
@@ -333,7 +333,7 @@ def test_sums_at_several_shifts(pair, terms, rate, alpha):
 @pytest.mark.parametrize("rate", [0.1, 0.8, 1.0])
 @pytest.mark.parametrize("alpha", [1.0, 1.5])
 def test_two_terms_at_several_shifts_by_quadrature(pair, rate, alpha):
-    law = _WORST[pair](0.7, alpha, 1.2)
+    law = worst_law(pair, 0.7, alpha, 1.2)
     t = np.linspace(-9.0, 11.0, 1601)
     weight = rate * np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
     v, p = np.append(law.value(t), 1.0 - alpha), np.append(weight, 1.0 - rate)
@@ -348,7 +348,7 @@ def test_two_terms_at_several_shifts_by_quadrature(pair, rate, alpha):
 
 
 def test_shifts_do_not_disturb_each_other():
-    law = _WORST[opposite](1.0, 1.2, 1.05)
+    law = worst_law(opposite, 1.0, 1.2, 1.05)
     count = TermsCount(40, 0.3, 0.7, 0.2)
     shifts = np.array([0.0, 0.7, -1.0, 4.0])
     together = positive_parts(law, count, shifts)

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from typer.testing import CliRunner
 
-from shufl.cli.keys import keys_app
+from shufl.cli.shuffler import keys_app
 from shufl.shuffler import Credentials
 from shufl.shuffler.callers import Caller, Role, caller_of
 from shufl.shuffler.keys import Request
@@ -40,13 +40,13 @@ def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_key(tmp_path: Path):
     with tiny_disk_at(tmp_path / "disk") as disk:
         filler = fill(disk)
         line = refusal(disk, "authority", disk)
-        assert line == f"keys: {disk / 'authority.key'}: No space left on device"
+        assert line == f"error: {disk / 'authority.key'}: No space left on device"
         assert "No space left on device" in refusal(disk, "request", disk, "--name", "phone-7")
         assert "No space left on device" in refusal(disk, "flower", disk)
         with filler.open("r+b") as file:  # one page: there is room for the first file alone
             file.truncate(filler.stat().st_size - 4096)
         line = refusal(disk, "authority", disk)
-        assert line == f"keys: {disk / 'authority.pem'}: No space left on device"
+        assert line == f"error: {disk / 'authority.pem'}: No space left on device"
         filler.unlink()
         assert keys("authority", disk).exit_code == 0
 
@@ -85,7 +85,9 @@ def test_the_authority_signs_without_ever_having_a_party_s_key(authority: Path, 
 
 def test_no_party_s_key_is_made_beside_the_authority_s(tmp_path: Path, authority: Path):
     line = refusal(tmp_path, "request", authority, "--name", "phone-7")
-    assert line == f"keys: {authority} is the authority's: a party makes its key on its own machine"
+    assert (
+        line == f"error: {authority} is the authority's: a party makes its key on its own machine"
+    )
 
 
 def test_a_request_that_was_changed_on_the_way_is_not_signed(
@@ -133,7 +135,7 @@ def test_somebody_else_s_key_under_a_known_name_is_not_signed(
     assert exchanged.public_key() == other
     csr.write_bytes(exchanged.public_bytes(serialization.Encoding.PEM))
     line = refusal(tmp_path, "sign", authority, csr, *NODE)
-    assert line == f"keys: {csr}: not signed with its own key: it was changed on the way"
+    assert line == f"error: {csr}: not signed with its own key: it was changed on the way"
 
 
 @pytest.mark.parametrize(
@@ -196,15 +198,15 @@ def test_a_name_is_used_once(tmp_path: Path, authority: Path, csr: Path):
     assert keys("request", tmp_path / "other", "--name", "phone-7").exit_code == 0
     for again in (csr, tmp_path / "other" / "phone-7.csr"):
         line = refusal(tmp_path, "sign", authority, again, *NODE)
-        assert line == f"keys: {authority / 'phone-7.pem'} exists already"
+        assert line == f"error: {authority / 'phone-7.pem'}: File exists"
     line = refusal(tmp_path, "request", csr.parent, "--name", "phone-7")
-    assert line == f"keys: {csr} exists already"
+    assert line == f"error: {csr}: File exists"
     csr.unlink()
     line = refusal(tmp_path, "request", csr.parent, "--name", "phone-7")
-    assert line == f"keys: {csr.with_suffix('.key')} exists already"
-    assert "exists already" in refusal(tmp_path, "authority", authority)
+    assert line == f"error: {csr.with_suffix('.key')}: File exists"
+    assert "File exists" in refusal(tmp_path, "authority", authority)
     (authority / "authority.key").rename(tmp_path / "kept elsewhere")
-    assert "authority.pem exists already" in refusal(tmp_path, "authority", authority)
+    assert "authority.pem: File exists" in refusal(tmp_path, "authority", authority)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_an_authority_whose_key_is_not_its_own_signs_nothing(
     assert keys("authority", tmp_path / "other").exit_code == 0
     shutil.copy(tmp_path / "other" / "authority.key", authority)
     line = refusal(tmp_path, "sign", authority, csr, *NODE)
-    assert line == f"keys: {authority / 'authority.key'}: not the key of authority.pem"
+    assert line == f"error: {authority / 'authority.key'}: not the key of authority.pem"
 
 
 def test_a_certificate_is_not_used_with_another_s_key_or_authority(

@@ -2,6 +2,8 @@
 
 import doctest
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ from shufl.accounting import GaussianMechanism, plan, search
 from shufl.cli.__main__ import app
 from shufl.server import CheckpointError
 from shufl.simulator.data.datasets import load_dataset
+from shufl.simulator.records import MetricsError
 
 ROUNDS = 4
 CHANGES = {
@@ -132,7 +135,7 @@ def test_objects_of_a_script_go_into_every_process(trapped, engine, ray):
     refused = CliRunner().invoke(app, ["run", "--resume", str(folder)])
     assert refused.exit_code == 2
     (line,) = refused.stderr.splitlines()
-    assert "data.dataset object:data is an object of a Python program: shufl.resume" in line
+    assert "data.dataset object:data is an object of a Python program: give it to" in line
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +164,11 @@ def test_a_run_of_objects_is_that_of_their_names(of_objects, tmp_path):
     assert [row["round"] for row in named.metrics] == list(range(1, ROUNDS + 1))
     assert len(named.plot().axes[0].get_lines()) > 2
     inputs = load_dataset("digits").inputs(load_dataset("digits").test_features)
-    for run in (shufl.load_run(named.folder), of_objects):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    objects = {"dataset": load_dataset("digits"), "model": model}
+    read = shufl.load_run(of_objects.folder, **objects)
+    for run in (shufl.load_run(named.folder), of_objects, read):
+        assert run.stopped_by == "rounds"
         right = run.model(inputs).argmax(1) == load_dataset("digits").test_labels
         assert float(right.float().mean()) == pytest.approx(run.score)
     with pytest.raises(shufl.ConfigError, match="object:Dataset is an object of a Python program"):
@@ -187,6 +194,7 @@ def test_what_on_round_raises_comes_out_as_it_is(tmp_path):
 
     def fail(result, model):
         nn.init.zeros_(next(model.parameters()))  # a copy: the run's own stays as it is
+        result.metrics[-1]["epsilons"].clear()
         if len(result.metrics) == 2:
             raise Mine
 
@@ -195,13 +203,40 @@ def test_what_on_round_raises_comes_out_as_it_is(tmp_path):
     folder = only_folder(tmp_path / "runs")
     run = shufl.load_run(folder)
     assert run.epsilon_so_far["blanket"] < run.epsilon["blanket"]
-    went_on = shufl.resume(folder, progress=False)
+    told = []
+    went_on = shufl.resume(folder, progress=False, on_round=lambda run, _: told.append(repr(run)))
+    assert [text.split(",")[0] for text in told] == ["<run of 3 rounds", "<run of 4 rounds"]
     never_failed = shufl.run("quickstart", QUICK, progress=False, runs=tmp_path / "other")
     assert same_model(went_on.folder, never_failed.folder)
     assert went_on.epsilon == never_failed.epsilon == run.epsilon
 
 
+@pytest.mark.slow
+def test_a_run_says_what_stopped_it(tmp_path):
+    def interrupt(result, model):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match=r"shufl\.resume goes on"):
+        shufl.run("quickstart", QUICK, on_round=interrupt, progress=False, runs=tmp_path)
+    assert shufl.load_run(only_folder(tmp_path)).stopped_by == "interrupt"
+    run = shufl.resume(only_folder(tmp_path), on_round=lambda *_: shufl.STOP, progress=False)
+    assert run.stopped_by == shufl.load_run(run.folder).stopped_by == "on_round"
+    assert len(run.metrics) == 2
+    (run.folder / "summary.json").write_text("{")
+    with pytest.raises(MetricsError, match=r"summary\.json is damaged"):
+        shufl.load_run(run.folder)
+
+
 LOCK = threading.Lock()
+
+
+class Locked(nn.Linear):
+    def __init__(self, shape, classes):
+        super().__init__(64, classes)
+        self.lock = LOCK
+
+    def forward(self, records):
+        return super().forward(records.flatten(1))
 
 
 def locked(shape, classes):
@@ -239,6 +274,21 @@ def test_calibrate_finds_the_least_noise():
         (lambda: shufl.run("quickstart", QUICK, model=nn.Linear(3, 3)), "object:Linear could not"),
         (lambda: shufl.run("quickstart", QUICK, model=3), "object:int could not be built"),
         (lambda: shufl.run("quickstart", QUICK, model=locked), "cannot be sent to another process"),
+        (lambda: shufl.run("quickstart", QUICK, model=Locked), "object:Locked"),
+        (lambda: shufl.run("quickstart", QUICK, on_round=lambda: None), "on_round must take a"),
+        (lambda: shufl.run("quickstart", ["privacy.rounds=2"]), "changes must be a dict"),
+        (lambda: shufl.run("quickstart", {5: 5}), "a change must be of section.key, got 5"),
+        (
+            lambda: shufl.run("quickstart", {"model.options.hidden": 3}, model=nn.Linear(64, 10)),
+            "changes must not have model.options.hidden",
+        ),
+        (
+            lambda: shufl.run("quickstart", {"model.options": {"hidden": None}}),
+            "model.options must hold values that TOML has",
+        ),
+        (lambda: shufl.run("quickstart", runs=3), "runs must be a path, got 3"),
+        (lambda: shufl.run("quickstart", QUICK, runs="/dev/null"), "no run folder can be made in"),
+        (lambda: shufl.load_run(None), "folder must be a path, got None"),
         (lambda: shufl.load_run("nowhere"), "a run folder has a config.toml, .*nowhere has none"),
         (lambda: shufl.resume("nowhere"), "a run folder has a config.toml"),
         (lambda: shufl.PrivacyPlan(**PLAN | {"rounds": 0}), "rounds must be"),

@@ -130,7 +130,7 @@ def test_the_command_attacks_a_users_own_configuration(tmp_path):
         (["quickstart", "--samples", "3"], "samples must be at least 4"),
         (["quickstart", "--confidence", "2"], "confidence must lie"),
         (["quickstart", "--epsilon", "1e9"], "epsilon must lie"),
-        (["quickstart", "--seed", "-1"], "seed must be"),
+        (["quickstart", "--seed", str(2**62)], "seed must be"),
     ],
 )
 def test_a_mistake_in_an_attack_is_one_line(arguments, message):

@@ -94,8 +94,8 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
 
     again = shufl(*command)
     assert again.returncode == 1
-    assert again.stderr == f"error: 2 of 8 points failed, see {pages}/tiny-grid.md\n"
-    assert f"8 points, {len(done)} of them already there" in again.stdout
+    assert again.stderr == f"error: 2 of 8 runs failed, see {pages}/tiny-grid.md\n"
+    assert f"8 runs, {len(done)} of them already there" in again.stdout
     assert again.stdout.count("  [red]impossible, 2, seed 3: failed: 3 rounds in a row were d") == 1
     assert {path: path.stat().st_mtime_ns for path in done} == done
     page = (pages / "tiny-grid.md").read_text()
@@ -112,7 +112,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     assert f"{100 * mean:.2f} (" in next(
         line for line in page.splitlines() if line.startswith("| Fast! | ")
     )
-    assert re.search(r"at commit `[0-9a-f]{10}\+?`, shufl 0.1.0, torch 2", page)
+    assert re.search(r"at commit [0-9a-f]{10}\+?, shufl 0.1.0, torch 2", page)
     assert (pages / "tiny-grid.svg").read_text().startswith("<?xml")
 
     with (folder / "lock").open("w") as lock:
@@ -136,7 +136,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     published = table.read_text()
     command[3] = tmp_path / "of-somebody-else"
     went_on = shufl(*command)
-    assert "8 points, 6 of them already there" in went_on.stdout
+    assert "8 runs, 6 of them already there" in went_on.stdout
     assert table.read_text() == published
     command[3] = tmp_path / "of-another"
     table.write_text(published.replace(row["accuracy"], "much"))
@@ -157,7 +157,7 @@ def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path, interrupt
         shufl_command(*command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout.readline().startswith("8 points, 0 of them")
+        assert process.stdout.readline().startswith("8 runs, 0 of them")
         wait_until(lambda: "ray::play" in str(descendants(process.pid)), LIMIT, "a run to begin")
         process.send_signal(interrupt)
         _, errors = process.communicate(timeout=LIMIT)
@@ -275,7 +275,7 @@ def test_more_processors_than_there_are_is_one_line(tmp_path):
     grid = write_grid(tmp_path, 3, **{"each = [{}, ": "each = [{}, "})
     asked = shufl("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)
     assert asked.returncode == 1
-    assert re.fullmatch(r"error: a point needs 4096 CPUs, and Ray has \d+\n", asked.stderr)
+    assert re.fullmatch(r"error: a run needs 4096 CPUs, and Ray has \d+\n", asked.stderr)
 
 
 def test_series_whose_names_differ_in_no_letter_have_folders_of_their_own(tmp_path):
@@ -305,7 +305,7 @@ def test_plain_training_is_played_for_every_value_that_changes_it(tmp_path):
         ({"[settings]": "[settings]\nseed = 5"}, "seed must be given by values and seeds alone"),
         ({"[1.0, 2.0]": "[]"}, "values"),
         ({"each = [{}, ": "each = ["}, "must have a table for each of the 2 values, got 1"),
-        ({'"vectorised"': '"flower"'}, "a point must have simulation.engine vectorised"),
+        ({'"vectorised"': '"flower"'}, "a run must have simulation.engine vectorised"),
         ({"privacy.rounds": "privacy.round"}, "unknown key privacy.round; did you mean rounds?"),
     ],
 )
@@ -330,7 +330,7 @@ def test_the_page_has_the_largest_epsilon_of_runs_that_differ_in_their_seed():
     about |= {"check_in_rate": 0.1, "noise_multiplier": 1.0, "shuffler_blankets": 0.0}
     about |= {"rounds": 10, "delta": 1e-5}
     given = [{"pld": 1.0, "crowd": 4.33641}, {"pld": 0.9, "crowd": 4.34087}, {"pld": 1.0}]
-    results = [(None, about | {"epsilon": epsilon}) for epsilon in given]
+    results = [about | {"epsilon": epsilon} for epsilon in given]
     heads, *rows = plan_table(SimpleNamespace(label="value"), results)
     assert [dict(zip(heads, row, strict=True)) for row in rows] == [
         {"series": "ours", "value": "1", "halting ε": "1 (pld)", "ε for every pair": "–"}

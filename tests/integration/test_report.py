@@ -17,7 +17,7 @@ from shufl.cli.__main__ import app
 from shufl.simulator.grid.page import keep_grid
 from shufl.simulator.grid.points import play
 from shufl.simulator.grid.settings import Grid
-from shufl.simulator.html_page import page_of
+from shufl.simulator.pages import page_of
 from shufl.simulator.plots import plot_accuracy_epsilon, plot_rounds
 from shufl.simulator.records import note_start, read_rows, read_starts
 from shufl.simulator.tables import AS_PLANNED, epsilon_text
@@ -252,7 +252,7 @@ def test_what_cannot_be_shown_is_one_line(tmp_path, file, content, message):
 def test_the_page_of_a_run_needs_no_torch(run_folder):
     """A report is wanted at once, as is a status, and torch takes seconds to import."""
     code = (
-        "import pathlib, sys; from shufl.simulator.html_page import page_of; "
+        "import pathlib, sys; from shufl.simulator.pages import page_of; "
         "import shufl.deploy.status; "
         "page_of(pathlib.Path(sys.argv[1])); print({'torch', 'flwr', 'ray'} & set(sys.modules))"
     )

@@ -33,7 +33,7 @@ from shuffler_world import (
     raw_channel,
     scrape,
 )
-from shufl.cli.keys import keys_app
+from shufl.cli.shuffler import keys_app
 from shufl.shuffler import (
     ControlClient,
     Credentials,
@@ -364,7 +364,7 @@ def test_no_certificate_outlives_its_authority():
 def test_impossible_days_are_one_line(tmp_path: Path, days: str):
     refused = keys("authority", str(tmp_path / "keys"), f"--days={days}")
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("keys: --days lies in (0, 36500], got ")
+    assert refused.stderr.startswith("error: --days lies in (0, 36500], got ")
     assert len(refused.stderr.splitlines()) == 1
     assert not (tmp_path / "keys").exists()
 

@@ -75,8 +75,6 @@ def test_a_round_with_hardly_any_noise_is_audited():
         (f"{COUNTEREXAMPLE} --accountant magic", "accountant must be"),
         (f"{COUNTEREXAMPLE} --confidence 1", "confidence must lie in (0, 1)"),
         ("audit --n 10 --noise 2 --epsilon 1000", "epsilon must lie in [0, 700], got 1000"),
-        ("audit --n 10000000 --noise 2", "--n must be at most 1000000, got 10000000"),
-        ("audit --n 10 --noise 2 --seed -1", "--seed must lie in [0, 2^63), got -1"),
         (
             "audit --n 10 --noise 0",
             "--noise must be a number in [1e-12, 10^6], got 0.0",

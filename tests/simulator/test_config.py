@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 
 from rounds import with_noise
@@ -221,9 +222,18 @@ def test_a_value_of_thousands_of_characters_is_one_line(tmp_path, seed, message)
         load("quickstart", [f"seed={seed}"])
 
 
-def test_an_empty_name_is_not_the_folder_here():
+def test_a_folder_is_no_configuration(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^an empty name cannot be read"):
         load("")
+    (tmp_path / "quickstart").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load("quickstart").name == "quickstart"
+
+
+def test_numbers_of_numpy_are_numbers():
+    for seed in np.arange(2):
+        config = load("quickstart", {"seed": seed, "simulation.nodes": np.int64(3)})
+        assert config == load("quickstart", {"seed": int(seed), "simulation.nodes": 3})
 
 
 @pytest.mark.parametrize("name", shipped())

@@ -165,7 +165,7 @@ def test_a_readers_callable_is_a_dataset(monkeypatch):
             {"train_features": torch.zeros(8, 3).long()},
             r"float32 .* got int64: .* x.float\(\) \(a model of token ids then begins with x.long",
         ),
-        ({"train_features": [[0.0] * 3] * 8}, "a dense tensor or array of .* got list"),
+        ({"train_features": [[0.0] * 3] * 8}, "a dense tensor of .* got list"),
         ({"train_features": torch.zeros(8, 3).to_sparse()}, "got float32, sparse_coo, on cpu"),
         ({"train_labels": torch.zeros(8).long().to_sparse()}, "labels .* got int64, sparse_coo"),
         (
@@ -193,7 +193,10 @@ def test_a_readers_callable_is_a_dataset(monkeypatch):
         ({"train_labels": torch.arange(8)}, "train_labels from 0 to 1, got 0 to 7"),
         ({"test_labels": torch.tensor([-1, 1])}, "test_labels from 0 to 1, got -1 to 1"),
         ({"classes": 2.0}, "classes, a whole number of at least 1, got 2.0"),
-        ({"train_features": torch.zeros(8, 3, requires_grad=True)}, "train_features without grad"),
+        (
+            {"train_features": torch.zeros(8, 3, requires_grad=True)},
+            "train_features as .* without gradients, got float32 with grad",
+        ),
         ({"scale": 0.0}, "finite records"),
         ({"train_features": with_one(torch.nan, 7)}, "finite .* train_features from nan to nan"),
         ({"train_features": with_one(3e38, 6), "scale": 0.1}, "got train_features from 0 to 3e.38"),

@@ -15,7 +15,7 @@ import yaml
 
 from shufl.deploy.plan import (
     PROGRAMS,
-    load_deployment,
+    Deployment,
     node_processes,
     server_process,
 )
@@ -33,7 +33,7 @@ def _program(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def example():
-    return load_deployment(DEPLOY / "example" / "deployment.toml")
+    return Deployment.read(DEPLOY / "example" / "deployment.toml")
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def test_records_that_a_cast_would_make_good_are_found(node):
         "the records of user 2 cannot be read: labels must be whole numbers, got float64" in found
     )
     np.savez(node / "own/2.npz", features=features * np.nan, labels=labels)
-    assert "user 2 must be finite features" in troubles(node)["model and records"].trouble
+    assert "user 2 must have finite features" in troubles(node)["model and records"].trouble
 
 
 def test_the_command_exits_with_1_and_says_what_mends_it(node, tmp_path):
@@ -188,5 +188,5 @@ def test_a_server_that_does_not_know_its_superlink_is_one_line(sites, tmp_path, 
 
 
 def test_a_folder_of_no_site_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a site's folder has one of"):
+    with pytest.raises(ConfigError, match="is not a site's folder: it must hold exactly one of"):
         examine(tmp_path)

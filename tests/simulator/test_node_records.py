@@ -16,9 +16,9 @@ FEATURES, LABELS = np.ones((2, 3)), np.array([0, 3])
 @pytest.mark.parametrize(
     ("features", "labels", "message"),
     [
-        (np.array([[1, np.nan, 2], [1, 2, 3]]), LABELS, "must be finite features"),
-        (np.array([[1, 2, 2], [1, 2, -np.inf]], np.float16), LABELS, "must be finite features"),
-        (np.full((2, 3), 1e300), LABELS, "must be finite features"),
+        (np.array([[1, np.nan, 2], [1, 2, 3]]), LABELS, "must have finite features"),
+        (np.array([[1, 2, 2], [1, 2, -np.inf]], np.float16), LABELS, "must have finite features"),
+        (np.full((2, 3), 1e300), LABELS, "must have finite features"),
         (np.full((2, 3), 2**24 + 1), LABELS, "features must be whole numbers of at most 16777216"),
         (
             np.full((2, 3), 2**64 - 1, np.uint64),
@@ -74,18 +74,18 @@ GIVEN, NAMED = torch.ones(2, 3), torch.tensor([0, 3])
 @pytest.mark.parametrize(
     ("features", "labels", "message"),
     [
-        (GIVEN.double(), NAMED, "got float64 and int64"),
-        (GIVEN.numpy(), NAMED, "got ndarray and int64"),
-        (np.ma.masked_array(GIVEN.numpy(), mask=True), NAMED, "got MaskedArray and"),
-        (GIVEN.tolist(), NAMED, "got list and"),
-        (GIVEN.to_sparse(), NAMED, "got float32, sparse_coo, on cpu and"),
-        (GIVEN.to("meta"), NAMED, "got float32, strided, on meta and"),
-        (GIVEN.clone().requires_grad_(), NAMED, "got float32 with gradients and"),
-        (GIVEN, NAMED.float(), "and float32; both must be dense"),
-        (GIVEN, NAMED.bool(), "and bool; both"),
-        (GIVEN, [0, 3], "and list; both must be dense tensors"),
-        (GIVEN / 0, NAMED, "must be finite features, got NaN or infinity"),
-        (GIVEN * torch.nan, NAMED, "must be finite features, got NaN or infinity"),
+        (GIVEN.double(), NAMED, "features as a dense tensor of float32 .* got float64"),
+        (GIVEN.numpy(), NAMED, "got ndarray"),
+        (np.ma.masked_array(GIVEN.numpy(), mask=True), NAMED, "got MaskedArray"),
+        (GIVEN.tolist(), NAMED, "features as .* got list"),
+        (GIVEN.to_sparse(), NAMED, "got float32, sparse_coo, on cpu"),
+        (GIVEN.to("meta"), NAMED, "got float32, strided, on meta"),
+        (GIVEN.clone().requires_grad_(), NAMED, "got float32 with gradients"),
+        (GIVEN, NAMED.float(), "labels as a dense tensor of int64 .* got float32"),
+        (GIVEN, NAMED.bool(), "labels as .* got bool"),
+        (GIVEN, [0, 3], "labels as .* got list"),
+        (GIVEN / 0, NAMED, "must have finite features, got NaN or infinity"),
+        (GIVEN * torch.nan, NAMED, "must have finite features, got NaN or infinity"),
         (GIVEN, NAMED + 1, "must lie in 0 to 3, got 1 to 4"),
         (GIVEN[0], NAMED[:1], r"got \(3,\) and \(1,\)"),
     ],
@@ -104,7 +104,7 @@ def test_records_are_checked_before_they_are_mapped(tmp_path, monkeypatch):
     records = _mapped(lambda: lambda user: (user[0], NAMED), "a_map:of")
     assert torch.equal(records([GIVEN])[0], GIVEN)
     for wrong in (GIVEN * torch.nan, GIVEN.long(), GIVEN.numpy()):
-        with pytest.raises(ValueError, match="they must be f"):
+        with pytest.raises(ValueError, match="they must have "):
             records([wrong])
 
 

@@ -131,7 +131,7 @@ def test_a_long_line_keeps_both_its_ends_and_is_not_cut_twice():
         (["run", "--no-such\n\x1b[31mthing"], "error: No such option '--no-such"),
         (["no\nsuch"], "error: No such command 'no"),
         (["account", "--n", "10"], "error: "),
-        (["keys", "sign", "no\nfolder", "a.csr", "--role", "node"], "keys: a.csr"),
+        (["keys", "sign", "no\nfolder", "a.csr", "--role", "node"], "error: a.csr"),
         (["keys", "sign", "x", "a.csr", "--role", "wrong"], "error: Invalid value for '--role'"),
         (["shuffler", "--config", "no\nfile\x1b[31m"], "shuffler: no file\\x1b[31m"),
     ],

@@ -11,7 +11,7 @@ from run_world import shufl
 from shufl.accounting import PrivacyPlan
 from shufl.clients import RoundRefused, load_device
 from shufl.deploy.node import agreed_plan, check_data, node_settings
-from shufl.deploy.plan import load_deployment
+from shufl.deploy.plan import Deployment
 from shufl.deploy.provision import provision
 from shufl.deploy.server_app import DeployedEngine
 from shufl.deploy.sites import NodeSite, ServerSite, load_site
@@ -58,7 +58,7 @@ def base(tmp_path):
 def provisioned(base, **changes):
     path = base / "deployment.toml"
     path.write_text(tomli_w.dumps(DEPLOYMENT | changes))
-    return provision(load_deployment(path), base, base / "sites")
+    return provision(Deployment.read(path), base, base / "sites")
 
 
 def request_everything(base, *nodes):
@@ -78,11 +78,11 @@ def contents(folder):
 
 def test_requests_that_have_come_are_signed_for_what_the_deployment_says(base):
     first = provisioned(base)
-    assert first.made == ("server", "shuffler-1", "ward-1", "ward-2")
+    assert first.made == ["server", "shuffler-1", "ward-1", "ward-2"]
     assert len(first.waiting) == 5
     keys = request_everything(base, "ward-1", "ward-2")
     second = provisioned(base)
-    assert (second.made, second.waiting) == ((), ())
+    assert (second.made, second.waiting) == ([], [])
     assert set(second.signed) == {"server", "superlink", "shuffler-1", "ward-1", "ward-2"}
     node = caller_of(Credentials.read(keys["ward-2"], "ward-2").certificate)
     assert (node.role, node.name, node.users) == (Role.NODE, "ward-2", 20)
@@ -174,7 +174,7 @@ def test_a_node_that_is_added_changes_nobody_elses_folder(base):
     (base / "sites/server/nodes/agreed.toml").unlink()  # the one file that says who takes part
     before = contents(base / "sites")
     added = provisioned(base, nodes=[*DEPLOYMENT["nodes"], {"name": "ward-3", "users": 50}])
-    assert added.made == ("ward-3",)
+    assert added.made == ["ward-3"]
     after = contents(base / "sites")
     assert {path: after[path] for path in before} == before
     assert {path.relative_to(base / "sites").parts[0] for path in set(after) - set(before)} == {
@@ -289,7 +289,7 @@ def test_records_from_a_folder_are_checked_before_any_round(base):
     sys.path.append(str(folder))
     by_module = (folder / "node.toml").read_text().replace('"records"', '"wrong_types:records"')
     (folder / "other.toml").write_text(by_module)
-    with pytest.raises(ConfigError, match="must be float32 features and int64 labels, got"):
+    with pytest.raises(ConfigError, match="must have features as a dense tensor of float32"):
         node_settings(load_site(folder / "other.toml", NodeSite), folder)
     sys.path.remove(str(folder))
     write(1, np.full((2, 1, 8, 8), 0.5), np.array([1, 2]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -13,9 +13,6 @@ from shufl.cli import options
 from shufl.simulator.console import Console
 from shufl.simulator.plots import check_format, draw, style_of
 from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
-
-if TYPE_CHECKING:
-    from shufl.accounting import EpsilonRow, PrivacyPlan
 
 
 def account_command(
@@ -31,12 +28,17 @@ def account_command(
     json: options.Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
-    from shufl.accounting import LedgerError, price
+    from shufl.accounting import LedgerError, epsilon_table, price
 
     try:
         if run is not None:
             options.check_alone("a run folder, which has its plan", "json")
-            plan, count, found = _of_run(run)
+            from shufl.simulator.records import read_run  # slow to import
+
+            ledger, records = read_run(run)
+            plan, count = ledger.plan, len(ledger.entries)
+            too_few = too_few_present(plan, records, count)
+            found = epsilon_table(plan, count, too_few, lower=True)
         else:
             given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
             plan = options.whole_plan(*given)
@@ -52,21 +54,6 @@ def account_command(
         options.print_json(rows)
     else:
         print_epsilons(Console(), f"ε at δ = {plan.delta:.4g}, {plan.adjacency}", rows)
-
-
-def _of_run(folder: Path) -> tuple[PrivacyPlan, int, list[EpsilonRow]]:
-    """The plan of a run folder, the rounds that were spent, and their ε.
-
-    Raises:
-        LedgerError: something is missing or damaged, or the ledger lacks rounds.
-    """
-    from shufl.accounting import epsilon_table
-    from shufl.simulator.records import read_run  # slow to import
-
-    ledger, rows = read_run(folder)
-    plan, count = ledger.plan, len(ledger.entries)
-    too_few = too_few_present(plan, rows, count)
-    return plan, count, epsilon_table(plan, count, too_few, lower=True)
 
 
 def compare_command(
@@ -105,44 +92,38 @@ def compare_command(
             for row in price(event, point, adjacency, at):
                 curves.setdefault(row.name, []).append(row.epsilon)
         others = (
-            comparisons.peers(plan.users, event.chance, event.mechanism, points, at) if peers else []
+            comparisons.peers(plan.users, event.chance, event.mechanism, points, at)
+            if peers
+            else []
         )
     except (ValueError, OSError) as error:
         options.fail(error)
     options.warn_of_delta(plan, last)
+    theirs: dict[str, list[float | None]] = {peer.name: [*peer.epsilons] for peer in others}
     if json:
-        told = {p.name: {"epsilon": list(p.epsilons), "covers": p.covers} for p in others}
+        told = {p.name: {"epsilon": theirs[p.name], "covers": p.covers} for p in others}
         options.print_json(
             {"rounds": points, "epsilon": curves} | ({"peers": told} if peers else {})
         )
     else:
         _print_curves(points, curves, f"ε against rounds at δ = {at:.4g}, {plan.adjacency}")
         if others:
-            _print_peers(points, others)
+            title = "other systems, replace; see below what each covers"
+            _print_curves(points, theirs, title)
+            for peer in others:
+                typer.echo(f"{peer.name}: {peer.covers}")
     if plot is not None:  # last, so that the table is not lost where the disk is full
-        drawn = curves | {peer.name: list(peer.epsilons) for peer in others}
-        _draw(points, drawn, f"δ = {at:.3g}, {adjacency}", plot)
+        _draw(points, curves | theirs, f"δ = {at:.3g}, {adjacency}", plot)
 
 
 def _print_curves(points: list[int], curves: dict[str, list[float | None]], title: str) -> None:
+    """ε at each number of rounds, a column for each accountant or other system."""
     table = Table(title=title, title_justify="left")
     for column in ("rounds", *curves):
         table.add_column(column, justify="right")
     for index, point in enumerate(points):
         table.add_row(str(point), *(epsilon_text(curve[index]) for curve in curves.values()))
     Console().print(table)
-
-
-def _print_peers(points: list[int], others: Any) -> None:
-    """Other systems' ε, and below it what each is the ε of."""
-    table = Table(title="other systems, replace; see below what each covers", title_justify="left")
-    for column in ("rounds", *(peer.name for peer in others)):
-        table.add_column(column, justify="right")
-    for index, point in enumerate(points):
-        table.add_row(str(point), *(epsilon_text(peer.epsilons[index]) for peer in others))
-    Console().print(table)
-    for peer in others:
-        typer.echo(f"{peer.name}: {peer.covers}")
 
 
 def _draw(points: list[int], curves: dict[str, list[float | None]], title: str, path: Path) -> None:

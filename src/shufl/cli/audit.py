@@ -36,7 +36,7 @@ EndToEnd = Annotated[
 
 
 def audit_command(
-    n: options.Users = None,
+    n: Annotated[int | None, typer.Option("--n", max=10**6, help="Eligible users n.")] = None,
     gamma: options.Rate = 1.0,
     noise: options.Noise = None,
     adjacency: options.Adjacency = "replace",
@@ -48,9 +48,15 @@ def audit_command(
         int | None, typer.Option("--samples", help="Draws of each world. Default: 100000.")
     ] = None,
     confidence: Annotated[
-        float, typer.Option("--confidence", help="Chance of no false violation.")
+        float,
+        typer.Option(
+            "--confidence",
+            help="Probability that an audit of a correct mechanism reports no violation.",
+        ),
     ] = 0.99,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the draws.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the draws.")
+    ] = None,
     end_to_end: EndToEnd = None,
     json: options.Json = False,
 ) -> None:
@@ -68,9 +74,7 @@ def audit_command(
         _end_to_end(end_to_end, epsilon, samples, confidence, seed, json)
         return
     try:
-        options.check_seed(seed)
         plan = options.whole_plan(n, gamma, noise, 1, "0.5", adjacency, blankets)
-        options.check_users("--n", plan.users, 10**6)
         event = plan.event()
         at = placement or list(PLACEMENTS)
         names = accountant or [

@@ -15,6 +15,7 @@ from shufl.simulator.console import Console
 if TYPE_CHECKING:
     from shufl.accounting import OpenPlan
 
+
 def calibrate_command(
     target_epsilon: Annotated[
         float, typer.Option("--target-epsilon", help="The ε to stay within.")
@@ -39,6 +40,8 @@ def calibrate_command(
         int | None,
         typer.Option(
             "--dimension",
+            min=1,
+            max=10**9,
             help="Parameters d of the model, for its error. Default: many, only noise counts.",
         ),
     ] = None,
@@ -56,8 +59,6 @@ def calibrate_command(
         given = n, gamma, noise, rounds, delta, adjacency, added, mechanism
         more = {"accountant": accountant, "target_epsilon": target_epsilon}
         asked = options.open_plan(*given, **more)
-        if dimension is not None:
-            options.checked_count("--dimension", dimension)
         if len(asked.open) != 1 and asked.open != ("noise_multiplier", "shuffler_blankets"):
             also = ", or --blankets, or --noise and --blankets" if accountant == "blanket" else ""
             raise ValueError(f"leave out exactly one of --noise, --rounds and --gamma{also}")

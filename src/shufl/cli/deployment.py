@@ -1,16 +1,24 @@
-"""`shufl provision` and `shufl rehearse`: a deployment's folders, and all of it on one machine."""
+"""Deployments: `shufl provision`, `rehearse`, `node`, `doctor` and `status`."""
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import sys
 import tempfile
+import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from shufl.cli.options import fail
+from shufl.cli import options
+from shufl.simulator.console import Console
+from shufl.simulator.logs import log_handler
+from shufl.simulator.tables import epsilon_text
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -25,17 +33,15 @@ def provision_command(
 
     Run it again whenever a node is added or a request has come: what is there stays as it is.
     """
-    from shufl.deploy.plan import load_deployment
+    from shufl.deploy.plan import Deployment
     from shufl.deploy.provision import provision
     from shufl.simulator.section import ConfigError, make_importable
 
     base = deployment.absolute().parent
     make_importable([base])
     out = out or base / "sites"
-    try:
-        done = provision(load_deployment(deployment), base, out)
-    except (ConfigError, OSError) as error:
-        fail(error)
+    with options.failing(ConfigError, OSError):
+        done = provision(Deployment.read(deployment), base, out)
     for name in done.made:
         typer.echo(f"made    {out / name}: its README.md says what to do there")
     for name in done.signed:
@@ -49,7 +55,7 @@ def provision_command(
 def rehearse_command(
     deployment: _File,
     folder: Annotated[
-        Path | None, typer.Option(help="An empty folder for the sites; left out: one that goes.")
+        Path | None, typer.Option(help="An empty folder for the sites. Default: a temporary one.")
     ] = None,
     runs: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
     kill_node: Annotated[
@@ -57,9 +63,9 @@ def rehearse_command(
     ] = False,
 ) -> None:
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
-    from shufl.server import RoundFailed
-    from shufl.deploy.plan import load_deployment
+    from shufl.deploy.plan import Deployment
     from shufl.deploy.rehearse import rehearse
+    from shufl.server import RoundFailed
     from shufl.simulator.engines import EngineFailed
     from shufl.simulator.section import ConfigError, make_importable
 
@@ -67,15 +73,122 @@ def rehearse_command(
     make_importable([base])
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is stopped
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    try:
-        plan = load_deployment(deployment)
+    early = options.failing(EngineFailed, RoundFailed, code=1)
+    with options.failing(ConfigError, OSError), early:
+        plan = Deployment.read(deployment)
         if folder is not None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"--folder must be empty, {folder} is not")
         with tempfile.TemporaryDirectory(prefix="shufl-") as temporary:
             stopped_by = rehearse(plan, base, folder or Path(temporary), runs, kill_node)
-    except (ConfigError, OSError) as error:
-        fail(error)
-    except (EngineFailed, RoundFailed) as error:
-        fail(error, 1)
     if stopped_by == "interrupt":
         raise typer.Exit(130)
+
+
+def node_command(
+    config: Annotated[Path, typer.Option(help="The node's file, node.toml.")] = Path("node.toml"),
+    log_file: Annotated[
+        Path | None, typer.Option(help="Where the log goes; left out: standard error.")
+    ] = None,
+) -> None:
+    """Run a deployed node: answer the messages that Flower's SuperNode passes on."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    folder = config.absolute().parent
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is said in our own words
+    with options.failing(OSError):
+        logging.basicConfig(level=logging.INFO, handlers=[log_handler(log_file)])
+    from shufl.clients import serve_device
+    from shufl.deploy.node import node_settings
+    from shufl.deploy.sites import NodeSite, load_site
+    from shufl.simulator.section import make_importable
+
+    make_importable([folder])
+    with options.failing(ValueError):
+        site = load_site(config, NodeSite)
+        serve_device(node_settings(site, folder), Path(site.socket), stop)
+
+
+def doctor_command(
+    folder: Annotated[Path, typer.Argument(help="A site's folder.")] = Path(),
+    json: options.Json = False,
+) -> None:
+    """Look at versions, disk, keys, plan, data, limits, ports and clock of a site.
+
+    Exits with 1 if anything is wrong, and says what mends it.
+    """
+    from shufl.deploy.doctor import examine
+    from shufl.simulator.section import make_importable
+
+    make_importable([folder])
+    with options.failing(OSError, ValueError):
+        findings = examine(folder)
+    if json:
+        options.print_json([asdict(finding) for finding in findings])
+    else:
+        for finding in findings:
+            typer.echo(f"{'problem' if finding.trouble else 'ok':8}{finding.what}", nl=False)
+            typer.echo(f": {finding.trouble}\n        {finding.fix}" if finding.trouble else "")
+    if any(finding.trouble for finding in findings):
+        raise typer.Exit(1)
+
+
+def status_command(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A run folder; left out: the newest one under runs.")
+    ] = None,
+    site: Annotated[
+        Path | None,
+        typer.Option(help="The server's file; left out: server.toml here, if there is one."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
+    from shufl.deploy.sites import ServerSite, load_site
+    from shufl.deploy.status import status_of
+    from shufl.simulator.section import ConfigError
+
+    here = Path("server.toml")
+    with options.failing(ConfigError, OSError):
+        known = load_site(site or here, ServerSite) if site or here.exists() else None
+        status = status_of(folder or _newest(), known)
+    if json:
+        options.print_json(asdict(status))
+        return
+    console = Console()
+    facts = Table(show_header=False)
+    left = f", {status.seconds_left / 60:.0f} minutes left" if status.seconds_left else ""
+    facts.add_row("run", f"{status.folder}: {status.state}{left}")
+    if status.why:
+        facts.add_row("stopped by", status.why)
+    facts.add_row("rounds", f"{status.rounds} of {status.allowed}")
+    spent = epsilon_text(status.epsilon)
+    facts.add_row("ε", f"{spent} of {status.target:g} by {status.accountant}")
+    if status.accuracy is not None:
+        facts.add_row("last test accuracy", f"{100 * status.accuracy:.2f}%")
+    for address, trouble in status.shufflers.items():
+        facts.add_row(f"shuffler {address}", trouble or "well")
+    console.print(facts)
+    if not status.nodes:
+        console.print("nodes: none known; a simulation has none, nor has a run without a round")
+        return
+    table = Table("node", "users", "silent for", "because")
+    for node in status.nodes:
+        seconds, users = node["silent_seconds"], node["users"]
+        table.add_row(
+            node["name"] or str(node["number"]),
+            "" if users is None else str(users),
+            f"{seconds:.0f} s" if seconds else "",
+            node["trouble"],
+        )
+    console.print(table)
+
+
+def _newest() -> Path:
+    """The run folder that was made last."""
+    from shufl.simulator.section import ConfigError
+
+    found = sorted(Path("runs").glob("*/ledger.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError("give a run folder: there is none under runs")
+    return found[-1].parent

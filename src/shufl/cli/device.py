@@ -32,13 +32,11 @@ def status_command(
     """Print what was spent, for which run, and what is left of the owner's budget."""
     from shufl.clients.device import load_device
 
-    try:
+    with options.failing(ValueError):
         ledger = load_device(device, create=False)
         limits, offered = ledger.limits, ledger.offered()
         assert limits is not None
         charges = [limits.charge(run) for run in offered]
-    except ValueError as error:
-        options.fail(error)
     total = math.fsum(charges)
     if json:
         runs = [

@@ -1,4 +1,4 @@
-"""`shufl experiment`: a grid of runs, its tables and its plot."""
+"""Runs, grids of runs, and their pages: `shufl run`, `shufl experiment` and `shufl report`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,92 @@ from typing import Annotated
 
 import typer
 
-from shufl.cli.options import fail
+from shufl.cli.options import check_file, fail, failing
+
+_INTERRUPTED = 130  # what a shell expects after Ctrl-C
+
+
+def run_command(
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            help="A TOML file, or the name of one that ships (quickstart, mnist, mnist-private, "
+            "mnist-features, histogram)."
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Override a setting: section.key=value; empty: leave it out. Repeatable."
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="flower, or vectorised: no messages. Same as --set simulation.engine=…."),
+    ] = None,
+    runs: Annotated[
+        Path | None, typer.Option(help="Where the run folder is made; runs if left out.")
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONNECTION",
+            help="Run on real nodes: the SuperLink of this Flower connection, on this machine; "
+            "see docs/deployment.md.",
+        ),
+    ] = None,
+    site: Annotated[Path, typer.Option(help="With --on: the server's file.")] = Path("server.toml"),
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_FOLDER",
+            help="Continue the interrupted run in this folder, with its own configuration. Alone.",
+        ),
+    ] = None,
+) -> None:
+    """Run an experiment until its privacy budget ends.
+
+    By default on Flower and Ray with a real shuffler.
+    """
+    from shufl.simulator.config import load
+    from shufl.simulator.section import ConfigError, make_importable
+
+    make_importable([Path(config or "").parent, Path.cwd()])
+    with failing(ConfigError):  # before torch, Flower and Ray are imported
+        if (config is None) == (resume is None):
+            raise ConfigError("give either a CONFIG to run or --resume RUN_FOLDER")
+        if resume is not None and (set_ or engine or runs):
+            raise ConfigError("--resume goes alone: no --set, --engine or --runs")
+        if on is not None and engine:
+            raise ConfigError("--on goes without --engine: real nodes take part")
+        chosen = [f"simulation.engine={engine}"] if engine else []
+        loaded = None if config is None else load(config, [*(set_ or []), *chosen])
+    from torch import OutOfMemoryError
+
+    from shufl.accounting import LedgerError
+    from shufl.server import CheckpointError, RoundFailed
+    from shufl.shuffler import ShufflerError
+    from shufl.simulator.console import Console
+    from shufl.simulator.engines import EngineFailed
+    from shufl.simulator.records import MetricsError
+    from shufl.simulator.run import Run
+
+    early = (CheckpointError, EngineFailed, LedgerError, MetricsError, RoundFailed, ShufflerError)
+    with failing(ConfigError), failing(*early, OSError, OutOfMemoryError, code=1):
+        runs = runs or Path("runs")
+        if on is not None:
+            from shufl.deploy.submit import resume_on, run_on
+
+            if loaded is not None:
+                stopped_by = run_on(on, site, loaded, runs)
+            elif resume is not None:
+                stopped_by = resume_on(on, site, resume)
+        elif loaded is not None:
+            stopped_by = Run.new(loaded, runs, Console()).train().stopped_by
+        elif resume is not None:
+            stopped_by = Run.of(resume, Console()).train().stopped_by
+    if stopped_by == "interrupt":
+        raise typer.Exit(_INTERRUPTED)
 
 
 def experiment_command(
@@ -40,12 +125,37 @@ def experiment_command(
     try:
         rows, page, failed = play_grid(grid, results, pages, cpus, Console())
     except KeyboardInterrupt:
-        fail(RuntimeError("interrupted; the same command goes on"), 130)
+        fail(RuntimeError("interrupted; the same command goes on"), _INTERRUPTED)
     except ConfigError as error:
         fail(error)
     except (EngineFailed, OSError, ValueError) as error:
         fail(error, 1)
     typer.echo(f"written: {page}")
     if failed:
-        points = len(rows) + len(failed)
-        fail(RuntimeError(f"{len(failed)} of {points} points failed, see {page}"), 1)
+        runs = len(rows) + len(failed)
+        fail(RuntimeError(f"{len(failed)} of {runs} runs failed, see {page}"), 1)
+
+
+def report_command(
+    path: Annotated[
+        Path, typer.Argument(help="A run folder, or an experiment's folder in its RESULTS.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="The file. Default: report.html in that folder.")
+    ] = None,
+) -> None:
+    """Write one HTML page with plots, ε and what it holds for, ledger, plan and configuration.
+
+    It needs no network: mail it, or open it on a phone.
+    """
+    from shufl.accounting import LedgerError
+    from shufl.simulator.pages import page_of
+    from shufl.simulator.section import make_importable
+
+    make_importable([Path.cwd()])  # for an experiment's models and datasets
+    target = output or path / "report.html"
+    with failing(ValueError, LedgerError, OSError):
+        if output is not None:
+            check_file("--output", output)
+        target.write_text(page_of(path), encoding="utf-8")
+    typer.echo(f"written: {target}")

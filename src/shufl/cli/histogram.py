@@ -20,8 +20,6 @@ from shufl.simulator.plots import draw
 from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from shufl.accounting import PrivacyPlan
     from shufl.simulator.histogram import Histogram
 
@@ -62,7 +60,7 @@ def histogram_command(
     consistent: Annotated[
         bool, typer.Option("--consistent", help="No share below 0, and 1 in all.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of a simulation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of a simulation.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="A folder for histogram.csv and .png; left out: the run's, or none."),
@@ -72,12 +70,12 @@ def histogram_command(
     """Estimate the share of each category, with error bars, and print ε by every accountant."""
     from shufl.accounting import LedgerError, epsilon_table
     from shufl.accounting.validation import choice
-    from shufl.simulator import histogram
+    from shufl.simulator.histogram import count_column, plan_for, simulate
 
     if out is not None:
         importlib.import_module("matplotlib")  # before the work
     true, too_few, note = None, False, None
-    try:
+    with options.failing(ValueError, OSError, LedgerError):
         if source.is_dir():
             shown = "categories", "consistent", "out", "json"
             options.check_alone("a run folder, which has its plan", *shown)
@@ -90,35 +88,33 @@ def histogram_command(
             out = out or source
         else:
             choice("--accountant", accountant, ("blanket", "crowd", "local"))
-            options.check_seed(seed)
             names = needed("--categories", _categories(categories, other))
-            counts = histogram.count_column(source, needed("--column", column), names, other)
+            counts = count_column(source, needed("--column", column), names, other)
             users = int(counts.sum())
             budget = needed("--epsilon", epsilon), options.number(delta)
             with options.naming_flags():
-                plan, note = histogram.plan_for(
+                plan, note = plan_for(
                     users, len(names), *budget, gamma, cast(Any, accountant), local_epsilon
                 )
-            found, true = histogram.simulate(counts, plan, seed), counts / users
+            found, true = simulate(counts, plan, seed), counts / users
         found = found.consistent() if consistent else found
         rows = epsilon_rows(epsilon_table(plan, 1, too_few))
+        columns = {"category": names, "share": found.shares, "standard_error": found.errors}
+        told = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        columns |= {} if true is None else {"true": true}
+        title = f"ε = {plan.target_epsilon:g} by {plan.accountant}, δ = {plan.delta:.3g}"
+        title += f", n = {plan.users}"
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            _write(out / "histogram.csv", names, found, true)
-            _plot(out / "histogram.png", names, found, _title(plan))
-    except (ValueError, OSError, LedgerError) as error:
-        options.fail(error)
+            _write(out / "histogram.csv", columns)
+            _plot(out / "histogram.png", names, found, title)
     if note:
         typer.echo(f"warning: {note}", err=True)
     if json:
-        shares = [
-            {"category": name, "share": share, "standard_error": deviation}
-            for name, share, deviation in zip(names, found.shares, found.errors, strict=True)
-        ]
-        options.print_json({"histogram": shares, "plan": plan.model_dump(), "epsilon": rows})
+        options.print_json({"histogram": told, "plan": plan.model_dump(), "epsilon": rows})
         return
     console = Console()
-    _print(console, names, found, true, plan)
+    _print(console, columns, found, plan, title)
     print_epsilons(console, "ε by accountant", rows, plan.accountant)
     if true is not None:
         console.print("simulated: coins, answers and blankets follow from the seed")
@@ -130,18 +126,14 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
     """The names of --categories, or None if it was not given."""
     if text is None:
         return None
-    from shufl.simulator.histogram import shown
-
-    # Path.is_file fails where a list is longer than a file's name can be.
-    is_file = os.path.isfile(text)  # noqa: PTH113
-    if is_file:
+    if os.path.isfile(text):  # noqa: PTH113 (Path.is_file fails for a list longer than a name)
         given = [line for line in options.read_text(Path(text)).splitlines() if line.strip()]
     else:
         given = text.split(",")
     names = ["" if name.strip() == _EMPTY else name.strip() for name in given] + [_OTHER] * other
     name, count = Counter(names).most_common(1)[0] if names else ("", 0)
     if count > 1:
-        raise ValueError(f"--categories must be all different, got {shown(name)} twice")
+        raise ValueError(f"--categories must be all different, got {name!r} twice")
     if len(names) < 2:
         raise ValueError(f"--categories must be at least 2, got {len(names)}")
     return names
@@ -178,68 +170,57 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool]:
     return plan, found, too_few_present(plan, [row], 1)
 
 
-def _title(plan: PrivacyPlan) -> str:
-    return (
-        f"ε = {plan.target_epsilon:g} by {plan.accountant}, δ = {plan.delta:.3g}, n = {plan.users}"
-    )
-
-
 def _print(
-    console: Console, names: list[str], found: Histogram, true: np.ndarray | None, plan: PrivacyPlan
+    console: Console, columns: dict[str, Any], found: Histogram, plan: PrivacyPlan, title: str
 ) -> None:
     from shufl.simulator.histogram import response_of
 
     response = response_of(plan)
-    console.print(
-        f"{plan.users} users; reports of ε₀ = {epsilon_text(response.local_epsilon)}, "
-        f"true with probability {response.truth:.4g}; "
-        f"{plan.shuffler_blankets:.4g} blankets expected",
-        highlight=False,
-        soft_wrap=True,
+    about = (
+        f"{plan.users} users; reports of ε₀ = {epsilon_text(response.local_epsilon)}, true with "
+        f"probability {response.truth:.4g}; {plan.shuffler_blankets:.4g} blankets expected"
     )
-    console.print(_title(plan), highlight=False, soft_wrap=True)
-    table = Table()
-    table.add_column("category")
-    for heading in ("share", "± (95 %)", *(["true share"] if true is not None else [])):
+    for line in (about, title):
+        console.print(line, highlight=False, soft_wrap=True)
+    shown = {"share": found.shares, "± (95 %)": found.margins}
+    if "true" in columns:
+        shown["true share"] = columns["true"]
+    table = Table("category")
+    for heading in shown:
         table.add_column(heading, justify="right")
     digits = max(1, 1 - math.floor(math.log10(100.0 * float(found.margins.min()))))
-    for place in _shown(found):
-        numbers = [found.shares[place], found.margins[place]]
-        numbers += [true[place]] if true is not None else []
-        table.add_row(names[place] or _EMPTY, *(f"{number:.{digits}%}" for number in numbers))
+    for it in _largest(found):
+        cells = (f"{numbers[it]:.{digits}%}" for numbers in shown.values())
+        table.add_row(columns["category"][it] or _EMPTY, *cells)
     console.print(table)
-    if len(names) > _MOST_SHOWN:
-        console.print(f"the largest {_MOST_SHOWN} of {len(names)}; --out writes all")
+    if len(found.shares) > _MOST_SHOWN:
+        console.print(f"the largest {_MOST_SHOWN} of {len(found.shares)}; --out writes all")
 
 
-def _shown(found: Histogram) -> list[int]:
+def _largest(found: Histogram) -> list[int]:
     """The places of all categories, or where there are many, of the largest."""
-    places = range(len(found.shares))
-    if len(places) <= _MOST_SHOWN:
-        return list(places)
-    return sorted(places, key=lambda it: -found.shares[it])[:_MOST_SHOWN]
+    places = list(range(len(found.shares)))
+    if len(places) > _MOST_SHOWN:
+        places.sort(key=lambda it: -found.shares[it])
+    return places[:_MOST_SHOWN]
 
 
-def _write(path: Path, names: list[str], found: Histogram, true: np.ndarray | None) -> None:
+def _write(path: Path, columns: dict[str, Any]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(
-            ["category", "share", "standard_error", *(["true"] if true is not None else [])]
-        )
-        for place, name in enumerate(names):
-            numbers = [found.shares[place], found.errors[place]]
-            numbers += [true[place]] if true is not None else []
-            rows.writerow([name, *(f"{number:.9g}" for number in numbers)])
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for name, *numbers in zip(*columns.values(), strict=True):
+            writer.writerow([name, *(f"{number:.9g}" for number in numbers)])
 
 
 def _plot(path: Path, names: list[str], found: Histogram, title: str) -> None:
     """Bars with 95 % intervals."""
-    places = _shown(found)
+    places = _largest(found)
     with draw(path) as axes:
         axes.bar(
             [names[it] or _EMPTY for it in places],
-            [100.0 * found.shares[it] for it in places],
-            yerr=[100.0 * found.margins[it] for it in places],
+            100.0 * found.shares[places],
+            yerr=100.0 * found.margins[places],
             capsize=3,
             color="#8cf",
         )

@@ -120,19 +120,6 @@ def number(text: str) -> Any:
         return text
 
 
-def check_users(option: str, users: int, most: int) -> None:
-    """Refuses more users than a command computes with."""
-    if users > most:
-        raise ValueError(f"{option} must be at most {most}, got {users}")
-
-
-def checked_count(option: str, value: int | None) -> int:
-    """A number of rounds or parameters; refuses one that is beyond what is computed."""
-    if not 1 <= needed(option, value) <= 10**9:
-        raise ValueError(f"{option} must lie in [1, 10^9], got {value}")
-    return int(value)  # type: ignore[arg-type]
-
-
 def warn_of_delta(plan: PrivacyPlan, rounds: int) -> None:
     """Prints a line where δ is too large to promise much, or too small for a plan."""
     from shufl.accounting import ideal_note, participation_note
@@ -160,12 +147,6 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} must be text in UTF-8: {error}") from None
 
 
-def check_seed(seed: int | None) -> None:
-    """Refuses a seed that a configuration could not have."""
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"--seed must lie in [0, 2^63), got {seed}")
-
-
 def check_alone(what: str, *allowed: str) -> None:
     """Refuses options of this command, but for the parameters `allowed`, that `what` makes idle."""
     context = click.get_current_context()
@@ -190,6 +171,15 @@ def fail(error: BaseException, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
+@contextmanager
+def failing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
+    """Ends the command by `fail` at one of these errors."""
+    try:
+        yield
+    except errors as error:
+        fail(error, code)
+
+
 def print_error(error: BaseException) -> None:
     """One line on standard error."""
     text = str(error)
@@ -200,19 +190,25 @@ def print_error(error: BaseException) -> None:
     typer.echo(f"error: {one_line(text) or type(error).__name__}", err=True)
 
 
-_EXTRAS = {"node": "node", "provision": "server", "rehearse": "server", "status": "server"}
-_BROUGHT = set("flwr jinja2 matplotlib ray scikit-learn tensorboard torch torchvision".split())
+_EXTRAS = {
+    "shufl node": "node",
+    **dict.fromkeys(["shufl provision", "shufl rehearse", "shufl status"], "server"),
+}
+_BROUGHT = {
+    *("flwr", "jinja2", "matplotlib", "ray"),
+    *("scikit-learn", "tensorboard", "torch", "torchvision"),
+}
 
 
-def missing_extra(error: ModuleNotFoundError, command: str) -> ImportError:
-    """What to install for a command whose import failed.
+def missing_extra(error: ModuleNotFoundError, what: str) -> ImportError:
+    """What to install for a command, or a name of `shufl`, whose import failed.
 
     Raises:
         ModuleNotFoundError: the same; no extra brings that module.
     """
-    package, extra = str(error.name).partition(".")[0], _EXTRAS.get(command, "simulation")
+    package, extra = str(error.name).partition(".")[0], _EXTRAS.get(what, "simulation")
     if package not in _BROUGHT:
         raise error
     return ImportError(
-        f"shufl {command} needs {package}, which is not installed: pip install 'shufl[{extra}]'"
+        f"{what} needs {package}, which is not installed: pip install 'shufl[{extra}]'"
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan_command(
-    users: Annotated[int, typer.Option(help="Eligible users n.")],
+    users: Annotated[int, typer.Option(max=10**9, help="Eligible users n.")],
     epsilon: Annotated[float, typer.Option(help="The ε to stay within, for every pair.")],
     delta: options.Delta = "1/n",
     adjacency: options.Adjacency = "replace",
@@ -26,7 +26,8 @@ def plan_command(
         typer.Option(help="Predict the accuracy on it, and take its model's size: mnist, …"),
     ] = None,
     dimension: Annotated[
-        int | None, typer.Option(help="Parameters d of the model, where no dataset is named.")
+        int | None,
+        typer.Option(min=1, help="Parameters d of the model, where no dataset is named."),
     ] = None,
     cover: Annotated[
         bool,
@@ -56,7 +57,6 @@ def plan_command(
     try:
         given = users, None, None, None, delta, adjacency, "least-error"
         asked = options.open_plan(*given, target_epsilon=epsilon, accountant="blanket", cover=cover)
-        options.check_users("--users", users, 10**9)
         if epsilon >= 1e3:
             raise ValueError(f"--epsilon must lie in (0, 1000), got {epsilon}")
         if dataset is not None and dataset not in SETTINGS:
@@ -68,7 +68,7 @@ def plan_command(
                 raise ValueError("--write needs --dataset")
             options.check_file("--write", write)
         setting = None if dataset is None else SETTINGS[dataset]
-        size = options.checked_count("--dimension", setting.dimension if setting else dimension)
+        size = setting.dimension if setting else dimension or 0
         if size > (most := most_parameters()):
             raise ValueError(f"--dimension must be at most {most}, as a report holds, got {size}")
         question = Question(asked, size, device_megabytes)

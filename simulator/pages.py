@@ -1,4 +1,4 @@
-"""`shufl report`: a run folder or the results of a grid as one self-contained HTML page."""
+"""Pages of runs: `shufl report` of a run folder, and what pages of grids have in common with it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from pydantic import ValidationError
 
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan, epsilon_table
-from shufl.accounting.validation import first_mistake, read_toml
+from shufl.accounting.validation import read_toml
 from shufl.simulator.config import flat
 from shufl.simulator.plots import plot_accuracy_epsilon, plot_rounds
 from shufl.simulator.records import check_ledger, read_run, read_starts, rounds_told
@@ -30,6 +29,16 @@ from shufl.simulator.tables import (
     for_every_pair,
     too_few_present,
 )
+
+Table = list[list[str]]
+"""Rows of cells, the heads first."""
+
+Section = dict[str, Any]
+"""A part of a page.
+
+It has any of `title`; `note`, a paragraph; `facts`, names and values; `plot`, the address of an
+image, and `alt`, what it shows; `table`; `lines` of a list; `files`, names and contents, folded.
+"""
 
 _WORDS = {
     "name": "mechanism",
@@ -62,7 +71,9 @@ def page_of(folder: Path) -> str:
         if (folder / "plan.json").is_file():
             return _of_run(folder)
         if (folder / "grid.json").is_file():
-            return _of_grid(folder)
+            from shufl.simulator.grid.page import html_page  # it needs torch
+
+            return html_page(folder)
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} has a damaged file: {error}") from error
     raise ValueError(
@@ -103,22 +114,25 @@ def _of_run(folder: Path) -> str:
         ("test accuracy", f"{evaluated[-1]['accuracy']:.2%}" if evaluated else "not evaluated yet"),
         ("budget", f"ε ≤ {plan.target_epsilon:g}"),
         ("δ, neighbours", f"{plan.delta:.3g}, {plan.adjacency}"),
-        ("ended by", stopped),
+        ("end", stopped),
         ("coins and noise", f"from {entropy}"),
-        *_about(settings).items(),
-        *_origin(read_starts(folder)),
+        *what_trained(settings).items(),
+        *origin(read_starts(folder)),
     ]
     note = AS_PLANNED if any("planned" in row for row in epsilons.values()) else ""
     cells = epsilon_cells(epsilons, plan.accountant)
-    sections = [_section(facts=facts), _section("What ε holds for", note=note, table=cells)]
+    sections: list[Section] = [
+        {"facts": facts},
+        {"title": "What ε holds for", "note": note, "table": cells},
+    ]
     if evaluated:
-        plot = _image(plot_accuracy_epsilon, rows, plan)
+        plot = image(plot_accuracy_epsilon, rows, plan)
         alt = "Test accuracy against ε, a line for each accountant, which ends at the ε above."
-        sections.append(_section("Accuracy and ε", plot=plot, alt=alt))
+        sections.append({"title": "Accuracy and ε", "plot": plot, "alt": alt})
     if rows:
-        plot = _image(plot_rounds, rows)
+        plot = image(plot_rounds, rows)
         alt = f"Reports and test accuracy of {len(rows)} rounds."
-        sections.append(_section("Round by round", plot=plot, alt=alt))
+        sections.append({"title": "Round by round", "plot": plot, "alt": alt})
     spent = [("rounds spent", len(entries)), *Counter(row["outcome"] for row in rows).items()]
     if without := len(entries) - len(rows):
         spent.append(("spent, without a row", without))
@@ -127,27 +141,15 @@ def _of_run(folder: Path) -> str:
         "becomes of it."
     )
     sections += [
-        _section("Ledger", note=note, facts=spent),
-        _section("Plan", facts=list(_in_words(json.loads(plan.to_json())))),
-        _section("Configuration", files=[("config.toml", config)]),
+        {"title": "Ledger", "note": note, "facts": spent},
+        {"title": "Plan", "facts": list(_in_words(json.loads(plan.to_json())))},
+        {"title": "Configuration", "files": [("config.toml", config)]},
     ]
     versions = (summary or {}).get("versions", {})
     about = [f"{name} {version}" for name, version in versions.items()]
     if summary is not None:
         about.insert(0, f"engine {summary['engine']}")
-    return _render(folder.resolve().name, ", ".join(about), sections)
-
-
-def _section(title: str = "", **parts: Any) -> dict[str, Any]:
-    """A part of the page.
-
-    Args:
-        title: its heading, or nothing.
-        parts: of these: `note`, a paragraph; `facts`, names and values; `plot`, a data URL of an
-            image, and `alt`, what it shows; `table`, rows of cells, the heads first; `lines`, of a
-            list; `files`, names and contents, folded.
-    """
-    return {"title": title, **parts}
+    return render("page.html", folder.resolve().name, ", ".join(about), sections)
 
 
 def _told(epsilons: dict[str, dict[str, Any]], accountant: str) -> str:
@@ -162,7 +164,7 @@ def _told(epsilons: dict[str, dict[str, Any]], accountant: str) -> str:
 _REFERENCES = {"central": "DP-SGD by Opacus", "plain": "SGD without privacy"}
 
 
-def _about(settings: dict[str, Any], trainer: str = "shufl") -> dict[str, str]:
+def what_trained(settings: dict[str, Any], trainer: str = "shufl") -> dict[str, str]:
     """Data, model and algorithm of a configuration."""
     data, model, training = (settings[key] for key in ("data", "model", "training"))
     options = ", ".join(f"{name} = {value}" for name, value in model.get("options", {}).items())
@@ -176,7 +178,7 @@ def _about(settings: dict[str, Any], trainer: str = "shufl") -> dict[str, str]:
     }
 
 
-def _origin(starts: list[dict[str, str]]) -> list[tuple[str, str]]:
+def origin(starts: list[dict[str, str]]) -> list[tuple[str, str]]:
     """Command, commit and date of starts or results; older ones lack some."""
     command, commit, dates = (
         sorted({each[key] for each in starts} - {""}) for key in ("command", "commit", "date")
@@ -194,81 +196,20 @@ def _in_words(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield _WORDS.get(name, name.replace("_", " ")), shown
 
 
-def _of_grid(folder: Path) -> str:
-    from shufl.simulator.grid.page import (
-        EVERY_PAIR,
-        accuracy_table,
-        coverage_table,
-        finished,
-        head_facts,
-        origins,
-        plan_table,
-        plot_results,
+def render(template: str, title: str, subtitle: str, sections: list[Section]) -> str:
+    """The page; in HTML, whatever comes from files is escaped."""
+    source = importlib.resources.files("shufl.simulator") / template
+    environment = jinja2.Environment(
+        autoescape=template.endswith(".html"), trim_blocks=True, lstrip_blocks=True
     )
-    from shufl.simulator.grid.points import configuration_of
-    from shufl.simulator.grid.settings import Grid
-
-    stored = json.loads((folder / "grid.json").read_bytes())
-    try:
-        grid = Grid.model_validate_json(json.dumps(stored["grid"]))
-    except ValidationError as error:
-        raise ValueError(f"{folder / 'grid.json'}: {first_mistake(error, Grid)}") from None
-    points = grid.points()
-    results = finished(points, folder)
-    plain = [result for _, result in results]
-    there = {point.key for point, _ in results}
-    missing = [str(point) for point in points if point.key not in there]
-    seeds = ", ".join(map(str, sorted({point.seed for point, _ in results})))
-    settings = [_about(each.config.model_dump(exclude_none=True), each.trainer) for each in points]
-    facts = [
-        *head_facts(results),
-        ("runs", f"{len(results)} of {len(points)}"),
-        ("seeds", seeds or "none"),
-        *((key, "; ".join(dict.fromkeys(each[key] for each in settings))) for key in settings[0]),
-        *_origin(plain),
-    ]
-    about = re.sub(r"\n(?![-\n])", " ", grid.about.strip())
-    sections = [_section(facts=facts), _section(note=about)]
-    if results:
-        plot = _image(plot_results, grid, plain)
-        alt = f"Accuracy and ε against {grid.label}, a line for each series; numbers are below."
-        sections += [
-            _section(grid.label, plot=plot, alt=alt),
-            _section("Test accuracy in percent", table=accuracy_table(grid, plain)),
-            _section("What each run did", note=EVERY_PAIR, table=plan_table(grid, results)),
-            _section("What ε holds for", table=coverage_table(plain)),
-        ]
-    failed = [f"{name}: {reason}" for name, reason in stored["failed"].items()]
-    if failed:
-        sections.append(_section("Runs that failed", lines=failed))
-    if waiting := [name for name in missing if name not in stored["failed"]]:
-        sections.append(_section("Runs that are missing", lines=waiting))
-    lines = [
-        f"{command}{f' at commit {commit}' if commit else ''}, {versions}: "
-        f"{runs} runs, {hours:.2f} hours of rounds"
-        for command, commit, versions, runs, hours in origins(plain)
-    ]
-    first = {point.series: point for point, _ in reversed(results)}
-    names = [series.name for series in grid.series if series.name in first]
-    files = [(name, configuration_of(first[name])) for name in names]
-    sections += [
-        _section("Where the numbers come from", lines=lines),
-        _section("Configurations", note="Of each series' first run.", files=files),
-    ]
-    return _render(grid.title, folder.resolve().name, sections)
-
-
-def _render(title: str, subtitle: str, sections: list[dict[str, Any]]) -> str:
-    """The page; whatever comes from files is escaped."""
-    source = (importlib.resources.files("shufl.simulator") / "page.html").read_text(
-        encoding="utf-8"
-    )
-    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(source)
+    environment.filters["joined"] = lambda text: re.sub(r"\n(?![-\n])", " ", text)
     version = importlib.metadata.version("shufl")
-    return template.render(title=title, subtitle=subtitle, sections=sections, version=version)
+    return environment.from_string(source.read_text(encoding="utf-8")).render(
+        title=title, subtitle=subtitle, sections=sections, version=version
+    )
 
 
-def _image(plot: Callable[..., None], *drawn: Any) -> str:
+def image(plot: Callable[..., Any], *drawn: Any) -> str:
     """What a function draws to a file, its last argument, as a data URL of an SVG image."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plot.svg"
