@@ -163,7 +163,7 @@ def test_a_readers_callable_is_a_dataset(monkeypatch):
         ({"train_features": np.zeros((8, 3))}, r"got float64: convert it with x.float\(\)"),
         (
             {"train_features": torch.zeros(8, 3).long()},
-            r"float32 .* got int64: .* x.float\(\), .*numpy \(a model of token ids then begins with x.long",
+            r"float32 .* got int64: .* x.float\(\), .*numpy \(a model of token ids then begins",
         ),
         ({"train_features": [[0.0] * 3] * 8}, "a dense tensor of .* got list"),
         ({"train_features": torch.zeros(8, 3).to_sparse()}, "got float32, sparse_coo, on cpu"),
