@@ -18,7 +18,7 @@ from shufl.simulator.config import load
 from shufl.simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
 from shufl.simulator.data.held_out import held_out
 from shufl.simulator.data.partition import load_user_records, partition, sharing
-from shufl.simulator.engines import ENGINES
+from shufl.simulator.engines import engine_of
 from shufl.simulator.experiment import prepare
 from shufl.simulator.models import build_model
 from shufl.simulator.names import Partition
@@ -242,7 +242,7 @@ def test_token_ids_as_numbers_of_float32_train_a_model_in_both_engines(monkeypat
     sets.append("simulation.nodes=2")
     for engine in ("flower", "vectorised"):
         experiment = prepare(load("quickstart", [*sets, f"simulation.engine={engine}"]))
-        ENGINES[engine].load()(experiment)
+        engine_of(engine)(experiment)
         features, labels = experiment.load_users()(np.arange(8))
         model, training = experiment.make_model(), experiment.local_training
         users = zip(features, labels, strict=True)
