@@ -122,7 +122,7 @@ def experiment_command(
     from shufl.simulator.section import ConfigError, make_importable
 
     make_importable([Path(grid).parent, Path.cwd()])
-    with failing(ConfigError), failing(EngineFailed, OSError, code=1):
+    with failing(EngineFailed, OSError, ValueError, code=1), failing(ConfigError):
         try:
             rows, page, failed = play_grid(grid, results, pages, cpus, Console())
         except KeyboardInterrupt:
