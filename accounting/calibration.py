@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from scipy import optimize
+import scipy  # scipy.optimize is imported when it is first used: it takes half a second
 
 from shufl.accounting.mechanisms import (
     GaussianMechanism,
@@ -372,5 +372,5 @@ def _close_in(
         return max(min(math.log(max(epsilon, 1e-300) / target), 50.0), -50.0)
 
     if log_inside != log_outside:
-        optimize.brentq(excess, log_inside, log_outside, xtol=_PRECISION)
+        scipy.optimize.brentq(excess, log_inside, log_outside, xtol=_PRECISION)
     return min(good, key=lambda place: abs(math.log(place / outside)))

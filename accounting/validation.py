@@ -98,7 +98,7 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
         return f"unknown key {'.'.join(path)}; {hint}allowed: {', '.join(names)}"
     if first["type"] == "json_invalid":
         return f"it must be JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-    given = _shown(first["input"])
+    given = shown(first["input"])
     if depth == len(path):  # a whole section
         where = ".".join(path)
         if first["type"] == "missing":
@@ -130,8 +130,8 @@ def _words(kind: Any) -> str:
     return next(filter(None, said), "")
 
 
-def _shown(value: Any) -> str:
-    """What was given, at most 100 characters of it."""
+def shown(value: Any) -> str:
+    """Returns what was given, at most 100 characters of it."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # tables in tables, a number of thousands of digits

@@ -171,10 +171,8 @@ class _Examination:
         with self.look("certificate's role", fix):
             caller = caller_of(path.read_bytes())
             if caller is None or (caller.role, caller.users) != (role, users):
-                found = caller and f"for a {caller.role} of {caller.users} users"
-                raise _Trouble(
-                    f"{path} is {found or 'none of ours'}, it must be for a {role} of {users} users"
-                )
+                found = f"for a {caller.role} of {caller.users} users" if caller else "none of ours"
+                raise _Trouble(f"{path} is {found}, it must be for a {role} of {users} users")
         with self.look("certificate's days", fix):
             _check_days(path)
 

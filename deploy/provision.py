@@ -28,6 +28,7 @@ from shufl.deploy.plan import (
     shuffler_process,
 )
 from shufl.deploy.server_app import deployed_experiment
+from shufl.deploy.sites import ServerSite
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority, Request, write_new
 from shufl.simulator.config import dumps, load
@@ -163,7 +164,7 @@ class _Sites:
         listen, accounts = _listen(server.host), "shufl, www-data"
         files = self._modules() | {
             "run.toml": dumps(self._experiment.config),
-            "server.toml": tomli_w.dumps(told),
+            "server.toml": tomli_w.dumps(ServerSite(**told).model_dump()),
             "flower/config.toml": tomli_w.dumps({"superlink": {"default": name, name: connection}}),
             "nginx.conf": _template("nginx.conf", folder=folder, listen=listen, **about),
             "nftables.conf": _template("nftables.conf", port=server.local_port, accounts=accounts),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field
@@ -46,18 +45,14 @@ class VectorisedKeys(EngineName):
     silent: float = Field(default=0.0, ge=0, lt=1, description="a number in [0, 1)")
 
 
-@dataclass(frozen=True)
-class EngineEntry:
-    """An `Engine` as configurations know it: `module:class`, or the class."""
-
-    engine: str | type
-
-    def load(self) -> Any:
-        """The engine's class, imported."""
-        return pkgutil.resolve_name(self.engine) if isinstance(self.engine, str) else self.engine
-
-
-ENGINES = {
-    "flower": EngineEntry("shufl.simulator.engines.flower:FlowerEngine"),
-    "vectorised": EngineEntry("shufl.simulator.engines.vectorised:VectorisedEngine"),
+ENGINES: dict[str, str | type] = {
+    "flower": "shufl.simulator.engines.flower:FlowerEngine",
+    "vectorised": "shufl.simulator.engines.vectorised:VectorisedEngine",
 }
+"""Each engine's `Engine`, as `module:class` or the class itself, by its name in a configuration."""
+
+
+def engine_of(name: str) -> Any:
+    """The class of an engine, imported."""
+    engine = ENGINES[name]
+    return pkgutil.resolve_name(engine) if isinstance(engine, str) else engine

@@ -8,7 +8,6 @@ what a shuffler releases of them is how many there are of each category, and not
 from __future__ import annotations
 
 import csv
-import textwrap
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from shufl.accounting import (
     unused_note,
 )
 from shufl.accounting.plan import AccountantName
+from shufl.accounting.validation import shown
 
 _CONFIDENT = 1.959964  # standard errors of 95 %
 
@@ -162,7 +162,7 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8" if names else "utf-8-sig")
-                (row,) = csv.reader([text], strict=True) if text.strip() or names else ([],)
+                (row,) = csv.reader([text], strict=True)
                 if not (row or names):
                     raise csv.Error("it is blank")
                 if names and len(row) != len(names):
@@ -182,7 +182,7 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
     named = dict.fromkeys(categories[:-1] if other else categories)
     looks = {_looks(category): category for category in named}
     for value in (value for value in first if value not in named):
-        where = f"{path}, line {first[value]}: column {column!r} has {_shown(value)!r}"
+        where = f"{path}, line {first[value]}: column {column!r} has {shown(value)}"
         if (meant := looks.get(_looks(value))) is not None:
             raise ValueError(f"{where}, which looks like the category {meant!r} and is another")
         if not other:
@@ -199,15 +199,10 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
 def _place(column: str, names: list[str]) -> int:
     """Where a column is."""
     if column not in names:
-        raise ValueError(f"--column must be one of {_shown(', '.join(names))}, got {column}")
+        raise ValueError(f"--column must be one of {', '.join(names)[:300]}, got {column}")
     if list(map(_looks, names)).count(_looks(column)) > 1:
         raise ValueError(f"--column must differ from all other columns, got {column}")
     return names.index(column)
-
-
-def _shown(text: str) -> str:
-    """A part of a table, short: it may be somebody's."""
-    return textwrap.shorten(text, 60, placeholder="…")
 
 
 def _looks(text: str) -> str:

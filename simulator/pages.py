@@ -33,7 +33,7 @@ from shufl.simulator.tables import (
 Table = list[list[str]]
 """Rows of cells, the heads first."""
 
-Section = dict[str, Any]
+Part = dict[str, Any]
 """A part of a page.
 
 It has any of `title`; `note`, a paragraph; `facts`, names and values; `plot`, the address of an
@@ -121,7 +121,7 @@ def _of_run(folder: Path) -> str:
     ]
     note = AS_PLANNED if any("planned" in row for row in epsilons.values()) else ""
     cells = epsilon_cells(epsilons, plan.accountant)
-    sections: list[Section] = [
+    sections: list[Part] = [
         {"facts": facts},
         {"title": "What ε holds for", "note": note, "table": cells},
     ]
@@ -196,7 +196,7 @@ def _in_words(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield _WORDS.get(name, name.replace("_", " ")), shown
 
 
-def render(template: str, title: str, subtitle: str, sections: list[Section]) -> str:
+def render(template: str, title: str, subtitle: str, sections: list[Part]) -> str:
     """The page; in HTML, whatever comes from files is escaped."""
     source = importlib.resources.files("shufl.simulator") / template
     environment = jinja2.Environment(

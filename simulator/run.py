@@ -38,7 +38,7 @@ from shufl.simulator.config import Config, dumps, load
 from shufl.simulator.console import Console
 from shufl.simulator.data.datasets import dataset_digest
 from shufl.simulator.data.partition import sharing
-from shufl.simulator.engines import ENGINES, Engine, interrupts
+from shufl.simulator.engines import Engine, engine_of, interrupts
 from shufl.simulator.experiment import Experiment, prepare
 from shufl.simulator.names import DATASETS
 from shufl.simulator.plots import plot_accuracy_epsilon
@@ -82,7 +82,7 @@ class Run:
             ConfigError: before any work.
         """
         experiment = prepare(config)
-        engine = ENGINES[config.simulation.engine].load()(experiment)
+        engine = engine_of(config.simulation.engine)(experiment)
         return cls(make_folder(runs, experiment), experiment, engine, console)
 
     @classmethod
@@ -102,7 +102,7 @@ class Run:
             ConfigError: the folder's config.toml cannot be run.
         """
         experiment = prepare(config or config_of(folder))
-        make_engine = make_engine or ENGINES[experiment.config.simulation.engine].load()
+        make_engine = make_engine or engine_of(experiment.config.simulation.engine)
         return cls(folder, experiment, make_engine(experiment), console)
 
     def train(self, on_round: OnRound = lambda model: False) -> RunEnd:

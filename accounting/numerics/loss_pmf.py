@@ -82,8 +82,9 @@ class Profile:
         """
         eps = np.asarray(epsilons, dtype=np.float64)
         values = np.asarray(deltas, dtype=np.float64)
-        if not (eps[0] == 0.0 and np.all(np.diff(eps) > 0.0) and np.all(values >= 0.0)):
-            raise ValueError("a profile needs epsilons that increase from 0, and deltas from 0")
+        increasing = eps.size and eps[0] == 0.0 and np.all(np.diff(eps) > 0.0)
+        if not (increasing and values.shape == eps.shape and np.all(values >= 0.0)):
+            raise ValueError("a profile needs epsilons that increase from 0 and as many deltas")
         kept = eps <= MAX_LOSS
         eps, excess = eps[kept], np.expm1(eps[kept])
         values = np.minimum.accumulate(np.minimum(values[kept] * (1.0 + _ROUND_UP), 1.0))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import shutil
 import sys
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,8 +44,6 @@ if TYPE_CHECKING:
     from shufl.simulator.experiment import Experiment
 
 _GRACE_SECONDS = 5.0  # for nodes still at work when the ServerApp has ended
-
-_NEEDED_SOON = "flwr.simulation", "torch._dynamo"  # the latter by torch's optimisers
 
 _ADVICE = {
     "a Ray worker died": " (killed, or out of memory; a higher simulation.cpus_per_node has fewer "
@@ -124,10 +120,7 @@ class FlowerEngine:
             for each in shufflers:
                 stack.push(each)
                 each.start()
-            # Ray starts meanwhile, and waits more than it works.
-            imports = stack.enter_context(ThreadPoolExecutor(1))
-            imports.map(importlib.import_module, _NEEDED_SOON)
-            stack.enter_context(running_ray(folder / "ray.log"))
+            stack.enter_context(running_ray(folder / "ray.log"))  # starts meanwhile
             stack.enter_context(interrupts(stop))
             for carried in self._carried:  # Flower sends its app with every message
                 carried.put_in_ray()

@@ -18,7 +18,7 @@ from shufl.simulator.config import dumps
 from shufl.simulator.grid.points import read_result
 from shufl.simulator.grid.rows import write_rows
 from shufl.simulator.grid.settings import Grid, Point, Series, shown
-from shufl.simulator.pages import Section, Table, image, origin, render, what_trained
+from shufl.simulator.pages import Part, Table, image, origin, render, what_trained
 from shufl.simulator.plots import draw
 from shufl.simulator.tables import epsilon_text, for_every_pair
 
@@ -126,7 +126,7 @@ def _sections(
     finished: list[tuple[Point, Result]],
     failed: dict[str, str],
     plot: str,
-) -> list[Section]:
+) -> list[Part]:
     """The sections of a page; `plot` is the address of what `plot_results` drew."""
     results = [result for _, result in finished]
     seeds = ", ".join(map(str, sorted({result["seed"] for result in results})))
@@ -140,7 +140,7 @@ def _sections(
         ("coins and noise", "from the seeds: simulations, which protect nobody"),
         *origin(results),
     ]
-    sections: list[Section] = [{"facts": facts}, {"note": grid.about.strip()}]
+    sections: list[Part] = [{"facts": facts}, {"note": grid.about.strip()}]
     if results:
         alt = f"Accuracy and ε against {grid.label}, a line for each series; numbers are below."
         accuracies = accuracy_table(grid, results)

@@ -16,7 +16,7 @@ from shufl.accounting.plan import CheckInRate
 from shufl.accounting.validation import NotNegative, Probability, Record, first_mistake
 from shufl.server import CheckpointError
 from shufl.simulator.console import Console
-from shufl.simulator.engines import ENGINES
+from shufl.simulator.engines import engine_of
 from shufl.simulator.experiment import prepare
 from shufl.simulator.grid.central import Reference
 from shufl.simulator.grid.settings import Point
@@ -44,7 +44,7 @@ def check(point: Point) -> None:
     if point.trainer != "shufl":
         _reference(point)
     else:
-        ENGINES[point.config.simulation.engine].load()(prepare(point.config))
+        engine_of(point.config.simulation.engine)(prepare(point.config))
 
 
 def _reference(point: Point) -> Reference:

@@ -194,8 +194,9 @@ def run(
     for argument, stands_for in _STANDS_FOR.items():
         if given[argument] is None:
             continue
+        section = next(iter(stands_for)).partition(".")[0]
         for key in changes:
-            if str(key).strip().startswith(tuple(stands_for)):
+            if str(key).strip().startswith(tuple(stands_for)) or key == section:
                 raise ConfigError(
                     f"changes must not have {key}: the argument {argument}= stands for it"
                 )

@@ -198,15 +198,15 @@ def test_a_name_is_used_once(tmp_path: Path, authority: Path, csr: Path):
     assert keys("request", tmp_path / "other", "--name", "phone-7").exit_code == 0
     for again in (csr, tmp_path / "other" / "phone-7.csr"):
         line = refusal(tmp_path, "sign", authority, again, *NODE)
-        assert line == f"error: {authority / 'phone-7.pem'}: File exists"
+        assert line == f"error: {authority / 'phone-7.pem'} exists already"
     line = refusal(tmp_path, "request", csr.parent, "--name", "phone-7")
-    assert line == f"error: {csr}: File exists"
+    assert line == f"error: {csr} exists already"
     csr.unlink()
     line = refusal(tmp_path, "request", csr.parent, "--name", "phone-7")
-    assert line == f"error: {csr.with_suffix('.key')}: File exists"
-    assert "File exists" in refusal(tmp_path, "authority", authority)
+    assert line == f"error: {csr.with_suffix('.key')} exists already"
+    assert "exists already" in refusal(tmp_path, "authority", authority)
     (authority / "authority.key").rename(tmp_path / "kept elsewhere")
-    assert "authority.pem: File exists" in refusal(tmp_path, "authority", authority)
+    assert "authority.pem exists already" in refusal(tmp_path, "authority", authority)
 
 
 @pytest.mark.parametrize(

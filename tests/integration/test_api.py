@@ -283,6 +283,10 @@ def test_calibrate_finds_the_least_noise():
             "changes must not have model.options.hidden",
         ),
         (
+            lambda: shufl.run("quickstart", {"data": {}}, dataset=load_dataset("digits")),
+            "changes must not have data: the argument dataset= stands for it",
+        ),
+        (
             lambda: shufl.run("quickstart", {"model.options": {"hidden": None}}),
             "model.options must hold values that TOML has",
         ),

@@ -1,6 +1,5 @@
 """A new engine is a class and a line of the table: run and report use that."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import sys
 from pathlib import Path
 from rich.console import Console
 from shufl.server import PlayedRound, Training
-from shufl.simulator.engines import ENGINES, EngineEntry
+from shufl.simulator.engines import ENGINES
 
 class SilentEngine:
     gradients, nodes, repeats_releases = "none", "simulated", True
@@ -37,7 +36,7 @@ class SilentEngine:
             observe(run.end(round, play(round, run.begin(round))), run.result)
         return run.finish()
 
-ENGINES["vectorised"] = EngineEntry(SilentEngine)
+ENGINES["vectorised"] = SilentEngine
 
 from shufl.simulator.config import load
 from shufl.simulator.run import Run
@@ -89,8 +88,7 @@ class StartedEngine(FlowerEngine):
 def test_rounds_are_played_again_only_where_they_end_the_same(
     tmp_path, monkeypatch, setting, repeats
 ):
-    started = dataclasses.replace(ENGINES["flower"], engine=StartedEngine)
-    monkeypatch.setitem(ENGINES, "flower", started)
+    monkeypatch.setitem(ENGINES, "flower", StartedEngine)
     with pytest.raises(Started) as started:
         Run.new(load("quickstart", [setting]), tmp_path, Console(quiet=True)).train()
     assert started.value.args == (repeats,)

@@ -30,7 +30,7 @@ def account_command(
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
     from shufl.accounting import LedgerError, epsilon_table, price
 
-    try:
+    with options.failing(ValueError, LedgerError):
         if run is not None:
             options.check_alone("a run folder, which has its plan", "json")
             from shufl.simulator.records import read_run  # slow to import
@@ -44,8 +44,6 @@ def account_command(
             plan = options.whole_plan(*given)
             count = plan.rounds
             found = price(plan.event(), count, plan.adjacency, plan.delta, lower=True)
-    except (ValueError, LedgerError) as error:
-        options.fail(error)
     options.warn_of_delta(plan, count)
     rows = epsilon_rows(found)
     for row in found:
@@ -78,7 +76,7 @@ def compare_command(
     from shufl.accounting import RandomisedResponse, price
     from shufl.accounting.peers import comparisons
 
-    try:
+    with options.failing(ValueError, OSError):
         given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
         plan = options.whole_plan(*given)
         event, last, at = plan.event(), plan.rounds, plan.delta
@@ -96,8 +94,6 @@ def compare_command(
             if peers
             else []
         )
-    except (ValueError, OSError) as error:
-        options.fail(error)
     options.warn_of_delta(plan, last)
     theirs: dict[str, list[float | None]] = {peer.name: [*peer.epsilons] for peer in others}
     if json:

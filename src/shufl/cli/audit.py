@@ -73,7 +73,7 @@ def audit_command(
     if end_to_end is not None:
         _end_to_end(end_to_end, epsilon, samples, confidence, seed, json)
         return
-    try:
+    with options.failing(ValueError):
         plan = options.whole_plan(n, gamma, noise, 1, "0.5", adjacency, blankets)
         event = plan.event()
         at = placement or list(PLACEMENTS)
@@ -92,8 +92,6 @@ def audit_command(
             np.random.default_rng(seed),
         )
         checks = dict(zip(names, attacked, strict=True))
-    except ValueError as error:
-        options.fail(error)
     _report(checks, epsilon, confidence, json)
 
 
@@ -113,7 +111,7 @@ def _end_to_end(
     from shufl.simulator.config import load
     from shufl.simulator.experiment import prepare
 
-    try:
+    with options.failing(ValueError, ShufflerError):
         heeded = "end_to_end", "epsilon", "samples", "confidence", "seed", "json"
         options.check_alone("--end-to-end, whose CONFIG has the plan", *heeded)
         plan = prepare(load(config)).plan
@@ -124,8 +122,6 @@ def _end_to_end(
         drawn = secrets.randbits(32) if seed is None else seed
         rounds = 1000 if samples is None else samples
         found = check_end_to_end(plan, epsilon, rounds, confidence, drawn)
-    except (ValueError, ShufflerError) as error:
-        options.fail(error)
     _report({check.accountant: check for check in found}, epsilon, confidence, json)
 
 

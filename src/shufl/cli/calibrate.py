@@ -52,7 +52,7 @@ def calibrate_command(
     With --accountant blanket and neither --noise nor --blankets: the two of the least error of the
     mean update.
     """
-    try:
+    with options.failing(ValueError):
         if accountant == "blanket" and blankets == 0.0:
             raise ValueError("--blankets must be above 0 with --accountant blanket, got 0")
         added = blankets or ("least-error" if accountant == "blanket" else 0.0)
@@ -63,8 +63,6 @@ def calibrate_command(
             also = ", or --blankets, or --noise and --blankets" if accountant == "blanket" else ""
             raise ValueError(f"leave out exactly one of --noise, --rounds and --gamma{also}")
         result = _calibrated(asked, dimension)
-    except ValueError as error:
-        options.fail(error)
     if json:
         options.print_json(result)
         return

@@ -122,14 +122,11 @@ def experiment_command(
     from shufl.simulator.section import ConfigError, make_importable
 
     make_importable([Path(grid).parent, Path.cwd()])
-    try:
-        rows, page, failed = play_grid(grid, results, pages, cpus, Console())
-    except KeyboardInterrupt:
-        fail(RuntimeError("interrupted; the same command goes on"), _INTERRUPTED)
-    except ConfigError as error:
-        fail(error)
-    except (EngineFailed, OSError, ValueError) as error:
-        fail(error, 1)
+    with failing(EngineFailed, OSError, ValueError, code=1), failing(ConfigError):
+        try:
+            rows, page, failed = play_grid(grid, results, pages, cpus, Console())
+        except KeyboardInterrupt:
+            fail(RuntimeError("interrupted; the same command goes on"), _INTERRUPTED)
     typer.echo(f"written: {page}")
     if failed:
         runs = len(rows) + len(failed)

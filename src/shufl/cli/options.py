@@ -183,7 +183,9 @@ def failing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
 def print_error(error: BaseException) -> None:
     """One line on standard error."""
     text = str(error)
-    if isinstance(error, OSError) and error.strerror:
+    if isinstance(error, FileExistsError):
+        text = f"{error.filename} exists already"
+    elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, click.ClickException):
         text = error.format_message()

@@ -54,7 +54,7 @@ def plan_command(
     from shufl.shuffler import most_parameters
     from shufl.simulator.grid.plans import RATES, ROUNDS, SETTINGS, Question, as_dict, find_plans
 
-    try:
+    with options.failing(ValueError, OSError):
         given = users, None, None, None, delta, adjacency, "least-error"
         asked = options.open_plan(*given, target_epsilon=epsilon, accountant="blanket", cover=cover)
         if epsilon >= 1e3:
@@ -88,8 +88,6 @@ def plan_command(
         rows = [as_dict(plan, setting) for plan in plans]
         if write is not None and dataset is not None:
             configuration = _configuration(dataset, asked, rows[0])
-    except (ValueError, OSError) as error:
-        options.fail(error)
     if json:
         options.print_json({"cover": cover, "plans": rows})
     else:
