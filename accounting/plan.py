@@ -27,10 +27,13 @@ from shufl.accounting.mechanisms.randomised_response import Categories, LocalEps
 from shufl.accounting.validation import (
     Checked,
     ClipNorm,
+    Count,
+    NotNegative,
     Number,
     Positive,
     Probability,
     Record,
+    Seconds,
     Whole,
     first_mistake,
 )
@@ -50,6 +53,57 @@ Flag = Annotated[bool, Field(description="true or false")]
 Adjacency = Literal["replace", "zero-out"]
 AccountantName = Literal["theorem3", "rdp", "pld", "blanket", "crowd", "local"]
 MechanismName = Literal["gaussian", "ldp-sgd", "randomised-response"]
+
+
+ON_THEIR_OWN = frozenset({"blanket", "local"})
+"""The accountants whose ε does not count on other users' reports."""
+
+
+class Times(Record):
+    """When what happens in a round on real machines, in seconds from its opening.
+
+    All of it is decided before the round, so that no moment tells anything of a user's records.
+
+    Attributes:
+        work_until: A user whose update is not done by then reports noise alone.
+        send_after: Then reports are sent, however long the work took.
+        send_spread: Each leaves at a moment drawn uniformly from so many seconds, so that they do
+            not come all at once. It protects nothing.
+        grace: For reports on their way; then the shuffler closes the round.
+        answer_every: A node answers Flower's messages at whole multiples of so many seconds.
+        query_every: A node answers no more than one query in so many seconds.
+    """
+
+    work_until: Seconds = 60.0
+    send_after: Seconds = 65.0
+    send_spread: NotNegative = 30.0
+    grace: Seconds = 25.0
+    answer_every: Seconds = 1.0
+    query_every: Seconds = 30.0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.send_after <= self.work_until:
+            raise ValueError(
+                f"send_after must be above work_until, {self.work_until:g}, got {self.send_after:g}"
+            )
+        return self
+
+    @property
+    def seconds(self) -> float:
+        """How long a round is open."""
+        return self.send_after + self.send_spread + self.grace
+
+
+class Window(Times):
+    """A round's times, and how much work a user's update is.
+
+    Attributes:
+        most_records: Every user's update costs as much as one from so many records. No more of a
+            user's records are used; fewer are filled up with records of no weight.
+    """
+
+    most_records: Count
 
 
 class Plan(Checked):
@@ -75,6 +129,7 @@ class Plan(Checked):
             where the accountant counts on others; all if left out. Accountants that count on others
             price a round of so many users.
         accountant: Whose ε halts training.
+        window: What real machines keep to; a simulation takes no notice of it.
     """
 
     users: Users
@@ -89,6 +144,7 @@ class Plan(Checked):
     cover: Flag = False
     least_present: OfUsers = Field(default=0, validate_default=False)  # 0: all users
     accountant: AccountantName = "theorem3"
+    window: Window | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -130,6 +186,13 @@ class Plan(Checked):
         alone count. Both numbers may be arrays.
         """
         return sent + (0 if self.cover else blankets) >= self.minimum_batch
+
+    def enough_present(self, users: int) -> bool:
+        """Returns whether a shuffler's batch may be released where so many users are present.
+
+        A smaller one is destroyed unseen if the accountant that halts the run counts on others.
+        """
+        return users >= (1 if self.accountant in ON_THEIR_OWN else self.least_present)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -193,14 +256,6 @@ class PrivacyPlan(Plan):
         count = self.rounds if rounds is None else rounds
         pricing = self.make_accountant(name)
         return float(pricing.epsilon_after(self.event(), self.delta, count)) if count else 0.0
-
-    def enough_present(self, users: int) -> bool:
-        """Returns whether a shuffler's batch may be released where so many users are present.
-
-        A smaller one is destroyed unseen if the accountant that halts the run counts on others.
-        """
-        counts_on_others = accounting.ACCOUNTANTS[self.accountant].counts_on_others
-        return users >= (self.least_present if counts_on_others else 1)
 
     def to_json(self) -> str:
         """Returns JSON in one form only: fields in order, no spaces, shortest exact floats."""
@@ -293,7 +348,7 @@ class OpenPlan(Privacy, Checked):
 
         The minimum batch, if it is open, is half of the expected one.
         """
-        given = dict(self) | values
+        given = {"window": None} | dict(self) | values
         of_kind = {name: given[name] for name in self.kind.model_fields if name != "name"}
         given["mechanism"] = self.kind(**of_kind)
         present = given["least_present"] = self.least_present or self.users

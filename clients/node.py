@@ -220,8 +220,9 @@ class Node:
             raise RoundRefused(
                 "the shuffler was given another key, model or plan for this round than this node"
             )
-        self._ask_owner(node, confirmed)
-        return PreparedRound(confirmed, announced.public_key, parameters, until)
+        header, _ = confirmed
+        self._ask_owner(node, header)
+        return PreparedRound(header, announced.public_key, parameters, until)
 
     def accept_run(self, run_id: str, node: int = 0) -> None:
         """Refuses a run of which the owner of a node's device accepts no round.

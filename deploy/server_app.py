@@ -27,6 +27,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from shufl.accounting import Ledger, LedgerError
+from shufl.accounting.plan import Times
 from shufl.deploy.sites import (
     CONSOLE_FILE,
     OUTCOME_FILE,
@@ -86,7 +87,8 @@ def deployed_experiment(config: Config, shufflers: int) -> Experiment:
     check_cover(config.privacy.cover)
     shuffler = config.shuffler.model_copy(update={"number": shufflers})
     training = config.training.model_copy(update={"checkpoint_every": 1})
-    decided = {"seed": "system", "shuffler": shuffler, "training": training}
+    window = config.window or Times()
+    decided = {"seed": "system", "shuffler": shuffler, "training": training, "window": window}
     experiment = prepare(config.model_copy(update=decided))
     check_report_size(experiment.config, experiment.parameters)
     return experiment

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, model_validator
 
-from shufl.accounting.plan import CheckInRate, Privacy, Rounds, Users
+from shufl.accounting.plan import CheckInRate, Privacy, Rounds, Times, Users
 from shufl.accounting.validation import Count, Positive, read_toml
 from shufl.server.words import Schedule
 from shufl.simulator.engine_table import FlowerKeys, VectorisedKeys
@@ -29,7 +29,12 @@ class PrivacySection(Privacy):
 
 
 class Data(Section):
-    """A dataset and a map of its records, by name or `module:callable`; its users."""
+    """A dataset and a map of its records, by name or `module:callable`; its users.
+
+    Attributes:
+        most_records: on real machines, how many records of a user are used at most; left out: as
+            many as a user of this dataset has. A simulation takes no notice of it.
+    """
 
     dataset: str = Field(
         pattern=f"^({'|'.join(DATASETS)}|.+:.+)$",
@@ -43,6 +48,7 @@ class Data(Section):
     users: Users | None = None
     partition: Partition = "iid"
     concentration: Positive = 0.5
+    most_records: Count | None = None
 
 
 class Model(Section):
@@ -119,6 +125,7 @@ class Config(Section):
     training: Training
     simulation: Simulation = Field(default_factory=Simulation)
     shuffler: Shuffler = Field(default_factory=Shuffler)
+    window: Times | None = None
 
     @property
     def data_seed(self) -> int:

@@ -17,7 +17,7 @@ from shufl.accounting import (
     shuffler_of,
     unused_note,
 )
-from shufl.accounting.plan import Privacy
+from shufl.accounting.plan import Privacy, Window
 from shufl.clients import LocalTraining
 from shufl.server import Optimiser
 from shufl.shuffler import most_parameters
@@ -168,6 +168,9 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
     try:
         asked = OpenPlan(users=config.data.users, **dict(config.privacy))
         plan = calibrate(asked)
+        if config.window is not None:
+            about = dict(config.window) | {"most_records": config.data.most_records}
+            plan = plan.replace(window=Window.model_validate(about))
     except ValueError as error:
         of_plan = str(error).partition(" ")[0] in Privacy.model_fields
         raise ConfigError(f"{'privacy.' * of_plan}{error}") from error
@@ -210,6 +213,9 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
     users = config.data.users or len(dataset.train_labels)
     privacy = config.privacy
     data = config.data.model_copy(update={"users": users})
+    if config.window is not None and data.most_records is None:
+        each = records_per_user(len(dataset.train_labels), users, data.partition)
+        data = data.model_copy(update={"most_records": each})
     config = config.model_copy(update={"data": data})
     if config.shuffler.number > min(config.simulation.nodes, users):
         raise ConfigError(

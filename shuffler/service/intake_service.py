@@ -53,7 +53,7 @@ class IntakeService:
 
     async def Agree(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
         """Tells what the server gave for a round, and counts who was shown something else."""
-        header = self._batches.header(request.run_id, request.round)
+        header, left = self._batches.agree(request.run_id, request.round)
         commitment = dataclasses.replace(header, nonce=b"").commitment
         if request.commitment != commitment:
             self._metrics.disagreements.inc()
@@ -61,7 +61,7 @@ class IntakeService:
                 "a node was shown another key, model or plan than the shuffler",
                 extra={"run": request.run_id, "round": request.round},
             )
-        return shuffler_pb2.AgreeReply(commitment=commitment, nonce=header.nonce)
+        return shuffler_pb2.AgreeReply(commitment=commitment, nonce=header.nonce, seconds_left=left)
 
     async def Submit(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
         """Puts the reports of one stream into their batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -46,8 +47,8 @@ class OpenBatches:
         self._runs = runs
         self._randomness = randomness
 
-    def header(self, run_id: str, number: int) -> RoundHeader:
-        """What reports of an open round are bound to.
+    def agree(self, run_id: str, number: int) -> tuple[RoundHeader, float]:
+        """What reports of an open round are bound to, and how many seconds its window has left.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, or `UNKNOWN_ROUND` where it is not open.
@@ -57,7 +58,7 @@ class OpenBatches:
             if run_id not in self._runs:
                 raise ShufflerRefused(Refusal.UNKNOWN_RUN)
             raise ShufflerRefused(Refusal.UNKNOWN_ROUND, "this round is not open")
-        return entry.header
+        return entry.header, max(entry.ends_at - time.monotonic(), 0.0)
 
     def accept(self, report: Report, slot: Slot | None = None) -> Verdict:
         """Takes a report, or says why not; `slot`: where the pieces of one are, then given back."""

@@ -31,7 +31,8 @@ class Round:
         made: how far the work for them is.
         outcome: what closing it found; None before, and for a lost round.
         released: whether a release has begun.
-        closed_at: when it was closed, by `time.monotonic`.
+        ends_at: when its window ends, by `time.monotonic`; 0: it has none.
+        closed_at: when it was closed, by the same.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Round:
     made: int = 0
     outcome: Outcome | None = None
     released: bool = False
+    ends_at: float = 0.0
     closed_at: float = 0.0
 
     @property

@@ -154,7 +154,9 @@ class RunStore:
             batch.close()
             raise
         blankets = self._randomness.number_of_blankets(number, run.plan.shuffler_blankets)
-        run.rounds[number] = Round(number, header, public_key, batch, blankets)
+        window = run.plan.window if self._durable else None
+        ends_at = time.monotonic() + window.seconds if window is not None else 0.0
+        run.rounds[number] = Round(number, header, public_key, batch, blankets, ends_at=ends_at)
         over = [each.number for each in run.rounds.values() if each.batch is None]
         for old in over[:-_KEPT_OVER]:
             del run.rounds[old]

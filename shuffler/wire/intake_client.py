@@ -56,14 +56,15 @@ class IntakeClient(Connection):
         super().__init__(address, credentials, timeout)
         self.counts: Counter[str] = Counter()
 
-    def agree(self, header: RoundHeader) -> RoundHeader | None:
+    def agree(self, header: RoundHeader) -> tuple[RoundHeader, float] | None:
         """Finds out whether the shuffler was given what a header says of an open round.
 
         The shuffler counts a header other than its own.
 
         Returns:
-            The header with the shuffler's nonce, for which reports are sealed; None: the shuffler
-            was given something else.
+            The header with the shuffler's nonce, for which reports are sealed, and when the round's
+            window ends, by `time.monotonic` (under a plan without one: now). None: the shuffler was
+            given something else.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `UNKNOWN_ROUND`, `NOT_PERMITTED`; or `BUSY`, for as long
@@ -75,13 +76,15 @@ class IntakeClient(Connection):
         )
         retries = Retries(time.monotonic() + self.timeout)
         while True:
+            asked = time.monotonic()
             try:
                 with self.errors():
                     stub = Stub("Intake", self.connected())
                     reply = stub.Agree(request, timeout=self.timeout)
                 if reply.commitment != header.commitment:
                     return None
-                return dataclasses.replace(header, nonce=reply.nonce)
+                confirmed = dataclasses.replace(header, nonce=reply.nonce)
+                return confirmed, asked + reply.seconds_left
             except ShufflerError as error:
                 retries.wait(error)
 

@@ -82,12 +82,14 @@ class AgreeRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., commitment: _Optional[str] = ...) -> None: ...
 
 class AgreeReply(_message.Message):
-    __slots__ = ("commitment", "nonce")
+    __slots__ = ("commitment", "nonce", "seconds_left")
     COMMITMENT_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     commitment: str
     nonce: bytes
-    def __init__(self, commitment: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    seconds_left: float
+    def __init__(self, commitment: _Optional[str] = ..., nonce: _Optional[bytes] = ..., seconds_left: _Optional[float] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("verdicts",)
@@ -110,6 +112,16 @@ class CreateRunReply(_message.Message):
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     plan_digest: str
     def __init__(self, plan_digest: _Optional[str] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class OpenRoundRequest(_message.Message):
     __slots__ = ("run_id", "round", "model_digest", "public_key")
@@ -138,10 +150,14 @@ class CloseRoundRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
 
 class CloseRoundReply(_message.Message):
-    __slots__ = ("outcome",)
+    __slots__ = ("outcome", "senders", "absent")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ...) -> None: ...
+    senders: int
+    absent: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., senders: _Optional[int] = ..., absent: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("run_id", "round")

@@ -154,7 +154,8 @@ def test_the_same_round_of_another_process_takes_none_of_the_old_one_s_reports(
     assert (old.nonce, old.commitment) != (new.nonce, new.commitment)
     assert dataclasses.replace(old, nonce=new.nonce) == new
     assert again.submit(old, reports) == [Verdict.WRONG_COMMITMENT] * 4
-    assert again.intake.agree(dataclasses.replace(old, nonce=b"")) == new
+    confirmed, _ = again.intake.agree(dataclasses.replace(old, nonce=b""))
+    assert confirmed == new
     # Handed in as if they had been sealed for this round, they do not open.
     assert again.submit(new, reports) == [Verdict.ACCEPTED] * 4
     own = again.reports(new, 1, first=4)
