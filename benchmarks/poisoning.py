@@ -320,7 +320,7 @@ def _play(
     nonce = control.open_round(header.run_id, round, header.model_digest, public_key)
     announced = Announcement(header.run_id, round, header.plan_digest, public_key, 600.0)
     node.take_part(users, node.prepare(announced, ArrayRecord(state)))
-    if control.close_round(header.run_id, round) is not Outcome.RELEASABLE:
+    if control.close_round(header.run_id, round).outcome is not Outcome.RELEASABLE:
         return PlayedRound("below-minimum", None, len(users), 0)
     aggregator = make_aggregator(plan, experiment.parameters)
     batch = dataclasses.replace(header, nonce=nonce), control.release(header.run_id, round)

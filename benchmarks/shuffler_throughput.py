@@ -225,7 +225,7 @@ def compare(
             rates[name].append(count / (time.perf_counter() - begun))
             assert accepted == count, f"{accepted} of {count} accepted by the {name}"
             if name == "shuffler":
-                assert control.close_round(run_id, round) is Outcome.RELEASABLE
+                assert control.close_round(run_id, round).outcome is Outcome.RELEASABLE
                 plain = time.perf_counter() - opened
                 plain_cpu = cpu_seconds(pid) - before
         rates["disk"].append(disk_rate(directory, payload))
@@ -236,7 +236,7 @@ def compare(
         begun = time.perf_counter()
         assert all(verdict is Verdict.ACCEPTED for verdict in intake.submit(header, stream))
         rates["blanketed"].append(count / (time.perf_counter() - begun))
-        assert control.close_round(blanketed, round) is Outcome.RELEASABLE
+        assert control.close_round(blanketed, round).outcome is Outcome.RELEASABLE
         ready.append((time.perf_counter() - opened) / plain)
         beyond = cpu_seconds(pid) - before - plain_cpu
         rates["blankets"].append(most_blankets(count) / max(beyond, 0.01))

@@ -33,13 +33,12 @@ class ServerEntry(Section):
     Attributes:
         host, port: where nodes reach the reverse proxy before Flower's SuperLink.
         local_port: of the SuperLink, on loopback.
-        least_nodes, round_timeout, patience: as in `ServerSite`.
+        round_timeout, patience: as in `ServerSite`.
     """
 
     host: Host
     port: Port = 8443
     local_port: Port = 8000
-    least_nodes: Count = 1
     round_timeout: Seconds = 120.0
     patience: Positive = 3600.0
 
@@ -99,11 +98,8 @@ class Deployment(Section):
                 raise ValueError(f"every site has a name of its own, got {name} twice")
             if name.startswith("authority") or name == "superlink":
                 raise ValueError(f"a site's name must be another than {name}, which is taken")
-        if self.server.least_nodes > len(self.numbered):
-            raise ValueError(
-                f"server.least_nodes must be at most {len(self.numbered)}, the number of nodes, "
-                f"got {self.server.least_nodes}"
-            )
+        if not self.numbered:
+            raise ValueError("one node at least must not be withdrawn")
         for node in self.nodes:
             if node.reply_after >= self.server.round_timeout:
                 raise ValueError(

@@ -154,7 +154,7 @@ class _Sites:
             "address": f"127.0.0.1:{server.local_port}",
             "root-certificates": f"{folder}/keys/flower-authority.pem",
         }
-        told = server.model_dump(include={"least_nodes", "round_timeout", "patience"}) | {
+        told = server.model_dump(include={"round_timeout", "patience"}) | {
             "shufflers": self._deployment.addresses,
             "certificate": "keys/server.pem",
             "nodes": _AGREED,

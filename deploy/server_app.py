@@ -164,7 +164,7 @@ class DeployedEngine:
         site, asked = self._site, training.folder / STOP_FILE
         settings = ServerSettings(
             **vars(training),
-            nodes=site.least_nodes,
+            nodes=1,
             shufflers=tuple((address, site.credentials) for address in site.shufflers),
             round_timeout=site.round_timeout,
             sealing=self._sealing,

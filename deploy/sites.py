@@ -53,13 +53,11 @@ class ServerSite(_Site):
 
     Attributes:
         nodes: path of the file that says which nodes there are; `shufl provision` writes it.
-        least_nodes: as many must be connected before a round begins.
-        round_timeout: seconds that a round waits for nodes.
+        round_timeout: seconds to wait, before a round, for nodes that answered before the last one.
         patience: seconds to wait for nodes or shufflers that are away before the run ends.
     """
 
     nodes: str
-    least_nodes: Count = 1
     round_timeout: Seconds = 120.0
     patience: Positive = 3600.0
 

@@ -5,7 +5,7 @@ from .checkpoint_file import CheckpointError, read_checkpoint, save_atomically
 from .evaluation import Evaluation, evaluate
 from .rounds import RoundLoop
 from .settings import (
-    MOST_INCOMPLETE,
+    MOST_IN_VAIN,
     NodeFailed,
     Optimiser,
     RoundFailed,
@@ -17,7 +17,7 @@ from .training import Observe, PlayedRound, Training
 from .words import AgreedNode, RoundRecord, Schedule, StoppedBy
 
 __all__ = [
-    "MOST_INCOMPLETE",
+    "MOST_IN_VAIN",
     "Aggregate",
     "AgreedNode",
     "Checkpoint",

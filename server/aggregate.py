@@ -25,27 +25,30 @@ if TYPE_CHECKING:
 
 
 class Mean:
-    """The estimate of the mean update: the reports' sum over gamma times the users present.
+    """The estimate of the mean update: the reports' sum over gamma times the users there.
 
     Dividing by the expected number of users' reports, not the realised one, keeps the estimate
     unbiased whatever the coins, and says nothing of how many reports are blankets. The sum is one
     of integers below 2^53, so it does not depend on the (random) order of the release, nor on how
     the batch was divided.
+
+    Attributes:
+        total: what was added so far, whole numbers of units of shape (d,).
     """
 
     def __init__(self, plan: PrivacyPlan, dimension: int):
         """Begins a round of a plan, whose model has `dimension` parameters."""
         self.plan, self.dimension = plan, dimension
-        self._total = np.zeros(dimension)
+        self.total = np.zeros(dimension)
 
     def add(self, report: np.ndarray) -> None:
         """Adds a report, whole numbers of units of shape (d,), or the sum of several."""
-        self._total += report
+        self.total += report
 
     def result(self, users: int) -> np.ndarray:
-        """The estimate, float32 of shape (d,), where so many users were present (flipped coins)."""
+        """The estimate, float32 of shape (d,), where so many users flipped coins."""
         scale = self.plan.mechanism.unit(self.dimension) / (users * self.plan.check_in_rate)
-        return (self._total * scale).astype(np.float32)
+        return (self.total * scale).astype(np.float32)
 
 
 @dataclass(frozen=True)

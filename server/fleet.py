@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 """In the run folder: what the server knows of every node, after every round and while it waits."""
 
-_START_SECONDS = 600.0  # for nodes to connect and load their data, at least
+START_SECONDS = 600.0  # for nodes to connect and load their data, at least
 _ASK_AGAIN_SECONDS = 30.0  # a node that refused or failed
 _POLL_SECONDS = 0.05
 _TELL_SECONDS = 5.0  # after which, and how often at most, the operator is told who is waited for
@@ -84,8 +84,9 @@ def check_agreed(state: NodeState, agreed: dict[int, AgreedNode]) -> None:
 class Fleet:
     """The nodes of one run.
 
-    A node that connects, or comes back, is asked whether it agrees to the plan, and if it does, it
-    is in from the next round on. Nobody waits for it, unless there are too few others.
+    On real machines every node that is connected is asked before every round whether it is there
+    and agrees to the plan. Nobody waits for one that did not answer the last time, unless there are
+    too few others. Simulated nodes are asked once.
 
     Attributes:
         known: all that ever agreed, by Flower's id; some may be away, or have failed since.
@@ -99,28 +100,35 @@ class Fleet:
         self.settings = settings
         self.known: dict[int, NodeState] = {}
         self._in: set[int] = set()
+        self._prompt: set[int] | None = None  # who answered the last time
         self._grid = grid
         self._over = over
-        self._greeting: Exchange | None = None
+        self._questions: list[Exchange] = []
         self._refused: dict[int, tuple[float, str]] = {}  # when, and why
         self._agreed = settings.agreed() if settings.agreed else {}
         self._told = ""  # for whom it waits
 
-    def gather(self) -> list[int]:
-        """Ids of the nodes that are connected and have agreed, once there are enough of them.
+    def gather(self, until: float) -> list[int]:
+        """Ids of the nodes that are there and agree, once there are enough of them for a shuffler.
 
         Raises:
             NodeFailed: without patience, as soon as one refuses or fails.
-            RoundFailed: there are too few after `patience` seconds.
+            RoundFailed: there are too few at the moment `until`, by `time.monotonic`.
         """
-        settings = self.settings
-        seconds = settings.patience or max(_START_SECONDS, settings.round_timeout)
-        deadline, tell_at = time.monotonic() + seconds, time.monotonic() + _TELL_SECONDS
+        settings, begun = self.settings, time.monotonic()
+        tell_at = begun + _TELL_SECONDS
+        if settings.patience:
+            self._prompt, self._in = self._in or None, set()
         while True:
             connected = set(self._grid.get_node_ids())
-            self._welcome(connected)
+            self._ask(connected)
             present = sorted(connected & self._in)
-            if (len(present) >= settings.nodes and self._enough(present)) or self._over():
+            awaited = connected & {node for each in self._questions for node in each.waiting}
+            if self._prompt is not None:
+                awaited &= self._prompt
+            waited = not awaited or time.monotonic() - begun > settings.round_timeout
+            enough = len(present) >= settings.nodes and bool(self.with_enough(present))
+            if (enough and waited) or self._over():
                 self._told = ""
                 return present
             if time.monotonic() > tell_at:
@@ -129,11 +137,11 @@ class Fleet:
             reasons = [reason for _, reason in self._refused.values()]
             if reasons and not settings.patience:
                 raise NodeFailed(f"a node did not get ready: {reasons[0]}")
-            if time.monotonic() > deadline:
+            if time.monotonic() > until:
                 missing = max(settings.nodes - len(present), 0)
                 raise RoundFailed(
                     f"{missing} of {settings.nodes} nodes did not get ready: "
-                    f"{reasons[0] if reasons else f'too few users within {seconds:g} s'}"
+                    f"{reasons[0] if reasons else f'too few users within {until - begun:.0f} s'}"
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -142,8 +150,7 @@ class Fleet:
         here = {self.known[node].number for node in present}
         away = [name for number, (name, _) in self._agreed.items() if number not in here]
         reasons = dict.fromkeys(reason for _, reason in self._refused.values())
-        line = f"waiting for nodes: {len(present)} of at least {self.settings.nodes} are in"
-        line += ", with too few users" if len(present) >= self.settings.nodes else ""
+        line = f"waiting for nodes: {len(present)} are there, too few for a round"
         line += f"; away: {', '.join(away)}" if away else ""
         line += f"; refused: {'; '.join(reasons)}" if reasons else ""
         line = textwrap.shorten(line, _MOST_CHARACTERS, placeholder=" …")
@@ -193,10 +200,12 @@ class Fleet:
         new.write_text(json.dumps(rows, indent=1), encoding="utf-8")
         new.replace(new.with_name(NODES_FILE))
 
-    def _enough(self, present: list[int]) -> bool:
-        """Whether a round with these nodes could be released anywhere."""
-        users = self.users_of(present).values()
-        return any(map(self.settings.plan.enough_present, users))
+    def with_enough(self, present: list[int]) -> list[int]:
+        """The shufflers to which enough of these nodes' users report for a release."""
+        plan = self.settings.plan
+        least = plan.minimum_batch if plan.cover else 1
+        users = self.users_of(present).items()
+        return [each for each, here in users if here >= least and plan.enough_present(here)]
 
     def users_of(self, nodes: Iterable[int]) -> Counter[int]:
         """For how many users some nodes speak, by shuffler."""
@@ -205,35 +214,40 @@ class Fleet:
             users[self.known[node].shuffler] += self.known[node].users
         return users
 
-    def note(self, answers: Exchange) -> None:
-        """Remembers who answered to a round, also in the run folder."""
-        if self.settings.patience:  # those that failed are asked again whether they are in
-            for node in set(answers.errors) - answers.late:
-                self._in.discard(node)
-                self._refused[node] = time.monotonic(), answers.errors[node]
+    def note(self, answers: Exchange, absent: Iterable[str] = ()) -> None:
+        """Remembers who answered to a round, also in the run folder.
+
+        The nodes named in `absent` have sent nothing for several rounds, by their shuffler's word.
+        """
+        silent = set(absent)
+        for node in set(answers.errors) - answers.late:  # not counted on again at once
+            self._refused[node] = time.monotonic(), answers.errors[node]
         for node, state in self.known.items():
             if node in answers.received:
                 state.heard, state.trouble = time.time(), ""
             elif node not in answers.waiting:
                 state.trouble = answers.errors.get(node, self._why(node))
+            if self.name_of(node) in silent:
+                state.trouble = "it agrees to rounds, and no report of it comes: see its log"
+                log.warning("%s: %s", self.name_of(node), state.trouble)
         self._write()
 
-    def _welcome(self, connected: set[int]) -> None:
-        """Greets nodes that are new, or refused a while ago, and hears who has answered."""
-        if self._greeting is not None:
-            self._greeting.hear()
-            self._take(self._greeting, connected)
-            if not self._greeting.waiting:
-                self._greeting = None
-            return
+    def _ask(self, connected: set[int]) -> None:
+        """Asks those who are to be asked, and hears who has answered."""
+        for question in self._questions:
+            question.hear()
+            self._take(question, connected)
+        self._questions = [each for each in self._questions if each.waiting]
         self._refused = {node: why for node, why in self._refused.items() if node in connected}
         again = time.monotonic() - _ASK_AGAIN_SECONDS
-        lately = {node for node, (when, _) in self._refused.items() if when > again}
-        if new := connected - self._in - lately:
+        done = {node for node, (when, _) in self._refused.items() if when > again} | self._in
+        for question in self._questions:
+            done |= question.waiting
+        if new := connected - done:
             settings = self.settings
-            seconds = max(_START_SECONDS, settings.round_timeout)
+            seconds = max(START_SECONDS, settings.round_timeout)
             digest = settings.plan.digest()
-            self._greeting = greet(self._grid, sorted(new), settings.run_id, digest, seconds)
+            self._questions.append(greet(self._grid, sorted(new), settings.run_id, digest, seconds))
 
     def _take(self, greeting: Exchange, connected: set[int]) -> None:
         """Takes those in that have agreed; remembers why others are not."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+import numpy as np
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from shufl.server.aggregate import Mean, aggregate_reports
+from shufl.server.aggregate import Aggregate, Mean, aggregate_reports
 from shufl.server.broadcast import Exchange, broadcast
-from shufl.server.fleet import Fleet
+from shufl.server.fleet import START_SECONDS, Fleet
 from shufl.server.settings import (
-    MOST_INCOMPLETE,
+    MOST_IN_VAIN,
     NodeFailed,
     RoundFailed,
     RunEnd,
@@ -26,6 +30,7 @@ from shufl.server.words import RoundOutcome
 from shufl.shuffler import (
     ControlClient,
     Outcome,
+    PrivateKey,
     Refusal,
     RoundHeader,
     ShufflerError,
@@ -37,12 +42,20 @@ from shufl.shuffler import (
     report_length,
     sealed_length,
 )
+from shufl.shuffler.wire.errors import Closed
+from shufl.shuffler.wire.retries import Retries
 
+_T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 
+_SHUFFLER_SECONDS = 60.0  # for a shuffler that is away to come back within a round
 _TRY_AGAIN_SECONDS = 1.0
-_LOST = {Refusal.BATCH_LOST, Refusal.STORAGE_FULL, Refusal.STORAGE_FAILED}
+_PASSING = {
+    *(Refusal.BATCH_LOST, Refusal.STORAGE_FULL, Refusal.STORAGE_FAILED, Refusal.BUSY),
+    *(Refusal.TOO_MANY_RUNS, Refusal.TOO_MANY_ROUNDS, Refusal.TOO_MANY_BATCHES),
+}
+"""Refusals after which other rounds may go well."""
 
 _OUTCOMES: dict[Outcome, RoundOutcome] = {
     Outcome.RELEASABLE: "released",
@@ -72,157 +85,221 @@ class RoundLoop:
         self._stop = stop
         self._waiting_is_over: Callable[[], bool] = lambda: stop() or shuffler_gone()
         self._training = Training(settings)
-        self._incomplete = 0  # rounds in a row that lacked nodes
-        self._lost = 0  # rounds in a row that a shuffler lost
+        self._patient = bool(settings.patience)
+        self._in_vain = 0  # rounds in a row that were not released
         self._shufflers = [ControlClient(*shuffler) for shuffler in settings.shufflers]
         self._fleet = Fleet(settings, grid, self._waiting_is_over)
-        self._asked: list[int] = []  # in the round that is next, or under way
-        self._broken: int | None = settings.ledger.last_round or None
-        """A round that may still be open at a shuffler."""
+        self._away: set[int] = set()  # shufflers that did not hold the last round
+        self._ready: dict[int, set[int]] = {}
+        """Nodes of the next round, or of the one under way, by the shuffler that has booked it."""
+        last = settings.ledger.last_round
+        self._unended = dict.fromkeys(range(len(self._shufflers)), last) if last else {}
+        """The round of which a shuffler may still hold a batch."""
 
     def run(self) -> RunEnd:
         """Runs until the budget, the plan's last round, or an interrupt.
 
         Raises:
             NodeFailed: without patience, as soon as a node fails or does not answer.
-            RoundFailed: nodes do not get ready, or three rounds in a row lacked nodes.
-            ShufflerError: the shuffler does not answer or refuses.
+            RoundFailed: nodes do not get ready, or three rounds in a row were not released.
+            ShufflerError: without patience, a shuffler does not answer or refuses; with it, none is
+                there for so long, or one will never hold this run.
         """
         settings = self.settings
-        length = sealed_length(report_length(self._training.dimension), settings.sealing)
-        plan = settings.plan.to_json().encode()
-        for shuffler in self._shufflers:
-            try:
-                self._patiently(shuffler.create_run, settings.run_id, plan, length)
-            except ShufflerRefused as refused:  # its last round may be over, and not its report
-                if refused.reason is not Refusal.RUN_ENDED:
-                    raise
         for round in self._training.rounds():
             self._get_ready()
             if self._stop():
                 break
-            played = self._round(round, self._training.begin(round))
+            played = self._play(round, self._training.begin(round))
             self._observe(self._training.end(round, played), self._training.result)
         result = self._training.finish()
         if result.stopped_by != "interrupt":  # it may be resumed
             for shuffler in self._shufflers:
-                self._patiently(shuffler.end_run, settings.run_id)
+                try:
+                    self._again(shuffler.end_run, settings.run_id)
+                except ShufflerError as error:
+                    if not self._patient:
+                        raise
+                    log.warning("the run is not ended: %s", error)
         return result
 
     def _get_ready(self) -> None:
-        """Waits, unless the run is stopped, until shufflers and enough nodes are there."""
-        if self._broken is not None:
-            for shuffler in self._shufflers:
-                self._patiently(shuffler.end_round, self.settings.run_id, self._broken)
-            self._broken = None
-        if not self._stop():
-            self._asked = self._fleet.gather()
-
-    def _patiently(self, call: Callable[..., object], *arguments: object) -> None:
-        """Calls a shuffler, again and again while it is away and there is patience left."""
-        until = time.monotonic() + self.settings.patience
-        while True:
-            try:
-                call(*arguments)
-            except ShufflerUnavailable as error:
-                if time.monotonic() >= until or self._stop():
-                    raise
-                log.warning("%s; trying again", error)
-                time.sleep(_TRY_AGAIN_SECONDS)
-            else:
+        """Waits for nodes, and for a shuffler that has room for them; nothing is spent yet."""
+        settings = self.settings
+        wait = settings.patience or max(START_SECONDS, settings.round_timeout)
+        until = time.monotonic() + wait
+        while not self._stop():
+            nodes = self._fleet.gather(until)
+            everyone = list(range(len(self._shufflers)))  # so that one that is gone is found out
+            failed = self._reserve(self._fleet.with_enough(nodes) or everyone)
+            self._ready = {number: set() for number in failed if failed[number] is None}
+            for node in nodes:
+                if (number := self._fleet.known[node].shuffler) in self._ready:
+                    self._ready[number].add(node)
+            if self._ready or self._waiting_is_over():
                 return
+            error = next(each for each in failed.values() if each is not None)
+            if time.monotonic() > until:
+                raise error
+            settings.tell(f"waiting for shufflers: {error}")
 
-    def _round(self, round: int, trained: nn.Module) -> PlayedRound:
-        """Plays a round; with patience, one that a shuffler loses does not end the run.
+    def _reserve(self, numbers: list[int]) -> dict[int, ShufflerError | None]:
+        """Has these shufflers book the next round; why one did not.
 
-        Lost rounds are spent, so three in a row end the run all the same.
+        One that did not hold the last round is not waited for.
         """
+        until = time.monotonic() + _SHUFFLER_SECONDS
+        while True:
+            failed: dict[int, ShufflerError | None] = dict.fromkeys(numbers)
+            for number in numbers:  # also those that have: their minute begins again
+                with self._passing(number, failed):
+                    self._book(number)
+            away = {number for number in numbers if failed[number] is not None}
+            if not away - self._away or time.monotonic() > until or self._waiting_is_over():
+                self._away = away
+                return failed
+            time.sleep(_TRY_AGAIN_SECONDS)
+
+    def _book(self, number: int) -> None:
+        """Has a shuffler, which may be another process by now, book the next round."""
+        settings, shuffler = self.settings, self._shufflers[number]
+        length = sealed_length(report_length(self._training.dimension), settings.sealing)
+        shuffler.create_run(settings.run_id, settings.plan.to_json().encode(), length)
+        if number in self._unended:
+            shuffler.end_round(settings.run_id, self._unended[number])
+            del self._unended[number]
+        shuffler.reserve(settings.run_id)
+
+    @contextlib.contextmanager
+    def _passing(self, number: int, failed: dict[int, Any]) -> Iterator[None]:
+        """Notes, with patience, what may pass of a shuffler's troubles; raises any other."""
         try:
-            played = self._play(round, trained)
+            yield
         except ShufflerError as error:
-            passes = isinstance(error, ShufflerUnavailable) or (
-                isinstance(error, ShufflerRefused) and error.reason in _LOST
-            )
-            self._lost += 1
-            if not passes or not self.settings.patience or self._lost == MOST_INCOMPLETE:
+            refused = isinstance(error, ShufflerRefused) and error.reason not in _PASSING
+            if refused or not self._patient:
                 raise
-            log.error("round %d is lost: %s", round, error)
-            self._broken = round
-            return PlayedRound("lost", None, users_present=0, smallest_crowd=0)
-        self._lost = 0
-        return played
+            log.warning("shuffler %d: %s", number + 1, error)
+            failed[number] = error
 
     def _play(self, round: int, trained: nn.Module) -> PlayedRound:
-        """Opens a round at every shuffler, plays it, and releases where enough users are present.
+        """Opens a round at every shuffler that has booked it, plays it, and fetches what there is.
 
         A silent node costs nothing where ε counts on no other users: the batch is released with
-        whoever answered. Otherwise ε is that of `least_present` users mixing, so that a batch with
-        fewer of them is destroyed unseen. So is one whose round an interrupt cut short: it holds
-        reports of nodes that are not counted as present, and its mean would be wrong. And so is
-        one of a simulation in which a node failed, which ends the run.
+        whoever sent. Otherwise ε is that of `least_present` users mixing, so that a batch with
+        fewer of them is destroyed unseen. What one shuffler loses is lost for its users alone.
+
+        In a simulation, a round that an interrupt cuts short is destroyed as a whole: it holds
+        reports of nodes that are not counted as present, and its mean would be wrong. So is one in
+        which a node failed, which ends the run.
         """
         settings, plan = self.settings, self.settings.plan
-        simulated = not settings.patience
         model = ArrayRecord(trained.state_dict())
         digest = model_digest(trained.state_dict())
         private_key, public_key = generate_key_pair(settings.sealing)
         header = RoundHeader(settings.run_id, round, digest, plan.digest(), key_digest(public_key))
-        nonces = [
-            shuffler.open_round(header.run_id, round, digest, public_key)
-            for shuffler in self._shufflers
-        ]
+        lost: dict[int, ShufflerError] = {}
+        nonces = {}
+        for number in self._ready:
+            self._unended[number] = round
+            with self._passing(number, lost):
+                shuffler = self._shufflers[number]
+                nonces[number] = shuffler.open_round(header.run_id, round, digest, public_key)
+        nodes = sorted(node for number in nonces for node in self._ready[number])
         seconds = settings.round_timeout
-        answers = broadcast(self._grid, self._asked, header, public_key, model, seconds)
-        answers.wait(lambda: self._waiting_is_over() or (simulated and bool(answers.errors)))
-        failures = [
-            f"{self._fleet.name_of(node)}: {why.removeprefix(f'round {round}, ')}"
-            for node, why in answers.errors.items()
-        ]
-        for failure in failures:
-            log.error("round %d, %s", round, failure)
-        self._fleet.note(answers)
-        present = self._fleet.users_of(answers.received)
-        enough = {number: plan.enough_present(users) for number, users in present.items()}
-        incomplete = bool((simulated and failures) or (self._stop() and answers.waiting))
-        outcomes = {}
-        for number, shuffler in enumerate(self._shufflers):
-            if incomplete or not enough[number]:
-                shuffler.end_round(header.run_id, round)
-            outcomes[number] = shuffler.close_round(header.run_id, round)
-        if simulated and failures and not self._stop():
-            raise NodeFailed(f"round {round}, {failures[0]}")
-        released = [number for number, each in outcomes.items() if each is Outcome.RELEASABLE]
-        self._fail_if_nobody_comes(round, answers, any(enough.values()))
-        aggregate, users = None, present.total()
-        if released:
-            users = sum(present[number] for number in released)
-            batches = [
-                (
-                    dataclasses.replace(header, nonce=nonces[number]),
-                    self._shufflers[number].release(header.run_id, round),
-                )
-                for number in released
-            ]
-            mean = Mean(plan, self._training.dimension)
-            aggregate = aggregate_reports(batches, private_key, mean, users)
-            for number in released:
-                self._shufflers[number].end_round(header.run_id, round)
+        answers = broadcast(self._grid, nodes, header, public_key, model, seconds)
+        closed = self._close(round, list(nonces), answers, lost)
+        absent = {name for each in closed.values() for name in each.absent}
+        self._fleet.note(answers, absent)
+        for node, why in answers.errors.items():
+            log.error("round %d, %s", round, self._why(round, node, why))
+        if not self._patient and answers.errors and not self._stop():
+            node, why = next(iter(answers.errors.items()))
+            raise NodeFailed(f"round {round}, {self._why(round, node, why)}")
+        there = self._fleet.users_of(answers.received)
+        if plan.cover and self._patient:
+            there = Counter({number: each.senders for number, each in closed.items()})
+        mean, parts = Mean(plan, self._training.dimension), {}
+        for number, each in closed.items():
+            if each.outcome is Outcome.RELEASABLE:
+                with self._passing(number, lost):
+                    own = dataclasses.replace(header, nonce=nonces[number])
+                    parts[number] = self._fetch(number, own, private_key, mean, there[number])
         del private_key  # overwritten: nobody can open this round's reports again
-        return PlayedRound(
-            "released" if released else _OUTCOMES[min(outcomes.values())],
-            aggregate,
-            silent_nodes=len(self._fleet.known) - len(answers.received),
-            users_present=users,
-            smallest_crowd=min((present[number] for number in released), default=0),
-        )
+        outcomes = [_OUTCOMES[each.outcome] for each in closed.values()]
+        outcome: RoundOutcome = "released" if parts else "lost" if lost else min(outcomes)
+        self._fail_if_in_vain(round, outcome, [*answers.errors.values(), *lost.values()])
+        users = sum(there[number] for number in parts) or there.total()
+        silent = len(self._fleet.known) - len(answers.received)
+        smallest = min((there[number] for number in parts), default=0)
+        aggregate = _together(list(parts.values()), mean.result(users)) if parts else None
+        return PlayedRound(outcome, aggregate, users, smallest, silent)
 
-    def _fail_if_nobody_comes(self, round: int, answers: Exchange, enough: bool) -> None:
-        """Ends the run when too few users were present at every shuffler, round after round."""
-        self._incomplete = 0 if enough else self._incomplete + 1
-        if self._incomplete == MOST_INCOMPLETE and not self._stop():
-            reasons = list(answers.errors.values())
+    def _close(
+        self, round: int, numbers: list[int], answers: Exchange, lost: dict[int, ShufflerError]
+    ) -> dict[int, Closed]:
+        """What became of a round at each of these shufflers, which say when it is over.
+
+        A simulated round has no window, and is over when all nodes have answered.
+        """
+        settings, plan = self.settings, self.settings.plan
+        unwanted: set[int] = set()
+        if not self._patient:
+            answers.wait(lambda: self._waiting_is_over() or bool(answers.errors))
+            cut_short = bool(answers.errors or (self._stop() and answers.waiting))
+            there = self._fleet.users_of(answers.received)
+            unwanted = {
+                each for each in numbers if cut_short or not plan.enough_present(there[each])
+            }
+        window = plan.window.seconds if plan.window is not None else 0.0
+        closed = {}
+        for number in numbers:
+            shuffler = self._shufflers[number]
+            with self._passing(number, lost):
+                if number in unwanted:
+                    shuffler.end_round(settings.run_id, round)
+                closed[number] = self._again(shuffler.close_round, settings.run_id, round, window)
+        answers.hear()
+        return closed
+
+    def _fetch(
+        self, number: int, header: RoundHeader, private_key: PrivateKey, mean: Mean, users: int
+    ) -> Aggregate:
+        """Adds a shuffler's whole batch to the mean, or nothing; the shuffler then destroys it."""
+        shuffler, own = self._shufflers[number], Mean(mean.plan, mean.dimension)
+        patience = _SHUFFLER_SECONDS if self._patient else 0.0
+        batch = header, shuffler.release(header.run_id, header.round, patience)
+        aggregate = aggregate_reports([batch], private_key, own, users)
+        mean.add(own.total)
+        with self._passing(number, {}):
+            shuffler.end_round(header.run_id, header.round)
+            del self._unended[number]
+        return aggregate
+
+    def _again(self, call: Callable[..., _T], *arguments: object) -> _T:
+        """Calls a shuffler; with patience, for a minute while it is away."""
+        retries = Retries(time.monotonic() + (_SHUFFLER_SECONDS if self._patient else 0.0))
+        while True:
+            try:
+                return call(*arguments)
+            except ShufflerUnavailable as error:
+                retries.wait(error)
+
+    def _why(self, round: int, node: int, reason: str) -> str:
+        return f"{self._fleet.name_of(node)}: {reason.removeprefix(f'round {round}, ')}"
+
+    def _fail_if_in_vain(self, round: int, outcome: RoundOutcome, reasons: list[object]) -> None:
+        """Ends the run, with patience, when no round is released any more."""
+        self._in_vain = 0 if outcome == "released" else self._in_vain + 1
+        if self._patient and self._in_vain == MOST_IN_VAIN and not self._stop():
+            why = f": {reasons[0]}" if reasons else ": too few users sent"
             raise RoundFailed(
-                f"{MOST_INCOMPLETE} rounds in a row lacked nodes and could not be released, in "
-                f"round {round} {len(reasons)} of {len(self._asked)}: "
-                f"{reasons[0] if reasons else 'not connected'}"
+                f"{MOST_IN_VAIN} rounds in a row were not released, round {round} is {outcome}{why}"
             )
+
+
+def _together(parts: list[Aggregate], estimate: np.ndarray) -> Aggregate:
+    """What several shufflers released, with the estimate from all of it."""
+    reasons = sum((Counter(each.reasons) for each in parts), Counter[str]())
+    reports = sum(each.reports for each in parts)
+    return Aggregate(estimate, reports, reasons.total(), dict(reasons))

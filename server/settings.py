@@ -26,7 +26,7 @@ class NodeFailed(RoundFailed):
     """A simulated node failed or did not answer: none of them is honestly silent."""
 
 
-MOST_INCOMPLETE = 3
+MOST_IN_VAIN = 3
 """Rounds in a row that are spent for nothing, after which a run ends."""
 
 
@@ -111,9 +111,10 @@ class ServerSettings(TrainingSettings):
     """The server's side of a run on Flower.
 
     Attributes:
-        nodes: as many are connected and have agreed to the plan before a round begins.
+        nodes: as many are connected and have agreed to the plan before a round begins, and more,
+            where a release takes more users.
         shufflers: of each shuffler its host:port, and a server's credentials there.
-        round_timeout: seconds to wait for acknowledgements before the round is closed.
+        round_timeout: seconds to wait for answers, before and in a round.
         sealing: the suite that reports are sealed with.
         patience: how many seconds to wait, before a round, for nodes that are away, refuse or fail,
             and for shufflers that are away. 0: in simulation, where each of these ends the run.

@@ -143,7 +143,7 @@ def canary_rounds(
             nonce = control.open_round(header.run_id, number, shown, public_key)
             announced = Announcement(header.run_id, number, digest, public_key, _ROUND_SECONDS)
             node.take_part(users, node.prepare(announced, model))
-            if control.close_round(header.run_id, number) is not Outcome.RELEASABLE:
+            if control.close_round(header.run_id, number).outcome is not Outcome.RELEASABLE:
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)
                 continue
             mean = _MeanAndReports(plan, DIMENSION)

@@ -138,7 +138,7 @@ class Round:
 
     def released(self):
         """The server's view: the opened reports, in float64."""
-        if self.control.close_round(self.header.run_id, 1) is Outcome.BELOW_MINIMUM:
+        if self.control.close_round(self.header.run_id, 1).outcome is Outcome.BELOW_MINIMUM:
             return []
         opener = ReportOpener(self.private_key)
         return [

@@ -95,7 +95,7 @@ def report(
     store: RunStore, user: int, sealed: bytes, round: int = 1, run_id: str = "run"
 ) -> Report:
     """As the store gets it, of an open round."""
-    header, _ = store.batches.agree(run_id, round)
+    header, _ = store.batches.agree(run_id, round, "", "")
     caller = Caller(Role.NODE, "node", 2**32)
     return Report(run_id, round, header.commitment, user, sealed, caller)
 

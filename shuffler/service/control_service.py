@@ -18,6 +18,7 @@ from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.errors import Closed
 
 # Log lines name runs and rounds: no senders, no counts, no contents, nothing for each report.
 _log = logging.getLogger("shufl.shuffler")
@@ -41,6 +42,7 @@ class ControlService:
         self._blankets = blankets
         self._limits = limits
         self._metrics = metrics
+        self._closing: dict[tuple[str, int], asyncio.Task[Closed]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
 
@@ -63,6 +65,12 @@ class ControlService:
         _log.info("run created", extra={"run": request.run_id})
         return shuffler_pb2.CreateRunReply(plan_digest=digest)
 
+    async def Reserve(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
+        """Books the disk for the next round of a run."""
+        await self._check_owner(request, caller)
+        await self.call(self._store.reserve, request.run_id)
+        return shuffler_pb2.ReserveReply()
+
     async def OpenRound(
         self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
     ) -> Any:
@@ -73,19 +81,45 @@ class ControlService:
         nonce = await self.call(self._store.open_round, *opening)
         self._blankets.start(*about)
         _log.info("round opened", extra=_about(request))
+        if self._store.seconds_left(*about):
+            self._close(*about)
         return shuffler_pb2.OpenRoundReply(nonce=nonce)
 
     async def CloseRound(
         self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
     ) -> Any:
-        """Ends a round's intake, when its blankets are made."""
-        about = request.run_id, request.round
+        """Answers when a round is over."""
         await self._check_owner(request, caller)
-        await self._blankets.finish(*about)
-        outcome = await self.call(self._store.close_round, *about)
-        self._metrics.rounds.labels(outcome.name).inc()
-        _log.info("round closed", extra={**_about(request), "outcome": outcome.name})
-        return shuffler_pb2.CloseRoundReply(outcome=outcome.name)
+        closed = await asyncio.shield(self._close(request.run_id, request.round))
+        return shuffler_pb2.CloseRoundReply(
+            outcome=closed.outcome.name, senders=closed.senders, absent=closed.absent
+        )
+
+    def _close(self, run_id: str, number: int) -> asyncio.Task[Closed]:
+        """Closes a round at the end of its window, when its blankets are made."""
+        key = run_id, number
+        if key not in self._closing:
+            task = self._closing[key] = asyncio.create_task(self._close_in_time(*key))
+            task.add_done_callback(lambda done: self._closed(key, done))
+        return self._closing[key]
+
+    async def _close_in_time(self, run_id: str, number: int) -> Closed:
+        while left := self._store.seconds_left(run_id, number):
+            await asyncio.sleep(left)
+        await self._blankets.finish(run_id, number)
+        return await self.call(self._store.close_round, run_id, number)
+
+    def _closed(self, key: tuple[str, int], task: asyncio.Task[Closed]) -> None:
+        del self._closing[key]
+        if task.cancelled():
+            return
+        about = {"run": key[0], "round": key[1]}
+        if (error := task.exception()) is not None:  # whoever asks is told, too
+            _log.warning("round not closed", extra={**about, "reason": str(error)})
+            return
+        outcome = task.result().outcome.name
+        self._metrics.rounds.labels(outcome).inc()
+        _log.info("round closed", extra={**about, "outcome": outcome})
 
     async def Release(
         self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
@@ -130,6 +164,8 @@ class ControlService:
         await self._check_owner(request, caller)
         await self.call(self._store.end_round, request.run_id, request.round)
         _log.info("round ended", extra=_about(request))
+        if (closing := self._closing.get((request.run_id, request.round))) is not None:
+            closing.cancel()
         return shuffler_pb2.EndRoundReply()
 
     async def EndRun(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:

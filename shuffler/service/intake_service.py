@@ -53,9 +53,10 @@ class IntakeService:
 
     async def Agree(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
         """Tells what the server gave for a round, and counts who was shown something else."""
-        header, left = self._batches.agree(request.run_id, request.round)
+        shown = request.commitment
+        header, left = self._batches.agree(request.run_id, request.round, shown, caller.name)
         commitment = dataclasses.replace(header, nonce=b"").commitment
-        if request.commitment != commitment:
+        if shown != commitment:
             self._metrics.disagreements.inc()
             _log.warning(
                 "a node was shown another key, model or plan than the shuffler",

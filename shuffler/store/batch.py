@@ -153,6 +153,10 @@ class Batch:
                 self._give_back(number)
             return True
 
+    def has_of(self, sender: str) -> bool:
+        """Whether a report of this sender's is in it."""
+        return sender in self._reported
+
     def end(self) -> None:
         """Takes no more reports; may be repeated."""
         with self._lock:

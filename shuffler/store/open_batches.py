@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -47,18 +46,22 @@ class OpenBatches:
         self._runs = runs
         self._randomness = randomness
 
-    def agree(self, run_id: str, number: int) -> tuple[RoundHeader, float]:
+    def agree(self, run_id: str, number: int, shown: str, node: str) -> tuple[RoundHeader, float]:
         """What reports of an open round are bound to, and how many seconds its window has left.
+
+        Remembers that this node was `shown` the commitment of what the shuffler was given, if so.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, or `UNKNOWN_ROUND` where it is not open.
         """
         entry = self._open_round(run_id, number)
-        if entry is None or entry.header is None:
+        if entry is None or entry.header is None or entry.is_over:
             if run_id not in self._runs:
                 raise ShufflerRefused(Refusal.UNKNOWN_RUN)
             raise ShufflerRefused(Refusal.UNKNOWN_ROUND, "this round is not open")
-        return entry.header, max(entry.ends_at - time.monotonic(), 0.0)
+        if shown == dataclasses.replace(entry.header, nonce=b"").commitment:
+            entry.agreed.add(node)
+        return entry.header, entry.seconds_left
 
     def accept(self, report: Report, slot: Slot | None = None) -> Verdict:
         """Takes a report, or says why not; `slot`: where the pieces of one are, then given back."""
@@ -127,7 +130,7 @@ class OpenBatches:
         batch = entry.batch if entry is not None else None  # once: another thread may close it
         if run is None:
             return None, 0, Verdict.UNKNOWN_RUN
-        if entry is None or entry.header is None or batch is None:
+        if entry is None or entry.header is None or batch is None or entry.is_over:
             return None, 0, Verdict.ROUND_NOT_OPEN
         if report.commitment != entry.header.commitment:
             return None, 0, Verdict.WRONG_COMMITMENT

@@ -44,14 +44,14 @@ class Quota:
             bytes_of: how much a batch of a run takes.
         """
         own = _of(runs, run.owner)
-        wanted = bytes_of(run) + sum(len(each.batches()) * bytes_of(each) for each in own)
+        wanted = bytes_of(run) + sum(each.held * bytes_of(each) for each in own)
         if self.disk_bytes is not None and wanted > self.disk_bytes:
             raise ShufflerRefused(
                 Refusal.STORAGE_FULL,
                 f"the batches of this server would take {wanted / 1e9:g} GB, and they may take "
                 f"{self.disk_bytes / 1e9:g}",
             )
-        if sum(each.open_round() is not None for each in own) >= self.open_rounds:
+        if sum(each.takes_reports for each in own) >= self.open_rounds:
             raise ShufflerRefused(
                 Refusal.TOO_MANY_ROUNDS, f"a server has at most {self.open_rounds} open at once"
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
+from collections import Counter
 
 from pydantic import ValidationError
 
@@ -29,10 +31,12 @@ class Round:
         batch: its reports; None when they are gone.
         blankets: how many blankets it gets. Never for the server.
         made: how far the work for them is.
-        outcome: what closing it found; None before, and for a lost round.
+        outcome: how it ended; None before, and for a lost round.
         released: whether a release has begun.
         ends_at: when its window ends, by `time.monotonic`; 0: it has none.
         closed_at: when it was closed, by the same.
+        agreed: names of the nodes that were shown what the shuffler was given.
+        senders, absent: as in `Closed`, where the plan has cover.
     """
 
     number: int
@@ -45,6 +49,19 @@ class Round:
     released: bool = False
     ends_at: float = 0.0
     closed_at: float = 0.0
+    agreed: set[str] = dataclasses.field(default_factory=set)
+    senders: int = 0
+    absent: tuple[str, ...] = ()
+
+    @property
+    def seconds_left(self) -> float:
+        """Of its window."""
+        return max(self.ends_at - time.monotonic(), 0.0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its window has ended."""
+        return bool(self.ends_at) and not self.seconds_left
 
     @property
     def is_open(self) -> bool:
@@ -62,6 +79,8 @@ class Run:
         report_bytes: length of every sealed report.
         owner: name of the credential of the server that created it.
         rounds: by number; old ones are forgotten.
+        lease: an empty batch for the next round, and when it is given up, by `time.monotonic`.
+        without_report: in how many rounds in a row a node has agreed and sent nothing, by name.
     """
 
     run_id: str
@@ -70,6 +89,18 @@ class Run:
     report_bytes: int
     owner: str
     rounds: dict[int, Round] = dataclasses.field(default_factory=dict)
+    lease: tuple[Batch, float] | None = None
+    without_report: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def held(self) -> int:
+        """How many batches take room on the disk."""
+        return len(self.batches()) + (self.lease is not None)
+
+    @property
+    def takes_reports(self) -> bool:
+        """Whether a round is open, or about to be."""
+        return self.open_round() is not None or self.lease is not None
 
     def open_round(self) -> Round | None:
         """The one round that takes reports, if any does."""

@@ -22,7 +22,7 @@ from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.record_file import RecordFile
 from shufl.shuffler.store.rounds import Round, Run, parse_run
 from shufl.shuffler.wire.channel import MOST_USERS
-from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
+from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused
 from shufl.shuffler.wire.sealing import RoundHeader, key_digest
 
 _MAX_NAME = 256  # characters of a run id or a model digest
@@ -31,6 +31,8 @@ _MAX_RUNS = 64  # at once
 _MAX_WAITING = 4  # closed batches of a run that the server has not ended
 _KEPT_OVER = 8  # finished rounds of a run that are remembered; the latest always is
 _NONCE_BYTES = 16
+_LEASE_SECONDS = 60.0
+_ABSENT_ROUNDS = 3  # without a report, after which a node is named
 
 _OVER = {
     "released": Outcome.RELEASABLE,
@@ -107,6 +109,8 @@ class RunStore:
             raise ShufflerRefused(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
         run = parse_run(run_id, plan, report_bytes, owner)
         self._floor.check(run.plan)
+        if self._durable and run.plan.cover and run.plan.window is None:
+            raise ShufflerRefused(Refusal.MALFORMED, "a plan with cover must have a window")
         known = self._runs.get(run_id)
         if known is None:
             if run_id in self._ended:
@@ -120,6 +124,12 @@ class RunStore:
         elif (known.digest, known.report_bytes) != (run.digest, report_bytes):
             raise ShufflerRefused(Refusal.RUN_EXISTS)
         return run.digest
+
+    def reserve(self, run_id: str) -> None:
+        """Books the disk for the next round, for a minute."""
+        run = self._run(run_id)
+        batch = run.lease[0] if run.lease is not None else self._make_batch(run)
+        run.lease = batch, time.monotonic() + _LEASE_SECONDS
 
     def open_round(self, run_id: str, number: int, model_digest: str, public_key: bytes) -> bytes:
         """Opens a round for reports, and draws the secret number of its blankets.
@@ -139,20 +149,14 @@ class RunStore:
         )
         run.check_key(public_key, header)
         self._floor.check(run.plan, number)  # the run may be older than the floor
-        if run.open_round() is not None:
-            raise ShufflerRefused(Refusal.ANOTHER_ROUND_OPEN)
         if run.rounds and number <= max(run.rounds):
-            raise ShufflerRefused(Refusal.ROUND_NOT_INCREASING)
-        if len(run.batches()) >= _MAX_WAITING:
-            raise ShufflerRefused(Refusal.TOO_MANY_BATCHES)
-        self._quota.check_round(self._runs, run, self._bytes_of)
-        users, length = min(run.plan.users, self._most_users), run.report_bytes
-        batch = Batch(self._directory, length, users, self._slots_of(run), allocate=self._durable)
-        try:
-            self._append("opened", run_id, round=number, commitment=header.commitment)
-        except ShufflerRefused:
-            batch.close()
-            raise
+            raise ShufflerRefused(
+                Refusal.ANOTHER_ROUND_OPEN if run.open_round() else Refusal.ROUND_NOT_INCREASING
+            )
+        self.reserve(run_id)
+        self._append("opened", run_id, round=number, commitment=header.commitment)
+        assert run.lease is not None
+        (batch, _), run.lease = run.lease, None
         blankets = self._randomness.number_of_blankets(number, run.plan.shuffler_blankets)
         window = run.plan.window if self._durable else None
         ends_at = time.monotonic() + window.seconds if window is not None else 0.0
@@ -162,22 +166,34 @@ class RunStore:
             del run.rounds[old]
         return nonce
 
-    def close_round(self, run_id: str, number: int) -> Outcome:
+    def close_round(self, run_id: str, number: int) -> Closed:
         """Ends a round's intake; a batch below the plan's minimum is destroyed.
 
-        The round's blankets must have been made.
+        The round's window must be over, and its blankets must have been made.
         """
         run, entry = self._entry(run_id, number)
+        if entry.is_open and entry.seconds_left:
+            raise ShufflerRefused(Refusal.WINDOW_NOT_OVER)
         if entry.batch is not None and entry.outcome is None:
             entry.batch.end()
-            own = entry.batch.count - entry.batch.senders
-            if run.plan.enough_sent(entry.batch.senders, own):
+            sent = entry.batch.senders
+            enough = run.plan.enough_sent(sent, entry.batch.count - sent)
+            if run.plan.cover:
+                entry.senders, entry.absent = sent, self._absent(run, entry)
+                enough = enough and run.plan.enough_present(sent)
+            if enough:
                 entry.outcome, entry.closed_at = Outcome.RELEASABLE, time.monotonic()
             else:
                 self._end(run, entry, "below-minimum")
         if entry.outcome is None:
             raise ShufflerRefused(Refusal.BATCH_LOST)
-        return entry.outcome
+        return Closed(entry.outcome, entry.senders, entry.absent)
+
+    def seconds_left(self, run_id: str, number: int) -> float:
+        """Of the window of a round; 0 where it is not open. Any thread may ask."""
+        run = self._runs.get(run_id)
+        entry = run.rounds.get(number) if run is not None else None
+        return entry.seconds_left if entry is not None and entry.is_open else 0.0
 
     def release(self, run_id: str, number: int) -> Batch:
         """The batch of a closed round; that it is released is then in the record."""
@@ -204,8 +220,10 @@ class RunStore:
             self._end(run, entry, "released" if entry.released else "discarded")
 
     def end_old_rounds(self, seconds: float) -> None:
-        """Destroys batches that were closed so long ago."""
+        """Destroys batches that were closed so long ago, and those whose lease is over."""
         for run in self._runs.values():
+            if run.lease is not None and run.lease[1] < time.monotonic():
+                self._end_lease(run)
             for entry in run.batches():
                 if entry.closed_at and time.monotonic() - entry.closed_at > seconds:
                     self.end_round(run.run_id, entry.number)
@@ -217,6 +235,7 @@ class RunStore:
         run = self._run(run_id)
         for entry in run.batches():
             self.end_round(run_id, entry.number)
+        self._end_lease(run)
         self._append("ended", run_id)
         del self._runs[run_id]
         self._ended.add(run_id)
@@ -234,6 +253,7 @@ class RunStore:
     def close(self) -> None:
         """Destroys all batches, and lets another process have the directory."""
         for run in self._runs.values():
+            self._end_lease(run)
             for entry in run.batches():
                 assert entry.batch is not None
                 entry.batch.close()
@@ -257,6 +277,31 @@ class RunStore:
                 unended.discard((run_id, number))
             for old in sorted(rounds)[:-_KEPT_OVER]:
                 del rounds[old]
+
+    def _make_batch(self, run: Run) -> Batch:
+        """An empty batch for the next round of a run, if there may be one."""
+        if run.open_round() is not None:
+            raise ShufflerRefused(Refusal.ANOTHER_ROUND_OPEN)
+        if len(run.batches()) >= _MAX_WAITING:
+            raise ShufflerRefused(Refusal.TOO_MANY_BATCHES)
+        self._quota.check_round(self._runs, run, self._bytes_of)
+        users, slots = min(run.plan.users, self._most_users), self._slots_of(run)
+        return Batch(self._directory, run.report_bytes, users, slots, allocate=self._durable)
+
+    def _end_lease(self, run: Run) -> None:
+        if run.lease is not None:
+            run.lease[0].close()
+            run.lease = None
+
+    def _absent(self, run: Run, entry: Round) -> tuple[str, ...]:
+        """Nodes that have agreed several times, this one too, and brought no report."""
+        assert entry.batch is not None
+        for name in entry.agreed:
+            run.without_report[name] += 1
+            if entry.batch.has_of(name):
+                run.without_report[name] = 0
+        often = (name for name in entry.agreed if run.without_report[name] >= _ABSENT_ROUNDS)
+        return tuple(sorted(often))
 
     def _end(self, run: Run, entry: Round, event: str) -> None:
         """Destroys a batch; how its round ended is in the record before."""

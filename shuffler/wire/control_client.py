@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 from shufl.shuffler.keys import Credentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.connection import Answers, Connection
-from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
+from shufl.shuffler.wire.errors import (
+    Closed,
+    Outcome,
+    Refusal,
+    ShufflerRefused,
+    ShufflerUnavailable,
+)
+from shufl.shuffler.wire.retries import Retries
 from shufl.shuffler.wire.stub import Stub
 
 _BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
@@ -54,6 +62,15 @@ class ControlClient(Connection):
         request = shuffler_pb2.CreateRunRequest(run_id=run_id, plan=plan, report_bytes=report_bytes)
         return str(self._call("CreateRun", request).plan_digest)
 
+    def reserve(self, run_id: str) -> None:
+        """Books the disk for the next round of a run, for a minute; repeated, for another one.
+
+        Raises:
+            ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`, `TOO_MANY_ROUNDS`,
+                `TOO_MANY_BATCHES`.
+        """
+        self._call("Reserve", shuffler_pb2.ReserveRequest(run_id=run_id))
+
     def open_round(self, run_id: str, round: int, model_digest: str, public_key: bytes) -> bytes:
         """Opens a round for reports on the model of this digest, sealed to this key.
 
@@ -72,10 +89,11 @@ class ControlClient(Connection):
         )
         return bytes(self._call("OpenRound", request).nonce)
 
-    def close_round(self, run_id: str, round: int) -> Outcome:
-        """Ends the round's intake; asking again gives the same answer.
+    def close_round(self, run_id: str, round: int, window: float = 0.0) -> Closed:
+        """What became of a round; asking again gives the same answer.
 
-        Waits until the round's blankets are made, an hour at most.
+        Waits until it is over, which takes `window` seconds under a plan that has one, and until
+        its blankets are made, an hour at most. Under a plan without a window this ends it.
 
         Returns:
             `RELEASABLE`, or `BELOW_MINIMUM` or `DISCARDED`: then the batch has been destroyed. How
@@ -85,8 +103,9 @@ class ControlClient(Connection):
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
         """
         request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round)
-        patience = max(self.timeout, _BLANKET_SECONDS)
-        return Outcome(self._call("CloseRound", request, patience).outcome)
+        patience = window + max(self.timeout, _BLANKET_SECONDS)
+        reply = self._call("CloseRound", request, patience)
+        return Closed(Outcome(reply.outcome), reply.senders, tuple(reply.absent))
 
     def end_round(self, run_id: str, round: int) -> None:
         """Has the batch of a round destroyed, whatever there is of it; there may be none.
@@ -99,17 +118,31 @@ class ControlClient(Connection):
             if refused.reason not in _NOTHING_THERE:
                 raise
 
-    def release(self, run_id: str, round: int) -> Iterator[bytes]:
+    def release(self, run_id: str, round: int, patience: float = 0.0) -> Iterator[bytes]:
         """The sealed reports of a closed round in uniformly random order.
 
-        Called again it gives the same reports in the same order, until the round is ended. Nothing
-        is asked before the first iteration.
+        Called again it gives the same reports in the same order, until the round is ended. Where
+        the connection breaks it is asked again, for `patience` seconds, and goes on after the
+        report that came last. Nothing is asked before the first iteration.
 
         Raises:
             ShufflerRefused: `ROUND_NOT_CLOSED`, `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`,
                 `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
             ShufflerUnavailable: what came before is not all.
         """
+        retries, done = Retries(time.monotonic() + patience), 0
+        while True:
+            try:
+                for sealed in itertools.islice(self._release(run_id, round), done, None):
+                    yield sealed
+                    done, retries = done + 1, Retries(time.monotonic() + patience)
+            except ShufflerUnavailable as error:
+                retries.wait(error)
+            else:
+                return
+
+    def _release(self, run_id: str, round: int) -> Iterator[bytes]:
+        """The same by one call."""
         stub = Stub("Control", self.connected())
         request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
         with self.errors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from typing import NamedTuple
 
 
 class Verdict(IntEnum):
@@ -26,11 +27,26 @@ class Verdict(IntEnum):
 
 
 class Outcome(IntEnum):
-    """What closing a round found; the numbers are those of `shuffler.proto`."""
+    """How a round ended; the numbers are those of `shuffler.proto`."""
 
     RELEASABLE = 1
     BELOW_MINIMUM = 2
     DISCARDED = 3
+
+
+class Closed(NamedTuple):
+    """What the shuffler tells of a round that is over.
+
+    Attributes:
+        senders: how many users sent, under a plan with cover; else, and where the round was ended
+            before, 0.
+        absent: names of the nodes that agreed to this round and the two before it, and brought no
+            report in any, under a plan with cover.
+    """
+
+    outcome: Outcome
+    senders: int = 0
+    absent: tuple[str, ...] = ()
 
 
 class Refusal(StrEnum):
@@ -60,6 +76,7 @@ class Refusal(StrEnum):
     ROUND_NOT_INCREASING = "ROUND_NOT_INCREASING", "this round does not follow the last one"
     ANOTHER_ROUND_OPEN = "ANOTHER_ROUND_OPEN", "close the open round first"
     ROUND_NOT_CLOSED = "ROUND_NOT_CLOSED", "close the round first"
+    WINDOW_NOT_OVER = "WINDOW_NOT_OVER", "the round goes on until its window ends"
     BELOW_FLOOR = "BELOW_FLOOR", "less private than this shuffler's operator allows"
     BELOW_MINIMUM = "BELOW_MINIMUM", "the batch was below the plan's minimum and is destroyed"
     DISCARDED = "DISCARDED", "the batch was destroyed when the round was closed"

@@ -20,7 +20,7 @@ from torch import nn
 
 from shufl.accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler
 from shufl.server import (
-    MOST_INCOMPLETE,
+    MOST_IN_VAIN,
     Aggregate,
     Mean,
     Observe,
@@ -180,9 +180,9 @@ class VectorisedRounds:
         sent = crowds if plan.cover else reports
         released = np.flatnonzero(enough & plan.enough_sent(sent, np.array(blankets))).tolist()
         self._discarded = 0 if enough.any() else self._discarded + 1
-        if self._discarded == MOST_INCOMPLETE:
+        if self._discarded == MOST_IN_VAIN:
             raise RoundFailed(
-                f"{MOST_INCOMPLETE} rounds in a row were discarded: fewer users were there than "
+                f"{MOST_IN_VAIN} rounds in a row were discarded: fewer users were there than "
                 f"privacy.least_present, which is {plan.least_present}"
             )
         if not released:

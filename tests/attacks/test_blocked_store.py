@@ -105,7 +105,7 @@ def test_reports_that_are_begun_and_not_ended_take_nobody_s_room(length: int):
                 pass
             reports = [(user, os.urandom(length)) for user in range(20)]
             assert world.submit(header, reports) == [Verdict.ACCEPTED] * 20
-            assert world.control.close_round("run", 1).name == "RELEASABLE"
+            assert world.control.close_round("run", 1).outcome.name == "RELEASABLE"
             assert len(list(world.control.release("run", 1))) == 20
             for quiet, call in zip(silences, calls, strict=True):
                 quiet.let_go.set()
@@ -129,7 +129,7 @@ def test_the_blankets_of_one_server_s_round_do_not_hold_up_another_s():
             closing = threads.submit(world.control.close_round, "many", 1)
             control.create_run("few", plan(shuffler_blankets=2.0), length)
             control.open_round("few", 1, "m", world.public_key)
-            assert control.close_round("few", 1).name in ("RELEASABLE", "BELOW_MINIMUM")
+            assert control.close_round("few", 1).outcome.name in ("RELEASABLE", "BELOW_MINIMUM")
             assert not closing.done()
             world.control.end_round("many", 1)
             assert closing.result(60).name == "DISCARDED"

@@ -119,7 +119,7 @@ def test_a_report_on_its_way_when_the_shuffler_is_killed_is_in_no_batch(
         taken = verdicts.count(Verdict.ACCEPTED)
         assert 20 <= taken < 300
         assert verdicts == [Verdict.ACCEPTED] * taken + [Verdict.ROUND_NOT_OPEN] * (300 - taken)
-    assert world.control.close_round("run", 2).name == "BELOW_MINIMUM"
+    assert world.control.close_round("run", 2).outcome.name == "BELOW_MINIMUM"
 
 
 @pytest.mark.parametrize("how", ["rolled back", "copied"])

@@ -42,7 +42,7 @@ def test_nobody_but_its_server_can_do_anything_with_a_run(servers):
         assert refused.value.reason is Refusal.NOT_OWNER
     renewed.create_run("run", plan(), 100)
     renewed.end_round("run", 1)
-    assert own.close_round("run", 1) is Outcome.DISCARDED
+    assert own.close_round("run", 1).outcome is Outcome.DISCARDED
     renewed.end_run("run")
     other.create_run("another", plan(), 100)
 

@@ -274,7 +274,7 @@ def test_a_round_behind_one_that_is_still_at_work_is_given_up(make_round, ledger
     training.set()
     wait_for_work()
     assert "round 2: no reports, an earlier round is still at work" in caplog.text
-    assert round.control.close_round(round.header.run_id, 2) is Outcome.BELOW_MINIMUM
+    assert round.control.close_round(round.header.run_id, 2).outcome is Outcome.BELOW_MINIMUM
 
 
 def wait_for_work():

@@ -329,7 +329,7 @@ def test_where_a_batch_takes_no_room_before_a_full_disk_is_a_verdict(tiny_disk: 
     assert refused.value.reason is Refusal.STORAGE_FULL
     filler.unlink()
     assert store.batches.accept(reports[3]) is Verdict.ACCEPTED
-    assert store.close_round("run", 1) is Outcome.RELEASABLE
+    assert store.close_round("run", 1).outcome is Outcome.RELEASABLE
     assert {sealed[:1] for sealed in read(store.release("run", 1))} == {b"\0", b"\3"}
     store.create_run("another run", plan(), 20_000)
     store.close()

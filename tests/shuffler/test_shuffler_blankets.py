@@ -69,7 +69,7 @@ def opened(world: World, round: int = 1, length: int = LENGTH, **of_plan: float)
 
 def released(world: World, header: RoundHeader) -> np.ndarray:
     """Closes the round and opens what it releases: int16 of shape (k, d)."""
-    assert world.control.close_round("run", header.round) is Outcome.RELEASABLE
+    assert world.control.close_round("run", header.round).outcome is Outcome.RELEASABLE
     opener = ReportOpener(world.private_key)
     batch = list(world.control.release("run", header.round))
     world.control.end_round("run", header.round)
@@ -145,7 +145,7 @@ def test_the_minimum_batch_counts_users_reports_and_blankets_together(
     header = opened(world, minimum=minimum)
     submitted(world, header, 3)
     expected = Outcome.BELOW_MINIMUM if outcome == "below" else Outcome.RELEASABLE
-    assert world.control.close_round("run", 1) is expected
+    assert world.control.close_round("run", 1).outcome is expected
 
 
 def made(store: RunStore, round: int) -> None:
@@ -172,7 +172,7 @@ def test_as_much_is_done_for_blankets_whatever_the_number_kept(
         after = asked_of_the_system()
         asked.append({name: after[name] - before[name] for name in after})
         made(store, 2)  # all are made: again changes nothing
-        outcome = store.close_round("run", 2)
+        outcome = store.close_round("run", 2).outcome
         held.append(store.release("run", 2).count if outcome is Outcome.RELEASABLE else 0)
         store.close()
     assert held == [0, 1, 20, most_blankets(20.0)]
@@ -196,7 +196,7 @@ def test_closing_waits_until_the_blankets_are_made_and_ending_does_not(
     header = opened(world, length=length, expected=20_000.0)
     begun = time.monotonic()
     world.control.end_round("run", 1)
-    assert world.control.close_round("run", 1) is Outcome.DISCARDED
+    assert world.control.close_round("run", 1).outcome is Outcome.DISCARDED
     assert time.monotonic() - begun < 20  # making them takes longer
     assert submitted(world, header, 1) == [Verdict.ROUND_NOT_OPEN]
     world.control.open_round("run", 2, "model", world.public_key)
@@ -313,7 +313,7 @@ def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(tiny_disk: 
     assert refused.value.reason is Refusal.STORAGE_FULL
     filler.unlink()
     made(store, 1)
-    assert store.close_round("run", 1) is Outcome.RELEASABLE
+    assert store.close_round("run", 1).outcome is Outcome.RELEASABLE
     count = SeededRandomness(5).number_of_blankets(1, 3.0)
     assert store.release("run", 1).count == count > 0
     store.close()

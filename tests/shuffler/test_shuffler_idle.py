@@ -51,7 +51,7 @@ def test_a_node_that_is_slower_than_the_idle_limit_gets_all_its_reports_in(
     reports = [(user, os.urandom(length)) for user in range(7)]
     pauses = [pause * IDLE for pause in (1.3, 0, 1.3, 1.3, 0, 0, 1.3)]
     assert world.submit(header, slowly(reports, pauses)) == [Verdict.ACCEPTED] * 7
-    assert world.control.close_round("run", 1) is Outcome.RELEASABLE
+    assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
     released = list(world.control.release("run", 1))
     assert sorted(released) == sorted(sealed for _, sealed in reports)
 
@@ -175,7 +175,7 @@ def test_a_report_that_stops_on_its_way_is_sent_again(start, relay):
     sealed = os.urandom(8 * PIECE_BYTES)
     with IntakeClient(f"127.0.0.1:{port}", world.process.submit) as intake:
         assert list(intake.submit(header, [(0, sealed)])) == [Verdict.ACCEPTED]
-    assert world.control.close_round("run", 1) is Outcome.RELEASABLE
+    assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
     assert list(world.control.release("run", 1)) == [sealed]
 
 
@@ -234,7 +234,7 @@ def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(start, relay)
         hold.set()
         thread.join(60)
     assert lost.is_set()
-    assert world.control.close_round("run", 1) is Outcome.RELEASABLE
+    assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
     assert len(list(world.control.release("run", 1))) == 2
 
 

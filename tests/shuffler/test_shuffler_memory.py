@@ -54,7 +54,7 @@ def test_memory_stays_flat(start: Callable[..., World], streams: int, reports: i
     header = world.begin(report_bytes=length, users=2000)
     verdicts = submit_at_once(world, header, streams, reports, length)
     assert verdicts == [Verdict.ACCEPTED] * streams * reports
-    assert world.control.close_round("run", 1) is Outcome.RELEASABLE
+    assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
     assert sum(len(sealed) for sealed in world.control.release("run", 1)) == (
         streams * reports * length
     )
@@ -129,7 +129,7 @@ def test_long_reports_of_several_runs_in_one_stream_go_where_they_belong(
     names = "ACCEPTED DUPLICATE ACCEPTED ACCEPTED WRONG_LENGTH ACCEPTED BAD_SENDER"
     assert [verdict.name for verdict in verdicts] == names.split()
     for run in "ab":
-        assert world.control.close_round(run, 1) is Outcome.RELEASABLE
+        assert world.control.close_round(run, 1).outcome is Outcome.RELEASABLE
         assert list(world.control.release(run, 1)) == [bytes(3 * PIECE_BYTES)] * 2
 
 

@@ -271,7 +271,7 @@ def test_a_credential_reports_for_its_own_users_and_each_once(guarded: World):
     # The same credential again, or a copy of its certificate: still the same sender.
     with IntakeClient(guarded.process.address, nodes[0]) as intake:
         assert list(intake.submit(header, [(1, bytes(LENGTH))])) == [Verdict.DUPLICATE]
-    assert guarded.control.close_round("users", 1) is Outcome.RELEASABLE
+    assert guarded.control.close_round("users", 1).outcome is Outcome.RELEASABLE
     assert len(list(guarded.control.release("users", 1))) == 4
 
 
@@ -505,7 +505,7 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
             assert "a b" not in log.read_text()
             assert list(others.submit(header, [(1, bytes(LENGTH))])) == accepted
             refused(lambda: control.close_round("run", 1))
-            assert later.close_round("run", 1) is Outcome.RELEASABLE
+            assert later.close_round("run", 1).outcome is Outcome.RELEASABLE
 
 
 def test_a_fingerprint_withdraws_however_it_is_written(tmp_path: Path):

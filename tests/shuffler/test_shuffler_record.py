@@ -50,8 +50,8 @@ def test_a_start_enters_what_is_lost_once_and_goes_on(directory: Path):
     for _ in range(2):
         store = RunStore(directory)
         assert events(store) == [*BEFORE, ("lost", 3)]
-        assert store.close_round("run", 1) is Outcome.RELEASABLE
-        assert store.close_round("run", 2) is Outcome.DISCARDED
+        assert store.close_round("run", 1).outcome is Outcome.RELEASABLE
+        assert store.close_round("run", 2).outcome is Outcome.DISCARDED
         for call in (store.close_round, store.release):
             with pytest.raises(ShufflerRefused) as refused:
                 call("run", 3)
@@ -60,7 +60,7 @@ def test_a_start_enters_what_is_lost_once_and_goes_on(directory: Path):
         store.close()
     store = RunStore(directory)
     store.open_round("run", 4, "model", PUBLIC_KEY)
-    assert store.close_round("run", 4) is Outcome.BELOW_MINIMUM
+    assert store.close_round("run", 4).outcome is Outcome.BELOW_MINIMUM
     store.end_run("run")
     said = [("opened", 4), ("below-minimum", 4), ("ended", None)]
     assert events(store) == [*BEFORE, ("lost", 3), *said]

@@ -34,6 +34,7 @@ from shufl.shuffler import (
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.errors import Closed
 
 FALSE_ALARM = 1e-6
 
@@ -49,7 +50,7 @@ def test_a_release_is_exactly_the_accepted_reports_in_another_order(shared: Worl
     header = shared.begin("exactly")
     reports = shared.reports(header, 200)
     assert shared.submit(header, reports) == [Verdict.ACCEPTED] * 200
-    assert shared.control.close_round("exactly", 1) is Outcome.RELEASABLE
+    assert shared.control.close_round("exactly", 1).outcome is Outcome.RELEASABLE
     released = list(shared.control.release("exactly", 1))
     arrived = [sealed for _, sealed in reports]
     assert sorted(released) == sorted(arrived)
@@ -65,7 +66,7 @@ def test_a_discarded_batch_is_gone_whatever_its_size(start: Callable[..., World]
     world.submit(header, world.reports(header, 50))
     world.control.end_round("discard", 1)
     world.control.end_round("discard", 1)
-    assert world.control.close_round("discard", 1) is Outcome.DISCARDED
+    assert world.control.close_round("discard", 1).outcome is Outcome.DISCARDED
     assert refusal(world.control.release, "discard", 1) is Refusal.DISCARDED
     assert open_batches(world) == 0
     header = world.begin("discard", 2)
@@ -115,19 +116,17 @@ def test_below_the_minimum_batch_nothing_is_released_and_no_count_is_told(start,
     world = start(tmp_path / "shuffler", log_file=tmp_path / "log")
     header = world.begin(minimum_batch=38)
     world.submit(header, world.reports(header, 37))
-    assert world.control.close_round("run", 1) is Outcome.BELOW_MINIMUM
-    assert world.control.close_round("run", 1) is Outcome.BELOW_MINIMUM
+    for _ in range(2):
+        assert world.control.close_round("run", 1) == Closed(Outcome.BELOW_MINIMUM)
     with pytest.raises(ShufflerRefused) as refused:
         list(world.control.release("run", 1))
     assert refused.value.reason is Refusal.BELOW_MINIMUM
     assert not any(character.isdigit() for character in str(refused.value))
     assert open_batches(world) == 0
-    fields = shuffler_pb2.CloseRoundReply.DESCRIPTOR.fields
-    assert [field.name for field in fields] == ["outcome"]
 
     header = world.begin(round=2, minimum_batch=38)
     world.submit(header, world.reports(header, 38))
-    assert world.control.close_round("run", 2) is Outcome.RELEASABLE
+    assert world.control.close_round("run", 2).outcome is Outcome.RELEASABLE
 
 
 def test_a_batch_is_released_after_closing_in_one_order_until_the_round_is_ended(shared: World):
@@ -139,12 +138,12 @@ def test_a_batch_is_released_after_closing_in_one_order_until_the_round_is_ended
     released = list(release("once", 1))
     assert len(released) == 30
     assert list(release("once", 1)) == released
-    assert shared.control.close_round("once", 1) is Outcome.RELEASABLE
+    assert shared.control.close_round("once", 1).outcome is Outcome.RELEASABLE
     shared.control.end_round("once", 1)
     for run, round in (("once", 1), ("once", 2), ("nobody's", 1)):
         shared.control.end_round(run, round)  # also where there is none
     assert refusal(release, "once", 1) is Refusal.ALREADY_RELEASED
-    assert shared.control.close_round("once", 1) is Outcome.RELEASABLE
+    assert shared.control.close_round("once", 1).outcome is Outcome.RELEASABLE
     assert refusal(release, "once", 2) is Refusal.UNKNOWN_ROUND
     assert refusal(release, "nobody's", 1) is Refusal.UNKNOWN_RUN
 

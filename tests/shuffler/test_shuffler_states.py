@@ -147,7 +147,7 @@ class Rounds(RuleBasedStateMachine):
             state = "closed" if len(held) >= MINIMUM else "below"
             self.rounds[number] = (state, held)
         if state in OUTCOMES:
-            assert self.store.close_round("run", number) is OUTCOMES[state]
+            assert self.store.close_round("run", number).outcome is OUTCOMES[state]
         else:
             refusal = self.refusal(self.store.close_round, "run", number)
             assert refusal is REFUSALS[state]
@@ -239,7 +239,7 @@ def test_a_day_of_rounds_leaves_nothing_that_grows(memory_path: Path):
         store.open_round("run", number, "model", PUBLIC_KEY)
         for user in range(USERS if number % 2 else MINIMUM - 1):
             store.batches.accept(report(store, user, bytes(LENGTH), number))
-        if store.close_round("run", number) is Outcome.RELEASABLE:
+        if store.close_round("run", number).outcome is Outcome.RELEASABLE:
             assert len(read(store.release("run", number))) == USERS
             store.end_round("run", number)
         assert open_batches(memory_path) == 0
