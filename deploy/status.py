@@ -39,6 +39,7 @@ class Status:
         seconds_left: by the last rounds; None: it does not run, or has no round yet.
         nodes: of each node its name, number, users, for how many seconds it has been silent (None:
             it never came), and why.
+        doubt: what the operator should look into; empty: nothing.
         shufflers: of each its address, and what is wrong; empty: it is well.
     """
 
@@ -54,6 +55,7 @@ class Status:
     seconds_left: float | None
     nodes: list[dict[str, Any]]
     shufflers: dict[str, str]
+    doubt: str
 
 
 def status_of(folder: Path, site: ServerSite | None) -> Status:
@@ -85,6 +87,7 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
         shufflers={each: health_of(each, site.credentials) for each in site.shufflers}
         if site
         else {},
+        doubt=rows[-1]["doubt"] if rows else "",
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from shufl.server.aggregate import Aggregate, Mean, aggregate_reports
 from shufl.server.broadcast import Exchange, broadcast
+from shufl.server.counts import Counts
 from shufl.server.fleet import START_SECONDS, Fleet
 from shufl.server.settings import (
     MOST_IN_VAIN,
@@ -86,6 +87,7 @@ class RoundLoop:
         self._waiting_is_over: Callable[[], bool] = lambda: stop() or shuffler_gone()
         self._training = Training(settings)
         self._patient = bool(settings.patience)
+        self._counts = Counts(settings.plan)
         self._in_vain = 0  # rounds in a row that were not released
         self._shufflers = [ControlClient(*shuffler) for shuffler in settings.shufflers]
         self._fleet = Fleet(settings, grid, self._waiting_is_over)
@@ -233,7 +235,11 @@ class RoundLoop:
         silent = len(self._fleet.known) - len(answers.received)
         smallest = min((there[number] for number in parts), default=0)
         aggregate = _together(list(parts.values()), mean.result(users)) if parts else None
-        return PlayedRound(outcome, aggregate, users, smallest, silent)
+        for number, part in parts.items():
+            self._counts.add(number, part.reports + part.rejected, there[number])
+        if doubt := self._counts.doubt:
+            log.warning("%s", doubt)
+        return PlayedRound(outcome, aggregate, users, smallest, silent, doubt)
 
     def _close(
         self, round: int, numbers: list[int], answers: Exchange, lost: dict[int, ShufflerError]

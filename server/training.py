@@ -38,7 +38,7 @@ class PlayedRound:
 
     Attributes:
         aggregate: of a released round, else None.
-        outcome, users_present, smallest_crowd, silent_nodes: as in `RoundRecord`.
+        outcome, users_present, smallest_crowd, silent_nodes, doubt: as in `RoundRecord`.
     """
 
     outcome: RoundOutcome
@@ -46,6 +46,7 @@ class PlayedRound:
     users_present: int
     smallest_crowd: int
     silent_nodes: int = 0
+    doubt: str = ""
 
 
 class Training:
@@ -142,6 +143,7 @@ class Training:
             accuracy=result.accuracy if result else None,
             loss=result.loss if result else None,
             seconds=time.monotonic() - self._started,
+            doubt=played.doubt,
         )
 
     @property

@@ -40,6 +40,7 @@ class RoundRecord:
         silent_nodes: nodes that did not acknowledge in time or answered with an error.
         accuracy, loss: on the test data, None in rounds without evaluation.
         seconds: wall-clock time of the round.
+        doubt: what the operator should look into, in one line (`server.counts`); mostly nothing.
     """
 
     round: int
@@ -54,3 +55,4 @@ class RoundRecord:
     accuracy: float | None
     loss: float | None
     seconds: float
+    doubt: str = ""

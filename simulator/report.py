@@ -43,6 +43,7 @@ def summarise(
         "accountant": plan.accountant,
         "target_epsilon": plan.target_epsilon,
         "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few)),
+        "doubt": rows[-1]["doubt"] if rows else "",
         "versions": {
             name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy", "flwr")
         },
@@ -59,6 +60,8 @@ def print_summary(console: Console, summary: dict[str, Any], engine: Engine, fol
     run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
     run.add_row("blankets", f"{summary['shuffler_blankets']:g} expected of each shuffler a round")
     run.add_row("δ, adjacency", f"{summary['delta']:.3g}, {summary['adjacency']}")
+    if summary["doubt"]:
+        run.add_row("doubtful", summary["doubt"])
     run.add_row("run folder", str(folder))
     console.print(run)
     print_epsilons(

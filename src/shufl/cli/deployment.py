@@ -168,6 +168,8 @@ def status_command(
         facts.add_row("last test accuracy", f"{100 * status.accuracy:.2f}%")
     for address, trouble in status.shufflers.items():
         facts.add_row(f"shuffler {address}", trouble or "well")
+    if status.doubt:
+        facts.add_row("doubtful", status.doubt)
     console.print(facts)
     if not status.nodes:
         console.print("nodes: none known; a simulation has none, nor has a run without a round")
