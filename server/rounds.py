@@ -284,11 +284,13 @@ class RoundLoop:
 
     def _again(self, call: Callable[..., _T], *arguments: object) -> _T:
         """Calls a shuffler; with patience, for a minute while it is away."""
-        retries = Retries(time.monotonic() + (_SHUFFLER_SECONDS if self._patient else 0.0))
+        retries: Retries | None = None
         while True:
             try:
                 return call(*arguments)
             except ShufflerUnavailable as error:
+                seconds = _SHUFFLER_SECONDS if self._patient else 0.0
+                retries = retries or Retries(time.monotonic() + seconds)
                 retries.wait(error)
 
     def _why(self, round: int, node: int, reason: str) -> str:
