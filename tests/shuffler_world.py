@@ -129,8 +129,10 @@ class World:
         minimum_batch: int = 1,
         users: int = 100_000,
         report_bytes: int = sealed_length(PAYLOAD_BYTES),
+        **of_plan: object,
     ) -> RoundHeader:
-        digest = self.control.create_run(run_id, plan(users, minimum_batch), report_bytes)
+        about = plan(users, minimum_batch, **of_plan)
+        digest = self.control.create_run(run_id, about, report_bytes)
         model = f"model {round}"
         nonce = self.control.open_round(run_id, round, model, self.public_key)
         return RoundHeader(run_id, round, model, digest, key_digest(self.public_key), nonce)
