@@ -87,7 +87,7 @@ def test_a_report_in_too_few_or_too_many_pieces_has_the_wrong_length(
     shared: World, count: int, verdict: int
 ):
     run = f"{count} pieces"
-    header = shared.begin(run, report_bytes=3 * PIECE_BYTES)
+    header = shared.begin(run, report_bytes=3 * PIECE_BYTES, users=1)
     assert raw_submit(shared, pieces(header, count, more=False)) == [Verdict(verdict)]
     again = shared.submit(header, [(0, bytes(3 * PIECE_BYTES))])
     assert again == [Verdict.DUPLICATE if verdict == 1 else Verdict.ACCEPTED]
