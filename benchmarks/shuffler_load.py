@@ -3,12 +3,15 @@
     python benchmarks/shuffler_load.py
     python benchmarks/shuffler_load.py --nodes 20 --connections 300 --calls 500   # a smoke test
 
-Three parts, each with a shuffler of its own with the default limits, all on one machine. Every node
-has a credential of its own, one user, one connection and one report, sealed in advance.
+Three parts, each with a shuffler of its own with the default limits behind an nginx of its own with
+the configuration that `shufl provision` writes, all on one machine. Every node has a credential of
+its own, one user, one connection and one report, sealed in advance. It needs nginx with its
+`stream` module.
 
     none          all nodes submit at once.
-    connections   bare TCP connections, half of them silent and half with the first bytes of TLS,
-                  are kept open, and opened again when they are ended, while the nodes submit.
+    connections   bare TCP connections from another address than the nodes', half of them silent
+                  and half with the first bytes of TLS, are kept open, and opened again when they
+                  are ended, while the nodes submit.
     calls         one node opens calls that say nothing, over ten connections, while the nodes
                   submit.
 
@@ -21,8 +24,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.resources
 import resource
+import shutil
 import socket
+import string
+import subprocess
 import sys
 import tempfile
 import threading
@@ -35,6 +42,7 @@ from pathlib import Path
 import grpc
 
 from shufl.accounting import GaussianMechanism, PrivacyPlan
+from shufl.deploy.provision import LEAST_CONNECTIONS
 from shufl.shuffler import (
     ControlClient,
     IntakeClient,
@@ -52,6 +60,7 @@ from shufl.shuffler.keys import Authority, Credentials
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, parse_address
 
 MOST_BYTES = 300e6
+WORKER_CONNECTIONS = 4096  # of nginx; its default is fewer than these nodes take
 PAYLOAD = 1000
 DEADLINE = 120.0
 DEFAULTS = Limits()
@@ -59,6 +68,8 @@ LIMITS = {  # not those of a simulation's own shuffler
     name: getattr(DEFAULTS, name)
     for name in ("calls_per_sender", "streams_per_sender", "idle_seconds")
 }
+ATTACKER = "127.0.0.2"
+STREAM_MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")  # where it is not built in
 FIRST_BYTES_OF_TLS = b"\x16\x03\x01\x02\x00"
 
 
@@ -68,13 +79,49 @@ def memory(pid: int, what: str) -> float:
 
 
 @contextmanager
+def nginx(directory: Path, address: str, nodes: int) -> Iterator[str]:
+    """nginx before a shuffler; where it listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    template = importlib.resources.files("shufl.deploy") / "templates" / "stream.conf"
+    stream = string.Template(template.read_text()).substitute(
+        listen="127.0.0.1",
+        port=port,
+        local_port=parse_address(address)[1],
+        most=max(LEAST_CONNECTIONS, 2 * nodes),
+    )
+    module = f"load_module {STREAM_MODULE};\n" if STREAM_MODULE.exists() else ""
+    main = directory / "nginx.conf"
+    main.write_text(
+        f"{module}daemon off; pid {directory / 'pid'}; error_log {directory / 'error.log'};\n"
+        f"events {{ worker_connections {WORKER_CONNECTIONS}; }}\n{stream}"
+    )
+    program = shutil.which("nginx")
+    if program is None:
+        raise SystemExit("shuffler_load.py: nginx is not installed")
+    process = subprocess.Popen([program, "-p", str(directory), "-c", str(main)])
+    try:
+        while process.poll() is None:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 10):
+                break
+            time.sleep(0.05)
+        else:
+            raise SystemExit(f"shuffler_load.py: nginx ended with exit code {process.returncode}")
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
 def bare_connections(address: str, count: int) -> Iterator[None]:
     """Keeps so many open; one thread opens again what is ended."""
     host, port, _ = parse_address(address)
     stop = threading.Event()
 
     def connect(number: int) -> socket.socket:
-        connection = socket.create_connection((host, port), 10)
+        connection = socket.create_connection((host, port), 60, (ATTACKER, 0))
         with suppress(OSError):
             connection.sendall(FIRST_BYTES_OF_TLS if number % 2 else b"")
         connection.setblocking(False)
@@ -144,12 +191,13 @@ def run(
     rest: float,
 ) -> bool:
     """One part; prints its line, and says whether nothing was lost and memory was kept."""
+    count = len(credentials)
     with (
         tempfile.TemporaryDirectory() as directory,
         ShufflerProcess(Path(directory) / "state", authority=authority, limits=LIMITS) as process,
-        ControlClient(process.address, process.control) as control,
+        nginx(Path(directory), process.address, count) as address,
+        ControlClient(address, process.control) as control,
     ):
-        count = len(credentials)
         plan = PrivacyPlan(
             users=count,
             check_in_rate=1.0,
@@ -168,14 +216,14 @@ def run(
         together = threading.Barrier(count)
 
         def node(own: Credentials) -> tuple[int, float]:
-            with IntakeClient(process.address, own) as intake:
+            with IntakeClient(address, own) as intake:
                 together.wait()
                 begun = time.perf_counter()
                 with suppress(ShufflerError):
                     list(intake.submit(header, [(0, sealed)], deadline=DEADLINE))
                 return intake.counts["ACCEPTED"], time.perf_counter() - begun
 
-        with flood(process.address), ThreadPoolExecutor(count) as pool:
+        with flood(address), ThreadPoolExecutor(count) as pool:
             results = list(pool.map(node, credentials))
         time.sleep(rest)
         accepted = sum(taken for taken, _ in results)

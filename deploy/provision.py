@@ -127,7 +127,7 @@ def experiment_of(deployment: Deployment, base: Path) -> Experiment:
     return deployed_experiment(config, len(deployment.shufflers))
 
 
-_LEAST_CONNECTIONS = 64  # from one address, behind which there may be many nodes
+LEAST_CONNECTIONS = 64  # from one address, behind which there may be many nodes
 
 
 class _Sites:
@@ -191,7 +191,7 @@ class _Sites:
             listen=_listen(entry.host),
             port=entry.port,
             local_port=entry.local_port,
-            most=max(_LEAST_CONNECTIONS, 2 * len(self._deployment.nodes)),
+            most=max(LEAST_CONNECTIONS, 2 * len(self._deployment.nodes)),
         )
         files = {"shuffler.toml": tomli_w.dumps(config), "revoked": "", "nginx.conf": nginx}
         site = Site(entry.name, files, ((entry.name, Role.SHUFFLER),), (shuffler_process(),))

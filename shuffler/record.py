@@ -7,7 +7,7 @@ Whoever has kept a line's check value can tell whether the record was changed up
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shufl.accounting import chain
@@ -36,7 +36,12 @@ def verify(lines: Iterable[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line is none, or not the one that belongs there; names its number, from 1.
     """
-    found, check = [], chain.START
+    return list(verified(lines))
+
+
+def verified(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The same, line by line: each is given when it is checked, and none is kept."""
+    check = chain.START
     for number, line in enumerate(lines, 1):
         try:
             values, check = chain.decode(line.encode() + b"\n", check)
@@ -47,5 +52,4 @@ def verify(lines: Iterable[str]) -> list[dict[str, Any]]:
             raise ValueError(
                 f"line {number} of the record is damaged, or does not follow the one before it"
             ) from None
-        found.append(values | {"check": check})
-    return found
+        yield values | {"check": check}

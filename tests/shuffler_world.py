@@ -47,7 +47,7 @@ PUBLIC_KEY = generate_key_pair()[1]
 KEY_DIGEST = key_digest(PUBLIC_KEY)
 
 
-def plan(users: int = 100_000, minimum_batch: int = 1, **others: object) -> bytes:
+def plan(users: int = 1000, minimum_batch: int = 1, **others: object) -> bytes:
     fields = {"check_in_rate": 1.0, "rounds": 10**6, "delta": 1e-6, "target_epsilon": 1.0}
     mechanism = {"name": "gaussian", "clip_norm": 1.0, "noise_multiplier": 1.0}
     sizes = {"users": users, "minimum_batch": minimum_batch}
@@ -127,10 +127,12 @@ class World:
         run_id: str = "run",
         round: int = 1,
         minimum_batch: int = 1,
-        users: int = 100_000,
+        users: int = 1000,
         report_bytes: int = sealed_length(PAYLOAD_BYTES),
+        **of_plan: object,
     ) -> RoundHeader:
-        digest = self.control.create_run(run_id, plan(users, minimum_batch), report_bytes)
+        about = plan(users, minimum_batch, **of_plan)
+        digest = self.control.create_run(run_id, about, report_bytes)
         model = f"model {round}"
         nonce = self.control.open_round(run_id, round, model, self.public_key)
         return RoundHeader(run_id, round, model, digest, key_digest(self.public_key), nonce)

@@ -37,6 +37,8 @@ class GaussianMechanism(Checked):
     least_noise: ClassVar[float] = 0.2
     """Less is never recommended, whatever ε says: where few rounds at a small γ leave a user's
     chance to take part at all below δ, ε is 0 for reports without noise."""
+    by_entry: ClassVar[bool] = True
+    """Whether a report of zeros can be made piece by piece, each from its own draws."""
 
     name: Literal["gaussian"] = "gaussian"
     clip_norm: ClipNorm = 1.0

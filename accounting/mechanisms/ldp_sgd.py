@@ -39,6 +39,7 @@ class LdpSgd(Checked):
 
     least_noise: ClassVar[float] = 1.254
     is_private: ClassVar[bool] = True
+    by_entry: ClassVar[bool] = False  # every entry is scaled by the length of all draws
 
     name: Literal["ldp-sgd"] = "ldp-sgd"
     clip_norm: ClipNorm = 1.0

@@ -38,6 +38,7 @@ class RandomisedResponse(Checked):
 
     most_epsilon: ClassVar[float] = 20.0
     is_private: ClassVar[bool] = True
+    by_entry: ClassVar[bool] = False  # one category; at most 32 768 entries
 
     name: Literal["randomised-response"] = "randomised-response"
     categories: Categories

@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mpmath
 import numpy as np
@@ -84,6 +84,14 @@ class SeededRandomness:
     def blanket_noise(self, round: int, blankets: np.ndarray, size: int) -> np.ndarray:
         """From the stream of each of (seed, round, blanket), whichever others are asked."""
         return self._noise(_BLANKET_NOISE, round, blankets, size)
+
+    def blanket_pieces(
+        self, round: int, blanket: int, size: int
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """The draws of `blanket_noise`, all made before the first piece is given."""
+        (noise,) = self.blanket_noise(round, np.array([blanket]), size)
+        for places in _parts(size):
+            yield places, noise[places]
 
     def _noise(self, purpose: int, round: int, numbers: np.ndarray, size: int) -> np.ndarray:
         normals = np.empty((len(numbers), size), dtype=np.float32)
@@ -156,6 +164,17 @@ class SystemRandomness:
     def blanket_noise(self, round: int, blankets: np.ndarray, size: int) -> np.ndarray:
         """Like `standard_normal`, for `blankets` of a round, numbered from 0 (int, shape (k,))."""
         return self.standard_normal(round, blankets, size)
+
+    def blanket_pieces(
+        self, round: int, blanket: int, size: int
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """The draws of one blanket piece by piece, so that a long one takes little memory.
+
+        Yields:
+            Which of its `size` draws, in order, and those: of shape (at most 2^18,).
+        """
+        for places in _parts(size):
+            yield places, _secret_words(places.stop - places.start)
 
 
 Randomness = SeededRandomness | SystemRandomness
@@ -270,15 +289,20 @@ def _secret_words(size: int) -> np.ndarray:
     """
     stream = Cipher(algorithms.ChaCha20(os.urandom(32), bytes(16)), mode=None).encryptor()
     words = np.empty(size, dtype=np.uint64)
-    for start in range(0, size, _BLOCK):
-        part = words[start : start + _BLOCK]
+    for places in _parts(size):
+        part = words[places]
         stream.update_into(_ZEROS[: part.nbytes], part.data.cast("B"))
     return words
 
 
+def _parts(size: int) -> Iterator[slice]:
+    """The slices of so many numbers that are drawn at once."""
+    for start in range(0, size, _BLOCK):
+        yield slice(start, min(start + _BLOCK, size))
+
+
 def _places_of(coins_of: Callable[[int], np.ndarray], size: int) -> np.ndarray:
     """Places of the heads among `size` coins; memory grows only with their number."""
-    starts = range(0, size, _BLOCK)
     return np.concatenate(
-        [start + np.flatnonzero(coins_of(min(_BLOCK, size - start))) for start in starts]
+        [part.start + np.flatnonzero(coins_of(part.stop - part.start)) for part in _parts(size)]
     )

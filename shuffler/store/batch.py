@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 
+_WRITE_BYTES = 2**20  # encrypted at once
 _RESERVE_BYTES = 128 * 2**10  # of the disk, for the record
 _NO_DESCRIPTORS = (
     "the shuffler has too many files open: its operator raises the limit (ulimit -n, LimitNOFILE)"
@@ -246,7 +247,9 @@ class Batch:
         """Writes a report to a slot that it draws; the slot's number."""
         number, cipher = self._draw()
         try:
-            self._write(cipher.update(content), number * self.report_bytes)
+            for start in range(0, len(content), _WRITE_BYTES):
+                piece = cipher.update(content[start : start + _WRITE_BYTES])
+                self._write(piece, number * self.report_bytes + start)
         except OSError:
             self._give_back(number)
             raise

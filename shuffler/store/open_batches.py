@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from shufl.accounting.mechanisms import Randomness
+from shufl.accounting.mechanisms import Mechanism, Randomness
 from shufl.shuffler.callers import Caller
 from shufl.shuffler.store.batch import Batch, Slot, storage_refusal
 from shufl.shuffler.store.rounds import Round, Run
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
-from shufl.shuffler.wire.reports import empty_report, encode_report, report_length
-from shufl.shuffler.wire.sealing import RoundHeader, payload_length, seal
+from shufl.shuffler.wire.reports import EMPTY_ENTRY, entries_of, report_length
+from shufl.shuffler.wire.sealing import (
+    ID_BYTES,
+    RoundHeader,
+    content_for,
+    payload_length,
+    seal_content,
+)
 
 _TOGETHER = 2**21  # numbers of blankets whose noise is drawn at once, at most
 
@@ -97,20 +103,21 @@ class OpenBatches:
             return False
         run, batch, header = self._runs[run_id], entry.batch, entry.header
         plan, mechanism = run.plan, run.plan.mechanism
-        if entry.made == plan.most_blankets:
+        most = plan.most_blankets
+        if entry.made == most:
             return False
-        dimension = payload_length(run.report_bytes, entry.public_key) // report_length(1)
-        draws = mechanism.draws(dimension)
-        empty, zero = empty_report(dimension), np.zeros(dimension)
-        together = max(1, _TOGETHER // draws)
-        numbers = np.arange(entry.made, min(entry.made + together, plan.most_blankets))
-        noises = self._randomness.blanket_noise(number, numbers, draws)
-        for own, noise in zip(numbers.tolist(), noises, strict=True):
+        length = payload_length(run.report_bytes, entry.public_key)
+        dimension = length // report_length(1)
+        zero = np.broadcast_to(0.0, dimension)  # takes no memory
+        for own, pieces in self._blanket_noise(mechanism, dimension, number, entry.made, most):
             drawn = own < entry.blankets
-            report = encode_report(mechanism.report(zero, noise))
+            content = content_for(length)
+            entries = entries_of(memoryview(content)[ID_BYTES:])
+            for places, noise in pieces:
+                entries[places] = mechanism.report(zero[places], noise)
             if plan.cover and not drawn:
-                report = empty
-            sealed = seal(report, entry.public_key, header)
+                entries[:] = EMPTY_ENTRY
+            sealed = seal_content(content, entry.public_key, header)
             try:
                 if not batch.add_own(sealed, keep=drawn or plan.cover):
                     return False
@@ -118,6 +125,27 @@ class OpenBatches:
                 raise storage_refusal(error) from error
             entry.made += 1
         return True
+
+    def _blanket_noise(
+        self, mechanism: Mechanism, dimension: int, round: int, first: int, last: int
+    ) -> Iterator[tuple[int, Iterable[tuple[slice, np.ndarray]]]]:
+        """The draws of some of the blankets from `first` on, before `last`.
+
+        Short ones are drawn together, which takes less time. A long one is drawn in pieces, which
+        takes less memory, but by a mechanism that needs all draws for every entry.
+
+        Yields:
+            A blanket's number; and pieces of it, each with its draws.
+        """
+        draws = mechanism.draws(dimension)
+        together = _TOGETHER // draws
+        if together <= 1 and mechanism.by_entry:
+            yield first, self._randomness.blanket_pieces(round, first, draws)
+            return
+        numbers = np.arange(first, min(first + max(together, 1), last))
+        noises = self._randomness.blanket_noise(round, numbers, draws)
+        for number, noise in zip(numbers.tolist(), noises, strict=True):
+            yield number, [(slice(None), noise)]
 
     def _open_round(self, run_id: str, number: int) -> Round | None:
         run = self._runs.get(run_id)

@@ -5,32 +5,29 @@ from __future__ import annotations
 import bisect
 import fcntl
 import os
+from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from shufl.accounting import chain
-from shufl.shuffler.record import verify
+from shufl.shuffler.record import verified
 
 _ANSWER_BYTES = 2**18  # of lines; one alone may be longer
 
 
 class RecordFile:
-    """The file, held by one process. A line is on disk when `append` returns.
-
-    Attributes:
-        found: what each line said when it was opened.
-    """
+    """The file, held by one process. A line is on disk when `append` returns."""
 
     def __init__(self, directory: Path, durable: bool = True) -> None:
-        """Opens the file, or makes it; of a last line that a crash cut short nothing remains.
+        """Opens the file, or makes it. It must be read before anything is appended.
 
         Args:
             directory: made, for this user alone, if it is missing.
             durable: whether lines wait for the disk.
 
         Raises:
-            ValueError: others may enter the directory, another process has the file, or it is
-                damaged.
+            ValueError: others may enter the directory, or another process has the file.
         """
         _claim(directory)
         self.path = directory / "record.jsonl"
@@ -39,20 +36,25 @@ class RecordFile:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             chain.sync_directory(directory)
-            lines, torn = chain.split(self.path.read_bytes())
-            self.found = verify(line[:-1].decode("ascii", "replace") for line in lines)
-            if torn:
-                os.ftruncate(self._descriptor, sum(map(len, lines)))
         except BlockingIOError:
             os.close(self._descriptor)
             raise ValueError(f"{directory} is in use by another shuffler") from None
+        self._check = chain.START
+        self._starts = array("Q", [0])  # of the lines, and where the next one will
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """What each line says; of a last one that a crash cut short nothing remains.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        try:
+            with self.path.open("rb") as file:
+                for line in verified(self._whole_lines(file)):
+                    self._check = line["check"]
+                    yield line
         except ValueError as error:
-            os.close(self._descriptor)
             raise ValueError(f"{self.path}: {error}: put it back as it was") from None
-        self._check = self.found[-1]["check"] if self.found else chain.START
-        self._starts = [0]
-        for line in lines:
-            self._starts.append(self._starts[-1] + len(line))
 
     def append(self, event: str, run: str, **about: Any) -> None:
         """Appends a line.
@@ -73,6 +75,14 @@ class RecordFile:
         after = bisect.bisect_right(self._starts, start + _ANSWER_BYTES) - 1
         length = self._starts[max(after, first + 1)] - start
         return os.pread(self._descriptor, length, start).decode().splitlines()
+
+    def _whole_lines(self, file: Iterable[bytes]) -> Iterator[str]:
+        for line in file:
+            if not line.endswith(b"\n"):
+                os.ftruncate(self._descriptor, self._starts[-1])
+                return
+            self._starts.append(self._starts[-1] + len(line))
+            yield line[:-1].decode("ascii", "replace")
 
     def close(self) -> None:
         """Closes the file and lets another process have it."""

@@ -91,14 +91,14 @@ class RunStore:
         self.batches = OpenBatches(self._runs, self._randomness)
         try:
             lost: set[tuple[str, int]] = set()
-            for line in self._record.found:
+            for line in self._record.read():
                 self._read(line, lost)
             for run_id, number in sorted(lost):
                 self._record.append("lost", run_id, round=number)
         except (ShufflerRefused, KeyError) as error:
             self._record.close()
             raise ValueError(f"{self._record.path} is another version's: {error}") from None
-        except OSError:
+        except (ValueError, OSError):
             self._record.close()
             raise
 

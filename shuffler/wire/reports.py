@@ -12,6 +12,9 @@ from numpy.typing import ArrayLike
 
 from shufl.shuffler.wire.errors import RejectReason, ReportRejected
 
+EMPTY_ENTRY = -(2**15)
+"""Each entry of an empty report."""
+
 _ENTRY, _ENTRY_BYTES = "<i2", 2  # little-endian 16-bit integers
 
 
@@ -27,7 +30,12 @@ def encode_report(report: np.ndarray) -> bytes:
 
 def empty_report(dimension: int) -> bytes:
     """What a user who did not check in sends under a plan with cover: no report has its entries."""
-    return np.full(dimension, np.iinfo(np.int16).min, dtype=_ENTRY).tobytes()
+    return np.full(dimension, EMPTY_ENTRY, dtype=_ENTRY).tobytes()
+
+
+def entries_of(payload: bytes | bytearray | memoryview) -> np.ndarray[Any, np.dtype[np.int16]]:
+    """The entries of an encoded report; who writes to them writes to the payload."""
+    return np.frombuffer(payload, dtype=_ENTRY)
 
 
 def decode_report(payload: bytes, dimension: int) -> np.ndarray[Any, np.dtype[np.int16]]:
@@ -41,7 +49,7 @@ def decode_report(payload: bytes, dimension: int) -> np.ndarray[Any, np.dtype[np
             RejectReason.WRONG_LENGTH,
             f"a report has {report_length(dimension)} bytes, got {len(payload)}",
         )
-    return np.frombuffer(payload, dtype=_ENTRY)
+    return entries_of(payload)
 
 
 def model_digest(parameters: Mapping[str, ArrayLike]) -> str:

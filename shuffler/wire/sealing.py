@@ -56,8 +56,10 @@ Sealing = Literal["x25519", "mlkem768-x25519"]
 PrivateKey = X25519PrivateKey | MLKEM768X25519PrivateKey
 """The server's private key of one round."""
 
+ID_BYTES = 16
+"""Length of a report's id."""
+
 _DOMAIN = b"shufl.v5 sealed report"
-_ID_BYTES = 16
 _TAG_BYTES = 16
 _X25519_BYTES = 32
 _MLKEM768_BYTES = 1184
@@ -84,7 +86,7 @@ def _kind(kem: KEM, public_bytes: int, read: Callable[[bytes], Any]) -> _Kind:
     # ChaCha20-Poly1305 rather than AES-GCM: as fast within 20 %, and free of timing leaks on user
     # devices without AES instructions.
     suite = Suite(kem, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
-    return _Kind(suite, kem.enc_length() + _ID_BYTES + _TAG_BYTES, public_bytes, read)
+    return _Kind(suite, kem.enc_length() + ID_BYTES + _TAG_BYTES, public_bytes, read)
 
 
 _KINDS: dict[str, _Kind] = {
@@ -200,9 +202,21 @@ def seal(payload: bytes, public_key: bytes, header: RoundHeader) -> bytes:
     Raises:
         ValueError: if the public key has another length or is no usable key.
     """
+    content = content_for(len(payload))
+    content[ID_BYTES:] = payload
+    return seal_content(content, public_key, header)
+
+
+def content_for(payload_length: int) -> bytearray:
+    """A fresh id, and behind its `ID_BYTES` zeros where the payload is to be written."""
+    return bytearray(os.urandom(ID_BYTES)) + bytes(payload_length)
+
+
+def seal_content(content: bytearray, public_key: bytes, header: RoundHeader) -> bytes:
+    """`seal`, without a copy of the payload."""
     kind = _kind_of(public_key)
-    content = os.urandom(_ID_BYTES) + payload
-    return kind.suite.encrypt(content, kind.read(public_key), header.binding(len(payload)))
+    length = len(content) - ID_BYTES
+    return kind.suite.encrypt(content, kind.read(public_key), header.binding(length))
 
 
 def _kind_of(public_key: bytes) -> _Kind:
@@ -237,7 +251,7 @@ class ReportOpener:
             raise ReportRejected(
                 RejectReason.NOT_OPENED, "a sealed report does not open under this key and header"
             ) from None
-        report_id, payload = content[:_ID_BYTES], content[_ID_BYTES:]
+        report_id, payload = content[:ID_BYTES], content[ID_BYTES:]
         if report_id in self._seen:
             raise ReportRejected(RejectReason.REPLAYED, "a report with this id was opened before")
         self._seen.add(report_id)

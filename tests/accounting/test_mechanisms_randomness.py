@@ -179,6 +179,19 @@ def test_seeded_blankets_are_reproducible_and_of_no_other_stream():
     )
 
 
+def test_the_pieces_of_a_blanket_are_all_of_its_draws_in_order(randomness):
+    size = 2**19 + 7
+    places, draws = zip(*randomness.blanket_pieces(1, 4, size), strict=True)
+    assert np.array_equal(np.concatenate([np.arange(size)[each] for each in places]), range(size))
+    (whole,) = randomness.blanket_noise(1, np.array([4]), size)
+    together = np.concatenate(draws)
+    assert (together.shape, together.dtype) == (whole.shape, whole.dtype)
+    if isinstance(randomness, SeededRandomness):
+        assert np.array_equal(together, whole)
+    else:
+        assert len(np.unique(together)) == size
+
+
 def test_shufflers_of_one_simulation_have_seeds_of_their_own():
     seeds = [seed_of_shuffler(seed, shuffler) for seed in (0, 7, 2**63 - 1) for shuffler in (0, 1)]
     assert len(set(seeds)) == 6

@@ -70,7 +70,7 @@ def test_a_report_that_never_ends_keeps_no_stream():
     slow = authority.issue(Role.NODE, "slow", users=1)
     with ShufflerProcess(authority=authority, limits={"idle_seconds": IDLE}) as process:
         world = World(process)
-        header = world.begin(report_bytes=2**20)
+        header = world.begin(report_bytes=2**20, users=40)
         first = {"run_id": "run", "round": 1, "commitment": header.commitment}
         stop = threading.Event()
 

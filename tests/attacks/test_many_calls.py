@@ -100,7 +100,7 @@ def test_calls_that_are_open_when_their_certificate_expires_are_ended():
     authority = Authority.create()
     with ShufflerProcess(authority=authority) as process:
         world = World(process)
-        header = world.begin(report_bytes=2**20)
+        header = world.begin(report_bytes=2**20, users=40)
         world.submit(header, [(user, bytes(2**20)) for user in range(40)])
         days = datetime.timedelta(seconds=6) / datetime.timedelta(days=1)
         node = authority.issue(Role.NODE, "node", users=1, days=days)

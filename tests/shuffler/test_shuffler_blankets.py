@@ -8,6 +8,7 @@ tested with the batch, the health status with the service.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections import Counter
@@ -88,6 +89,25 @@ def test_a_simulations_blankets_are_reports_of_the_zero_update_from_its_seed(
         made = [MECHANISM.report(np.zeros(DIMENSION), row) for row in noise]
         assert Counter(map(bytes, found)) == Counter(map(bytes, made))
         assert [bytes(row) for row in found] != [bytes(row) for row in made]  # shuffled
+
+
+def test_a_long_blanket_is_made_in_pieces_and_the_same_report(memory_path: Path):
+    dimension, expected = 2**20 + 3, 0.01
+    seeds = map(SeededRandomness, itertools.count())
+    randomness = next(each for each in seeds if each.number_of_blankets(1, expected))
+    store = RunStore(memory_path / "directory", randomness=randomness, durable=False)
+    private_key, public_key = generate_key_pair()
+    length = sealed_length(report_length(dimension))
+    digest = store.create_run("run", plan(expected, users=1), length)
+    nonce = store.open_round("run", 1, "model", public_key)
+    made(store, 1)
+    assert store.close_round("run", 1) is Outcome.RELEASABLE
+    sealed = b"".join(*next(zip(*store.release("run", 1).chunks(length), strict=True)))
+    header = RoundHeader("run", 1, "model", digest, key_digest(public_key), nonce)
+    found = decode_report(ReportOpener(private_key).open(sealed, header), dimension)
+    (noise,) = randomness.blanket_noise(1, np.arange(1), dimension)
+    assert np.array_equal(found, MECHANISM.report(np.zeros(dimension), noise))
+    store.close()
 
 
 def test_blankets_from_the_system_have_the_mechanisms_law_and_never_come_again(

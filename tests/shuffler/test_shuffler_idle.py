@@ -47,7 +47,7 @@ def test_a_node_that_is_slower_than_the_idle_limit_gets_all_its_reports_in(
     start: Callable[..., World], length: int
 ):
     world = start(limits={"idle_seconds": IDLE})
-    header = world.begin(report_bytes=length)
+    header = world.begin(report_bytes=length, users=7)
     reports = [(user, os.urandom(length)) for user in range(7)]
     pauses = [pause * IDLE for pause in (1.3, 0, 1.3, 1.3, 0, 0, 1.3)]
     assert world.submit(header, slowly(reports, pauses)) == [Verdict.ACCEPTED] * 7
@@ -170,7 +170,7 @@ def relay() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def test_a_report_that_stops_on_its_way_is_sent_again(start, relay):
     """The stream that is ended has brought no verdict yet, as on a machine that stands still."""
     world = start(limits={"idle_seconds": IDLE})
-    header = world.begin(report_bytes=8 * PIECE_BYTES)
+    header = world.begin(report_bytes=8 * PIECE_BYTES, users=1)
     port = int(relay(world.process.address, 3 * PIECE_BYTES, 1.5 * IDLE, 1).stdout.readline())
     sealed = os.urandom(8 * PIECE_BYTES)
     with IntakeClient(f"127.0.0.1:{port}", world.process.submit) as intake:
@@ -183,7 +183,7 @@ def test_a_report_that_stops_on_its_way_is_sent_again(start, relay):
 def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(start, relay):
     """No stream lasts until the whole report has passed."""
     world = start(limits={"idle_seconds": IDLE})
-    header = world.begin(report_bytes=8 * PIECE_BYTES)
+    header = world.begin(report_bytes=8 * PIECE_BYTES, users=1)
     bursts = 3 * PIECE_BYTES, 1.5 * IDLE, math.inf
     port = int(relay(world.process.address, *bursts).stdout.readline())
     with (
@@ -200,7 +200,7 @@ def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(start, relay)
     world = start(
         metrics=address, limits={"streams": 1, "streams_per_sender": 1, "idle_seconds": IDLE}
     )
-    header = world.begin(report_bytes=3 * PIECE_BYTES)
+    header = world.begin(report_bytes=3 * PIECE_BYTES, users=2)
     between = relay(world.process.address)
     port = int(between.stdout.readline())
     hold = threading.Event()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,6 +165,30 @@ def test_the_record_comes_in_answers_of_bounded_length(memory_path: Path):
     assert len(verify(lines)) == 9 + 1 + 2 * 3000
     assert store.record(len(lines)) == store.record(2**64 - 1) == []
     assert store.record(len(lines) - 1) == lines[-1:]
+    store.close()
+
+
+def test_a_start_keeps_no_line_of_the_record(directory: Path):
+    lines = (directory / "record.jsonl").read_bytes().splitlines(keepends=True)
+    check = json.loads(lines[-1])["~check"]
+    for number in range(4, 2004):
+        about = {"event": "opened", "run": "run", "round": number, "commitment": "0" * 5000}
+        line, check = chain.encode(about, check)
+        ended, check = chain.encode({"event": "discarded", "run": "run", "round": number}, check)
+        lines += line, ended
+    (directory / "record.jsonl").write_bytes(b"".join(lines) + b"torn")
+    tracemalloc.start()
+    try:
+        store = RunStore(directory)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10**6 < sum(map(len, lines))
+    assert [json.loads(line)["event"] for line in store.record(len(lines) - 1)] == [
+        "discarded",
+        "lost",
+    ]
+    store.open_round("run", 2004, "model", PUBLIC_KEY)
     store.close()
 
 

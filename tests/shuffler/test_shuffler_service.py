@@ -282,7 +282,7 @@ def test_closing_while_many_streams_submit_splits_accepted_from_late(start):
 
 
 def test_a_stream_reads_its_reports_no_further_ahead_than_its_window(shared: World):
-    header = shared.begin("window", report_bytes=2**20)
+    header = shared.begin("window", report_bytes=2**20, users=60)
     read = []
 
     def reports():
@@ -309,7 +309,7 @@ def test_an_error_of_the_caller_s_generator_reaches_the_caller(shared: World):
 
 
 def test_the_largest_report_passes_and_a_larger_one_is_refused_here(shared: World):
-    header = shared.begin("large", report_bytes=64 * 2**20)
+    header = shared.begin("large", report_bytes=64 * 2**20, users=1)
     report = os.urandom(2**20) * 64
     assert shared.submit(header, [(0, report)]) == [Verdict.ACCEPTED]
     with pytest.raises(ValueError, match="at most 67108864 bytes, got 67108865"):
