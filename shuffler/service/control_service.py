@@ -82,6 +82,7 @@ class ControlService:
         about = request.run_id, request.round
         await self._check_owner(request, caller)
         await self._blankets.finish(*about)
+        await asyncio.sleep(await self.call(self._store.seconds_left, *about))
         outcome = await self.call(self._store.close_round, *about)
         self._metrics.rounds.labels(outcome.name).inc()
         _log.info("round closed", extra={**_about(request), "outcome": outcome.name})

@@ -162,6 +162,11 @@ class RunStore:
             del run.rounds[old]
         return nonce
 
+    def seconds_left(self, run_id: str, number: int) -> float:
+        """How much of a round's window is left."""
+        _, entry = self._entry(run_id, number)
+        return max(entry.ends_at - time.monotonic(), 0.0) if entry.is_open else 0.0
+
     def close_round(self, run_id: str, number: int) -> Outcome:
         """Ends a round's intake; a batch below the plan's minimum is destroyed.
 
