@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test nightly check lint experiments bench load proto lock mnist clean
+.PHONY: run test nightly check lint experiments bench load timing proto lock mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
@@ -40,6 +40,9 @@ bench: .venv/ready  ## users a second of the vectorised engine and its peers: so
 
 load: .venv/ready  ## a shuffler under a flood: 300 nodes, 5 000 bare connections, 20 000 calls; a minute
 	$(BIN)/python benchmarks/shuffler_load.py
+
+timing: .venv/ready  ## whether moments tell a user of 20 records from one of 2000: 200 rounds, a quarter of an hour
+	$(BIN)/python benchmarks/timing_attacks.py
 
 proto: .venv/ready
 	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/shufl/shuffler/wire/shuffler.proto

@@ -146,7 +146,7 @@ def deployment(nodes: int) -> Deployment:
         config="run.toml",
         server=ServerEntry(host="server.example", least_nodes=nodes, round_timeout=120.0),
         shufflers=(ShufflerEntry(name="shuffler", host="shuffler.example"),),
-        nodes=tuple(NodeEntry(name=f"node-{i}", users=200, reply_after=1.0) for i in range(nodes)),
+        nodes=tuple(NodeEntry(name=f"node-{i}", users=200) for i in range(nodes)),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,26 +48,17 @@ def ready(node: Node, asked: RecordDict, number: int, users: np.ndarray) -> Reco
 
 
 def train(node: Node, asked: RecordDict, number: int, users: np.ndarray) -> RecordDict:
-    """One round: agrees to it, has the users flip their coins, and acknowledges.
+    """One round: agrees to it, has the users take part, and acknowledges.
 
-    The acknowledgement is the same constant whether or not any user checked in, and comes
-    `reply_after` seconds after the message, whether or not the node's work is done by then.
-
-    The arguments are those of `ready`.
+    The acknowledgement is a constant. A simulated node gives it when its work is done, a deployed
+    one before any coin. The arguments are those of `ready`.
 
     Raises:
         RoundRefused: the node does not agree; decided before any coin.
     """
-    reply_after = node.settings.reply_after
-    reply_at = time.monotonic() + reply_after
     about, model = _records(asked, "round", "model")
     round = node.prepare(Announcement.read(about), model, number)
-    if reply_after:
-        # From here on nothing that depends on a coin may hold the reply up, or hasten it.
-        node.take_part_later(users, round, number)
-        time.sleep(max(0.0, reply_at - time.monotonic()))
-    else:
-        node.take_part(users, round, number)
+    node.take_part(users, round, number)
     return _acknowledgement({"received": True})
 
 

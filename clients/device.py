@@ -65,6 +65,8 @@ class DeviceLimits(Checked):
         adjacency: "replace" or "zero-out".
         least_noise: a plan's noise multiplier z is at least this.
         most_check_in_rate: a plan's check-in rate γ is at most this.
+        least_work_seconds: a plan's `window.work_until` is at least this. Above 0, a server cannot
+            choose a window so short that slow devices report noise alone.
         plans: digests of the plans that are accepted; any within the limits, if there are none.
 
     Raises:
@@ -77,6 +79,7 @@ class DeviceLimits(Checked):
     adjacency: Adjacency = "replace"
     least_noise: NotNegative = 0.0
     most_check_in_rate: CheckInRate = 1.0
+    least_work_seconds: NotNegative = 0.0
     plans: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = Field(
         default=(),
         strict=False,
@@ -101,6 +104,12 @@ class DeviceLimits(Checked):
             raise RoundRefused(
                 "the device's owner accepts check-in rates of at most "
                 f"{self.most_check_in_rate:g}, the plan has {plan.check_in_rate:g}"
+            )
+        work_until = plan.window.work_until if plan.window else 0.0
+        if work_until < self.least_work_seconds:
+            raise RoundRefused(
+                "the device's owner accepts plans that give the work at least "
+                f"{self.least_work_seconds:g} s (window.work_until), this one gives {work_until:g}"
             )
 
     def charge(self, run: RunOffered) -> float:

@@ -3,12 +3,15 @@
 Flower starts a new process for every message, ends it seconds after its answer, and runs in it
 whatever code the server has sent. So none of a node's own work is done there. The deployed
 ClientApp (`shufl.clients.relay`) only passes messages on, over a Unix socket, to this process,
-which runs its owner's installed code and nothing else, and goes on working after an answer.
+which runs its owner's installed code and nothing else, and goes on working after an answer. The
+updates are computed by a child process (`shufl.clients.worker`), so that no answer waits for it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +25,15 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
 from shufl.accounting.lines import one_line
-from shufl.clients.app import ANSWERS, Answer
+from shufl.clients.app import ANSWERS
 from shufl.clients.device import RoundRefused
-from shufl.clients.node import Node
+from shufl.clients.device_node import DeviceNode
 from shufl.clients.relay import SERVICE
 from shufl.clients.settings import ClientSettings
 
 log = logging.getLogger(__name__)
 
-_THREADS = 4  # a round may be answered while another one's answer waits for its moment
+_THREADS = 4  # a message may be answered while another one's answer waits for its moment
 _SOCKET_MODE = 0o660  # for the group of the user that runs Flower's SuperNode
 _STOP_SECONDS = 5.0
 _RECORDS = ("round", "model")
@@ -40,26 +43,37 @@ _MOST_SAID_BYTES = 2**14  # of a message beside its model; a fifth of it would d
 def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) -> None:
     """Answers the messages of one deployed node until `stop` is set.
 
-    The settings have `users` and a ledger. `socket` is the path of the Unix socket, which is made;
-    it has at most 100 characters.
+    The settings have `users`, a ledger, and a plan with cover and a window. `socket` is the path of
+    the Unix socket, which is made; it has at most 100 characters.
 
     Raises:
-        ValueError: the settings lack what a deployed node has, or the socket cannot be made.
+        ValueError: the settings lack what a deployed node has, the work does not fit into the
+            window, or the socket cannot be made.
     """
-    if settings.users is None or settings.ledger is None or not settings.reply_after > 0:
-        raise ValueError("a deployed node needs users, a device's ledger, and reply_after")
+    if settings.users is None or settings.ledger is None:
+        raise ValueError("a deployed node needs users and a device's ledger")
+    if not settings.plan.cover or settings.plan.window is None:
+        raise ValueError("a deployed node needs a plan with cover and a window")
     if settings.ledger(settings.number).limits is None:
         raise ValueError("a deployed node's ledger needs the limits of the device's owner")
-    node = Node(settings)
-    reader = _Reader(settings)  # gRPC refuses a longer message before it is read
+    node = DeviceNode(settings)
+    try:
+        _serve(node, socket, stop)
+    finally:
+        node.close()
+
+
+def _serve(node: DeviceNode, socket: Path, stop: threading.Event) -> None:
+    reader = _Reader(node.settings)  # gRPC refuses a longer message before it is read
     server = grpc.server(
         ThreadPoolExecutor(_THREADS),
         options=[("grpc.max_receive_message_length", reader.most_bytes)],
         maximum_concurrent_rpcs=_THREADS,
     )
+    answering = _Answering(node, reader, stop)
     handlers = {
-        kind: grpc.unary_unary_rpc_method_handler(_Answering(node, answer, reader))
-        for kind, answer in ANSWERS.items()
+        kind: grpc.unary_unary_rpc_method_handler(functools.partial(answering.call, kind))
+        for kind in ANSWERS
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     mask = os.umask(0o777 & ~_SOCKET_MODE)
@@ -74,32 +88,62 @@ def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) 
     log.info("listening on %s", socket)
     stop.wait()
     server.stop(_STOP_SECONDS).wait()
-    node.close()
 
 
 class _Answering:
-    """Answers one kind of message: serialised records in, serialised records out."""
+    """Answers messages, serialised records in and out, at moments that tell nothing.
 
-    def __init__(self, node: Node, answer: Answer, reader: _Reader):
-        self._node = node
-        self._answer = answer
-        self._reader = reader
+    Every answer, a refusal too, is given at a whole multiple of the plan's `answer_every`. A query
+    waits until `query_every` has passed since the last answer to one, and the second query of a
+    round until the round is over.
+    """
 
-    def __call__(self, request: bytes, context: grpc.ServicerContext) -> Any:
+    def __init__(self, node: DeviceNode, reader: _Reader, stop: threading.Event):
+        self._node, self._reader, self._stop = node, reader, stop
+        self._query = threading.Lock()
+        self._next_query = -math.inf
+        self._asked_in: object = None  # the round in which the last query was answered
+
+    def call(self, kind: str, request: bytes, context: grpc.ServicerContext) -> Any:
         """The answer, or a refusal, which the server is told; other errors stay on this machine."""
-        settings = self._node.settings
-        assert settings.users is not None
+        code, said = grpc.StatusCode.OK, b""
         try:
-            asked = self._reader.read(request)
-            users = np.arange(settings.users)
-            answer = self._answer(self._node, asked, settings.number, users)
+            said = self._answer_query(request) if kind == "query" else self._answer(kind, request)
         except RoundRefused as refused:
             log.warning("refused: %s", refused)
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, one_line(str(refused)))
+            code, details = grpc.StatusCode.FAILED_PRECONDITION, one_line(str(refused))
         except Exception:
             log.exception("a message was not answered")
-            context.abort(grpc.StatusCode.INTERNAL, "this node failed; its own log says why")
+            code, details = grpc.StatusCode.INTERNAL, "this node failed; its own log says why"
+        self._node.clock.wait(self._next_moment(), self._stop)
+        if code is not grpc.StatusCode.OK:
+            context.abort(code, details)
+        return said
+
+    def _answer(self, kind: str, request: bytes) -> bytes:
+        settings = self._node.settings
+        assert settings.users is not None
+        asked, users = self._reader.read(request), np.arange(settings.users)
+        answer = ANSWERS[kind](self._node, asked, settings.number, users)
         return recorddict_to_proto(answer).SerializeToString()
+
+    def _answer_query(self, request: bytes) -> bytes:
+        if not self._query.acquire(blocking=False):
+            raise RoundRefused("another query waits for its answer")
+        try:
+            round, due = self._node.round, self._next_query
+            if round is not None and round is self._asked_in:
+                due = max(due, round.until)
+            self._node.clock.wait(due, self._stop)
+            self._asked_in = self._node.round
+            return self._answer("query", request)
+        finally:
+            self._next_query = self._next_moment() + self._node.window.query_every
+            self._query.release()
+
+    def _next_moment(self) -> float:
+        every = self._node.window.answer_every
+        return math.ceil(self._node.clock.now() / every) * every
 
 
 class _Reader:

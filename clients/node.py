@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -21,9 +19,8 @@ from shufl.accounting.mechanisms import Randomness, make_randomness
 from shufl.accounting.plan import shuffler_of
 from shufl.accounting.validation import Seconds
 from shufl.clients.device import DeviceLedger, RoundRefused
-from shufl.clients.module_state import ModuleState, StateError
 from shufl.clients.settings import ClientSettings
-from shufl.clients.update import local_update, record_orders, user_updates
+from shufl.clients.work import ERRORS, Records, Work
 from shufl.shuffler import (
     IntakeClient,
     RoundHeader,
@@ -39,16 +36,7 @@ from shufl.shuffler import (
 log = logging.getLogger(__name__)
 
 
-_TOGETHER = 256  # records of users whose updates are computed at once, at most
-_ALONE = 7  # so many at most are computed one by one: what vmap imports takes a second
-_NUMBERS_TOGETHER = 2**22  # in their updates, and in their records, at most
 _LEAST_SECONDS = 1.0  # to submit in, also where local work took as long as the round
-
-
-_ERRORS = (Exception, SystemExit)  # the latter from a model or dataset that calls sys.exit()
-
-_Records = tuple[torch.Tensor, torch.Tensor]
-"""A user's features and labels."""
 
 
 class ReportFailed(RuntimeError):
@@ -116,7 +104,7 @@ class PreparedRound:
         header: what its reports are bound to.
         public_key: what they are sealed to.
         parameters: the model's, by name.
-        until: when the server stops waiting, by `time.monotonic`.
+        until: when it is over, by `time.monotonic`.
     """
 
     header: RoundHeader
@@ -126,7 +114,7 @@ class PreparedRound:
 
 
 class Node:
-    """Holds what a process needs over many rounds: model, users' records, channels.
+    """A simulated node. It holds what a process needs over many rounds: model, records, channels.
 
     Args:
         settings: the client's side of the run.
@@ -142,13 +130,9 @@ class Node:
         self.settings = settings
         self._plan_digest = settings.plan.digest()
         self._randomness = randomness or make_randomness(settings.seed)
-        self._model = settings.make_model()
-        self._dimension = sum(each.numel() for each in self._model.parameters())
+        self._work = Work(settings.make_model, settings.training, settings.together)
         self._records = settings.load_users()
         self._ledgers: dict[int, DeviceLedger] = {}
-        self._work = threading.Lock()  # a round may still be at work when the next one comes
-        self._failures: dict[int, BaseException] = {}  # of work after an answer, by node
-        self._alone = not settings.together  # updates cannot be computed together
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
     def close(self) -> None:
@@ -189,11 +173,8 @@ class Node:
             RoundRefused: another run or plan, a model that is not this client's, a key that nothing
                 can be sealed to, a round beyond the budget, a shuffler that does not confirm all of
                 it, or what the device's owner does not accept.
-            ReportFailed: in simulation, when an earlier round failed after it was answered.
         """
         until = time.monotonic() + announced.seconds
-        if node in self._failures:
-            raise self._failures.pop(node)
         self.agree(announced.run_id, announced.plan_digest)
         parameters = self._parameters(model)
         header = RoundHeader(
@@ -220,9 +201,16 @@ class Node:
             raise RoundRefused(
                 "the shuffler was given another key, model or plan for this round than this node"
             )
-        header, _ = confirmed
+        header, window_ends = confirmed
+        round = PreparedRound(
+            header, announced.public_key, parameters, self._over_at(until, window_ends)
+        )
         self._ask_owner(node, header)
-        return PreparedRound(header, announced.public_key, parameters, until)
+        return round
+
+    def _over_at(self, until: float, window_ends: float) -> float:
+        """When a round is over: in simulation, where there is no window, the server says it."""
+        return until
 
     def accept_run(self, run_id: str, node: int = 0) -> None:
         """Refuses a run of which the owner of a node's device accepts no round.
@@ -259,52 +247,25 @@ class Node:
 
         Under a plan with cover the others submit an empty one.
 
-        Whatever goes wrong from the coins on is logged on this node and not told to the server: an
-        error only nodes with check-ins can have would tell who checked in. A user whose update
-        cannot be computed sends a report all the same, of noise alone. With a numeric seed, so in
-        simulation, a failing computation and a lost report are told. A round whose time is over
-        before the one before it has ended is given up without a coin.
-
         `users` are the ids of this node's users, int of shape (u,). The number `node` decides where
         it submits.
 
         Raises:
-            ReportFailed: in simulation, when computing a report failed, or one was lost.
+            ReportFailed: computing a report failed, or one was lost.
         """
         number = round.header.round
-        if not self._work.acquire(timeout=max(round.until - time.monotonic(), 0.0)):
-            log.warning("round %d: no reports, an earlier round is still at work", number)
-            return
+        coins = self._randomness.check_ins(number, users, self.settings.plan.check_in_rate)
+        self._work.load(round.parameters)
+        reports = self._sealed_reports(users, coins, round)
+        intake = self._intakes[self.shuffler_of(node)]
+        left = max(round.until - time.monotonic(), _LEAST_SECONDS)
         try:
-            coins = self._randomness.check_ins(number, users, self.settings.plan.check_in_rate)
-            self._model.load_state_dict(round.parameters)
-            self._model.train()
-            reports = self._sealed_reports(users, coins, round)
-            intake = self._intakes[self.shuffler_of(node)]
-            left = max(round.until - time.monotonic(), _LEAST_SECONDS)
             for verdict in intake.submit(round.header, reports, deadline=left):
                 if verdict is not Verdict.ACCEPTED:
-                    self._lost(f"round {number}: a report was rejected: {verdict.name}")
+                    raise ReportFailed(f"round {number}: a report was rejected: {verdict.name}")
         except ShufflerError as error:
-            lost = self._intakes[self.shuffler_of(node)].counts["LOST"]
-            self._lost(f"round {number}: {lost} reports lost so far: {error}")
-        except _ERRORS:
-            if self.settings.seed is not None:
-                raise
-            log.exception("round %d: reports not submitted", number)
-        finally:
-            self._work.release()
-
-    def take_part_later(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
-        """Begins `take_part` in a thread; in simulation the next round tells how it failed."""
-
-        def work() -> None:
-            try:
-                self.take_part(users, round, node)
-            except _ERRORS as error:
-                self._failures[node] = error
-
-        threading.Thread(target=work, name=f"take_part {round.header.round}").start()
+            lost = intake.counts["LOST"]
+            raise ReportFailed(f"round {number}: {lost} reports lost so far: {error}") from error
 
     def _parameters(self, model: ArrayRecord) -> dict[str, torch.Tensor]:
         """The broadcast parameters, if they are this client's model's by name, type and shape."""
@@ -312,7 +273,7 @@ class Node:
             given: dict[str, torch.Tensor] = dict(model.to_torch_state_dict())
         except Exception as error:
             raise RoundRefused("the model received cannot be read") from error
-        own = self._model.state_dict()
+        own = self._work.model.state_dict()
         if _shapes(given) != _shapes(own):
             raise RoundRefused("the model received has other parameters than this client's")
         return given
@@ -324,132 +285,55 @@ class Node:
     def _sealed_reports(
         self, users: np.ndarray, coins: np.ndarray, round: PreparedRound
     ) -> Iterator[tuple[int, bytes]]:
-        """(user, sealed report) of every user who checked in, one at a time.
-
-        With cover, of every user: the others do the same work, and send an empty report of it.
-        """
-        cover = self.settings.plan.cover
-        if not cover:
+        """(user, sealed report) of every user who sends, one at a time."""
+        if not self.settings.plan.cover:
             users, coins = users[coins], coins[coins]
-        number = round.header.round
-        reports = self._reports(users, number)
-        for user, checked_in in zip(users.tolist(), coins.tolist(), strict=True):
-            try:
-                values = next(reports)
-                payload = encode_report(values)
-                if cover:  # both are made, whichever is sent
-                    empty = empty_report(values.size)
-                    payload = payload if checked_in else empty
-                sealed = seal(payload, round.public_key, round.header)
-            except _ERRORS as error:
-                raise ReportFailed(
-                    f"round {number}, user {user}: computing the report failed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            yield user, sealed
+        reports = self._reports(users, round.header.round)
+        for user, values, checked_in in zip(users.tolist(), reports, coins.tolist(), strict=True):
+            yield user, self._sealed(values, checked_in, round)
+
+    def _sealed(self, values: np.ndarray, checked_in: bool, round: PreparedRound) -> bytes:
+        """A user's report; with cover an empty one of a user who did not check in."""
+        report, empty = encode_report(values), empty_report(values.size)  # whichever is sent
+        return seal(report if checked_in else empty, round.public_key, round.header)
 
     def _reports(self, users: np.ndarray, round: int) -> Iterator[np.ndarray]:
         """The users' reports, in order."""
         mechanism = self.settings.plan.mechanism
-        for group in self._groups(users):
+        for group in self._groups(users, round):
             together, records = np.array([user for user, _ in group]), [each for _, each in group]
             seeds = self._randomness.training_seeds(round, together)
-            draws = mechanism.draws(self._dimension)
+            draws = mechanism.draws(self._work.dimension)
             noises = self._randomness.standard_normal(round, together, draws)
-            for update, noise in zip(self._updates(records, seeds), noises, strict=True):
+            updates = self._work.updates(records, seeds)
+            for user, update, noise in zip(together.tolist(), updates, noises, strict=True):
+                if isinstance(update, BaseException):
+                    raise _failed(round, user, update) from update
                 yield mechanism.report(update, noise)
 
-    def _groups(self, users: np.ndarray) -> Iterator[Sequence[tuple[int, _Records | None]]]:
+    def _groups(self, users: np.ndarray, round: int) -> Iterator[list[tuple[int, Records]]]:
         """Users with their records, in order, in groups whose updates can be computed at once.
 
-        The users of a group have equally many records, and few enough for memory. One whose records
-        cannot be loaded is alone, and has none.
+        The users of a group have equally many records, and few enough for memory.
         """
-        group: list[tuple[int, _Records]] = []
+        group: list[tuple[int, Records]] = []
         for user in users.tolist():
             try:
                 features, _ = records = self._records(user)
-                size = max(self._dimension, features.numel())
-            except _ERRORS as error:
-                if group:  # those before this one lose nothing
-                    yield group
-                    group = []
-                self._failed(error)
-                yield [(user, None)]
-                continue
-            fit = min(_NUMBERS_TOGETHER // size, _TOGETHER // max(1, len(features)))
-            if group and (len(group) >= fit or group[0][1][0].shape != features.shape):
+            except ERRORS as error:
+                raise _failed(round, user, error) from error
+            most = self._work.most_at_once(features)
+            if group and (len(group) >= most or group[0][1][0].shape != features.shape):
                 yield group
                 group = []
             group.append((user, records))
         if group:
             yield group
 
-    def _failed(self, error: BaseException) -> None:
-        """Notes that a user's update cannot be computed; it then counts as zero.
 
-        On a real machine the user must report all the same, and those after it: whether a report is
-        sent may not depend on anybody's records. In simulation the error is raised.
-        """
-        if self.settings.seed is not None:
-            raise error
-        log.warning("an update cannot be computed, and counts as zero: %s", error)
-
-    def _lost(self, what: str) -> None:
-        """Notes that a report is not in the batch; in simulation this is an error."""
-        if self.settings.seed is not None:
-            raise ReportFailed(what)
-        log.warning("%s", what)
-
-    def _updates(self, records: list[_Records | None], seeds: np.ndarray) -> Iterator[np.ndarray]:
-        """The updates of users with these records: at once where that pays, else one by one.
-
-        One that cannot be computed is zero; see `_failed`.
-        """
-        training = self.settings.training
-        known = [each for each in records if each is not None]
-        if len(known) == len(records) > _ALONE and not self._alone:
-            try:
-                together = self._updates_together(known, seeds)
-            except _ERRORS as error:  # above all: a model with dropout
-                self._replace(error)
-                self._alone = True
-                log.info("updates are computed one by one: %s", error)
-            else:
-                yield from together
-                return
-        state = ModuleState(self._model)
-        for each, seed in zip(records, seeds.tolist(), strict=True):
-            update = np.zeros(self._dimension, dtype=np.float32)
-            if each is not None:
-                try:
-                    update = local_update(self._model, *each, training, seed, state)
-                except _ERRORS as error:
-                    self._failed(error)
-                    if self._replace(error):
-                        state = ModuleState(self._model)
-            yield update
-
-    def _replace(self, error: BaseException) -> bool:
-        """Makes the model anew where it could not be put back, so that nobody else sees what is."""
-        if not isinstance(error, StateError):
-            return False
-        parameters = {name: value.clone() for name, value in self._model.state_dict().items()}
-        self._model = self.settings.make_model().train()
-        self._model.load_state_dict(parameters)
-        return True
-
-    def _updates_together(self, records: list[_Records], seeds: np.ndarray) -> np.ndarray:
-        """`local_update` of users with equally many records, by vmap: shape (k, d)."""
-        training = self.settings.training
-        features, labels = map(torch.stack, zip(*records, strict=True))
-        orders = None
-        if training.algorithm != "fedsgd":
-            orders = record_orders(seeds, training.local_epochs, labels.shape[1])
-        with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
-            warnings.simplefilter("ignore", UserWarning)
-            updates = user_updates(self._model, features, labels, training, orders).values()
-        return torch.cat([each.flatten(1) for each in updates], dim=1).numpy()
+def _failed(round: int, user: int, error: BaseException) -> ReportFailed:
+    why = f"{type(error).__name__}: {error}"
+    return ReportFailed(f"round {round}, user {user}: computing the report failed: {why}")
 
 
 def _shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:

@@ -46,10 +46,6 @@ class ClientSettings:
         seed: simulation's seed; None takes coins and noise from the operating system.
         ledger: opens the device's own ledger of a node, by the node's number; it is asked before
             every coin. None: there is none, in simulation only.
-        reply_after: seconds from a message to its acknowledgement, whatever the node is doing then:
-            its reports may still be on their way. Set it above the longest local work, because the
-            server closes the round when all nodes have replied. 0: the reply comes when the work is
-            done, and so tells who checked in; in simulation only.
         users: for how many users a deployed node speaks, whose ids are 0 to `users` - 1 in its
             certificate. None: in a simulation, where nodes share the plan's users.
         number: a deployed node's, from 0, which decides its shuffler.
@@ -66,7 +62,6 @@ class ClientSettings:
     shufflers: tuple[tuple[str, Credentials], ...]
     seed: int | None
     ledger: Callable[[int], DeviceLedger] | None = None
-    reply_after: float = 0.0
     users: int | None = None
     number: int = 0
     last_round: int | None = None

@@ -24,6 +24,7 @@ def local_update(
     training: LocalTraining,
     seed: int,
     state: ModuleState | None = None,
+    real: int | None = None,
 ) -> np.ndarray:
     """A descent direction from one user's records.
 
@@ -41,6 +42,8 @@ def local_update(
         seed: in [0, 2^64), of everything random in local training: `record_orders`, dropout, and
             what the model draws from Python's and numpy's own generators.
         state: the model's, if it has been taken already.
+        real: how many of the records count, the first ones. The others are padding: they cost as
+            much work and have no weight. Default: all count.
 
     Returns:
         float32 of shape (d,), d the number of parameters.
@@ -55,13 +58,17 @@ def local_update(
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
+        counted = () if real is None else (torch.arange(len(labels)) < real,)
         if training.algorithm == "fedsgd":
-            return _gradient(model, features.clone(), labels)
+            return _gradient(model, features.clone(), labels, *counted)
         start = parameters_to_vector(model.parameters()).detach()
         (orders,) = record_orders(
-            np.array([seed], dtype=np.uint64), training.local_epochs, len(labels)
+            np.array([seed], dtype=np.uint64),
+            training.local_epochs,
+            len(labels),
+            None if real is None else np.array([real]),
         ).unbind(1)
-        _local_epochs(model, features, labels, training, orders)
+        _local_epochs(model, features, labels, training, orders, *counted)
         return (start - parameters_to_vector(model.parameters()).detach()).numpy()
     finally:
         state.restore()
@@ -74,6 +81,7 @@ def user_updates(
     training: LocalTraining,
     orders: torch.Tensor | None = None,
     call: Callable[..., torch.Tensor] = functional_call,
+    real: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """`local_update` of k users at once, by vmap; `model` stays as it is.
 
@@ -86,6 +94,7 @@ def user_updates(
         orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
         call: gives the scores as `torch.func.functional_call` does, perhaps in another precision;
             parameters and their gradients stay as they are.
+        real: as for `local_update`, of every user: int64 of shape (k,).
 
     Returns:
         Shape (k, ...) for every parameter.
@@ -99,15 +108,20 @@ def user_updates(
     exact = next(iter(start.values())).dtype
 
     def loss(
-        parameters: dict[str, torch.Tensor], records: torch.Tensor, targets: torch.Tensor
+        parameters: dict[str, torch.Tensor],
+        records: torch.Tensor,
+        targets: torch.Tensor,
+        *counted: torch.Tensor,
     ) -> torch.Tensor:
         scores = call(model, parameters, (records,))
-        return functional.cross_entropy(scores.to(exact), targets)
+        return _mean_loss(scores.to(exact), targets, *counted)
 
-    together = vmap(grad(loss), in_dims=(None, 0, 0))  # faster: everybody's parameters the same
+    counted = () if real is None else (torch.arange(labels.shape[1]) < real[:, None],)
+    # Faster: everybody's parameters are the same.
+    together = vmap(grad(loss), in_dims=(None, 0, 0, *(0 for _ in counted)))
     try:
         if training.algorithm == "fedsgd":
-            return together(start, features.clone(), labels)
+            return together(start, features.clone(), labels, *counted)
         apart = vmap(grad(loss))
         everyone = torch.arange(len(labels), device=labels.device)[:, None]
         local = start
@@ -115,7 +129,8 @@ def user_updates(
         for order in orders.to(labels.device):
             for batch in order.split(training.local_batch_size, dim=1):
                 gradients = together if local is start else apart
-                steps = gradients(local, features[everyone, batch], labels[everyone, batch])
+                records = (each[everyone, batch] for each in (features, labels, *counted))
+                steps = gradients(local, *records)
                 if changed := state.restore():  # read outside vmap, it would mix users
                     raise RuntimeError(f"the model keeps {changed[0]} from one step to the next")
                 local = {
@@ -127,18 +142,36 @@ def user_updates(
         state.restore()
 
 
-def record_orders(seeds: np.ndarray, epochs: int, records: int) -> torch.Tensor:
+def record_orders(
+    seeds: np.ndarray, epochs: int, records: int, real: np.ndarray | None = None
+) -> torch.Tensor:
     """The order of each user's records in each of its local epochs.
 
     `seeds` are those of k users' local training, uint64 of shape (k,). Returns permutations of 0 to
-    records - 1, int64 of shape (epochs, k, records).
+    records - 1, int64 of shape (epochs, k, records). Where only the first `real` records of a user
+    count, int of shape (k,), the others come last, and these in the order of one who has no others.
     """
-    places = np.arange(epochs * records).reshape(epochs, 1, records)
-    return torch.from_numpy(split_mix(seeds[:, None], places).argsort(axis=2))
+    epoch, place = np.arange(epochs)[:, None, None], np.arange(records)
+    each = np.full(len(seeds), records) if real is None else real
+    keys = split_mix(seeds[:, None], epoch * each[:, None] + place)
+    keys[:, place >= each[:, None]] = np.iinfo(np.uint64).max
+    return torch.from_numpy(keys.argsort(axis=2))
 
 
-def _gradient(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
-    loss = functional.cross_entropy(model(features), labels)
+def _mean_loss(
+    scores: torch.Tensor, labels: torch.Tensor, counted: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The mean cross-entropy; of the records that count, 0 if none does, by the same steps."""
+    if counted is None:
+        return functional.cross_entropy(scores, labels)
+    weights = counted / counted.sum().clamp(min=1)
+    return functional.cross_entropy(scores, labels, reduction="none") @ weights.to(scores.dtype)
+
+
+def _gradient(
+    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, *counted: torch.Tensor
+) -> np.ndarray:
+    loss = _mean_loss(model(features), labels, *counted)
     gradients = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).numpy()
 
@@ -149,10 +182,12 @@ def _local_epochs(
     labels: torch.Tensor,
     training: LocalTraining,
     orders: torch.Tensor,
+    *counted: torch.Tensor,
 ) -> None:
     optimiser = torch.optim.SGD(model.parameters(), lr=training.local_learning_rate)
     for order in orders:
         for batch in order.split(training.local_batch_size):
             optimiser.zero_grad()
-            functional.cross_entropy(model(features[batch]), labels[batch]).backward()
+            scores = model(features[batch])
+            _mean_loss(scores, labels[batch], *(each[batch] for each in counted)).backward()
             optimiser.step()

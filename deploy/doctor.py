@@ -71,10 +71,14 @@ class _Examination:
         self._folder, self._keys, self._role = folder, folder / "keys", role
 
     @contextmanager
-    def look(self, what: str, fix: str = "") -> Iterator[None]:
-        """Adds a finding when the block ends; a `_Trouble`'s own fix replaces `fix`."""
+    def look(self, what: str, fix: str = "") -> Iterator[list[str]]:
+        """Adds a finding when the block ends; a `_Trouble`'s own fix replaces `fix`.
+
+        What the block adds to the list is shown after `what`.
+        """
+        shown = [what]
         try:
-            yield
+            yield shown
             trouble = ""
         except _Trouble as error:
             trouble, fix = one_line(error), error.fix or fix
@@ -82,7 +86,7 @@ class _Examination:
             trouble, fix = f"{error.name} is needed to look, and missing", self._install
         except (OSError, ValueError, http.client.HTTPException) as error:
             trouble = one_line(error)
-        self.findings.append(Finding(what, trouble, fix if trouble else ""))
+        self.findings.append(Finding(" ".join(shown), trouble, fix if trouble else ""))
 
     @property
     def _install(self) -> str:
@@ -151,9 +155,11 @@ class _Examination:
             _check_private(self._keys / "flower.key")
         self._plan()
         with self.look("model and records", "mend data in node.toml"):
-            from shufl.deploy.node import check_data
+            from shufl.deploy.node import check_data, check_work
 
-            check_data(site, self._folder, load(site.config))
+            data = check_data(site, self._folder, load(site.config))
+            with self.look("work", "a longer window.work_until, or fewer users") as shown:
+                shown.append(f"of a round takes {check_work(site, *data):.2g} s")
         with self.look("owner's limits", "read run.toml, and mend device.toml if you agree"):
             _check_limits(site)
         with self.look("socket", "move the folder to a shorter path, such as /srv/shufl"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from shufl.accounting import PrivacyPlan
 from shufl.clients import ClientSettings, UserRecords, load_device
+from shufl.clients.worker import Worker
 from shufl.deploy.sites import NodeSite, check_cover
 from shufl.simulator.config import Config, load
 from shufl.simulator.data.datasets import wrong_tensor
@@ -46,7 +48,6 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
         shufflers=tuple((address, credentials) for address in site.shufflers),
         seed=None,
         ledger=lambda number: device,
-        reply_after=site.reply_after,
         users=site.users,
         number=site.number,
         together=together,
@@ -72,12 +73,34 @@ def check_data(
     return plan, make_model, load_users, together
 
 
+def check_work(
+    site: NodeSite,
+    plan: PrivacyPlan,
+    make_model: functools.partial[Any],
+    load_users: functools.partial[Any],
+    together: bool,
+) -> float:
+    """How many seconds the updates of all users take here, of made-up records.
+
+    The arguments are those that `check_data` has found. A window that is too short is refused.
+    """
+    window, shape = plan.window, load_users()(0)[0].shape[1:]
+    assert window is not None
+    training = local_training(load(site.config))
+    about = site.users, window.most_records, tuple(shape)
+    with closing(Worker(make_model, training, together, *about)) as worker:
+        worker.check(window)
+        return worker.seconds
+
+
 def agreed_plan(config: Config) -> PrivacyPlan:
     """The plan of a configuration in which everything has been decided (`shufl provision`)."""
     privacy = config.privacy
     check_cover(privacy.cover)
     undecided = {
         "data.users": config.data.users is None,
+        "data.most_records": config.data.most_records is None,
+        "window": config.window is None,
         "privacy.delta": privacy.delta == "1/n",
         **{f"privacy.{key}": True for key in privacy.open},
         "privacy.minimum_batch": privacy.minimum_batch is None,

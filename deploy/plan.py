@@ -58,7 +58,7 @@ class ShufflerEntry(Section):
 
 
 class NodeEntry(Section):
-    """A node; `users`, `data` and `reply_after` are as in `NodeSite`.
+    """A node; `users` and `data` are as in `NodeSite`.
 
     Attributes:
         port: of its SuperNode, on loopback.
@@ -68,7 +68,6 @@ class NodeEntry(Section):
     name: Name
     users: Count = 1
     data: str = "simulated"
-    reply_after: Positive = 10.0
     port: Port = 9094
     withdrawn: bool = False
 
@@ -100,12 +99,6 @@ class Deployment(Section):
                 raise ValueError(f"a site's name must be another than {name}, which is taken")
         if not self.numbered:
             raise ValueError("one node at least must not be withdrawn")
-        for node in self.nodes:
-            if node.reply_after >= self.server.round_timeout:
-                raise ValueError(
-                    f"reply_after of {node.name} must be below server.round_timeout, "
-                    f"{self.server.round_timeout:g}, got {node.reply_after:g}"
-                )
         return self
 
     @property

@@ -214,7 +214,6 @@ class _Sites:
             "certificate": f"keys/{entry.name}.pem",
             "digest": self._digest(entry),
             "superlink": superlink,
-            "reply_after": entry.reply_after,
         }
         files = self._modules(entry.data) | {
             "run.toml": dumps(self._experiment.config),

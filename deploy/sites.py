@@ -96,7 +96,6 @@ class NodeSite(_Site):
         first_user: of `simulated` data: which of the dataset's users is this node's first.
         device: path of the file with the owner's limits and ledger.
         socket: path of the Unix socket over which Flower's messages come.
-        reply_after: seconds from a message to its answer, whatever this node is doing then.
         superlink: HOST:PORT where its SuperNode reaches the server.
     """
 
@@ -110,7 +109,6 @@ class NodeSite(_Site):
     device: str
     socket: str
     superlink: _Address
-    reply_after: Positive = 10.0
 
 
 def check_cover(cover: bool) -> None:

@@ -27,9 +27,6 @@ class FlowerKeys(EngineName):
         default=1.0, ge=0.1, allow_inf_nan=False, description="a number, at least 0.1"
     )
     round_timeout: Seconds = 600.0
-    reply_after: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="seconds, a number of at least 0"
-    )
 
 
 class VectorisedKeys(EngineName):

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 from rounds import make_plan
-from shufl.clients import ClientSettings, LocalTraining, make_client_app
+from shufl.accounting.plan import Window
+from shufl.clients import (
+    Announcement,
+    ClientSettings,
+    DeviceLedger,
+    DeviceLimits,
+    LocalTraining,
+    make_client_app,
+)
+from shufl.clients.device_node import Clock, DeviceNode
 from shufl.shuffler import (
     Outcome,
     ReportOpener,
@@ -63,6 +74,31 @@ def broken_users():
     return fail
 
 
+WINDOW = Window(
+    work_until=900.0, send_after=901.0, send_spread=0.0, grace=900.0, answer_every=0.05,
+    query_every=0.05, most_records=3,
+)  # fmt: skip
+"""Of rounds that end in time on the slowest machine; with a `PromptClock` nothing waits for it."""
+
+
+class PromptClock(Clock):
+    """Does not wait, and notes for what moments it would have.
+
+    The shuffler of a simulation knows no window, and says that a round's is over. By this clock it
+    has just begun.
+    """
+
+    def __init__(self):
+        self.moments = []
+
+    def now(self):
+        return super().now() - WINDOW.seconds
+
+    def wait(self, until, over):
+        self.moments.append(until)
+        return over.is_set()
+
+
 class Round:
     """A run on a real shuffler, and the messages its server would send."""
 
@@ -104,9 +140,38 @@ class Round:
     def open(self):
         length = sealed_length(report_length(self.dimension))
         self.control.create_run(self.settings.run_id, self.plan.to_json().encode(), length)
-        about = self.header.run_id, 1, self.header.model_digest, self.public_key
+        about = self.header.run_id, self.header.round, self.header.model_digest, self.public_key
         self.header = dataclasses.replace(self.header, nonce=self.control.open_round(*about))
         return self
+
+    def deployed(self, place, users=USERS, window=WINDOW, **changes):
+        """The same round for a real machine, whose ledger is at `place`, and of all users."""
+        self.under(cover=True, users=users, least_present=users, window=window)
+        ledger = DeviceLedger(place, DeviceLimits(most_epsilon=1e9, delta=1e-5, accountant="local"))
+        about = {"seed": None, "users": users, "ledger": lambda number: ledger} | changes
+        self.settings = dataclasses.replace(self.settings, **about)
+        return self
+
+    def begin(self, node, model=None):
+        """Has a deployed node take part in the round; returns what it was prepared for."""
+        about = self.header.run_id, self.header.round, self.header.plan_digest
+        announced = Announcement(*about, self.public_key, 60.0)
+        prepared = node.prepare(announced, model or self.model)
+        node.take_part(np.arange(self.settings.users), prepared)
+        return prepared
+
+    def show(self, state):
+        """Broadcasts other parameters."""
+        self.model = ArrayRecord(state)
+        self.header = dataclasses.replace(self.header, model_digest=model_digest(state))
+
+    def next(self, model):
+        """Gives this round up, and opens the next one."""
+        self.control.end_round(self.header.run_id, self.header.round)
+        self.show(model.to_torch_state_dict())
+        self.header = dataclasses.replace(self.header, round=self.header.round + 1)
+        about = self.header.run_id, self.header.round, self.header.model_digest, self.public_key
+        self.header = dataclasses.replace(self.header, nonce=self.control.open_round(*about))
 
     def announce(self, node=1, model=None, **changes):
         """What the node answers to the round, and to the changes that it is shown."""
@@ -138,14 +203,27 @@ class Round:
 
     def released(self):
         """The server's view: the opened reports, in float64."""
-        if self.control.close_round(self.header.run_id, 1).outcome is Outcome.BELOW_MINIMUM:
+        about = self.header.run_id, self.header.round
+        if self.control.close_round(*about).outcome is Outcome.BELOW_MINIMUM:
             return []
         opener = ReportOpener(self.private_key)
         return [
             self.plan.mechanism.unit(1)
             * decode_report(opener.open(sealed, self.header), self.dimension)
-            for sealed in self.control.release(self.header.run_id, 1)
+            for sealed in self.control.release(*about)
         ]
+
+
+def wait_for_rounds():
+    """Waits until deployed nodes of this process have sent everything."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("round "):
+            thread.join()
+
+
+def device_node(round, **named):
+    """A deployed node, which does not wait for the moments of the plan."""
+    return DeviceNode(round.settings, clock=PromptClock(), **named)
 
 
 def reply_content(reply):

@@ -36,6 +36,15 @@ _PRIVACY = {
     "minimum_batch": 1,
 }
 
+_WINDOW = {
+    "work_until": 8.0,
+    "send_after": 8.1,
+    "send_spread": 0.0,
+    "grace": 2.0,
+    "answer_every": 0.05,
+    "query_every": 0.05,
+}
+
 
 def deployment_of(
     base: Path,
@@ -45,7 +54,7 @@ def deployment_of(
     shufflers: int = 1,
     users: int = 3,
     hidden: int = 64,
-    reply_after: float = 0.5,
+    window: dict[str, float] | None = None,
     privacy: dict[str, Any] | None = None,
     **server: Any,
 ) -> Deployment:
@@ -57,8 +66,8 @@ def deployment_of(
         rounds: the plan's last.
         users: of each node.
         hidden: the model's width; at 8192 it has 2.4 MB.
-        reply_after: seconds after which a node answers, whether its reports are in or not: on a
-            busy machine 0.5 is too short for them, and a test must not count on what is released.
+        window: keys of `[window]` that are others than usual: a busy machine needs seconds until
+            nodes have a round's message.
         privacy: keys of `[privacy]` that are others than usual.
         server: keys of `[server]` that are.
     """
@@ -68,6 +77,7 @@ def deployment_of(
         "data": {"dataset": "digits", "users": users * nodes},
         "model": {"name": "mlp", "options": {"hidden": hidden}},
         "training": {"learning_rate": 0.1},
+        "window": _WINDOW | (window or {}),
     }
     (base / "run.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
     return Deployment.model_validate(
@@ -79,10 +89,7 @@ def deployment_of(
                 {"name": f"shuffler-{number}", "host": f"s{number}.example"}
                 for number in range(1, shufflers + 1)
             ],
-            "nodes": [
-                {"name": f"ward-{number}", "users": users, "reply_after": reply_after}
-                for number in range(1, nodes + 1)
-            ],
+            "nodes": [{"name": f"ward-{number}", "users": users} for number in range(1, nodes + 1)],
         }
     )
 

@@ -132,14 +132,15 @@ def clip(update: np.ndarray, clip_norm: float) -> np.ndarray:
     computed one counts as longer by more than it can err, a billionth of itself for d = 10^6.
 
     A zero vector stays zero. An update with a NaN or infinite entry has no direction to keep and
-    becomes the zero vector, so that the sensitivity bound holds for every input.
+    becomes the zero vector, so that the sensitivity bound holds for every input. All take as long:
+    the moments of a device's reports must not tell whose update was clipped.
 
     The update has shape (d,) and any float type; float64 of shape (d,) is returned.
     """
     wide = np.asarray(update, dtype=np.float64)
     if not np.isfinite(wide).all():
-        return np.zeros_like(wide)
+        wide = np.zeros_like(wide)
     norm = float(linalg.norm(wide, check_finite=False))  # BLAS nrm2: no overflow on the way
     # In whatever order and scale they are summed, d squares err by less than 8 (d + 2) 2^-53.
     excess = norm * (1.0 + (wide.size + 8) * 2.0**-50) / clip_norm
-    return wide if excess <= 1.0 else wide / excess
+    return wide / max(excess, 1.0)

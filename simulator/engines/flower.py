@@ -57,11 +57,12 @@ class FlowerEngine:
     """Plays rounds by messages: Flower nodes, real shuffler processes, sealed reports.
 
     A batch is released with the reports of all nodes or not at all, so a round played again makes
-    the same release. It does not where nodes reply before their reports are sent (`reply_after`).
+    the same release.
     """
 
     gradients = "vmap, or user by user"
     nodes = "simulated"
+    repeats_releases = True
 
     def __init__(self, experiment: Experiment):
         """Checks the number of nodes, and of their CPUs."""
@@ -78,13 +79,7 @@ class FlowerEngine:
             )
         check_report_size(experiment.config, experiment.parameters)
         self.description = f"flower on {simulation.nodes} nodes, gradients by {self.gradients}"
-        if simulation.reply_after >= simulation.round_timeout:
-            raise ConfigError(
-                "simulation.reply_after must be below simulation.round_timeout, "
-                f"{simulation.round_timeout:g}, got {simulation.reply_after:g}"
-            )
         check_cluster()
-        self.repeats_releases = simulation.reply_after == 0
         self._keys, self._shuffler = simulation, experiment.config.shuffler
         self._carried = experiment.carried
         self._seed = experiment.seed
@@ -95,7 +90,6 @@ class FlowerEngine:
             load_users=experiment.load_users,
             training=experiment.local_training,
             seed=experiment.seed,
-            reply_after=simulation.reply_after,
             together=experiment.together,
             last_round=experiment.halting_round,
         )

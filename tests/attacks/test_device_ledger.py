@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from client_world import Round, reply_content
+from client_world import WINDOW, Round, reply_content
 from rounds import make_plan
 from shufl.clients import (
     DeviceLedger,
@@ -211,12 +211,9 @@ def test_what_was_offered_survives_kill_9(tmp_path):
 
 
 def test_no_deployed_node_has_a_ledger_without_an_owners_limits(tmp_path):
-    settings = dataclasses.replace(
-        Round("127.0.0.1:1", None, None, "run").settings,
-        users=4,
-        reply_after=1.0,
-        ledger=lambda number: DeviceLedger(tmp_path / "device.db"),
-    )
+    round = Round("127.0.0.1:1", None, None, "run")
+    unlimited = DeviceLedger(tmp_path / "device.db")
+    settings = round.deployed(unlimited.path, ledger=lambda number: unlimited).settings
     with pytest.raises(ValueError, match="ledger needs the limits of the device's owner"):
         serve_device(settings, tmp_path / "socket", threading.Event())
 
@@ -262,6 +259,15 @@ def test_no_bit_that_flips_makes_a_ledger_count_less(tmp_path):
                 dataclasses.replace(run, latest="") for run in whole
             ]
     assert 10 < refused < 390
+
+
+def test_an_owner_refuses_windows_that_give_the_work_too_little_time():
+    """A server that picks one so short has slow devices report noise alone."""
+    times = PLAN.replace(window=WINDOW)
+    limits(least_work_seconds=WINDOW.work_until).check(times)
+    for plan, given in ((times, 900), (PLAN, 0)):
+        with pytest.raises(RoundRefused, match=f"at least 901 s .*, this one gives {given}$"):
+            limits(least_work_seconds=901.0).check(plan)
 
 
 OWNER = """

@@ -1,17 +1,13 @@
-"""Who checked in: by when a node answers, by who sends, and by how many are empty."""
+"""Who checked in: by who sends, and by how many are empty."""
 
 from __future__ import annotations
 
-import functools
-import os
-import signal
-import threading
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from client_world import USERS, Round, records, reply_content
+from client_world import USERS, Round, reply_content
 from shufl.accounting.mechanisms import SeededRandomness, most_blankets
 from shufl.server import Mean, aggregate_reports
 from shufl.shuffler import (
@@ -127,36 +123,3 @@ def test_without_cover_in_the_plan_an_empty_report_is_rejected(shuffler, control
     batches = [(round.header, control.release("uninvited", 1))]
     aggregate = aggregate_reports(batches, round.private_key, mean, USERS)
     assert aggregate.reasons == {"too-long": 1}
-
-
-def stopping_users(pid):
-    """Records whose reading stops the shuffler: after the coins, before anything is sent."""
-
-    def read(user):
-        os.kill(pid, signal.SIGSTOP)
-        return records(user)
-
-    return read
-
-
-def test_a_node_answers_while_the_shuffler_stalls(tmp_path):
-    """The server makes the shuffler stall, so that whoever has something to send takes longer."""
-    with ShufflerProcess() as process, ControlClient(process.address, process.control) as control:
-        round = Round(
-            process.address,
-            process.submit,
-            control,
-            "stalled",
-            load_users=functools.partial(stopping_users, process.pid),
-            reply_after=0.5,
-        ).open()
-        try:
-            reply_content(round.announce())
-            stopped = threading.active_count()  # the work goes on beside the answer
-            assert any("take_part" in thread.name for thread in threading.enumerate()), stopped
-        finally:
-            os.kill(process.pid, signal.SIGCONT)
-        for thread in threading.enumerate():
-            if "take_part" in thread.name:
-                thread.join()
-        assert len(round.released()) == 4  # what came late was not lost

@@ -3,7 +3,6 @@
 import copy
 import functools
 import io
-import types
 
 import numpy as np
 import pytest
@@ -13,7 +12,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shufl.cli.__main__ import app
-from shufl.clients import LocalTraining, ModuleState, Node, StateError, local_update, user_updates
+from shufl.clients import LocalTraining, ModuleState, StateError, local_update, user_updates
+from shufl.clients.work import Work
 from shufl.simulator.models import build_model
 from shufl.simulator.section import ConfigError
 from shufl.simulator.trial import agrees_one_by_one, try_users
@@ -47,13 +47,11 @@ def test_nothing_of_one_users_records_is_left_for_the_next(kind, training):
 )
 def test_the_users_of_a_node_get_what_each_alone_gets(kind):
     """The steps of a Flower node behind its messages: one by one, and as many as are grouped."""
-    node = Node.__new__(Node)
-    node.settings = types.SimpleNamespace(training=TRAININGS[1], seed=3)
-    node._dimension, node._alone = 15, False
     for count in (3, 20):
-        node._model = make(kind)
+        work = Work(functools.partial(make, kind), TRAININGS[1], together=True)
+        work.model.train()
         users, seeds = ([A, B] * count)[:count], np.arange(count, dtype=np.uint64)
-        together = list(node._updates(users, seeds))
+        together = list(work.updates(users, seeds))
         for update, records, seed in zip(together, users, seeds.tolist(), strict=True):
             alone = local_update(make(kind), *records, TRAININGS[1], seed)
             np.testing.assert_allclose(update, alone, rtol=1e-4, atol=1e-5)
@@ -150,18 +148,14 @@ class Sealed(models.Model):
 
 def test_on_a_device_a_model_that_cannot_be_put_back_is_made_anew():
     """Its user's report is noise alone, and the users after it see nothing of the records."""
-    node = Node.__new__(Node)
-    node.settings = types.SimpleNamespace(
-        training=TRAININGS[0], seed=None, make_model=lambda: make(Sealed)
-    )
-    node._model, node._dimension, node._alone = make(Sealed), 15, False
+    work = Work(functools.partial(make, Sealed), TRAININGS[0], together=True)
     with torch.no_grad():
-        node._model.layer.bias.add_(1.0)  # as a round's broadcast does
-    fresh = copy.deepcopy(node._model)
+        work.model.layer.bias.add_(1.0)  # as a round's broadcast does
+    fresh = copy.deepcopy(work.model)
     for count in (2, 9):  # one by one, and together
         users, seeds = [A] + [B] * (count - 1), np.arange(count, dtype=np.uint64)
-        updates = list(node._updates(users, seeds))
-        assert count == 9 or not updates[0].any()
+        updates = list(work.updates(users, seeds))
+        assert count == 9 or isinstance(updates[0], StateError)
         for update in updates[1:]:
             expected = local_update(copy.deepcopy(fresh), *B, TRAININGS[0], 0)
             np.testing.assert_allclose(update, expected, rtol=1e-4, atol=1e-5)

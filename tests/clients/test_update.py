@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from shufl.clients import LocalTraining, local_update
+from shufl.clients import LocalTraining, local_update, record_orders, user_updates
 
 
 @pytest.fixture
@@ -67,3 +67,30 @@ def test_the_same_seed_gives_the_same_update_with_dropout_and_order():
     )
     assert (first == again).all()
     assert (first != other).any()
+
+
+@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
+@pytest.mark.parametrize("real", [1, 2, 3, 5])
+def test_padding_has_no_weight(model, algorithm, real):
+    """One by one and together, whatever the padding is; of 8 records, in batches of 2."""
+    training = LocalTraining(algorithm, 3, 0.5, local_batch_size=2)
+    features, labels = torch.randn(8, 3), torch.randint(2, (8,))
+    expected = local_update(model, features[:real], labels[:real], training, 7)
+    padded = local_update(model, features, labels, training, 7, real=real)
+    np.testing.assert_allclose(padded, expected, rtol=0, atol=1e-6)
+    seeds, counts = np.array([5, 7], dtype=np.uint64), torch.tensor([8, real])
+    orders = None
+    if algorithm == "fedavg":
+        orders = record_orders(seeds, 3, 8, counts.numpy())
+    both = torch.stack([features, features]), torch.stack([labels, labels])
+    together = user_updates(model, *both, training, orders, real=counts)
+    flat = torch.cat([each.flatten(1) for each in together.values()], dim=1).numpy()
+    np.testing.assert_allclose(flat[1], expected, rtol=0, atol=1e-6)
+    whole = local_update(model, features, labels, training, 5)
+    np.testing.assert_allclose(flat[0], whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
+def test_padding_alone_is_an_update_of_zero(model, algorithm):
+    training = LocalTraining(algorithm, 2, 0.5, local_batch_size=2)
+    assert not local_update(model, FEATURES, LABELS, training, 7, real=0).any()

@@ -29,6 +29,12 @@ def test_no_report_is_lost_under_a_small_flood():
     ]
 
 
+def test_moments_are_attacked_in_a_few_rounds():
+    rows = played("timing_attacks.py", "--learn", "2", "--rounds", "2").splitlines()[1:]
+    attackers = "early close", "answer", "probe", "arrival"
+    assert [row[:12].strip() for row in rows] == list(attackers)
+
+
 def test_throughput_is_measured_with_and_without_blankets(tmp_path):
     results = tmp_path / "results.json"
     numbers = ("--payloads", "1000", "--reports", "50", "--rounds", "1", "--json", str(results))

@@ -41,6 +41,7 @@ def test_sites_as_they_were_provisioned_are_well_but_for_who_is_not_there(sites)
     for name in ("server", "shuffler-1", "ward-1"):
         assert troubles(sites / name) == {}
     findings = {each.what.split()[0]: each for each in examine(sites / "ward-1")}
+    assert re.fullmatch(r"work of a round takes [\d.e-]+ s", findings["work"].what)
     assert "does not answer" in findings["shuffler"].trouble
     assert "Connection refused" in findings["SuperLink"].trouble
     assert "nginx" in findings["SuperLink"].fix
@@ -116,6 +117,14 @@ def test_limits_that_refuse_the_plan_are_found(node):
     run.write_text(run.read_text().replace("check_in_rate = 1.0", "check_in_rate = 0.9"))
     device.write_text(text)
     assert "has not accepted the plan" in troubles(node)["owner's limits"].trouble
+
+
+def test_a_window_that_is_too_short_for_the_work_is_found(node):
+    run = node / "run.toml"
+    run.write_text(run.read_text().replace("work_until = 8.0", "work_until = 1e-6"))
+    assert "window.work_until must be at least" in troubles(node)["work"].trouble
+    run.write_text(run.read_text().replace("[window]", "[windows]"))
+    assert "window" in troubles(node)["plan"].trouble
 
 
 def test_records_that_are_not_there_are_found(node):

@@ -82,7 +82,6 @@ class StartedEngine(FlowerEngine):
     [
         ("seed=1", True),
         ("seed=system", False),
-        ("simulation.reply_after=1", False),  # a batch may lack reports
     ],
 )
 def test_rounds_are_played_again_only_where_they_end_the_same(

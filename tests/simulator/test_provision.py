@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -209,7 +210,6 @@ def test_requests_and_authorities_that_do_not_belong_are_refused(base):
         ({"nodes": [{"name": "server"}]}, "every site has a name of its own, got server twice"),
         ({"nodes": [{"name": "superlink"}]}, "must be another than superlink, which is taken"),
         ({"nodes": [{"name": "w", "withdrawn": True}]}, "one node at least must not be withdrawn"),
-        ({"nodes": [{"name": "w", "reply_after": 120.0}]}, "reply_after of w must be below"),
         ({"nodes": [{"name": "a b"}]}, "nodes.0.name must be at most 40 letters"),
         ({"nodes": [{"name": "w", "users": 101}]}, "the nodes speak for 101 users, data.users"),
         ({"config": "nowhere.toml"}, "nowhere.toml cannot be read"),
@@ -371,6 +371,18 @@ def test_a_plan_without_cover_is_refused_on_both_sides(base):
     )
     with pytest.raises(ConfigError, match=r"privacy\.cover must be true on real machines"):
         provisioned(base)
+
+
+@pytest.mark.parametrize("key", ["data.most_records", "window"])
+def test_a_node_needs_the_window_and_how_many_records_count(base, key):
+    provisioned(base)
+    run = base / "sites/ward-1/run.toml"
+    config = tomllib.loads(run.read_text())
+    section, _, name = key.partition(".")
+    del (config[section] if name else config)[name or section]
+    run.write_text(tomli_w.dumps(config))
+    with pytest.raises(ConfigError, match=f"^{key} is left open: a node needs the file that"):
+        node_settings(load_site(base / "sites/ward-1/node.toml", NodeSite), base)
 
 
 def test_what_is_there_and_would_be_another_is_named(base):

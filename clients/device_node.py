@@ -1,0 +1,144 @@
+"""A deployed node: at which moment it does what, whatever its users' records are."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from shufl.accounting.mechanisms import Randomness
+from shufl.clients.device import RoundRefused
+from shufl.clients.node import Node, PreparedRound
+from shufl.clients.settings import ClientSettings
+from shufl.clients.worker import DONE, FAILED, Worker
+
+log = logging.getLogger(__name__)
+
+
+class Clock:
+    """Says when it is, and waits; tests have others."""
+
+    def now(self) -> float:
+        """Seconds, as `time.monotonic`."""
+        return time.monotonic()
+
+    def wait(self, until: float, over: threading.Event) -> bool:
+        """Returns at that moment, or as soon as `over` is set: then True."""
+        return over.wait(max(0.0, until - self.now()))
+
+
+class DeviceNode(Node):
+    """A deployed node, whose updates a child process computes.
+
+    A round's moments are those of the plan's window, counted from when the shuffler opened it. For
+    every user the same work is done and one report is sent, whatever became of its update and its
+    coin. Whatever goes wrong after a round was agreed to is in this node's log alone.
+
+    Args:
+        settings: with a plan that has a window.
+        randomness, clock: for tests.
+
+    Raises:
+        ValueError: the work does not fit into the window, or cannot be done.
+    """
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        randomness: Randomness | None = None,
+        clock: Clock | None = None,
+    ):
+        super().__init__(settings, randomness)
+        window, users = settings.plan.window, settings.users
+        assert window is not None and users is not None
+        self.window, self.clock = window, clock or Clock()
+        self.round: PreparedRound | None = None
+        self._over = threading.Event()
+        self._worker = Worker(
+            settings.make_model,
+            settings.training,
+            settings.together,
+            users,
+            window.most_records,
+            tuple(self._records(0)[0].shape[1:]),
+        )
+        try:
+            self._worker.check(window)
+            more = self._worker.fill(self._records)
+        except BaseException:
+            self._worker.close()
+            raise
+        del self._records
+        log.info("%d users, at most %d rounds of this plan", users, self._last_round)
+        if more:
+            log.warning(
+                "%d of %d users have more than %d records (data.most_records): their first %d are "
+                "used",
+                *(more, users, window.most_records, window.most_records),
+            )
+
+    def close(self) -> None:
+        """Ends the child and what is under way."""
+        self._over.set()
+        self._worker.close()
+        super().close()
+
+    def _over_at(self, until: float, window_ends: float) -> float:
+        work_until = window_ends - self.window.seconds + self.window.work_until
+        if work_until - self.clock.now() < self._worker.needed:
+            raise RoundRefused("too little of the round's window is left for this node's work")
+        return window_ends
+
+    def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
+        """Begins a round, which ends an older one that is still under way, and returns at once."""
+        self._over.set()
+        self._over, self.round = threading.Event(), round
+        threading.Thread(
+            target=self._play,
+            args=(users, round, self._over, node),
+            name=f"round {round.header.round}",
+            daemon=True,
+        ).start()
+
+    def _play(
+        self, users: np.ndarray, round: PreparedRound, over: threading.Event, node: int
+    ) -> None:
+        number, opened = round.header.round, round.until - self.window.seconds
+        intake, verdicts = self._intakes[self.shuffler_of(node)], Counter[str]()
+        try:
+            seeds = self._randomness.training_seeds(number, users)
+            left = opened + self.window.work_until - self.clock.now()
+            self._worker.compute(round.parameters, seeds, left, over)
+            reports = self._reports_in_time(users, opened + self.window.send_after, round, over)
+            left = max(round.until - self.clock.now(), 1e-3)
+            for verdict in intake.submit(round.header, reports, deadline=left):
+                verdicts[verdict.name] += 1
+        except Exception:
+            log.exception("round %d: not all reports were submitted", number)
+        states = self._worker.states
+        log.info(
+            "round %d: of %d users %d updates are done and %d failed; reports: %s",
+            *(number, len(users), (states == DONE).sum(), (states == FAILED).sum()),
+            ", ".join(f"{count} {name}" for name, count in verdicts.items()) or "none",
+        )
+
+    def _reports_in_time(
+        self, users: np.ndarray, first: float, round: PreparedRound, over: threading.Event
+    ) -> Iterator[tuple[int, bytes]]:
+        """(user, sealed report) of every user, each made when it is to be sent."""
+        plan, number = self.settings.plan, round.header.round
+        draw, draws = secrets.SystemRandom(), plan.mechanism.draws(self._work.dimension)
+        moments = [first + draw.uniform(0.0, self.window.send_spread) for _ in users]
+        coins = self._randomness.check_ins(number, users, plan.check_in_rate)
+        for place in np.argsort(moments).tolist():
+            if self.clock.wait(moments[place], over):
+                return
+            user = int(users[place])
+            (noise,) = self._randomness.standard_normal(number, users[[place]], draws)
+            values = plan.mechanism.report(self._worker.update(user), noise)
+            yield user, self._sealed(values, bool(coins[place]), round)

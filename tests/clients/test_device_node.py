@@ -1,0 +1,280 @@
+"""A deployed node: its work and its moments are the same whatever its users' records are."""
+
+import functools
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from device_models import SHAPES, Noting, Troubled, hanging, of_sizes, troubled_users
+from flwr.app import ConfigRecord, RecordDict
+from flwr.common.serde import recorddict_to_proto
+
+from client_world import (
+    DIMENSION,
+    WIDTH,
+    WINDOW,
+    Round,
+    device_node,
+    make_model,
+    records,
+    wait_for_rounds,
+)
+from shufl.accounting.mechanisms import SeededRandomness
+from shufl.clients import LocalTraining, RoundRefused, local_update, serve_device
+from shufl.clients.device_node import Clock, DeviceNode
+from shufl.clients.device_process import _Answering, _Reader
+from shufl.clients.work import Work
+from shufl.clients.worker import AT_WORK, DONE, FAILED, Worker, _Memory, _Shared, compute
+from shufl.shuffler import ControlClient, ShufflerProcess
+
+FEDAVG = LocalTraining("fedavg", 2, 0.5, 2)
+
+
+@pytest.fixture(scope="module")
+def shuffler():
+    with ShufflerProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def make_round(shuffler, request):
+    with ControlClient(shuffler.address, shuffler.control) as control:
+        about = shuffler.address, shuffler.submit, control
+        yield functools.partial(Round, *about, run_id=request.node.name[:200])
+
+
+@pytest.fixture
+def running():
+    """Nodes that are closed at the end."""
+    nodes = []
+
+    def start(round, **named):
+        nodes.append(device_node(round, **named))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.close()
+
+
+def reports_of(round, node):
+    """All reports of the round, opened and in order, once the node has sent them."""
+    prepared = round.begin(node)
+    wait_for_rounds()
+    return np.array(sorted(map(tuple, round.released()))), prepared
+
+
+def expected_of(round, seed, update_of):
+    """Reports of these updates, in order, by seeded noise."""
+    mechanism, users = round.plan.mechanism, np.arange(round.settings.users)
+    seeds = SeededRandomness(seed).training_seeds(round.header.round, users).tolist()
+    noises = SeededRandomness(seed).standard_normal(round.header.round, users, round.dimension)
+    unit = mechanism.unit(round.dimension)
+    expected = [
+        unit * mechanism.report(update_of(user, training_seed), noise)
+        for user, training_seed, noise in zip(users.tolist(), seeds, noises, strict=True)
+    ]
+    return np.array(sorted(map(tuple, expected)))
+
+
+@pytest.mark.parametrize("training", [LocalTraining(), FEDAVG], ids=["fedsgd", "fedavg"])
+def test_reports_are_those_of_the_unpadded_records(make_round, running, tmp_path, training):
+    """Of users with 1 to 5 records, of which 3 are used; of 12 users, computed at once."""
+    of_user = of_sizes({None: 2, 1: 1, 4: 3, 7: 5})
+    changes = {"training": training, "load_users": lambda: of_user}
+    round = make_round(rate=1.0).deployed(tmp_path / "device.db", **changes).open()
+    found, _ = reports_of(round, running(round, randomness=SeededRandomness(3)))
+    model = round.settings.make_model()
+
+    def update_of(user, seed):
+        features, labels = of_user(user)
+        return local_update(model, features[:3], labels[:3], training, seed)
+
+    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
+    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    "training", [LocalTraining(), LocalTraining("fedavg", 2, 0.5, 15)], ids=["fedsgd", "fedavg"]
+)
+def test_the_work_for_20_records_and_for_2000_is_the_same_sequence_of_calls(training, together):
+    def calls(sizes):
+        SHAPES.clear()
+        users, most = 11, 40
+        of_user, work = of_sizes(sizes), Work(Noting, training, together)
+        shapes = (users, most, WIDTH), (users, most), (users,), (users, work.dimension), (users,)
+        types = np.float32, np.int64, np.int64, np.float32, np.uint8
+        memory = _Memory(*map(_Shared, shapes, types))
+        _fill(memory, of_user)
+        compute(work, memory, np.arange(users, dtype=np.uint64), pytest.fail)
+        assert (memory.states.mapped() == DONE).all()
+        assert memory.updates.mapped().any(axis=1).all()
+        return list(SHAPES)
+
+    few = calls({None: 20})
+    assert few
+    assert few == calls({None: 2000}) == calls({None: 20, 3: 2000})
+
+
+def _fill(memory, of_user):
+    worker = Worker.__new__(Worker)
+    worker._memory = memory
+    worker.fill(of_user)
+
+
+def test_one_user_of_4000_records_among_200_of_20_changes_nobody_elses_report(
+    make_round, running, tmp_path, caplog
+):
+    batches, moments = [], []
+    for name, sizes in {"same": {None: 20}, "other": {None: 20, 77: 4000}}.items():
+        window = WINDOW.model_copy(update={"most_records": 20})
+        load_users = functools.partial(of_sizes, sizes)
+        round = make_round(run_id=name, rate=1.0, load_users=load_users)
+        round.deployed(tmp_path / name, users=200, window=window).open()
+        node = running(round, randomness=SeededRandomness(3))
+        found, prepared = reports_of(round, node)
+        batches.append(set(map(bytes, found)))
+        moments.append([at - prepared.until for at in node.clock.moments])
+    assert len(batches[0]) == 200
+    assert len(batches[0] & batches[1]) >= 199
+    assert "1 of 200 users have more than 20 records" in caplog.text
+    assert len(moments[0]) == 200
+    np.testing.assert_allclose(moments[0], moments[1], rtol=0, atol=1e-6)
+
+
+def test_a_user_whose_records_make_the_model_fail_or_crash_counts_as_zero_alone(
+    make_round, running, tmp_path, caplog
+):
+    """An exception, sys.exit(), and the end of the process; users 0, 4 and 5 are well."""
+    about = {"make_model": Troubled, "load_users": troubled_users}
+    round = make_round(rate=1.0, **about).deployed(tmp_path / "device.db", users=6).open()
+    node = running(round, randomness=SeededRandomness(3))
+    first = node._worker._child.process.pid
+    found, _ = reports_of(round, node)
+    model = make_model()
+
+    def update_of(user, seed):
+        if user in (1, 2, 3):
+            return np.zeros(DIMENSION, dtype=np.float32)
+        return local_update(model, *records(user), LocalTraining(), seed)
+
+    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
+    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+    assert node._worker.states.tolist() == [DONE, FAILED, FAILED, FAILED, DONE, DONE]
+    assert node._worker._child.process.pid != first
+    assert "user 1: ZeroDivisionError: of this user" in caplog.text
+
+
+def test_work_that_is_not_done_in_time_is_ended_and_everybody_sends_noise_alone(
+    make_round, running, tmp_path
+):
+    window = WINDOW.model_copy(update={"work_until": 6.0})
+    round = make_round(rate=1.0, make_model=Troubled)
+    round.deployed(tmp_path / "device.db", users=6, window=window)
+    round.show(hanging(round))
+    node = running(round, randomness=SeededRandomness(3))
+    round.open()
+    hung = node._worker._child.process
+    found, _ = reports_of(round, node)
+    nothing = np.zeros(DIMENSION, dtype=np.float32)
+    assert (found == expected_of(round, 3, lambda *_: nothing)).all()
+    assert hung.exitcode == -signal.SIGKILL
+    assert node._worker._child.process.is_alive()
+
+
+def test_a_newer_round_ends_an_older_ones_work(make_round, running, tmp_path):
+    round = make_round(rate=1.0, make_model=Troubled).deployed(tmp_path / "device.db", users=6)
+    healthy = round.model
+    round.show(hanging(round))
+    node = running(round.open(), randomness=SeededRandomness(3))
+    round.begin(node)
+    while AT_WORK not in node._worker.states:
+        time.sleep(0.01)
+    round.next(healthy)
+    found, _ = reports_of(round, node)
+    model = make_model()
+
+    def update_of(user, seed):
+        return local_update(model, *records(user), LocalTraining(), seed)
+
+    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
+    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+
+
+class SetClock(Clock):
+    """Goes on only by waiting."""
+
+    def __init__(self, now=1000.01):
+        self.at = now
+
+    def now(self):
+        return self.at
+
+    def wait(self, until, over):
+        self.at = max(self.at, until)
+        return over.is_set()
+
+
+class Context:
+    """Of a call that is refused."""
+
+    def abort(self, code, details):
+        raise RoundRefused(f"{code.name}: {details}")
+
+
+def test_answers_come_at_whole_multiples_and_queries_are_held(make_round, tmp_path):
+    window = WINDOW.model_copy(update={"answer_every": 0.5, "query_every": 30.0})
+    round = make_round(rate=1.0).deployed(tmp_path / "device.db", users=2, window=window).open()
+    clock = SetClock()
+    node = DeviceNode(round.settings, clock=clock)
+    try:
+        answering = _Answering(node, _Reader(round.settings), threading.Event())
+        about = {"run_id": round.header.run_id, "plan_digest": round.plan.digest()}
+        question = serialised({"round": ConfigRecord(about)})
+        answering.call("query", question, Context())
+        assert clock.at == 1000.5
+        with pytest.raises(RoundRefused, match="malformed"):
+            answering.call("query", b"junk", Context())
+        assert clock.at == 1030.5  # a refusal is an answer
+        clock.at = 2000.2
+        answering.call("query", question, Context())
+        assert clock.at == 2000.5
+        with answering._query, pytest.raises(RoundRefused, match="another query waits"):
+            answering.call("query", question, Context())
+        assert clock.at == 2000.5
+        node.round = SimpleNamespace(until=2500.1)  # the first query of a round, and the second
+        answering.call("query", question, Context())
+        assert clock.at == 2030.5
+        answering.call("query", question, Context())
+        assert clock.at == 2500.5
+        with pytest.raises(RoundRefused, match="malformed"):
+            answering.call("train", b"junk", Context())
+        clock.at = 3000.7
+        with pytest.raises(RoundRefused, match="malformed"):
+            answering.call("train", b"junk", Context())
+        assert clock.at == 3001.0
+        clock.at = time.monotonic() - window.seconds + window.work_until
+        with pytest.raises(RoundRefused, match="too little of the round's window is left"):
+            round.begin(node)
+        assert round.settings.ledger(0).offered() == []
+    finally:
+        node.close()
+
+
+def serialised(content):
+    return recorddict_to_proto(RecordDict(content)).SerializeToString()
+
+
+def test_a_plan_whose_work_does_not_fit_is_refused_at_the_start(make_round, tmp_path):
+    window = WINDOW.model_copy(update={"work_until": 1e-5})
+    round = make_round(rate=1.0).deployed(tmp_path / "device.db", window=window)
+    with pytest.raises(ValueError, match=r"^window\.work_until must be at least .* 12 users take"):
+        serve_device(round.settings, tmp_path / "socket", threading.Event())
+    round = make_round(rate=1.0).deployed(tmp_path / "device.db", window=None)
+    with pytest.raises(ValueError, match="needs a plan with cover and a window"):
+        serve_device(round.settings, tmp_path / "socket", threading.Event())
+    assert not (tmp_path / "socket").exists()
