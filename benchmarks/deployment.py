@@ -144,7 +144,7 @@ def deployment(nodes: int) -> Deployment:
     return Deployment(
         name="bench",
         config="run.toml",
-        server=ServerEntry(host="server.example", least_nodes=nodes, round_timeout=120.0),
+        server=ServerEntry(host="server.example", round_timeout=120.0),
         shufflers=(ShufflerEntry(name="shuffler", host="shuffler.example"),),
         nodes=tuple(NodeEntry(name=f"node-{i}", users=200) for i in range(nodes)),
     )

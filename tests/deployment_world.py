@@ -98,14 +98,18 @@ class World(Rehearsal):
     """A rehearsal, and `shufl run --on` on its server as a process."""
 
     def __init__(self, base: Path, nodes: int, rounds: int, *, proxied: bool = False, **about: Any):
-        """Provisions it in `base`; a run needs all nodes but one, unless `about` says otherwise.
+        """Provisions it in `base`; a round needs the users of all nodes but one.
+
+        It needs one user where there are two shufflers, or the minimum batch that `about` says.
 
         Args:
             base: a folder.
             nodes, rounds, about: as for `deployment_of`.
             proxied: as for `Rehearsal`.
         """
-        usual = {"least_nodes": max(1, nodes - 1), "round_timeout": 20.0, "patience": LIMIT}
+        least = max(1, nodes - 1) * about.get("users", 3) if about.get("shufflers", 1) == 1 else 1
+        about["privacy"] = {"minimum_batch": least} | about.get("privacy", {})
+        usual = {"round_timeout": 20.0, "patience": LIMIT}
         deployment = deployment_of(base, nodes, rounds, **(usual | about))
         super().__init__(deployment, base, base / "s", proxied)
         self.server = self.folder / "server"

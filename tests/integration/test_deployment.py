@@ -17,14 +17,15 @@ from shufl.deploy.sites import STOP_FILE
 @pytest.mark.slow
 def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_began_it(tmp_path):
     """A node overstates its users; Flower's command is killed; then the node tells the truth."""
-    with World(tmp_path, nodes=2, rounds=3, least_nodes=2, round_timeout=LIMIT) as world:
+    everybody = {"minimum_batch": 6}
+    with World(tmp_path, nodes=2, rounds=2, round_timeout=LIMIT, privacy=everybody) as world:
         said = world.folder / "ward-1" / "node.toml"
         truth = said.read_text()
         said.write_text(truth.replace("users = 3", "users = 4"))
         world.kill_process("ward-1", "node")
         world.run()
         refusal = "ward-1 says that it speaks for 4 users, 3 were agreed"
-        waiting = f"waiting for nodes: 1 of at least 2 are in; away: ward-1; refused: {refusal}\n"
+        waiting = f"waiting for nodes: 1 are there, too few for a round; away: ward-1; refused: {refusal}\n"
         wait_until(lambda: waiting in world.shown, LIMIT, "the line that says who is waited for")
         found = {node["name"]: node["trouble"] for node in world.status()["nodes"]}
         assert (found.pop("ward-1"), found.pop("ward-2")) == ("away", "")
@@ -37,7 +38,8 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_
         code, out, err = world.finish()
         assert (code, err) == (0, ""), world.tell()
         assert waiting in out
-        assert [row["users_present"] for row in world.rows] == [6] * 3
+        assert {row["users_present"] for row in world.rows} <= {0, 3, 6}
+        assert len(world.rows) == 2
 
 
 @pytest.mark.slow
@@ -55,7 +57,7 @@ def test_flower_runs_the_app_of_the_repository(tmp_path):
 @pytest.mark.slow
 def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
     """Two nodes are needed and one is killed; then the command is ended twice, as by `timeout`."""
-    deployment = deployment_of(tmp_path, nodes=2, rounds=1000, least_nodes=2, round_timeout=60.0)
+    deployment = deployment_of(tmp_path, nodes=2, rounds=1000, privacy={"minimum_batch": 6})
     file = tmp_path / "deployment.toml"
     file.write_text(tomli_w.dumps(deployment.model_dump(mode="json", exclude_none=True)))
     out = tmp_path / "out.txt"

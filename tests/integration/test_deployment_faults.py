@@ -73,7 +73,9 @@ def world(tmp_path):
         tiny_disk_at(tmp_path / "nodes") as nodes,
         contextlib.ExitStack() as stack,
     ):
-        world = World(tmp_path, nodes=3, rounds=1000, least_nodes=1, round_timeout=10.0)
+        world = World(
+            tmp_path, nodes=3, rounds=1000, round_timeout=10.0, privacy={"minimum_batch": 1}
+        )
         world.disks = {"server": servers, "ward-3": nodes}
         (servers / "runs").mkdir()
         (world.server / "runs").symlink_to(servers / "runs")
