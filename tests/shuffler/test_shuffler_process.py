@@ -40,7 +40,7 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         ("directry = 3", "unknown key directry; did you mean directory? allowed: listen"),
         (
             "[limits]\nstreems = 1",
-            "unknown key limits.streems; did you mean streams? allowed: users, connections",
+            "unknown key limits.streems; did you mean streams? allowed: users, ",
         ),
         ("[limits]\nidle_seconds = 1e10", "limits.idle_seconds must be"),
         ("[limits]\nidle_seconds = nan", "must be a number in (0, 10^9], got nan"),
