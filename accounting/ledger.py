@@ -1,9 +1,8 @@
 """The ledger: one durable line per round, on disk before the round is broadcast.
 
-A JSON-lines file. The first line holds the run's id and its plan, which says what every round
-spends, so that any accountant can price the run again; each further line holds a round. Every line
-ends with a check value over itself and the line before, so a change anywhere but at the end is
-found.
+A hash chain of JSON lines (`shufl.accounting.chain`), so that a change anywhere but at the end is
+found. The first line holds the run's id and its plan, which says what every round spends, so that
+any accountant can price the run again; each further line holds a round.
 
 A crash can only over-count: a last line that was cut short counts as a spent round, though that
 round was never broadcast. Continuing a ledger rewrites such a line as a whole one.
@@ -11,17 +10,15 @@ round was never broadcast. Continuing a ledger rewrites such a line as a whole o
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shufl.accounting import validation
+from shufl.accounting import chain, validation
 from shufl.accounting.plan import PrivacyPlan
 
-FORMAT = 2
-_CHECK_LENGTH = 16
+FORMAT = 3
 
 
 class LedgerError(RuntimeError):
@@ -61,31 +58,12 @@ class _Parsed(NamedTuple):
     torn: bool
 
 
-def _encode(body: dict[str, Any], previous: str) -> tuple[bytes, str]:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    check = hashlib.sha256((previous + text).encode()).hexdigest()[:_CHECK_LENGTH]
-    return f'{text[:-1]},"~check":"{check}"}}\n'.encode(), check
-
-
-def _decode(line: bytes, previous: str) -> tuple[dict[str, Any], str]:
-    """The body and check value of one line, or ValueError."""
-    body = json.loads(line)
-    if not isinstance(body, dict):
-        raise ValueError("not a JSON object")
-    body.pop("~check", None)
-    encoded, check = _encode(body, previous)
-    if encoded != line:
-        raise ValueError("check value does not match")
-    return body, check
-
-
 def _parse(data: bytes, path: Path) -> _Parsed:
-    lines = [line + b"\n" for line in data.split(b"\n")]
-    lines[-1] = lines[-1][:-1]  # what follows the last line end: nothing, or a line cut short
-    if not lines[-1]:
-        lines.pop()
+    lines, torn = chain.split(data)
+    if torn:
+        lines.append(torn)
     try:
-        header, check = _decode(lines[0] if lines else b"", "")
+        header, check = chain.decode(lines[0] if lines else b"", chain.START)
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']!r} is not {FORMAT}")
         plan = PrivacyPlan.from_json(json.dumps(header["plan"]))
@@ -96,7 +74,7 @@ def _parse(data: bytes, path: Path) -> _Parsed:
     last_round = 0
     for number, line in enumerate(lines[1:], start=2):
         try:
-            body, check_here = _decode(line, check)
+            body, check_here = chain.decode(line, check)
             entry = _entry(body, last_round)
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
@@ -116,7 +94,7 @@ def _entry(body: dict[str, Any], last_round: int) -> LedgerEntry:
 def _cut_short(line: bytes, check: str, last_round: int) -> LedgerEntry:
     """What a torn last line counts as: itself if only its end is missing, else the next round."""
     try:
-        entry = _entry(_decode(line + b"\n", check)[0], last_round)
+        entry = _entry(chain.decode(line + b"\n", check)[0], last_round)
     except (ValueError, KeyError, TypeError):
         return LedgerEntry(last_round + 1, True, {})
     return entry._replace(interrupted=True)
@@ -144,16 +122,15 @@ class Ledger:
         """
         path = Path(path)
         header = {"format": FORMAT, "plan": json.loads(plan.to_json()), "run_id": run_id}
-        line, check = _encode(header, "")
+        line, check = chain.encode(header, chain.START)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             with contextlib.ExitStack() as undo:
                 undo.callback(path.unlink, missing_ok=True)
                 undo.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _write_all(descriptor, line)
-                os.fsync(descriptor)
-                _sync_directory(path.parent)
+                chain.append(descriptor, line)
+                chain.sync_directory(path.parent)
                 undo.pop_all()
         except FileExistsError:
             raise LedgerError(f"ledger {path} exists already: open it to continue") from None
@@ -253,18 +230,13 @@ class Ledger:
         entry = LedgerEntry(number, False, note or {})
         if self._failed:
             raise LedgerError(f"ledger {self.path} failed or was closed: it takes no more rounds")
-        line, check = _encode(entry._asdict(), self._check)
-        end = os.lseek(self._descriptor, 0, os.SEEK_END)
+        line, check = chain.encode(entry._asdict(), self._check)
         try:
-            _write_all(self._descriptor, line)
-            os.fsync(self._descriptor)
+            chain.append(self._descriptor, line)
         except OSError as error:
             self._failed = True
-            try:
-                os.ftruncate(self._descriptor, end)
-                os.fsync(self._descriptor)
-                left = "nothing of it was kept"
-            except OSError:
+            left = "nothing of it was kept"
+            if hasattr(error, "__notes__"):
                 left = "part of it may be on disk and will count as spent"
             raise LedgerError(
                 f"cannot record round {number} in {self.path}: {error.strerror}; "
@@ -275,9 +247,9 @@ class Ledger:
 
     def _repair(self, entry: LedgerEntry, start: int) -> None:
         """Writes a torn line anew in its own place: if that fails too, its remains still count."""
-        line, check = _encode(entry._asdict(), self._check)
+        line, check = chain.encode(entry._asdict(), self._check)
         os.lseek(self._descriptor, start, os.SEEK_SET)
-        _write_all(self._descriptor, line)
+        chain.write_all(self._descriptor, line)
         os.ftruncate(self._descriptor, start + len(line))
         os.fsync(self._descriptor)
         self._check = check
@@ -294,17 +266,3 @@ class Ledger:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -317,14 +317,15 @@ def _play(
     header = RoundHeader(
         node.settings.run_id, round, model_digest(state), plan.digest(), key_digest(public_key)
     )
-    control.open_round(header.run_id, round, header.model_digest, public_key)
+    nonce = control.open_round(header.run_id, round, header.model_digest, public_key)
     announced = Announcement(header.run_id, round, header.plan_digest, public_key, 600.0)
     node.take_part(users, node.prepare(announced, ArrayRecord(state)))
     if control.close_round(header.run_id, round) is not Outcome.RELEASABLE:
         return PlayedRound("below-minimum", None, len(users), 0)
     aggregator = make_aggregator(plan, experiment.parameters)
-    release = control.release(header.run_id, round)
-    aggregate = aggregate_reports(release, private_key, header, aggregator, len(users))
+    batch = dataclasses.replace(header, nonce=nonce), control.release(header.run_id, round)
+    aggregate = aggregate_reports([batch], private_key, aggregator, len(users))
+    control.end_round(header.run_id, round)
     if isinstance(aggregator, SpectralFilter):
         aggregate = dataclasses.replace(
             aggregate,

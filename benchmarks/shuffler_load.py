@@ -146,7 +146,7 @@ def run(
     """One part; prints its line, and says whether nothing was lost and memory was kept."""
     with (
         tempfile.TemporaryDirectory() as directory,
-        ShufflerProcess(Path(directory) / "spool", authority=authority, limits=LIMITS) as process,
+        ShufflerProcess(Path(directory) / "state", authority=authority, limits=LIMITS) as process,
         ControlClient(process.address, process.control) as control,
     ):
         count = len(credentials)
@@ -161,8 +161,8 @@ def run(
         )
         _, public_key = generate_key_pair()
         digest = control.create_run("run", plan.to_json().encode(), sealed_length(PAYLOAD))
-        control.open_round("run", 1, "model", public_key)
-        header = RoundHeader("run", 1, "model", digest, key_digest(public_key))
+        nonce = control.open_round("run", 1, "model", public_key)
+        header = RoundHeader("run", 1, "model", digest, key_digest(public_key), nonce)
         sealed = seal(bytes(PAYLOAD), public_key, header)
         before = memory(process.pid, "VmRSS")
         together = threading.Barrier(count)

@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=300, help="in a round, at most")
     parser.add_argument("--reports", type=int, default=20_000, help="in a round, at most")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--spool", type=Path, help="directory on the disk to measure")
+    parser.add_argument("--directory", type=Path, help="directory on the disk to measure")
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--sink", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -141,7 +141,7 @@ def main() -> None:
         asyncio.run(serve_sink(options.sink))
         return
     pin(os.getpid(), CLIENT_CORE)
-    with tempfile.TemporaryDirectory(dir=options.spool) as directory:
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         rows = measure(Path(directory), options)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -164,7 +164,7 @@ def measure(directory: Path, options: argparse.Namespace) -> list[dict]:
         for payload in options.payloads:
             for sealing in (True, False):
                 with (
-                    ShufflerProcess(directory / "spool", authority=authority) as process,
+                    ShufflerProcess(directory / "state", authority=authority) as process,
                     ControlClient(process.address, process.control) as control,
                     IntakeClient(process.address, process.submit) as intake,
                     IntakeClient(address, process.submit) as sink_intake,
@@ -215,9 +215,9 @@ def compare(
     noisy = plan.replace(shuffler_blankets=float(count))
     noisy_digest = control.create_run(blanketed, noisy.to_json().encode(), length)
     for round in range(options.rounds + 1):  # the first warms up
-        header = RoundHeader(run_id, round, "model", digest, key_digest(public_key))
         opened, before = time.perf_counter(), cpu_seconds(pid)
-        control.open_round(run_id, round, "model", public_key)
+        nonce = control.open_round(run_id, round, "model", public_key)
+        header = RoundHeader(run_id, round, "model", digest, key_digest(public_key), nonce)
         for name, client in (("shuffler", intake), ("sink", sink)):
             begun = time.perf_counter()
             stream = reports(header, count, content, public_key, sealing)
@@ -230,8 +230,8 @@ def compare(
                 plain_cpu = cpu_seconds(pid) - before
         rates["disk"].append(disk_rate(directory, payload))
         opened, before = time.perf_counter(), cpu_seconds(pid)
-        control.open_round(blanketed, round, "model", public_key)
-        header = RoundHeader(blanketed, round, "model", noisy_digest, key_digest(public_key))
+        nonce = control.open_round(blanketed, round, "model", public_key)
+        header = RoundHeader(blanketed, round, "model", noisy_digest, key_digest(public_key), nonce)
         stream = reports(header, count, content, public_key, sealing)
         begun = time.perf_counter()
         assert all(verdict is Verdict.ACCEPTED for verdict in intake.submit(header, stream))
@@ -244,6 +244,8 @@ def compare(
         begun = time.perf_counter()
         assert sum(1 for _ in control.release(run_id, round)) == count
         rates["release"].append(count / (time.perf_counter() - begun))
+        control.end_round(run_id, round)
+        control.end_round(blanketed, round)
     control.end_run(run_id)
     control.end_run(blanketed)
     for values in rates.values():

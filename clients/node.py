@@ -213,15 +213,15 @@ class Node:
                 f"got {header.round}"
             )
         try:
-            commitment = self._intakes[self.shuffler_of(node)].commitment(header)
-        except ShufflerError as error:
+            confirmed = self._intakes[self.shuffler_of(node)].agree(header)
+        except (ShufflerError, ValueError) as error:
             raise RoundRefused(f"the shuffler does not confirm the round: {error}") from None
-        if commitment != header.commitment:
+        if confirmed is None:
             raise RoundRefused(
                 "the shuffler was given another key, model or plan for this round than this node"
             )
-        self._ask_owner(node, header)
-        return PreparedRound(header, announced.public_key, parameters, until)
+        self._ask_owner(node, confirmed)
+        return PreparedRound(confirmed, announced.public_key, parameters, until)
 
     def accept_run(self, run_id: str, node: int = 0) -> None:
         """Refuses a run of which the owner of a node's device accepts no round.

@@ -41,8 +41,8 @@ class ClientSettings:
         plan: the privacy plan this client agreed to; a round under any other is refused.
         make_model: builds the model whose parameters the server broadcasts.
         load_users: gives access to the records of the users on this node.
-        shufflers: host:port of the shuffler, and this node's credentials there; None only for one
-            without TLS. Of several shufflers side by side: node i submits to the (i mod k)-th of k.
+        shufflers: host:port of the shuffler, and this node's credentials there. Of several
+            shufflers side by side: node i submits to the (i mod k)-th of k.
         seed: simulation's seed; None takes coins and noise from the operating system.
         ledger: opens the device's own ledger of a node, by the node's number; it is asked before
             every coin. None: there is none, in simulation only.
@@ -63,7 +63,7 @@ class ClientSettings:
     make_model: Callable[[], nn.Module]
     load_users: Callable[[], UserRecords]
     training: LocalTraining
-    shufflers: tuple[tuple[str, Credentials | None], ...]
+    shufflers: tuple[tuple[str, Credentials], ...]
     seed: int | None
     ledger: Callable[[int], DeviceLedger] | None = None
     reply_after: float = 0.0

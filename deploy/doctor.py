@@ -125,14 +125,14 @@ class _Examination:
         try:
             name = Path(read_toml(path)["tls"]["certificate"]).stem
         except (KeyError, TypeError):
-            load_config(path)  # which says what is wrong, unless it is in plaintext
-            raise ConfigError(f"{path}: tls is missing, a site's shuffler needs it") from None
+            load_config(path)  # which says what is wrong
+            raise
         self._key_pair(name)
         with self.look("certificate's days", self._renew(name)):
             _check_days(self._keys / f"{name}.pem")
         with self.look("configuration", f"mend {path}"):
             config = load_config(path)
-            if config.tls is not None and config.tls.revoked is not None:
+            if config.tls.revoked is not None:
                 config.tls.revoked.read_text()
         with self.look("port", "systemctl status shufl-shuffler; or another port"):
             host, port, *_ = parse_address(load_config(path).listen)

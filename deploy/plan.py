@@ -45,11 +45,17 @@ class ServerEntry(Section):
 
 
 class ShufflerEntry(Section):
-    """A shuffler, at a host and port that nodes and the server reach."""
+    """A shuffler.
+
+    Attributes:
+        host, port: where nodes and the server reach the proxy before it.
+        local_port: of the shuffler, on loopback.
+    """
 
     name: Name
     host: Host
     port: Port = 9000
+    local_port: Port = 9001
 
 
 class NodeEntry(Section):

@@ -127,6 +127,9 @@ def experiment_of(deployment: Deployment, base: Path) -> Experiment:
     return deployed_experiment(config, len(deployment.shufflers))
 
 
+_LEAST_CONNECTIONS = 64  # from one address, behind which there may be many nodes
+
+
 class _Sites:
     """Says what is in every site's folder.
 
@@ -172,8 +175,8 @@ class _Sites:
 
     def _shuffler(self, entry: ShufflerEntry, address: str) -> Site:
         config = {
-            "listen": f"{_listen(entry.host)}:{entry.port}",
-            "spool": "spool",
+            "listen": f"127.0.0.1:{entry.local_port}",
+            "directory": "state",
             "log_file": "shuffler.log",
             "tls": {
                 "certificate": f"keys/{entry.name}.pem",
@@ -183,7 +186,14 @@ class _Sites:
             },
             "limits": {"streams": max(24, 4 * len(self._deployment.nodes))},
         }
-        files = {"shuffler.toml": tomli_w.dumps(config), "revoked": ""}
+        nginx = _template(
+            "stream.conf",
+            listen=_listen(entry.host),
+            port=entry.port,
+            local_port=entry.local_port,
+            most=max(_LEAST_CONNECTIONS, 2 * len(self._deployment.nodes)),
+        )
+        files = {"shuffler.toml": tomli_w.dumps(config), "revoked": "", "nginx.conf": nginx}
         site = Site(entry.name, files, ((entry.name, Role.SHUFFLER),), (shuffler_process(),))
         return self._complete(site, "shuffler.md", address=address)
 

@@ -18,7 +18,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from shufl.deploy.plan import LONGEST_SOCKET, Deployment, NodeEntry, Process, flower_environment
+from shufl.deploy.plan import (
+    LONGEST_SOCKET,
+    Deployment,
+    NodeEntry,
+    Process,
+    ShufflerEntry,
+    flower_environment,
+)
 from shufl.deploy.provision import provision
 from shufl.deploy.submit import FLOWER_FOLDER, run_on
 from shufl.shuffler.keys import Request, make_flower_key
@@ -36,17 +43,19 @@ _FAST = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 
 def on_loopback(deployment: Deployment, proxied: bool) -> Deployment:
     """The same deployment with every site on this machine, on free ports."""
-    ports = free_ports(2 + len(deployment.shufflers) + len(deployment.nodes))
+    ports = free_ports(2 + 2 * len(deployment.shufflers) + len(deployment.nodes))
     proxy, port = next(ports), next(ports)
     server = {"host": "127.0.0.1", "port": proxy if proxied else port, "local_port": port}
-    here = {"host": "127.0.0.1"}
+
+    def moved(shuffler: ShufflerEntry) -> ShufflerEntry:
+        port, own = next(ports), next(ports)
+        here = {"host": "127.0.0.1", "port": port if proxied else own, "local_port": own}
+        return shuffler.model_copy(update=here)
+
     return deployment.model_copy(
         update={
             "server": deployment.server.model_copy(update=server),
-            "shufflers": tuple(
-                each.model_copy(update=here | {"port": next(ports)})
-                for each in deployment.shufflers
-            ),
+            "shufflers": tuple(map(moved, deployment.shufflers)),
             "nodes": tuple(
                 each.model_copy(update={"port": next(ports)}) for each in deployment.nodes
             ),
@@ -79,7 +88,7 @@ class Rehearsal:
         """Provisions every site, makes all keys, and has them signed.
 
         The deployment's file is in `base`; its hosts and ports are replaced. If `proxied`, nodes go
-        through a reverse proxy, which the caller starts, with the server's `nginx.conf`.
+        through reverse proxies, which the caller starts with the sites' `nginx.conf`.
         """
         self.deployment = on_loopback(deployment, proxied)
         self.folder = folder.absolute()

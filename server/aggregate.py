@@ -67,26 +67,25 @@ class Aggregate:
 
 
 def aggregate_reports(
-    sealed_reports: Iterable[bytes],
+    batches: Iterable[tuple[RoundHeader, Iterable[bytes]]],
     private_key: PrivateKey,
-    header: RoundHeader,
     mean: Mean,
     users: int,
 ) -> Aggregate:
-    """Opens, validates and aggregates a batch, one report after the other.
+    """Opens, validates and aggregates the batches of a round, one report after the other.
 
-    A report that was sealed under another header does not open. `mean` is of this round alone, and
-    `users` is how many were present.
+    A report that was sealed under another header than its batch's does not open. `mean` is of this
+    round alone, and `users` is how many were present.
     """
     dimension = mean.dimension
     empty = empty_report(dimension) if mean.plan.cover else None
     limit = mean.plan.mechanism.largest_honest_norm(dimension)
-    opener = ReportOpener(private_key, header)
+    opener = ReportOpener(private_key)
     reports = 0
     reasons: Counter[str] = Counter()
-    for sealed in sealed_reports:
+    for header, sealed in ((header, each) for header, batch in batches for each in batch):
         try:
-            payload = opener.open(sealed)
+            payload = opener.open(sealed, header)
             if payload == empty:
                 continue
             report = decode_report(payload, dimension).astype(np.float64)

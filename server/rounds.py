@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -113,7 +113,7 @@ class RoundLoop:
         """Waits, unless the run is stopped, until shufflers and enough nodes are there."""
         if self._broken is not None:
             for shuffler in self._shufflers:
-                self._patiently(shuffler.abandon_round, self.settings.run_id, self._broken)
+                self._patiently(shuffler.end_round, self.settings.run_id, self._broken)
             self._broken = None
         if not self._stop():
             self._asked = self._fleet.gather()
@@ -167,8 +167,10 @@ class RoundLoop:
         digest = model_digest(trained.state_dict())
         private_key, public_key = generate_key_pair(settings.sealing)
         header = RoundHeader(settings.run_id, round, digest, plan.digest(), key_digest(public_key))
-        for shuffler in self._shufflers:
+        nonces = [
             shuffler.open_round(header.run_id, round, digest, public_key)
+            for shuffler in self._shufflers
+        ]
         seconds = settings.round_timeout
         answers = broadcast(self._grid, self._asked, header, public_key, model, seconds)
         answers.wait(lambda: self._waiting_is_over() or (simulated and bool(answers.errors)))
@@ -182,12 +184,11 @@ class RoundLoop:
         present = self._fleet.users_of(answers.received)
         enough = {number: plan.enough_present(users) for number, users in present.items()}
         incomplete = bool((simulated and failures) or (self._stop() and answers.waiting))
-        outcomes = {
-            number: shuffler.close_round(
-                header.run_id, round, discard=incomplete or not enough[number]
-            )
-            for number, shuffler in enumerate(self._shufflers)
-        }
+        outcomes = {}
+        for number, shuffler in enumerate(self._shufflers):
+            if incomplete or not enough[number]:
+                shuffler.end_round(header.run_id, round)
+            outcomes[number] = shuffler.close_round(header.run_id, round)
         if simulated and failures and not self._stop():
             raise NodeFailed(f"round {round}, {failures[0]}")
         released = [number for number, each in outcomes.items() if each is Outcome.RELEASABLE]
@@ -195,14 +196,17 @@ class RoundLoop:
         aggregate, users = None, present.total()
         if released:
             users = sum(present[number] for number in released)
-            batches = (self._shufflers[number].release(header.run_id, round) for number in released)
-            aggregate = aggregate_reports(
-                itertools.chain.from_iterable(batches),
-                private_key,
-                header,
-                Mean(plan, self._training.dimension),
-                users,
-            )
+            batches = [
+                (
+                    dataclasses.replace(header, nonce=nonces[number]),
+                    self._shufflers[number].release(header.run_id, round),
+                )
+                for number in released
+            ]
+            mean = Mean(plan, self._training.dimension)
+            aggregate = aggregate_reports(batches, private_key, mean, users)
+            for number in released:
+                self._shufflers[number].end_round(header.run_id, round)
         del private_key  # overwritten: nobody can open this round's reports again
         return PlayedRound(
             "released" if released else _OUTCOMES[min(outcomes.values())],

@@ -112,8 +112,7 @@ class ServerSettings(TrainingSettings):
 
     Attributes:
         nodes: as many are connected and have agreed to the plan before a round begins.
-        shufflers: of each shuffler its host:port, and the right to open, close and release there;
-            a token only for one without TLS.
+        shufflers: of each shuffler its host:port, and a server's credentials there.
         round_timeout: seconds to wait for acknowledgements before the round is closed.
         sealing: the suite that reports are sealed with.
         patience: how many seconds to wait, before a round, for nodes that are away, refuse or fail,
@@ -124,7 +123,7 @@ class ServerSettings(TrainingSettings):
     """
 
     nodes: int
-    shufflers: tuple[tuple[str, Credentials | str], ...]
+    shufflers: tuple[tuple[str, Credentials], ...]
     round_timeout: float
     sealing: Sealing = "x25519"
     patience: float = 0.0

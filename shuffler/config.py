@@ -85,21 +85,19 @@ class Limits(_Section):
 
     Attributes:
         users: the largest number of users who can report in a round, if the plan has more.
-        connections: at once; fewer where there are not descriptors enough. At most half of them
-            stay without a call.
         calls: at once, of all kinds.
-        calls_per_sender: of them with one credential; as many connections it may have.
+        calls_per_sender: of them with one credential.
         streams: of reports, at once; each may take 5 MB of memory.
         streams_per_sender: of them with one credential.
         runs_per_server: runs that have not ended, of one server credential.
         open_rounds_per_server: rounds open at once, in all of its runs.
-        disk_gigabytes_per_server: of the disk for the batches of its runs, each booked with
+        disk_gigabytes_per_server: of the disk for the batches of its runs, each with room for
             reports of all users. Left out: all of it.
         reports_per_second: with one credential; more are slowed down. Left out: no limit.
         burst: how many may come at once before they are slowed down.
         idle_seconds: how long a stream may bring no report that is accepted, or leave its answers,
-            before it is ended.
-        release_idle_seconds: how long a release may be left unread before its batch is destroyed.
+            and a release may be left unread, before it is ended.
+        release_hours: how long after its close a batch is kept for the server, at most.
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
@@ -109,7 +107,6 @@ class Limits(_Section):
         le=MOST_USERS,
         description=f"a whole number from 1 to {MOST_USERS}",
     )
-    connections: Count = 512
     calls: Count = 1024
     calls_per_sender: Count = 32
     streams: Count = 24
@@ -122,7 +119,7 @@ class Limits(_Section):
     reports_per_second: float | None = Field(default=None, gt=0, description="a number above 0")
     burst: Count = 1000
     idle_seconds: Seconds = 60.0
-    release_idle_seconds: Seconds = 300.0
+    release_hours: float = Field(default=1.0, gt=0, le=1e4, description="a number in (0, 10^4]")
     stop_seconds: Seconds = 300.0
 
     @property
@@ -138,18 +135,15 @@ class ShufflerConfig(_Section):
 
     Attributes:
         listen: HOST:PORT; port 0 picks a free one.
-        generation: a file that says how old the spool directory may be, so that a restored backup
-            is refused: on another disk than the spool, not in the same backup. Left out: in the
-            directory itself, where it is restored with it.
-        spool: directory for accepted reports. May be left out with `--exit-with-parent` only: then
-            a temporary one, removed at exit, in which nothing waits for the disk.
+        directory: where the public record is, and the rounds' unnamed files. May be left out with
+            `--exit-with-parent` only: then a temporary one, removed at exit, in which nothing waits
+            for the disk.
         log_file: where the log is appended; left out: standard error.
         log_megabytes: a log file that grows beyond is renamed to `log_file`.1 and another is begun;
             0: never.
         log_kept: how many renamed ones are kept.
         metrics: HOST:PORT on loopback for Prometheus; left out: none.
-        plaintext: no TLS, and a token instead of certificates; on loopback only.
-        tls: files for both sides of TLS; needed unless `plaintext` is set.
+        tls: files for both sides of TLS.
         limits: how much at once.
         floor: what the plan of every run is held to.
         simulation_seed: makes the blankets a function of it, so that they protect nobody; with
@@ -157,14 +151,12 @@ class ShufflerConfig(_Section):
     """
 
     listen: str = "127.0.0.1:0"
-    spool: Path | None = Field(default=None, description="the path of a directory")
-    generation: Path | None = Field(default=None, description="the path of a file")
+    directory: Path | None = Field(default=None, description="the path of a directory")
     log_file: Path | None = Field(default=None, description="the path of a file")
     log_megabytes: float = Field(default=10.0, ge=0, le=1e6, description="a number from 0 to 10^6")
     log_kept: int = Field(default=5, ge=1, le=1000, description="a whole number from 1 to 1000")
     metrics: str | None = None
-    plaintext: bool = False
-    tls: Tls | None = None
+    tls: Tls
     limits: Limits = Limits()
     floor: Floor = Floor()
     simulation_seed: int | None = Field(
@@ -173,15 +165,9 @@ class ShufflerConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.generation is not None and self.spool is None:
-            raise ValueError("generation is given and spool, whose age it tells, is missing")
-        loopback = parse_address(self.listen)[2]
+        parse_address(self.listen)
         if self.metrics is not None and not parse_address(self.metrics)[2]:
             raise ValueError(f"metrics only on a loopback address, got {self.metrics!r}")
-        if self.plaintext and not loopback:
-            raise ValueError(f"plaintext only on a loopback address, got listen = {self.listen!r}")
-        if self.plaintext == (self.tls is not None):
-            raise ValueError("either a section [tls] or plaintext = true, and not both")
         return self
 
 
@@ -201,6 +187,5 @@ def load_config(path: Path) -> ShufflerConfig:
         raise ValueError(f"{path}: {first_mistake(error, ShufflerConfig)}") from None
     base = path.absolute().parent
     found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
-    if config.tls is not None:
-        found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})
+    found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})
     return config.model_copy(update=found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import secrets
 import select
 import subprocess
 import sys
@@ -17,8 +16,8 @@ from typing import IO, Any, Self
 import tomli_w
 
 from shufl.shuffler.callers import Role
-from shufl.shuffler.keys import Authority, Credentials
-from shufl.shuffler.wire.channel import READY, TOKEN_VARIABLE, parse_address
+from shufl.shuffler.keys import Authority
+from shufl.shuffler.wire.channel import READY, parse_address
 from shufl.shuffler.wire.errors import ShufflerError, ShufflerUnavailable
 
 _TAIL_BYTES = 2000
@@ -45,27 +44,26 @@ class ShufflerProcess:
     whatever working directory. What it writes to standard error is kept for error messages; give
     `log_file` to keep its log.
 
-    By default it speaks TLS, with an authority and certificates made for this process and kept in
-    memory, but for the shuffler's own.
+    It speaks TLS, with an authority and certificates made for this process and kept in memory, but
+    for the shuffler's own.
 
     Attributes:
-        control: what `ControlClient` needs: a server's credentials, or a token in plaintext.
-        submit: what `IntakeClient` needs: a node's credentials for any number of users, or None.
-        monitor: credentials that may ask for its health, or None.
+        control: what `ControlClient` needs: a server's credentials.
+        submit: what `IntakeClient` needs: a node's credentials for any number of users.
+        monitor: credentials that may ask for its health.
         address: `HOST:PORT` where it listens; set when the block is entered.
         stop_timeout: seconds after SIGTERM before SIGKILL.
     """
 
     def __init__(
         self,
-        spool: Path | None = None,
+        directory: Path | None = None,
         *,
         listen: str = "127.0.0.1:0",
         log_file: Path | None = None,
         metrics: str | None = None,
         limits: Mapping[str, float] | None = None,
         floor: Mapping[str, float] | None = None,
-        plaintext: bool = False,
         authority: Authority | None = None,
         simulation_seed: int | None = None,
         start_timeout: float = 30.0,
@@ -77,12 +75,10 @@ class ShufflerProcess:
         what the configuration has in `[floor]`.
 
         Args:
-            spool: where accepted reports are kept, also for a later start on the same directory.
-                Default: a temporary directory that goes with the process; nothing there waits for
-                the disk.
+            directory: where its record is kept, also for a later start. Default: a temporary one
+                that goes with the process; nothing there waits for the disk.
             limits: what its configuration has in `[limits]`. Defaults that differ: one credential
                 may have 24 streams, each silent for an hour, and `stop_seconds` is 30.
-            plaintext: no TLS; a fresh token instead of certificates. On loopback only.
             authority: issues the certificates; default: a fresh one.
             simulation_seed: makes its blankets a function of this, for a simulation; default: they
                 come from the operating system.
@@ -90,16 +86,15 @@ class ShufflerProcess:
             stop_timeout: as the attribute. Default: 10 more than the limit `stop_seconds`.
         """
         self.address = ""
-        self.control: Credentials | str = secrets.token_urlsafe(32)
-        self.submit: Credentials | None = None
-        self.monitor: Credentials | None = None
-        self._own: Credentials | None = None
-        if not plaintext:
-            self._issue(authority or Authority.create(_DAYS), parse_address(listen)[0])
+        issue = functools.partial((authority or Authority.create(_DAYS)).issue, days=_DAYS)
+        self._own = issue(Role.SHUFFLER, "shuffler", hosts=[parse_address(listen)[0]])
+        self.control = issue(Role.SERVER, "server")
+        self.submit = issue(Role.NODE, "node", users=_ANY_USERS)
+        self.monitor = issue(Role.MONITOR, "monitor")
         all_limits = {**_LIMITS, **(limits or {})}
         config = {
-            "tls": None if plaintext else _TLS,
-            "spool": spool and str(Path(spool).absolute()),
+            "tls": _TLS,
+            "directory": directory and str(Path(directory).absolute()),
             "log_file": log_file and str(Path(log_file).absolute()),
             "metrics": metrics,
             "floor": floor,
@@ -108,7 +103,7 @@ class ShufflerProcess:
         self._config: dict[str, Any] = {
             name: value for name, value in config.items() if value is not None
         }
-        self._config |= {"listen": listen, "plaintext": plaintext, "limits": all_limits}
+        self._config |= {"listen": listen, "limits": all_limits}
         self._start_timeout = start_timeout
         patience = all_limits["stop_seconds"] + _STOP_SECONDS
         self.stop_timeout = patience if stop_timeout is None else stop_timeout
@@ -152,8 +147,7 @@ class ShufflerProcess:
         scratch = Path(self._scratch.name)
         config = scratch / "config.toml"
         config.write_text(tomli_w.dumps(self._config), encoding="utf-8")
-        if self._own is not None:
-            self._own.write(scratch, "shuffler")
+        self._own.write(scratch, "shuffler")
         try:
             self._child = subprocess.Popen(
                 # -P: the working directory is not ours and may hold modules of any name.
@@ -164,11 +158,7 @@ class ShufflerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env={
-                    **os.environ,
-                    **({TOKEN_VARIABLE: self.control} if isinstance(self.control, str) else {}),
-                    "TMPDIR": self._scratch.name,
-                },
+                env={**os.environ, "TMPDIR": self._scratch.name},
                 # Ctrl-C at the terminal is for the run, which then stops the shuffler in order.
                 start_new_session=True,
             )
@@ -192,13 +182,6 @@ class ShufflerProcess:
     def __exit__(self, *_: object) -> None:
         """Stops the child: SIGTERM, and SIGKILL if that does not help."""
         self._stop()
-
-    def _issue(self, authority: Authority, host: str) -> None:
-        issue = functools.partial(authority.issue, days=_DAYS)
-        self._own = issue(Role.SHUFFLER, "shuffler", hosts=[host])
-        self.control = issue(Role.SERVER, "server")
-        self.submit = issue(Role.NODE, "node", users=_ANY_USERS)
-        self.monitor = issue(Role.MONITOR, "monitor")
 
     def _wait_for_address(self, child: subprocess.Popen[bytes]) -> str:
         assert child.stdout is not None

@@ -1,61 +1,51 @@
-"""The public record: which rounds there were, and what each of them was, as a hash chain.
+"""The public record: which runs and rounds there were, and what each round was, as a hash chain.
 
-The shuffler appends an entry when a round opens and when it ends. Each entry holds the hash of the
-one before, so that nobody can change, drop or insert one without changing all hashes after it, and
-whoever has kept a hash can tell.
+The shuffler appends a line when a server creates or ends a run, and when a round opens and ends.
+Whoever has kept a line's check value can tell whether the record was changed up to there
+(`shufl.accounting.chain`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable
 from typing import Any
 
-START = "0" * 64
-"""What stands for the hash of the entry before the first."""
+from shufl.accounting import chain
 
-_KINDS = {"run": str, "round": int, "event": str, "commitment": str}
+EVENTS: dict[str, dict[str, type]] = {
+    "created": {"server": str, "plan": str, "report_bytes": int},
+    "opened": {"round": int, "commitment": str},
+    "released": {"round": int, "reports": int},
+    "below-minimum": {"round": int},
+    "discarded": {"round": int},
+    "lost": {"round": int},
+    "ended": {},
+}
+"""What a line says beside its event and run: how a round ended, or that a run did.
 
-
-def entry_hash(entry: str) -> str:
-    """SHA-256 of an entry's JSON, hexadecimal."""
-    return hashlib.sha256(entry.encode()).hexdigest()
-
-
-def make_entry(index: int, previous: str, about: dict[str, Any]) -> str:
-    """The JSON of an entry, on one line.
-
-    `index` counts from 0, and `previous` is the hash of the entry before, or `START`. `about` holds
-    run, round, event, plan, commitment, and the number of reports, blankets among them, where the
-    batch was released.
-    """
-    return json.dumps({"index": index, **about, "previous": previous}, separators=(",", ":"))
+`reports` counts all of the batch, blankets among them. A round is lost when the process ended
+before it did.
+"""
 
 
-def verify(entries: Iterable[str]) -> list[dict[str, Any]]:
-    """Checks a whole record.
+def verify(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Checks a whole record, from its first line on.
 
-    The entries are given as JSON, from the first on. Returns their values, each with its `hash`
-    added.
+    Returns what each line says, with its check value as `check`.
 
     Raises:
-        ValueError: an entry is none, or not the one that belongs there; names its index.
+        ValueError: a line is none, or not the one that belongs there; names its number, from 1.
     """
-    found, previous = [], START
-    for index, entry in enumerate(entries):
+    found, check = [], chain.START
+    for number, line in enumerate(lines, 1):
         try:
-            values = json.loads(entry)
-            good = values["index"] == index and values["previous"] == previous
-            good = good and all(isinstance(values[name], kind) for name, kind in _KINDS.items())
-            # In ASCII and on one line: an entry is written to a file, and shown on a terminal.
-            good = good and entry == json.dumps(values, separators=(",", ":"))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            good = False
-        if not good:
+            values, check = chain.decode(line.encode() + b"\n", check)
+            wanted = {"event": str, "run": str} | EVENTS[values["event"]]
+            if {name: type(value) for name, value in values.items()} != wanted:
+                raise ValueError("other values than its event has")
+        except (ValueError, KeyError, TypeError):
             raise ValueError(
-                f"entry {index} of the record is damaged, or does not follow the one before it"
-            )
-        previous = entry_hash(entry)
-        found.append(values | {"hash": previous})
+                f"line {number} of the record is damaged, or does not follow the one before it"
+            ) from None
+        found.append(values | {"check": check})
     return found

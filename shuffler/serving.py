@@ -7,9 +7,9 @@ import functools
 import importlib.metadata
 import logging
 import os
+import resource
 import select
 import signal
-import sqlite3
 import sys
 import tempfile
 import threading
@@ -23,18 +23,15 @@ from shufl.accounting.lines import one_line
 from shufl.accounting.mechanisms import make_randomness
 from shufl.shuffler.callers import Revoked
 from shufl.shuffler.config import ShufflerConfig, load_config
-from shufl.shuffler.service.connections import raise_descriptor_limit
 from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.server import ShufflerServer
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.store.storage import without_syncs
-from shufl.shuffler.wire.channel import READY, TOKEN_VARIABLE
+from shufl.shuffler.wire.channel import READY
 from shufl.shuffler.wire.errors import ShufflerError
 
 _log = logging.getLogger("shufl.shuffler")
 
-_MIN_TOKEN_CHARACTERS = 32
 _PARENT_SECONDS = 0.5
 # The threads that write to disk come back for a moment after each write; by default they wait 5 ms
 # for the event loop to let go.
@@ -51,40 +48,38 @@ def serve(config: Path, exit_with_parent: bool) -> None:
     with ExitStack() as stack:
         try:
             settings = load_config(config)
-            if settings.spool is None and not exit_with_parent:
-                # A temporary one would be left behind, with reports in it, by kill -9.
-                raise ValueError(f"{config}: spool is missing: the directory for accepted reports")
+            if settings.directory is None and not exit_with_parent:
+                raise ValueError(f"{config}: directory is missing: where the public record is kept")
             if settings.simulation_seed is not None and not exit_with_parent:
                 raise ValueError(f"{config}: simulation_seed is for a simulation's own shuffler")
-            tls = settings.tls
-            security = tls.read() if tls else _read_token()
-            revoked = Revoked(tls.revoked if tls else None)
+            credentials = settings.tls.read()
+            revoked = Revoked(settings.tls.revoked)
             os.umask(0o077)
-            raise_descriptor_limit()
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
-            spool = settings.spool
-            if spool is None:
-                stack.enter_context(without_syncs())
-                spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
-            randomness = make_randomness(settings.simulation_seed)
+            directory = settings.directory
+            if directory is None:
+                temporary = tempfile.TemporaryDirectory(prefix="shufl-")
+                directory = Path(stack.enter_context(temporary))
             store = RunStore(
-                spool,
+                directory,
                 most_users=settings.limits.users,
-                randomness=randomness,
-                generation=settings.generation,
+                randomness=make_randomness(settings.simulation_seed),
                 floor=settings.floor,
                 quota=settings.limits.quota,
+                unfinished=settings.limits.streams,
+                durable=settings.directory is not None,
             )
-            stack.callback(store.close)
             metrics = Metrics()
             if settings.metrics is not None:
                 stack.callback(metrics.serve(settings.metrics).shutdown)
             make_server = functools.partial(
-                ShufflerServer, store, security, revoked, settings.limits, metrics
+                ShufflerServer, store, credentials, revoked, settings.limits, metrics
             )
             watched = parent if exit_with_parent else None
             asyncio.run(_serve(make_server, settings, revoked, log, watched))
-        except (ShufflerError, ValueError, OSError, sqlite3.Error) as error:
+        except (ShufflerError, ValueError, OSError) as error:
             typer.echo(f"shuffler: {one_line(str(error))}", err=True)
             raise typer.Exit(2) from None
 
@@ -181,12 +176,3 @@ def _watch_parent(parent: int, stop: Callable[[], object]) -> None:
             stop()
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _read_token() -> str:
-    token = os.environ.pop(TOKEN_VARIABLE, "")
-    if len(token) < _MIN_TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
-        raise ValueError(
-            f"{TOKEN_VARIABLE} must hold {_MIN_TOKEN_CHARACTERS} or more printable ASCII characters"
-        )
-    return token

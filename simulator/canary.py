@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -140,15 +140,16 @@ def canary_rounds(
         for number in range(1, plan.rounds + 1):
             private_key, public_key = generate_key_pair()
             header = RoundHeader(run_id, number, shown, digest, key_digest(public_key))
-            control.open_round(header.run_id, number, shown, public_key)
+            nonce = control.open_round(header.run_id, number, shown, public_key)
             announced = Announcement(header.run_id, number, digest, public_key, _ROUND_SECONDS)
             node.take_part(users, node.prepare(announced, model))
             if control.close_round(header.run_id, number) is not Outcome.RELEASABLE:
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)
                 continue
             mean = _MeanAndReports(plan, DIMENSION)
-            release = control.release(header.run_id, number)
-            aggregate = aggregate_reports(release, private_key, header, mean, len(users))
+            batch = replace(header, nonce=nonce), control.release(header.run_id, number)
+            aggregate = aggregate_reports([batch], private_key, mean, len(users))
+            control.end_round(header.run_id, number)
             yield CanaryRound(unit * np.stack(mean.reports), aggregate)
         control.end_run(run_id)
 

@@ -104,7 +104,8 @@ class Round:
     def open(self):
         length = sealed_length(report_length(self.dimension))
         self.control.create_run(self.settings.run_id, self.plan.to_json().encode(), length)
-        self.control.open_round(self.header.run_id, 1, self.header.model_digest, self.public_key)
+        about = self.header.run_id, 1, self.header.model_digest, self.public_key
+        self.header = dataclasses.replace(self.header, nonce=self.control.open_round(*about))
         return self
 
     def announce(self, node=1, model=None, **changes):
@@ -139,9 +140,10 @@ class Round:
         """The server's view: the opened reports, in float64."""
         if self.control.close_round(self.header.run_id, 1) is Outcome.BELOW_MINIMUM:
             return []
-        opener = ReportOpener(self.private_key, self.header)
+        opener = ReportOpener(self.private_key)
         return [
-            self.plan.mechanism.unit(1) * decode_report(opener.open(sealed), self.dimension)
+            self.plan.mechanism.unit(1)
+            * decode_report(opener.open(sealed, self.header), self.dimension)
             for sealed in self.control.release(self.header.run_id, 1)
         ]
 

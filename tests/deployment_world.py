@@ -217,18 +217,20 @@ class World(Rehearsal):
 
 
 class Nginx:
-    """nginx in the foreground, with the `nginx.conf` of the server."""
+    """nginx in the foreground, with the `nginx.conf` of the server or of a shuffler."""
 
-    def __init__(self, conf: Path, folder: Path):
-        """Starts it; its own files are in `folder`."""
+    def __init__(self, conf: Path, folder: Path, *, stream: bool = False):
+        """Starts it; its own files are in `folder`. The file of a shuffler is of a `stream`."""
         folder.mkdir()
         kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         temporary = "".join(f"{kind}_temp_path {folder / kind};\n" for kind in kinds)
         main = folder / "main.conf"
+        http = f"http {{\naccess_log {folder / 'access.log'};\n{temporary}include {conf};\n}}\n"
+        module = Path("/usr/lib/nginx/modules/ngx_stream_module.so")  # where it is not built in
         main.write_text(
-            f"daemon off; pid {folder / 'pid'}; error_log {folder / 'error.log'};\n"
-            f"events {{}}\nhttp {{\naccess_log {folder / 'access.log'};\n{temporary}"
-            f"include {conf};\n}}\n"
+            (f"load_module {module};\n" if stream and module.exists() else "")
+            + f"daemon off; pid {folder / 'pid'}; error_log {folder / 'error.log'};\n"
+            "events {}\n" + (f"include {conf};\n" if stream else http)
         )
         program = shutil.which("nginx")
         assert program is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -11,10 +12,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from shufl.shuffler import (
     ControlClient,
@@ -22,6 +25,7 @@ from shufl.shuffler import (
     IntakeClient,
     RoundHeader,
     ShufflerProcess,
+    ShufflerRefused,
     Verdict,
     generate_key_pair,
     key_digest,
@@ -29,10 +33,12 @@ from shufl.shuffler import (
     sealed_length,
 )
 from shufl.shuffler.callers import Caller, Role
+from shufl.shuffler.keys import Authority
 from shufl.shuffler.store.open_batches import Report
-from shufl.shuffler.store.slots import Slot
+from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
+from tiny_disk import fill
 
 PAYLOAD_BYTES = 100
 PUBLIC_KEY = generate_key_pair()[1]
@@ -48,6 +54,31 @@ def plan(users: int = 100_000, minimum_batch: int = 1, **others: object) -> byte
     return json.dumps(fields | {"mechanism": mechanism} | sizes | others).encode()
 
 
+def tls_section(folder: Path) -> tuple[Authority, str]:
+    """Makes the files of a shuffler's TLS; their authority, and what the configuration says."""
+    authority = Authority.create()
+    folder.mkdir()
+    authority.issue(Role.SHUFFLER, "shuffler", hosts=["127.0.0.1"]).write(folder, "shuffler")
+    files = {"certificate": "shuffler.pem", "key": "shuffler.key", "authority": "authority.pem"}
+    lines = [f'{name} = "{folder / file}"\n' for name, file in files.items()]
+    return authority, "[tls]\n" + "".join(lines)
+
+
+def fill_up(disk: Path, store: RunStore | ControlClient) -> Path:
+    """Leaves not even room for a line of the record; returns the file that takes it."""
+    numbers = itertools.count(5)
+    for number in range(5):
+        store.create_run(f"filling {number}", plan(), 64)
+    filler = fill(disk)
+    with pytest.raises(ShufflerRefused, match="STORAGE_FULL"):
+        while True:
+            store.create_run(f"filling {next(numbers)}", plan(), 64)
+    with pytest.raises(ShufflerRefused, match="STORAGE_FULL"):  # a shorter line
+        for number in range(next(numbers)):
+            store.end_run(f"filling {number}")
+    return filler
+
+
 def raw_channel(
     world: World,
     credentials: Credentials | None = None,
@@ -61,17 +92,12 @@ def raw_channel(
 
 
 def report(
-    digest: str,
-    user: int,
-    sealed: bytes,
-    round: int = 1,
-    run_id: str = "run",
-    slot: Slot | None = None,
+    store: RunStore, user: int, sealed: bytes, round: int = 1, run_id: str = "run"
 ) -> Report:
-    """As the store gets it, of a round with the model "model" and `PUBLIC_KEY`."""
-    header = RoundHeader(run_id, round, "model", digest, KEY_DIGEST)
+    """As the store gets it, of an open round."""
+    header = store.batches.header(run_id, round)
     caller = Caller(Role.NODE, "node", 2**32)
-    return Report(run_id, round, header.commitment, user, sealed, caller, slot)
+    return Report(run_id, round, header.commitment, user, sealed, caller)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +131,9 @@ class World:
         report_bytes: int = sealed_length(PAYLOAD_BYTES),
     ) -> RoundHeader:
         digest = self.control.create_run(run_id, plan(users, minimum_batch), report_bytes)
-        self.control.open_round(run_id, round, f"model {round}", self.public_key)
-        return RoundHeader(run_id, round, f"model {round}", digest, key_digest(self.public_key))
+        model = f"model {round}"
+        nonce = self.control.open_round(run_id, round, model, self.public_key)
+        return RoundHeader(run_id, round, model, digest, key_digest(self.public_key), nonce)
 
     def reports(self, header: RoundHeader, count: int, first: int = 0) -> list[tuple[int, bytes]]:
         return [
@@ -147,12 +174,22 @@ def logged(log: Path) -> list[dict[str, Any]]:
 
 def in_release(world: World, reports: int = 40):
     """A release that has begun and waits for its reader."""
-    header = world.begin(report_bytes=2**20)
+    header = world.begin(report_bytes=2**20, users=reports)
     world.submit(header, [(user, bytes(2**20)) for user in range(reports)])
     world.control.close_round("run", 1)
     release = world.control.release("run", 1)
     next(release)
     return release
+
+
+def open_batches(world: World) -> int:
+    """How many batches the shuffler has: files without a name."""
+    count = 0
+    for descriptor in Path(f"/proc/{world.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            name = str(descriptor.readlink())
+            count += int(descriptor.name) > 2 and name.endswith(" (deleted)")
+    return count
 
 
 def exit_code(world: World) -> int:

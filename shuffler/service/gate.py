@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -16,17 +15,13 @@ from google.protobuf.message_factory import GetMessageClass
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.config import Limits
 from shufl.shuffler.service.calls import PermittedCalls, PerSender
-from shufl.shuffler.service.connections import Connections
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.streams import Stream
-from shufl.shuffler.wire.channel import TOKEN_KEY
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 _log = logging.getLogger("shufl.shuffler")
 
-_ANY_USERS = 2**32  # a plan has no more
 _STATUS = {
-    Refusal.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     Refusal.NOT_PERMITTED: grpc.StatusCode.PERMISSION_DENIED,
     Refusal.NOT_OWNER: grpc.StatusCode.PERMISSION_DENIED,
     Refusal.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -50,38 +45,23 @@ class Gate:
 
     def __init__(
         self,
-        token: str | None,
         revoked: Revoked,
         limits: Limits,
-        connections: Connections,
         metrics: Metrics,
     ) -> None:
-        """Remembers who may call: with this token; None: with a certificate."""
+        """Remembers whose credentials are withdrawn, and how much there may be."""
         self.permitted = PermittedCalls(self._is_good)
-        self._expected = None if token is None else f"Bearer {token}".encode()
         self._revoked = revoked
         self._idle_seconds = limits.idle_seconds
-        self._connections = connections
         self._calls = PerSender(limits.calls_per_sender)
         self._metrics = metrics
 
-    def _admit(
-        self, context: grpc.aio.ServicerContext, certified: Caller | None, role: Role
-    ) -> Caller:
+    def _admit(self, caller: Caller | None, role: Role) -> Caller:
         """Who calls; a call that it may not make is refused."""
-        if self._expected is None:
-            if certified is not None and certified.role is role and self._is_good(certified):
-                return certified
-            refused = Refusal.NOT_PERMITTED
-        else:
-            given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
-            if isinstance(given, str):
-                given = given.encode()
-            if role is Role.NODE or hmac.compare_digest(given, self._expected):
-                return Caller(role, "", _ANY_USERS)
-            refused = Refusal.UNAUTHENTICATED
+        if caller is not None and caller.role is role and self._is_good(caller):
+            return caller
         _log.warning("call without the right credential refused")
-        raise ShufflerRefused(refused)
+        raise ShufflerRefused(Refusal.NOT_PERMITTED)
 
     async def end(
         self, context: grpc.aio.ServicerContext, why: ShufflerRefused | TimeoutError
@@ -126,7 +106,7 @@ class Gate:
                     return None
 
             async def answer(context: grpc.aio.ServicerContext, certified: Caller | None) -> Any:
-                caller = None if role is None else self._admit(context, certified, role)
+                caller = None if role is None else self._admit(certified, role)
                 who = () if caller is None else (caller,)
                 async with nullcontext() if caller is None else self.permitted.of(caller):
                     if method.client_streaming:
@@ -138,12 +118,9 @@ class Gate:
 
             async def call(_: Any, context: grpc.aio.ServicerContext) -> None:
                 sender, certified = self._sender(context)
-                with (
-                    self._calls.counted(sender) as allowed,
-                    self._connections.call(context.peer(), sender) as connected,
-                ):
+                with self._calls.counted(sender) as allowed:
                     try:
-                        if not (allowed and connected):
+                        if not allowed:
                             raise ShufflerRefused(Refusal.BUSY, "too many calls at once")
                         message = await answer(context, certified)
                     except (ShufflerRefused, TimeoutError) as error:
@@ -161,12 +138,7 @@ class Gate:
         )
 
     def _sender(self, context: grpc.aio.ServicerContext) -> tuple[str, Caller | None]:
-        """Whose call it is, for the limits on calls, and what its certificate says, if it has one.
-
-        In plaintext each connection is a sender of its own.
-        """
-        if self._expected is not None:
-            return context.peer(), None
+        """Whose call it is, for the limits on calls, and who its certificate says it is."""
         (certificate,) = context.auth_context().get("x509_pem_cert", [b""])
         caller = caller_of(certificate)
         if caller is None:

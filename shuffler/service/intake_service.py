@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,18 +16,16 @@ import grpc
 from shufl.shuffler.callers import Caller
 from shufl.shuffler.config import Limits
 from shufl.shuffler.service.gate import Gate
-from shufl.shuffler.service.intake import Intake
 from shufl.shuffler.service.operations import Metrics, Pace
 from shufl.shuffler.service.streams import Stream, Streams
+from shufl.shuffler.store.batch import Slot
 from shufl.shuffler.store.open_batches import OpenBatches, Report
-from shufl.shuffler.store.slots import Slot
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 
 _log = logging.getLogger("shufl.shuffler")
 
-_STREAM_REPORTS = 512  # of one stream, read and not yet answered
 _WRITE_BYTES = 2**19  # of a report in pieces, at once
 _ENDLESS = ShufflerRefused(Refusal.MALFORMED, "a report that does not end")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
@@ -39,38 +37,34 @@ _NO_REPORTS = ShufflerRefused(
 class IntakeService:
     """What user devices may call."""
 
-    def __init__(
-        self,
-        gate: Gate,
-        intake: Intake,
-        batches: OpenBatches,
-        writers: ThreadPoolExecutor,
-        limits: Limits,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, gate: Gate, batches: OpenBatches, limits: Limits, metrics: Metrics) -> None:
         self._gate = gate
-        self._intake = intake
         self._batches = batches
-        self._writers = writers
         self._limits = limits
         self._metrics = metrics
+        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reports")
         self._streams = Streams(limits, metrics.streams)
         rate = limits.reports_per_second
         self._pace = None if rate is None else Pace(rate, limits.burst)
 
+    def stop(self) -> None:
+        """Waits until nothing is being written."""
+        self._writers.shutdown()
+
     async def Agree(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
         """Tells what the server gave for a round, and counts who was shown something else."""
-        commitment = self._batches.commitment(request.run_id, request.round)
+        header = self._batches.header(request.run_id, request.round)
+        commitment = dataclasses.replace(header, nonce=b"").commitment
         if request.commitment != commitment:
             self._metrics.disagreements.inc()
             _log.warning(
                 "a node was shown another key, model or plan than the shuffler",
                 extra={"run": request.run_id, "round": request.round},
             )
-        return shuffler_pb2.AgreeReply(commitment=commitment)
+        return shuffler_pb2.AgreeReply(commitment=commitment, nonce=header.nonce)
 
     async def Submit(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
-        """Hands the reports of one stream to the intake.
+        """Puts the reports of one stream into their batch.
 
         A stream that has been ended has no place; one whose caller does not even take the end of it
         still counts as that caller's.
@@ -89,72 +83,43 @@ class IntakeService:
     async def _serve(
         self, caller: Caller, context: grpc.aio.ServicerContext, stream: Stream
     ) -> None:
-        """Reads ahead of the answers, so that many reports share one commit."""
-        answers: deque[asyncio.Future[Any]] = deque()
-        arrived = asyncio.Event()
-        reading = True
-        window = asyncio.Semaphore(_STREAM_REPORTS)
-        slots = _Slots(self._intake, self._batches)
-
-        async def read() -> None:
-            nonlocal reading
+        loop = asyncio.get_running_loop()
+        verdicts: list[Any]
+        while (message := await self._gate.read(context, caller, stream)) is not grpc.aio.EOF:
+            reports = list(_reports(message, caller))
+            if self._pace is not None:
+                delay = sum(self._pace.delay(caller.name, time.monotonic()) for _ in reports)
+                stream.hold_up(delay)
+                await asyncio.sleep(delay)
+            if message.more:
+                verdicts = [await self._in_pieces(reports[0], context, stream)]
+            else:
+                verdicts = await loop.run_in_executor(self._writers, self._accept, reports)
+            for verdict, count in Counter(verdicts).items():
+                # First: with the answer the caller may end this call.
+                self._metrics.reports.labels(verdict.name).inc(count)
+            if Verdict.ACCEPTED in verdicts:
+                stream.bring()
+            else:
+                stream.disappoint()
             try:
-                read = self._gate.read
-                while (message := await read(context, caller, stream)) is not grpc.aio.EOF:
-                    for report in _reports(message, caller):
-                        await window.acquire()
-                        if self._pace is not None:
-                            delay = self._pace.delay(caller.name, time.monotonic())
-                            stream.hold_up(delay)
-                            await asyncio.sleep(delay)
-                        if message.more:
-                            answers.append(await self._in_pieces(report, slots, context, stream))
-                        else:
-                            answers.append(await self._intake.submit(report))
-                        arrived.set()
-            finally:
-                slots.close()
-                reading = False
-                arrived.set()
+                async with asyncio.timeout(self._limits.idle_seconds):
+                    await context.write(shuffler_pb2.SubmitReply(verdicts=verdicts))
+            except TimeoutError:
+                raise TimeoutError("answers are not taken") from None
 
-        reader = asyncio.create_task(read())
-        try:
-            while answers or reading:
-                if not answers:
-                    arrived.clear()
-                    await arrived.wait()
-                    continue
-                verdicts = [await answers.popleft()]
-                while answers and answers[0].done():
-                    verdicts.append(answers.popleft().result())
-                for verdict, count in Counter(verdicts).items():
-                    # First: with the answer the caller may end this call.
-                    self._metrics.reports.labels(verdict.name).inc(count)
-                if Verdict.ACCEPTED in verdicts:
-                    stream.bring()
-                else:
-                    stream.disappoint()
-                try:
-                    async with asyncio.timeout(self._limits.idle_seconds):
-                        await context.write(shuffler_pb2.SubmitReply(verdicts=verdicts))
-                except TimeoutError:
-                    raise TimeoutError("answers are not taken") from None
-                for _ in verdicts:
-                    window.release()
-            await reader
-        finally:
-            reader.cancel()
+    def _accept(self, reports: list[Report]) -> list[Verdict]:
+        return [self._batches.accept(report) for report in reports]
 
     async def _in_pieces(
-        self, report: Report, slots: _Slots, context: grpc.aio.ServicerContext, stream: Stream
-    ) -> asyncio.Future[Any]:
-        """Passes the pieces of one report on to the disk, one while the next is received."""
-        loop = asyncio.get_running_loop()
+        self, report: Report, context: grpc.aio.ServicerContext, stream: Stream
+    ) -> Verdict:
+        """Passes the pieces of one report on to its batch."""
+        loop, slot = asyncio.get_running_loop(), self._batches.begin(report)
+        writing: asyncio.Future[bool] = loop.create_future()
+        writing.set_result(True)
         pieces, more = [report.sealed], True
-        report = dataclasses.replace(report, sealed=b"")  # it waits for its verdict without them
-        slot = await slots.take(report)
-        length = held = len(pieces[0])
-        written: asyncio.Future[None] = _done(loop, None)
+        length = held = len(report.sealed)
         try:
             while more:
                 message = await self._gate.read(context, report.caller, stream)
@@ -166,22 +131,18 @@ class IntakeService:
                 pieces.append(message.sealed)
                 length += len(message.sealed)
                 held += len(message.sealed)
-                if isinstance(slot, Verdict):
-                    pieces.clear()
-                    continue
-                if slot.verdict is Verdict.ACCEPTED:
-                    stream.bring_pieces(len(message.sealed))
-                if held >= _WRITE_BYTES or not more:
-                    await written
-                    written = loop.run_in_executor(self._writers, self._batches.write, slot, pieces)
+                if isinstance(slot, Slot) and (held >= _WRITE_BYTES or not more):
+                    if await asyncio.shield(writing):  # the one before
+                        stream.bring_pieces(held)
+                    writing = loop.run_in_executor(self._writers, slot.append, pieces)
+                if isinstance(slot, Verdict) or held >= _WRITE_BYTES:
                     pieces, held = [], 0
-            await written
-            if isinstance(slot, Slot):
-                return await self._intake.submit(dataclasses.replace(report, slot=slot))
-            return _done(loop, slot)
+            await asyncio.shield(writing)
         except BaseException:
-            written.add_done_callback(lambda _: slots.give_up(slot))  # not while it is written
+            if isinstance(slot, Slot):  # not while it is written
+                writing.add_done_callback(lambda _: slot.give_up())
             raise
+        return self._batches.accept(report, slot) if isinstance(slot, Slot) else slot
 
 
 def _reports(message: Any, caller: Caller) -> Iterator[Report]:
@@ -199,58 +160,3 @@ def _reports(message: Any, caller: Caller) -> Iterator[Report]:
     about = message.run_id, message.round, message.commitment
     for place, user in enumerate(users):
         yield Report(*about, user, sealed[place * length : (place + 1) * length], caller)
-
-
-class _Slots:
-    """Where one stream's long reports are written.
-
-    The next one's slot is asked for while a report is received, so that no report waits until the
-    one before it is on disk. What the slot is good for is checked when its report is complete.
-    """
-
-    def __init__(self, intake: Intake, batches: OpenBatches) -> None:
-        self._intake = intake
-        self._batches = batches
-        self._next: asyncio.Future[Slot | Verdict] | None = None
-        self._round: tuple[str, ...] = ()  # of the next
-
-    async def take(self, report: Report) -> Slot | Verdict:
-        """A slot for a report, or why it would not be accepted."""
-        round = report.run_id, str(report.round), report.commitment
-        if round != self._round:
-            self.close()
-        slot = await self._wait() if self._next is not None else None
-        if not isinstance(slot, Slot):
-            self._begin(report)
-            slot = await self._wait()
-        if isinstance(slot, Slot):
-            self._round = round
-            self._begin(report)
-        return slot
-
-    def close(self) -> None:
-        """Gives the next slot back."""
-        begun, self._next = self._next, None
-        if begun is not None:
-            begun.add_done_callback(lambda done: self.give_up(done.result()))
-
-    def give_up(self, slot: Slot | Verdict) -> None:
-        """Gives a slot back."""
-        if isinstance(slot, Slot):
-            self._intake.call(slot.give_up)
-
-    def _begin(self, report: Report) -> None:
-        self._next = self._intake.call(self._batches.begin, report)
-
-    async def _wait(self) -> Slot | Verdict:
-        assert self._next is not None
-        slot = await asyncio.shield(self._next)  # if the stream ends here, `close` gives it up
-        self._next = None
-        return slot
-
-
-def _done(loop: asyncio.AbstractEventLoop, result: Any) -> asyncio.Future[Any]:
-    """A future with its result."""
-    future: asyncio.Future[Any] = loop.create_future()
-    future.set_result(result)
-    return future

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -17,21 +17,21 @@ from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Credentials
 from shufl.shuffler.service import memory
 from shufl.shuffler.service.blanket_tasks import BlanketTasks
-from shufl.shuffler.service.connections import Connections, most_connections
 from shufl.shuffler.service.control_service import ControlService
 from shufl.shuffler.service.gate import Gate
-from shufl.shuffler.service.intake import Intake
 from shufl.shuffler.service.intake_service import IntakeService
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.record_service import RecordService
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
+from shufl.shuffler.wire.errors import ShufflerRefused
+
+_log = logging.getLogger("shufl.shuffler")
 
 _STOP_SECONDS = 2.0
 _WATCH_SECONDS = 0.1
 _MEMORY_SECONDS = 10.0
-_WATCH_REST = 1  # times as long as the watching took
 
 
 class ShufflerServer:
@@ -40,87 +40,70 @@ class ShufflerServer:
     def __init__(
         self,
         store: RunStore,
-        security: Credentials | str,
+        credentials: Credentials,
         revoked: Revoked,
         limits: Limits,
         metrics: Metrics,
     ) -> None:
         """Prepares the server; nothing listens yet.
 
-        `security` is the shuffler's side of TLS or, in plaintext, the server's control token. Calls
-        and reports of those who are `revoked` are refused, also on connections that are open.
+        `credentials` are the shuffler's own. Calls and reports of those who are `revoked` are
+        refused, also on connections that are open.
         """
         memory.keep_little()
-        token = security if isinstance(security, str) else None
-        self._connections = Connections(
-            most_connections(limits.connections), limits.calls_per_sender
-        )
-        self._gate = gate = Gate(token, revoked, limits, self._connections, metrics)
-        self._credentials = security if isinstance(security, Credentials) else None
-        self._intake = Intake(store.batches)
-        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="release")
-        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pieces")
+        self._gate = gate = Gate(revoked, limits, metrics)
+        self._credentials = credentials
+        self._store = store
         self._server = grpc.aio.server(
             options=[
                 *SERVER_OPTIONS,
-                ("grpc.max_allowed_incoming_connections", self._connections.most),
                 ("grpc.max_concurrent_streams", limits.calls_per_sender),
             ],
             maximum_concurrent_rpcs=limits.calls,
         )
         self._watch: asyncio.Task[None] | None = None
-        self._blankets = BlanketTasks(self._intake, store.batches)
-        intake = IntakeService(gate, self._intake, store.batches, self._writers, limits, metrics)
-        self._control = ControlService(
-            self._intake, store, self._blankets, self._readers, limits, metrics
-        )
-        for run_id, number in store.open_rounds():
-            self._blankets.start(run_id, number)
+        self._blankets = BlanketTasks(store.batches)
+        self._intake = IntakeService(gate, store.batches, limits, metrics)
+        self._control = ControlService(store, self._blankets, limits, metrics)
         self._stop_seconds = limits.stop_seconds
+        self._release_seconds = 3600 * limits.release_hours
         services, healthy = shuffler_pb2.DESCRIPTOR.services_by_name, health_pb2.DESCRIPTOR
-        gate.add_service(self._server, services["Intake"], intake, Role.NODE)
+        gate.add_service(self._server, services["Intake"], self._intake, Role.NODE)
         gate.add_service(self._server, services["Control"], self._control, Role.SERVER)
-        gate.add_service(self._server, services["Record"], RecordService(self._intake, store))
+        gate.add_service(self._server, services["Record"], RecordService(self._control, store))
         gate.add_service(self._server, healthy.services_by_name["Health"], _Health())
 
     async def start(self, listen: str) -> str:
         """Listens and serves.
 
-        Port 0 picks a free one; in plaintext only a loopback address is allowed. Returns the
-        address with the actual port.
+        Port 0 picks a free one. Returns the address with the actual port.
 
         Raises:
-            ValueError: if the address is malformed, in use, or not loopback without TLS, or if
-                certificate and key cannot be used.
+            ValueError: if the address is malformed or in use, or if certificate and key cannot be
+                used.
         """
-        host, port, loopback = parse_address(listen)
+        host, port, _ = parse_address(listen)
         credentials = self._credentials
-        if credentials is None and not loopback:
-            raise ValueError(f"plaintext only on a loopback address, got {listen}")
         address = join_address(host, port)
         _probe(host, port, listen)
         try:
-            if credentials is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                tls = grpc.ssl_server_credentials(
-                    [(credentials.private_key, credentials.certificate)],
-                    root_certificates=credentials.authority,
-                    require_client_auth=True,
-                )
-                port = self._server.add_secure_port(address, tls)
+            tls = grpc.ssl_server_credentials(
+                [(credentials.private_key, credentials.certificate)],
+                root_certificates=credentials.authority,
+                require_client_auth=True,
+            )
+            port = self._server.add_secure_port(address, tls)
         except RuntimeError:
             raise ValueError(f"cannot listen on {listen}") from None
         await self._server.start()
-        self._connections.watch(port)
         self._watch = asyncio.create_task(self._keep_watch())
         return join_address(host, port)
 
     async def stop(self, at_once: asyncio.Event | None = None) -> None:
-        """Stops taking calls, gives those in progress time, and stores what is queued.
+        """Stops taking calls, gives those in progress time, and destroys all batches.
 
-        Releases get `limits.stop_seconds`, because a batch is lost with its release; all other
-        calls two seconds, or as long as there are releases.
+        Releases get `limits.stop_seconds`; all other calls two seconds, or as long as there are
+        releases.
 
         Once `at_once` is set nothing is waited for.
         """
@@ -137,26 +120,28 @@ class ShufflerServer:
         await stopping
         if self._watch is not None:
             self._watch.cancel()
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._control.openers.shutdown)
-        await self._blankets.stop()
-        await self._intake.close()
-        self._readers.shutdown()
-        self._writers.shutdown()
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        """Waits until nothing is being done; no blanket is waited for."""
+        self._intake.stop()
+        self._control.stop()
+        self._store.close()
+        self._blankets.stop()
 
     async def _keep_watch(self) -> None:
         """Ends what should not be open, and gives memory back to the system."""
         given_back = time.monotonic()
         while True:
-            begun = time.monotonic()
-            if begun - given_back > _MEMORY_SECONDS:
-                given_back = begun
+            if time.monotonic() - given_back > _MEMORY_SECONDS:
+                given_back = time.monotonic()
+                try:
+                    await self._control.call(self._store.end_old_rounds, self._release_seconds)
+                except ShufflerRefused as error:  # the disk is full, so it tries again later
+                    _log.error("old batches are not destroyed", extra={"reason": str(error)})
                 await asyncio.to_thread(memory.give_back)
-                continue
-            flooded = self._connections.end_unused()
             self._gate.permitted.end_bad()
-            took = time.monotonic() - begun
-            await asyncio.sleep(max(0.0 if flooded else _WATCH_SECONDS, _WATCH_REST * took))
+            await asyncio.sleep(_WATCH_SECONDS)
 
     async def _be_patient(self) -> None:
         """Waits for as long as calls in progress get."""

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from shufl.accounting.mechanisms import Randomness
 from shufl.shuffler.callers import Caller
-from shufl.shuffler.store.rounds import Round, RoundState, Run
-from shufl.shuffler.store.slots import Slot
-from shufl.shuffler.store.spool import RoundSpool
-from shufl.shuffler.store.spool_rows import BlanketsLeft
-from shufl.shuffler.store.storage import Disk, storage_errors, storage_verdict
+from shufl.shuffler.store.batch import Batch, Slot, storage_refusal
+from shufl.shuffler.store.rounds import Round, Run
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.wire.reports import empty_report, encode_report, report_length
-from shufl.shuffler.wire.sealing import payload_length, seal
+from shufl.shuffler.wire.sealing import RoundHeader, payload_length, seal
 
-_BLANKET_BYTES = 2**22  # made at once, at most
-_BLANKETS = 256  # the same
+_TOGETHER = 2**21  # numbers of blankets whose noise is drawn at once, at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,11 +25,10 @@ class Report:
     Attributes:
         run_id: for which run it was submitted.
         round: for which round.
-        commitment: what its sender was shown of the round.
+        commitment: that of the header that it was sealed for.
         user: which of the sender's users reports.
-        sealed: empty where the report came in pieces.
+        sealed: the report; of one in pieces the first.
         caller: who submitted it, and for how many users it speaks.
-        slot: where the pieces are.
     """
 
     run_id: str
@@ -44,163 +37,100 @@ class Report:
     user: int
     sealed: bytes
     caller: Caller
-    slot: Slot | None = None
 
 
 class OpenBatches:
-    """Takes reports and blankets into the open rounds of the runs that it is given."""
+    """Takes reports and blankets into the open rounds of some runs. Any thread may use it."""
 
-    def __init__(self, runs: Mapping[str, Run], disk: Disk, randomness: Randomness) -> None:
+    def __init__(self, runs: Mapping[str, Run], randomness: Randomness) -> None:
         self._runs = runs
-        self._disk = disk
         self._randomness = randomness
 
-    def commitment(self, run_id: str, number: int) -> str:
-        """What everybody is to be shown of an open round (`RoundHeader.commitment`).
-
-        Only looks into dictionaries, so that any thread may ask.
+    def header(self, run_id: str, number: int) -> RoundHeader:
+        """What reports of an open round are bound to.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, or `UNKNOWN_ROUND` where it is not open.
         """
-        run = self._runs.get(run_id)
-        if run is None:
-            raise ShufflerRefused(Refusal.UNKNOWN_RUN)
-        entry = run.rounds.get(number)
-        if entry is None or entry.state is not RoundState.OPEN:
+        entry = self._open_round(run_id, number)
+        if entry is None or entry.header is None:
+            if run_id not in self._runs:
+                raise ShufflerRefused(Refusal.UNKNOWN_RUN)
             raise ShufflerRefused(Refusal.UNKNOWN_ROUND, "this round is not open")
-        return run.header(entry).commitment
+        return entry.header
 
-    def accept(self, reports: Sequence[Report]) -> list[Verdict]:
-        """Stores what may be stored, with one commit for each round; answers in order.
-
-        An answer `ACCEPTED` means that the report is on disk. A full or failing disk is a verdict,
-        not an error, and leaves nothing of the reports concerned.
-        """
-        verdicts = [self._examine(report) for report in reports]
-        groups: dict[str, list[int]] = {}  # a run has one open round
-        for index, report in enumerate(reports):
-            if verdicts[index] is Verdict.ACCEPTED:
-                groups.setdefault(report.run_id, []).append(index)
-            elif report.slot is not None:
-                report.slot.give_up()
-        for run_id, indices in groups.items():
-            stored = self._store(run_id, [reports[index] for index in indices])
-            for index, verdict in zip(indices, stored, strict=True):
-                verdicts[index] = verdict
-        return verdicts
+    def accept(self, report: Report, slot: Slot | None = None) -> Verdict:
+        """Takes a report, or says why not; `slot`: where the pieces of one are, then given back."""
+        batch, users, verdict = self._examine(report)
+        if batch is not None:
+            return batch.add(report.caller.name, report.user, users, slot or report.sealed)
+        if slot is not None:
+            slot.give_up()
+        return verdict
 
     def begin(self, report: Report) -> Slot | Verdict:
-        """A slot for a report in pieces, or why it would not be accepted.
+        """Where to write a report in pieces, before `accept`; or why it would not be accepted."""
+        batch, _, verdict = self._examine(report)
+        return batch.reserve(report.caller.name, report.user) if batch is not None else verdict
 
-        `write` writes the pieces; then `accept` takes the report, or the slot is given up.
+    def make_blankets(self, run_id: str, number: int) -> bool:
+        """Makes some of the reports of a round's own, and puts them into its batch.
+
+        A blanket comes from the same mechanism and the same source of randomness as a user's
+        report, and is sealed in the same way, so that nothing in it tells the two apart.
+        docs/theory-blanket.md proves what Poisson many of them hide. Always as many are made as
+        there may be. Those beyond the number that was drawn are empty reports under a plan with
+        cover, so that their number in a batch tells nothing; without it they are thrown away.
+
+        Returns:
+            Whether more are to be made.
+
+        Raises:
+            ShufflerRefused: the disk is full or fails; called again, it goes on.
         """
-        verdict = self._examine(report, whole=False)
-        spool = self._spool(report.run_id)
-        if verdict is not Verdict.ACCEPTED or spool is None:
-            return verdict
-        try:
-            if spool.has_reported(report.caller.name, report.user):
-                return Verdict.DUPLICATE
-            if self._disk.room() < 0:
-                return Verdict.STORAGE_FULL
-            return spool.reserve() or Verdict.ROUND_FULL
-        except (sqlite3.Error, OSError) as error:
-            return storage_verdict(error)
+        entry = self._open_round(run_id, number)
+        if entry is None or entry.batch is None or entry.header is None:
+            return False
+        run, batch, header = self._runs[run_id], entry.batch, entry.header
+        plan, mechanism = run.plan, run.plan.mechanism
+        if entry.made == plan.most_blankets:
+            return False
+        dimension = payload_length(run.report_bytes, entry.public_key) // report_length(1)
+        draws = mechanism.draws(dimension)
+        empty, zero = empty_report(dimension), np.zeros(dimension)
+        together = max(1, _TOGETHER // draws)
+        numbers = np.arange(entry.made, min(entry.made + together, plan.most_blankets))
+        noises = self._randomness.blanket_noise(number, numbers, draws)
+        for own, noise in zip(numbers.tolist(), noises, strict=True):
+            drawn = own < entry.blankets
+            report = encode_report(mechanism.report(zero, noise))
+            if plan.cover and not drawn:
+                report = empty
+            sealed = seal(report, entry.public_key, header)
+            try:
+                if not batch.add_own(sealed, keep=drawn or plan.cover):
+                    return False
+            except OSError as error:
+                raise storage_refusal(error) from error
+            entry.made += 1
+        return True
 
-    def write(self, slot: Slot, pieces: Sequence[bytes]) -> None:
-        """Writes the next pieces of a report, in any thread; what goes wrong is its verdict."""
-        slot.append(pieces, self._disk)
-
-    def next_blankets(self, run_id: str, number: int) -> Callable[[], list[bytes]] | None:
-        """What makes the next blankets of an open round, in any thread.
-
-        None: all are made, or none are wanted, or the round is over.
-        """
-        spool = self._spool(run_id, number)
-        if spool is None or spool.blankets.made == spool.blankets.work:
-            return None
-        run = self._runs[run_id]
-        return functools.partial(
-            _make_blankets, run, run.rounds[number], self._randomness, spool.blankets
-        )
-
-    def add_blankets(self, run_id: str, number: int, sealed: Sequence[bytes]) -> None:
-        """Stores the next blankets of a round; those of a round that is over are dropped.
-
-        What is refused, because the disk is full or fails, is still to be made.
-        """
-        spool = self._spool(run_id, number)
-        if spool is not None:
-            with storage_errors():
-                self._disk.require(len(sealed) * self._runs[run_id].report_cost)
-                spool.add_blankets(sealed)
-
-    def _spool(self, run_id: str, number: int | None = None) -> RoundSpool | None:
-        """The batch of a run's open round, if there is one and it has this number."""
+    def _open_round(self, run_id: str, number: int) -> Round | None:
         run = self._runs.get(run_id)
-        entry = run.open_round() if run is not None else None
-        if entry is None or number not in (None, entry.number):
-            return None
-        return entry.spool
+        entry = run.rounds.get(number) if run is not None else None
+        return entry if entry is not None and entry.is_open else None
 
-    def _examine(self, report: Report, whole: bool = True) -> Verdict:
-        """The verdict on a report by all rules but the batch's own; `whole`: all of it is there."""
-        slot, run = report.slot, self._runs.get(report.run_id)
+    def _examine(self, report: Report) -> tuple[Batch | None, int, Verdict]:
+        """The batch for a report and how many users its sender has, or why there is none."""
+        entry, run = self._open_round(report.run_id, report.round), self._runs.get(report.run_id)
+        batch = entry.batch if entry is not None else None  # once: another thread may close it
         if run is None:
-            return Verdict.UNKNOWN_RUN
-        entry = run.rounds.get(report.round)
-        if entry is None or entry.state is not RoundState.OPEN:
-            return Verdict.ROUND_NOT_OPEN
-        if report.commitment != run.header(entry).commitment:
-            return Verdict.WRONG_COMMITMENT
-        if report.user >= min(report.caller.users, run.plan.users):
-            return Verdict.BAD_SENDER
-        if slot is not None and slot.verdict is not Verdict.ACCEPTED:
-            return slot.verdict
-        fits = slot.complete if slot is not None else len(report.sealed) == run.report_bytes
-        return Verdict.ACCEPTED if fits or not whole else Verdict.WRONG_LENGTH
-
-    def _store(self, run_id: str, reports: Sequence[Report]) -> list[Verdict]:
-        """Stores as many of the reports as the disk has room for."""
-        spool = self._spool(run_id)
-        assert spool is not None
-        room = max(0, self._disk.room() // self._runs[run_id].report_cost)
-        rows = [
-            (report.caller.name, report.user, report.slot or report.sealed)
-            for report in reports[:room]
-        ]
-        try:
-            verdicts = spool.add(rows)
-        except (sqlite3.Error, OSError) as error:
-            verdicts = [storage_verdict(error)] * len(rows)
-        for report in reports[room:]:
-            if report.slot is not None:
-                report.slot.give_up()
-        return verdicts + [Verdict.STORAGE_FULL] * (len(reports) - len(rows))
-
-
-def _make_blankets(
-    run: Run, round: Round, randomness: Randomness, left: BlanketsLeft
-) -> list[bytes]:
-    """The next of a round's blankets, sealed; in any thread.
-
-    A blanket comes from the same mechanism and the same source of randomness as a user's report,
-    and is sealed in the same way, so that nothing in it tells the two apart.
-    docs/theory-blanket.md proves what Poisson many of them hide. With cover those beyond the number
-    that was drawn are empty, so that there are as many blankets and empty reports in every round,
-    and the number of the empty ones tells the server nothing that the others' does not.
-    """
-    mechanism = run.plan.mechanism
-    dimension = payload_length(run.report_bytes, round.public_key) // report_length(1)
-    count = max(1, min(_BLANKETS, _BLANKET_BYTES // report_length(dimension)))
-    empty = empty_report(dimension)
-    zero, header, sealed = np.zeros(dimension), run.header(round), []
-    draws = mechanism.draws(dimension)
-    for number in range(left.made, min(left.made + count, left.work)):
-        (noise,) = randomness.blanket_noise(round.number, np.array([number]), draws)
-        report = encode_report(mechanism.report(zero, noise))
-        if run.plan.cover and number >= left.drawn:
-            report = empty
-        sealed.append(seal(report, round.public_key, header))
-    return sealed
+            return None, 0, Verdict.UNKNOWN_RUN
+        if entry is None or entry.header is None or batch is None:
+            return None, 0, Verdict.ROUND_NOT_OPEN
+        if report.commitment != entry.header.commitment:
+            return None, 0, Verdict.WRONG_COMMITMENT
+        users = min(report.caller.users, run.plan.users)
+        if report.user >= users:
+            return None, 0, Verdict.BAD_SENDER
+        return batch, users, Verdict.ACCEPTED

@@ -17,10 +17,9 @@ class Quota:
     Attributes:
         runs: that have not ended.
         open_rounds: in all of its runs.
-        disk_bytes: that the batches of its runs may take; None: as much as there is. A batch counts
-            with all that could come into it, from its opening until its room is given back after
-            its release: a server that opens rounds until it is refused must not learn how many
-            reports have come.
+        disk_bytes: that the batches of its runs may take; None: as much as there is. A batch takes
+            all that could come into it, from its opening until it is destroyed: a server that opens
+            rounds until it is refused must not learn how many reports have come.
     """
 
     runs: int = sys.maxsize
@@ -35,25 +34,24 @@ class Quota:
             )
 
     def check_round(
-        self, runs: Mapping[str, Run], run: Run, most_bytes: Callable[[Run], int]
+        self, runs: Mapping[str, Run], run: Run, bytes_of: Callable[[Run], int]
     ) -> None:
         """Refuses the server of this run one more open round, or one that may not fit.
 
         Args:
             runs: all of them.
             run: the one whose round is to be opened.
-            most_bytes: how much a batch of a run could take.
+            bytes_of: how much a batch of a run takes.
         """
         own = _of(runs, run.owner)
-        wanted = most_bytes(run) + sum(_batches(each) * most_bytes(each) for each in own)
+        wanted = bytes_of(run) + sum(len(each.batches()) * bytes_of(each) for each in own)
         if self.disk_bytes is not None and wanted > self.disk_bytes:
             raise ShufflerRefused(
                 Refusal.STORAGE_FULL,
-                f"with reports of all users the batches of this server would take {wanted / 1e9:g}"
-                f" GB, and they may take {self.disk_bytes / 1e9:g}",
+                f"the batches of this server would take {wanted / 1e9:g} GB, and they may take "
+                f"{self.disk_bytes / 1e9:g}",
             )
-        taken = [r for r in own if r.opening is not None or r.open_round() is not None]
-        if len(taken) >= self.open_rounds:
+        if sum(each.open_round() is not None for each in own) >= self.open_rounds:
             raise ShufflerRefused(
                 Refusal.TOO_MANY_ROUNDS, f"a server has at most {self.open_rounds} open at once"
             )
@@ -61,9 +59,3 @@ class Quota:
 
 def _of(runs: Mapping[str, Run], owner: str) -> list[Run]:
     return [run for run in runs.values() if run.owner == owner]
-
-
-def _batches(run: Run) -> int:
-    """How many of a run are on the disk; one that is being opened counts once."""
-    held = [e for e in run.rounds.values() if e.spool is not None and e is not run.opening]
-    return len(held) + (run.opening is not None)

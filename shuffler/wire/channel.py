@@ -16,12 +16,6 @@ PIECE_BYTES = 2**18
 READY = "shuffler listening on "
 """A started shuffler's one line on standard output is this and its address."""
 
-TOKEN_VARIABLE = "SHUFL_CONTROL_TOKEN"
-"""Environment variable with the server's control token (not an option: options are public)."""
-
-TOKEN_KEY = "authorization"
-"""Metadata key of the control token; its value is `Bearer <token>`."""
-
 _LENGTHS = [
     ("grpc.max_send_message_length", -1),
     # The longest: a plan and its run's name.

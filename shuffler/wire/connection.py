@@ -21,17 +21,15 @@ class Connection:
     """One channel for each process, made when it is first used.
 
     So a client may be made before a fork or sent to another process. Every wait for the shuffler
-    has a limit. Plaintext goes to a loopback address only.
+    has a limit.
 
     Attributes:
         address: the shuffler's `HOST:PORT`.
         timeout: longest wait for one answer, in seconds.
     """
 
-    def __init__(self, address: str, credentials: Credentials | None, timeout: float) -> None:
-        host, port, loopback = parse_address(check_address(address))
-        if credentials is None and not loopback:
-            raise ValueError(f"plaintext only to a loopback address: {address} needs credentials")
+    def __init__(self, address: str, credentials: Credentials, timeout: float) -> None:
+        host, port, _ = parse_address(check_address(address))
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.address = join_address(host, port)
@@ -63,15 +61,12 @@ class Connection:
             self._lock, self._channel, self._owner = threading.Lock(), None, os.getpid()
         with self._lock:
             if self._channel is None:
-                if self._credentials is None:
-                    self._channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
-                else:
-                    tls = grpc.ssl_channel_credentials(
-                        self._credentials.authority,
-                        self._credentials.private_key,
-                        self._credentials.certificate,
-                    )
-                    self._channel = grpc.secure_channel(self.address, tls, CHANNEL_OPTIONS)
+                tls = grpc.ssl_channel_credentials(
+                    self._credentials.authority,
+                    self._credentials.private_key,
+                    self._credentials.certificate,
+                )
+                self._channel = grpc.secure_channel(self.address, tls, CHANNEL_OPTIONS)
             return self._channel
 
     @contextmanager

@@ -8,15 +8,12 @@ from typing import Any
 
 from shufl.shuffler.keys import Credentials
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.channel import TOKEN_KEY
 from shufl.shuffler.wire.connection import Answers, Connection
 from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 from shufl.shuffler.wire.stub import Stub
 
 _BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
-_NOTHING_THERE = {
-    *(Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.BATCH_LOST, Refusal.RUN_ENDED),
-}
+_NOTHING_THERE = {Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.RUN_ENDED}
 
 
 class ControlClient(Connection):
@@ -27,23 +24,16 @@ class ControlClient(Connection):
     another server created the run.
     """
 
-    def __init__(self, address: str, credentials: Credentials | str, timeout: float = 60.0) -> None:
+    def __init__(self, address: str, credentials: Credentials, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first call.
 
-        Args:
-            credentials: a server's; or, in plaintext, the control token that the shuffler was
-                started with.
-            timeout: longest wait in seconds for one answer, or one part of a release.
+        The credentials are a server's; `timeout` is the longest wait in seconds for one answer, or
+        one part of a release.
 
         Raises:
-            ValueError: if the address is malformed, or not loopback in plaintext, or the token is
-                no text that a header may carry.
+            ValueError: the address is malformed.
         """
-        token = credentials if isinstance(credentials, str) else None
-        super().__init__(address, None if isinstance(credentials, str) else credentials, timeout)
-        if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("a control token is printable ASCII")
-        self._metadata = ((TOKEN_KEY, f"Bearer {token}"),) if token is not None else ()
+        super().__init__(address, credentials, timeout)
 
     def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
         """Registers a run with its plan; the same call again changes nothing.
@@ -64,10 +54,13 @@ class ControlClient(Connection):
         request = shuffler_pb2.CreateRunRequest(run_id=run_id, plan=plan, report_bytes=report_bytes)
         return str(self._call("CreateRun", request).plan_digest)
 
-    def open_round(self, run_id: str, round: int, model_digest: str, public_key: bytes) -> None:
+    def open_round(self, run_id: str, round: int, model_digest: str, public_key: bytes) -> bytes:
         """Opens a round for reports on the model of this digest, sealed to this key.
 
         The shuffler begins to make the round's blankets.
+
+        Returns:
+            The nonce that the shuffler drew for the round, which its reports are bound to.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `ANOTHER_ROUND_OPEN`,
@@ -77,15 +70,12 @@ class ControlClient(Connection):
         request = shuffler_pb2.OpenRoundRequest(
             run_id=run_id, round=round, model_digest=model_digest, public_key=public_key
         )
-        self._call("OpenRound", request)
+        return bytes(self._call("OpenRound", request).nonce)
 
-    def close_round(self, run_id: str, round: int, discard: bool = False) -> Outcome:
+    def close_round(self, run_id: str, round: int) -> Outcome:
         """Ends the round's intake; asking again gives the same answer.
 
         Waits until the round's blankets are made, an hour at most.
-
-        With `discard` the batch is destroyed unseen, whatever its size; also one that is closed and
-        not yet released.
 
         Returns:
             `RELEASABLE`, or `BELOW_MINIMUM` or `DISCARDED`: then the batch has been destroyed. How
@@ -94,18 +84,17 @@ class ControlClient(Connection):
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
         """
-        request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round, discard=discard)
-        patience = None if discard else max(self.timeout, _BLANKET_SECONDS)
+        request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round)
+        patience = max(self.timeout, _BLANKET_SECONDS)
         return Outcome(self._call("CloseRound", request, patience).outcome)
 
-    def abandon_round(self, run_id: str, round: int) -> None:
-        """Has the batch of a round that broke off destroyed, if there is one.
+    def end_round(self, run_id: str, round: int) -> None:
+        """Has the batch of a round destroyed, whatever there is of it; there may be none.
 
-        Raises:
-            ShufflerRefused, ShufflerUnavailable: as for `close_round`; that there is none is fine.
+        The server calls it when it has the release, and where it does not want one.
         """
         try:
-            self.close_round(run_id, round, discard=True)
+            self._call("EndRound", shuffler_pb2.EndRoundRequest(run_id=run_id, round=round))
         except ShufflerRefused as refused:
             if refused.reason not in _NOTHING_THERE:
                 raise
@@ -113,18 +102,18 @@ class ControlClient(Connection):
     def release(self, run_id: str, round: int) -> Iterator[bytes]:
         """The sealed reports of a closed round in uniformly random order.
 
-        The shuffler gives a batch out once and destroys it at the end of this call, also when the
-        call is broken off: then the rest is lost. Nothing is asked before the first iteration.
+        Called again it gives the same reports in the same order, until the round is ended. Nothing
+        is asked before the first iteration.
 
         Raises:
             ShufflerRefused: `ROUND_NOT_CLOSED`, `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`,
                 `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
-            ShufflerUnavailable: the batch may then be incomplete.
+            ShufflerUnavailable: what came before is not all.
         """
         stub = Stub("Control", self.connected())
         request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
         with self.errors():
-            answers = Answers(stub.Release(request, metadata=self._metadata), ahead=1)
+            answers = Answers(stub.Release(request), ahead=1)
         pieces: list[bytes] = []
         try:
             while True:
@@ -153,4 +142,4 @@ class ControlClient(Connection):
     def _call(self, name: str, request: Any, timeout: float | None = None) -> Any:
         method = getattr(Stub("Control", self.connected()), name)
         with self.errors():
-            return method(request, timeout=timeout or self.timeout, metadata=self._metadata)
+            return method(request, timeout=timeout or self.timeout)

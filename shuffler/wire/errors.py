@@ -48,7 +48,6 @@ class Refusal(StrEnum):
         member._value_, member.sentence = name, sentence
         return member
 
-    UNAUTHENTICATED = "UNAUTHENTICATED", "wrong or missing token"
     NOT_PERMITTED = "NOT_PERMITTED", "not with this certificate"
     BUSY = "BUSY", "too many streams at once"
     IDLE = "IDLE", "nothing came for too long"

@@ -6,6 +6,7 @@ another is begun, and reports without a verdict are sent again.
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import time
 from collections import Counter, deque
@@ -43,25 +44,26 @@ class IntakeClient(Connection):
             `LOST`, those that were given up without one.
     """
 
-    def __init__(
-        self, address: str, credentials: Credentials | None = None, timeout: float = 60.0
-    ) -> None:
+    def __init__(self, address: str, credentials: Credentials, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first report.
 
-        Args:
-            credentials: a node's; None: plaintext, to a shuffler that has no TLS.
-            timeout: longest wait in seconds for one verdict. A stream of reports may last longer.
+        The credentials are a node's; `timeout` is the longest wait in seconds for one verdict. A
+        stream of reports may last longer.
 
         Raises:
-            ValueError: if the address is malformed, or not loopback without `credentials`.
+            ValueError: the address is malformed.
         """
         super().__init__(address, credentials, timeout)
         self.counts: Counter[str] = Counter()
 
-    def commitment(self, header: RoundHeader) -> str:
-        """Returns what the shuffler knows of an open round, to be compared with the header's.
+    def agree(self, header: RoundHeader) -> RoundHeader | None:
+        """Finds out whether the shuffler was given what a header says of an open round.
 
         The shuffler counts a header other than its own.
+
+        Returns:
+            The header with the shuffler's nonce, for which reports are sealed; None: the shuffler
+            was given something else.
 
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`, `UNKNOWN_ROUND`, `NOT_PERMITTED`; or `BUSY`, for as long
@@ -76,7 +78,10 @@ class IntakeClient(Connection):
             try:
                 with self.errors():
                     stub = Stub("Intake", self.connected())
-                    return str(stub.Agree(request, timeout=self.timeout).commitment)
+                    reply = stub.Agree(request, timeout=self.timeout)
+                if reply.commitment != header.commitment:
+                    return None
+                return dataclasses.replace(header, nonce=reply.nonce)
             except ShufflerError as error:
                 retries.wait(error)
 

@@ -13,16 +13,13 @@ from shufl.shuffler.wire.stub import Stub
 class RecordClient(Connection):
     """Fetches the public record. Any certificate of the shuffler's authority will do."""
 
-    def __init__(
-        self, address: str, credentials: Credentials | None = None, timeout: float = 60.0
-    ) -> None:
+    def __init__(self, address: str, credentials: Credentials, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first question.
 
-        Anybody's credentials will do; without any, in plaintext, to a shuffler that has no TLS.
         `timeout` is the longest wait in seconds for one answer.
 
         Raises:
-            ValueError: if the address is malformed, or not loopback without `credentials`.
+            ValueError: the address is malformed.
         """
         super().__init__(address, credentials, timeout)
 

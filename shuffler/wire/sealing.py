@@ -56,7 +56,7 @@ Sealing = Literal["x25519", "mlkem768-x25519"]
 PrivateKey = X25519PrivateKey | MLKEM768X25519PrivateKey
 """The server's private key of one round."""
 
-_DOMAIN = b"shufl.v4 sealed report"
+_DOMAIN = b"shufl.v5 sealed report"
 _ID_BYTES = 16
 _TAG_BYTES = 16
 _X25519_BYTES = 32
@@ -102,6 +102,7 @@ class RoundHeader:
         model_digest: `model_digest` of the model that the report was computed on.
         plan_digest: SHA-256 of the privacy plan's bytes, lower-case hexadecimal.
         key_digest: `key_digest` of the server's public key of the round.
+        nonce: what the shuffler drew for the round; empty before it has said it.
 
     Raises:
         ValueError: if a field has another type, or `round` is out of range.
@@ -112,6 +113,7 @@ class RoundHeader:
     model_digest: str
     plan_digest: str
     key_digest: str
+    nonce: bytes = b""
 
     @functools.cached_property
     def commitment(self) -> str:
@@ -125,9 +127,10 @@ class RoundHeader:
             self.model_digest.encode(),
             self.plan_digest.encode(),
             self.key_digest.encode(),
+            self.nonce,
         )
         parts = b"".join(len(field).to_bytes(8, "big") + field for field in fields)
-        return hashlib.sha256(b"shufl.v4 round" + parts).hexdigest()
+        return hashlib.sha256(b"shufl.v5 round" + parts).hexdigest()
 
     def binding(self, length: int) -> bytes:
         """What a sealed payload of this length is bound to."""
@@ -213,23 +216,22 @@ def _kind_of(public_key: bytes) -> _Kind:
 class ReportOpener:
     """Opens the reports of one round; each report once."""
 
-    def __init__(self, private_key: PrivateKey, header: RoundHeader) -> None:
+    def __init__(self, private_key: PrivateKey) -> None:
         self._kind = _KINDS[
             "x25519" if isinstance(private_key, X25519PrivateKey) else "mlkem768-x25519"
         ]
         self._private_key = private_key
-        self._header = header
         self._seen: set[bytes] = set()
 
-    def open(self, sealed: bytes) -> bytes:
-        """The payload of a sealed report (RFC 9180, base mode).
+    def open(self, sealed: bytes, header: RoundHeader) -> bytes:
+        """The payload of a report that was sealed for this header (RFC 9180, base mode).
 
         Raises:
             ReportRejected: `NOT_OPENED` if it was sealed to another key or for another round, or
                 was changed or cut; `REPLAYED` if it was opened before.
         """
         try:
-            binding = self._header.binding(len(sealed) - self._kind.overhead)
+            binding = header.binding(len(sealed) - self._kind.overhead)
             content = self._kind.suite.decrypt(sealed, self._private_key, binding)
         except (InvalidTag, ValueError, OverflowError):  # a negative length is no 8 bytes
             raise ReportRejected(

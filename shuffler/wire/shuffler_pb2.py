@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"shufl/shuffler/wire/shuffler.proto\x12\x08shufl.v1\"\x1f\n\x0e\x45ntriesRequest\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\"\x1f\n\x0c\x45ntriesReply\x12\x0f\n\x07\x65ntries\x18\x01 \x03(\t\"o\n\rSubmitRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\x12\r\n\x05users\x18\x04 \x03(\x06\x12\x0e\n\x06sealed\x18\x05 \x01(\x0c\x12\x0c\n\x04more\x18\x06 \x01(\x08\"A\n\x0c\x41greeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\" \n\nAgreeReply\x12\x12\n\ncommitment\x18\x01 \x01(\t\"2\n\x0bSubmitReply\x12#\n\x08verdicts\x18\x01 \x03(\x0e\x32\x11.shufl.v1.Verdict\"F\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12\x14\n\x0creport_bytes\x18\x03 \x01(\x04\"%\n\x0e\x43reateRunReply\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\"[\n\x10OpenRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12\x12\n\npublic_key\x18\x04 \x01(\x0c\"\x10\n\x0eOpenRoundReply\"C\n\x11\x43loseRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0f\n\x07\x64iscard\x18\x03 \x01(\x08\"5\n\x0f\x43loseRoundReply\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.shufl.v1.Outcome\"/\n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\",\n\x0cReleaseChunk\x12\x0e\n\x06sealed\x18\x01 \x03(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\x1f\n\rEndRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\r\n\x0b\x45ndRunReply*\xd2\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x0f\n\x0bUNKNOWN_RUN\x10\x02\x12\x12\n\x0eROUND_NOT_OPEN\x10\x03\x12\r\n\tDUPLICATE\x10\x04\x12\x10\n\x0cWRONG_LENGTH\x10\x05\x12\x14\n\x10WRONG_COMMITMENT\x10\x06\x12\x0e\n\nBAD_SENDER\x10\x07\x12\x0e\n\nROUND_FULL\x10\x08\x12\x10\n\x0cSTORAGE_FULL\x10\t\x12\x12\n\x0eSTORAGE_FAILED\x10\n*T\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nRELEASABLE\x10\x01\x12\x11\n\rBELOW_MINIMUM\x10\x02\x12\r\n\tDISCARDED\x10\x03\x32}\n\x06Intake\x12\x35\n\x05\x41gree\x12\x16.shufl.v1.AgreeRequest\x1a\x14.shufl.v1.AgreeReply\x12<\n\x06Submit\x12\x17.shufl.v1.SubmitRequest\x1a\x15.shufl.v1.SubmitReply(\x01\x30\x01\x32\x45\n\x06Record\x12;\n\x07\x45ntries\x12\x18.shufl.v1.EntriesRequest\x1a\x16.shufl.v1.EntriesReply2\xce\x02\n\x07\x43ontrol\x12\x41\n\tCreateRun\x12\x1a.shufl.v1.CreateRunRequest\x1a\x18.shufl.v1.CreateRunReply\x12\x41\n\tOpenRound\x12\x1a.shufl.v1.OpenRoundRequest\x1a\x18.shufl.v1.OpenRoundReply\x12\x44\n\nCloseRound\x12\x1b.shufl.v1.CloseRoundRequest\x1a\x19.shufl.v1.CloseRoundReply\x12=\n\x07Release\x12\x18.shufl.v1.ReleaseRequest\x1a\x16.shufl.v1.ReleaseChunk0\x01\x12\x38\n\x06\x45ndRun\x12\x17.shufl.v1.EndRunRequest\x1a\x15.shufl.v1.EndRunReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"shufl/shuffler/wire/shuffler.proto\x12\x08shufl.v1\"\x1f\n\x0e\x45ntriesRequest\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\"\x1f\n\x0c\x45ntriesReply\x12\x0f\n\x07\x65ntries\x18\x01 \x03(\t\"o\n\rSubmitRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\x12\r\n\x05users\x18\x04 \x03(\x06\x12\x0e\n\x06sealed\x18\x05 \x01(\x0c\x12\x0c\n\x04more\x18\x06 \x01(\x08\"A\n\x0c\x41greeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\"/\n\nAgreeReply\x12\x12\n\ncommitment\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\"2\n\x0bSubmitReply\x12#\n\x08verdicts\x18\x01 \x03(\x0e\x32\x11.shufl.v1.Verdict\"F\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12\x14\n\x0creport_bytes\x18\x03 \x01(\x04\"%\n\x0e\x43reateRunReply\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\"[\n\x10OpenRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12\x12\n\npublic_key\x18\x04 \x01(\x0c\"\x1f\n\x0eOpenRoundReply\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"2\n\x11\x43loseRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\"5\n\x0f\x43loseRoundReply\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.shufl.v1.Outcome\"/\n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\",\n\x0cReleaseChunk\x12\x0e\n\x06sealed\x18\x01 \x03(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"0\n\x0f\x45ndRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\"\x0f\n\rEndRoundReply\"\x1f\n\rEndRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\r\n\x0b\x45ndRunReply*\xd2\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x0f\n\x0bUNKNOWN_RUN\x10\x02\x12\x12\n\x0eROUND_NOT_OPEN\x10\x03\x12\r\n\tDUPLICATE\x10\x04\x12\x10\n\x0cWRONG_LENGTH\x10\x05\x12\x14\n\x10WRONG_COMMITMENT\x10\x06\x12\x0e\n\nBAD_SENDER\x10\x07\x12\x0e\n\nROUND_FULL\x10\x08\x12\x10\n\x0cSTORAGE_FULL\x10\t\x12\x12\n\x0eSTORAGE_FAILED\x10\n*T\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nRELEASABLE\x10\x01\x12\x11\n\rBELOW_MINIMUM\x10\x02\x12\r\n\tDISCARDED\x10\x03\x32}\n\x06Intake\x12\x35\n\x05\x41gree\x12\x16.shufl.v1.AgreeRequest\x1a\x14.shufl.v1.AgreeReply\x12<\n\x06Submit\x12\x17.shufl.v1.SubmitRequest\x1a\x15.shufl.v1.SubmitReply(\x01\x30\x01\x32\x45\n\x06Record\x12;\n\x07\x45ntries\x12\x18.shufl.v1.EntriesRequest\x1a\x16.shufl.v1.EntriesReply2\x8e\x03\n\x07\x43ontrol\x12\x41\n\tCreateRun\x12\x1a.shufl.v1.CreateRunRequest\x1a\x18.shufl.v1.CreateRunReply\x12\x41\n\tOpenRound\x12\x1a.shufl.v1.OpenRoundRequest\x1a\x18.shufl.v1.OpenRoundReply\x12\x44\n\nCloseRound\x12\x1b.shufl.v1.CloseRoundRequest\x1a\x19.shufl.v1.CloseRoundReply\x12=\n\x07Release\x12\x18.shufl.v1.ReleaseRequest\x1a\x16.shufl.v1.ReleaseChunk0\x01\x12>\n\x08\x45ndRound\x12\x19.shufl.v1.EndRoundRequest\x1a\x17.shufl.v1.EndRoundReply\x12\x38\n\x06\x45ndRun\x12\x17.shufl.v1.EndRunRequest\x1a\x15.shufl.v1.EndRunReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shufl.shuffler.wire.shuffler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICT']._serialized_start=870
-  _globals['_VERDICT']._serialized_end=1080
-  _globals['_OUTCOME']._serialized_start=1082
-  _globals['_OUTCOME']._serialized_end=1166
+  _globals['_VERDICT']._serialized_start=950
+  _globals['_VERDICT']._serialized_end=1160
+  _globals['_OUTCOME']._serialized_start=1162
+  _globals['_OUTCOME']._serialized_end=1246
   _globals['_ENTRIESREQUEST']._serialized_start=48
   _globals['_ENTRIESREQUEST']._serialized_end=79
   _globals['_ENTRIESREPLY']._serialized_start=81
@@ -44,33 +44,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGREEREQUEST']._serialized_start=227
   _globals['_AGREEREQUEST']._serialized_end=292
   _globals['_AGREEREPLY']._serialized_start=294
-  _globals['_AGREEREPLY']._serialized_end=326
-  _globals['_SUBMITREPLY']._serialized_start=328
-  _globals['_SUBMITREPLY']._serialized_end=378
-  _globals['_CREATERUNREQUEST']._serialized_start=380
-  _globals['_CREATERUNREQUEST']._serialized_end=450
-  _globals['_CREATERUNREPLY']._serialized_start=452
-  _globals['_CREATERUNREPLY']._serialized_end=489
-  _globals['_OPENROUNDREQUEST']._serialized_start=491
-  _globals['_OPENROUNDREQUEST']._serialized_end=582
-  _globals['_OPENROUNDREPLY']._serialized_start=584
-  _globals['_OPENROUNDREPLY']._serialized_end=600
-  _globals['_CLOSEROUNDREQUEST']._serialized_start=602
-  _globals['_CLOSEROUNDREQUEST']._serialized_end=669
-  _globals['_CLOSEROUNDREPLY']._serialized_start=671
-  _globals['_CLOSEROUNDREPLY']._serialized_end=724
-  _globals['_RELEASEREQUEST']._serialized_start=726
-  _globals['_RELEASEREQUEST']._serialized_end=773
-  _globals['_RELEASECHUNK']._serialized_start=775
-  _globals['_RELEASECHUNK']._serialized_end=819
-  _globals['_ENDRUNREQUEST']._serialized_start=821
-  _globals['_ENDRUNREQUEST']._serialized_end=852
-  _globals['_ENDRUNREPLY']._serialized_start=854
-  _globals['_ENDRUNREPLY']._serialized_end=867
-  _globals['_INTAKE']._serialized_start=1168
-  _globals['_INTAKE']._serialized_end=1293
-  _globals['_RECORD']._serialized_start=1295
-  _globals['_RECORD']._serialized_end=1364
-  _globals['_CONTROL']._serialized_start=1367
-  _globals['_CONTROL']._serialized_end=1701
+  _globals['_AGREEREPLY']._serialized_end=341
+  _globals['_SUBMITREPLY']._serialized_start=343
+  _globals['_SUBMITREPLY']._serialized_end=393
+  _globals['_CREATERUNREQUEST']._serialized_start=395
+  _globals['_CREATERUNREQUEST']._serialized_end=465
+  _globals['_CREATERUNREPLY']._serialized_start=467
+  _globals['_CREATERUNREPLY']._serialized_end=504
+  _globals['_OPENROUNDREQUEST']._serialized_start=506
+  _globals['_OPENROUNDREQUEST']._serialized_end=597
+  _globals['_OPENROUNDREPLY']._serialized_start=599
+  _globals['_OPENROUNDREPLY']._serialized_end=630
+  _globals['_CLOSEROUNDREQUEST']._serialized_start=632
+  _globals['_CLOSEROUNDREQUEST']._serialized_end=682
+  _globals['_CLOSEROUNDREPLY']._serialized_start=684
+  _globals['_CLOSEROUNDREPLY']._serialized_end=737
+  _globals['_RELEASEREQUEST']._serialized_start=739
+  _globals['_RELEASEREQUEST']._serialized_end=786
+  _globals['_RELEASECHUNK']._serialized_start=788
+  _globals['_RELEASECHUNK']._serialized_end=832
+  _globals['_ENDROUNDREQUEST']._serialized_start=834
+  _globals['_ENDROUNDREQUEST']._serialized_end=882
+  _globals['_ENDROUNDREPLY']._serialized_start=884
+  _globals['_ENDROUNDREPLY']._serialized_end=899
+  _globals['_ENDRUNREQUEST']._serialized_start=901
+  _globals['_ENDRUNREQUEST']._serialized_end=932
+  _globals['_ENDRUNREPLY']._serialized_start=934
+  _globals['_ENDRUNREPLY']._serialized_end=947
+  _globals['_INTAKE']._serialized_start=1248
+  _globals['_INTAKE']._serialized_end=1373
+  _globals['_RECORD']._serialized_start=1375
+  _globals['_RECORD']._serialized_end=1444
+  _globals['_CONTROL']._serialized_start=1447
+  _globals['_CONTROL']._serialized_end=1845
 # @@protoc_insertion_point(module_scope)

@@ -82,10 +82,12 @@ class AgreeRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., commitment: _Optional[str] = ...) -> None: ...
 
 class AgreeReply(_message.Message):
-    __slots__ = ("commitment",)
+    __slots__ = ("commitment", "nonce")
     COMMITMENT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     commitment: str
-    def __init__(self, commitment: _Optional[str] = ...) -> None: ...
+    nonce: bytes
+    def __init__(self, commitment: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("verdicts",)
@@ -122,18 +124,18 @@ class OpenRoundRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., model_digest: _Optional[str] = ..., public_key: _Optional[bytes] = ...) -> None: ...
 
 class OpenRoundReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
 
 class CloseRoundRequest(_message.Message):
-    __slots__ = ("run_id", "round", "discard")
+    __slots__ = ("run_id", "round")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    DISCARD_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
-    discard: bool
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., discard: _Optional[bool] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
 
 class CloseRoundReply(_message.Message):
     __slots__ = ("outcome",)
@@ -156,6 +158,18 @@ class ReleaseChunk(_message.Message):
     sealed: _containers.RepeatedScalarFieldContainer[bytes]
     more: bool
     def __init__(self, sealed: _Optional[_Iterable[bytes]] = ..., more: _Optional[bool] = ...) -> None: ...
+
+class EndRoundRequest(_message.Message):
+    __slots__ = ("run_id", "round")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
+
+class EndRoundReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class EndRunRequest(_message.Message):
     __slots__ = ("run_id",)

@@ -1,45 +1,32 @@
-"""Thousands of connections that never call, at a shuffler with few descriptors."""
+"""Thousands of connections that never call: nginx ends them before the shuffler."""
 
 from __future__ import annotations
 
+import importlib.resources
 import resource
+import shutil
 import socket
-import stat
-import sys
-from contextlib import ExitStack
+import string
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from shuffler_world import World, in_release, plan
-from shufl.shuffler import IntakeClient, Refusal, ShufflerProcess, ShufflerRefused, Verdict
-from shufl.shuffler.wire.channel import parse_address
+from deployment_world import Nginx
+from run_world import LIMIT, wait_until
+from shuffler_world import World, free_port, in_release, plan
+from shufl.shuffler import (
+    ControlClient,
+    IntakeClient,
+    Refusal,
+    ShufflerProcess,
+    ShufflerRefused,
+    Verdict,
+)
 
-DESCRIPTORS = 1024
+MOST, NODES = 64, 20
 FIRST_BYTES_OF_TLS = b"\x16\x03\x01\x02\x00"
-
-
-@pytest.fixture
-def few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Child processes may have few files open, this one many."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 6000:
-        pytest.skip("this process may not open 5 000 connections")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nulimit -n {DESCRIPTORS}\nexec "{sys.executable}" "$@"\n')
-    python.chmod(stat.S_IRWXU)
-    monkeypatch.setattr(sys, "executable", str(python))
-
-
-def test_the_descriptor_limit_is_raised_as_far_as_it_goes():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
-    try:
-        with ShufflerProcess() as process:
-            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_too_many_open_files_are_no_full_disk():
@@ -58,26 +45,54 @@ def test_too_many_open_files_are_no_full_disk():
         world.close()
 
 
+@pytest.fixture
+def proxied(tmp_path: Path) -> Iterator[tuple[World, int]]:
+    """A shuffler behind nginx, with clients that connect through it; and nginx's port."""
+    if shutil.which("nginx") is None:
+        pytest.skip("nginx is not installed")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 6000:
+        pytest.skip("this process may not open 5 000 connections")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    port, local = free_port(), free_port()
+    template = importlib.resources.files("shufl.deploy") / "templates" / "stream.conf"
+    conf = tmp_path / "nginx.conf"
+    about = {"listen": "127.0.0.1", "port": port, "local_port": local, "most": MOST}
+    conf.write_text(string.Template(template.read_text()).substitute(about))
+    with ExitStack() as stack:
+        process = stack.enter_context(ShufflerProcess(listen=f"127.0.0.1:{local}"))
+        nginx = Nginx(conf, tmp_path / "nginx", stream=True)
+        stack.callback(nginx.stop)
+        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, LIMIT, "nginx")
+        world = World(process)
+        stack.callback(world.close)
+        world.control = ControlClient(f"127.0.0.1:{port}", process.control)
+        yield world, port
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [b"", FIRST_BYTES_OF_TLS], ids=["silent", "handshake-begun"])
 def test_5000_bare_connections_refuse_no_honest_node_and_break_no_release(
-    few_descriptors: None, memory_path: Path, first: bytes
+    proxied: tuple[World, int], first: bytes
 ):
+    """They come from one address, and the nodes from another."""
+    world, port = proxied
+    release = in_release(world)
+    before = len(list(Path(f"/proc/{world.process.pid}/fd").iterdir()))
     with ExitStack() as stack:
-        process = stack.enter_context(ShufflerProcess(memory_path / "spool"))
-        world = World(process)
-        stack.callback(world.close)
-        release = in_release(world)
-        host, port, _ = parse_address(process.address)
         for _ in range(5000):
-            connection = stack.enter_context(socket.create_connection((host, port), 60))
-            connection.sendall(first)
+            connection = stack.enter_context(
+                socket.create_connection(("127.0.0.1", port), 60, ("127.0.0.2", 0))
+            )
+            with suppress(OSError):  # it is closed already
+                connection.sendall(first)
         header = world.begin("another")
-        for user, sealed in world.reports(header, 5):
-            with IntakeClient(process.address, process.submit) as node:
+        for user, sealed in world.reports(header, NODES):
+            with IntakeClient(f"127.0.0.1:{port}", world.process.submit) as node:
                 assert list(node.submit(header, [(user, sealed)])) == [Verdict.ACCEPTED]
+        files = list(Path(f"/proc/{world.process.pid}/fd").iterdir())
+        assert len(files) <= before + MOST + NODES + 2  # the attacker's, and what is left of others
         assert len(list(release)) == 39
         world.control.close_round("another", 1)
-        assert len(list(world.control.release("another", 1))) == 5
-        files = list(Path(f"/proc/{process.pid}/fd").iterdir())
-        assert len(files) < DESCRIPTORS * 3 / 4  # the rest is for the disk
+        assert len(list(world.control.release("another", 1))) == NODES

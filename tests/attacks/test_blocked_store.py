@@ -1,109 +1,31 @@
-"""A server that has a huge round opened, or takes all there is."""
+"""A server that takes all the room there is, and nodes that hold what they do not use."""
 
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
-from shuffler_world import World, plan
+from shuffler_world import Silence, World, free_port, plan, raw_channel, scrape
 from shufl.shuffler import (
     ControlClient,
     Refusal,
     ShufflerProcess,
     ShufflerRefused,
-    ShufflerUnavailable,
     Verdict,
+    report_length,
+    sealed_length,
 )
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import PIECE_BYTES
+from shufl.shuffler.wire.stub import Stub
 
-USERS = 2**23
-LENGTH = 200
-
-
-def open_huge_round(process: ShufflerProcess, key: bytes) -> threading.Thread:
-    """Begins to open it, and returns when its files are being made."""
-
-    def call() -> None:
-        with (
-            suppress(ShufflerUnavailable),  # where it is killed meanwhile
-            ControlClient(process.address, process.control, timeout=120) as control,
-        ):
-            control.open_round("huge", 1, "m", key)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    return thread
-
-
-@pytest.mark.slow
-def test_reports_go_on_while_the_files_of_a_huge_round_are_made(memory_path: Path):
-    with ShufflerProcess(memory_path / "spool") as process:
-        world = World(process)
-        header = world.begin()
-        reports = iter(world.reports(header, 1000))
-        world.control.create_run("huge", plan(USERS), LENGTH)
-        opening = open_huge_round(process, world.public_key)
-        meanwhile = 0
-        while opening.is_alive() and meanwhile < 500:
-            assert world.submit(header, [next(reports)]) == [Verdict.ACCEPTED]
-            meanwhile += opening.is_alive()
-        opening.join()
-        assert meanwhile >= 5  # 1 where the store makes them itself
-        world.control.close_round("huge", 1, discard=True)
-        world.close()
-
-
-@pytest.mark.slow
-def test_killed_while_the_files_are_made_nothing_of_them_is_left(memory_path: Path):
-    spool, authority = memory_path / "spool", Authority.create()
-    with ShufflerProcess(spool, authority=authority) as process:
-        world = World(process)
-        world.control.create_run("huge", plan(USERS), LENGTH)
-        opening = open_huge_round(process, world.public_key)
-        while not list(spool.glob("batch-*.db-journal")):
-            time.sleep(0.001)
-        os.kill(process.pid, signal.SIGKILL)
-        opening.join()
-        world.close()
-    assert list(spool.glob("batch-*"))
-    with ShufflerProcess(spool, authority=authority) as process:
-        assert not list(spool.glob("batch-*"))
-        world = World(process)
-        world.control.open_round("huge", 1, "m", world.public_key)
-        world.close()
-
-
-@pytest.mark.slow
-def test_a_run_that_ends_while_its_round_is_opened_leaves_nothing(memory_path: Path):
-    spool = memory_path / "spool"
-    with ShufflerProcess(spool) as process:
-        world = World(process)
-        world.control.create_run("huge", plan(USERS), LENGTH)
-        refused: list[ShufflerRefused] = []
-
-        def call() -> None:
-            with ControlClient(process.address, process.control, timeout=120) as control:
-                try:
-                    control.open_round("huge", 1, "m", world.public_key)
-                except ShufflerRefused as error:
-                    refused.append(error)
-
-        opening = threading.Thread(target=call)
-        opening.start()
-        while not list(spool.glob("batch-*.db-journal")):
-            time.sleep(0.001)
-        world.control.end_run("huge")
-        opening.join()
-        assert [error.reason for error in refused] == [Refusal.RUN_ENDED]
-        assert not list(spool.glob("batch-*"))
-        world.close()
+STREAMS = 8
 
 
 def test_one_server_cannot_take_what_others_need(memory_path: Path):
@@ -111,9 +33,9 @@ def test_one_server_cannot_take_what_others_need(memory_path: Path):
     limits = {
         "runs_per_server": 3,
         "open_rounds_per_server": 2,
-        "disk_gigabytes_per_server": 0.009,
+        "disk_gigabytes_per_server": 0.011,
     }
-    with ShufflerProcess(memory_path / "spool", authority=authority, limits=limits) as process:
+    with ShufflerProcess(memory_path / "directory", authority=authority, limits=limits) as process:
         world = World(process)
         for run in "ab":
             world.control.create_run(run, plan(100), 40_000)
@@ -143,9 +65,9 @@ def test_a_server_that_fills_its_room_does_not_learn_how_many_have_reported(
     sent: int, memory_path: Path
 ):
     """Without cover that number and the released one would tell the number of blankets."""
-    authority, fits = Authority.create(), 9_000_000 // (40_960 + 32) - 100
-    limits = {"disk_gigabytes_per_server": 0.009}
-    with ShufflerProcess(memory_path / "spool", authority=authority, limits=limits) as process:
+    authority, fits = Authority.create(), 9_000_000 // 40_000 - 100 - 2 * STREAMS
+    limits = {"disk_gigabytes_per_server": 0.009, "streams": STREAMS}
+    with ShufflerProcess(memory_path / "directory", authority=authority, limits=limits) as process:
         world = World(process)
         header = world.begin("honest", users=100, report_bytes=40_000)
         reports = [(user, os.urandom(40_000)) for user in range(sent)]
@@ -154,9 +76,61 @@ def test_a_server_that_fills_its_room_does_not_learn_how_many_have_reported(
             world.control.create_run(str(probe), plan(probe), 40_000)
             if probe <= fits:
                 world.control.open_round(str(probe), 1, "m", world.public_key)
-                world.control.close_round(str(probe), 1, discard=True)
+                world.control.end_round(str(probe), 1)
                 continue
-            with pytest.raises(ShufflerRefused, match="with reports of all users") as refused:
+            with pytest.raises(ShufflerRefused, match="this server would take") as refused:
                 world.control.open_round(str(probe), 1, "m", world.public_key)
             assert refused.value.reason is Refusal.STORAGE_FULL
+        world.close()
+
+
+@pytest.mark.parametrize("length", [148, PIECE_BYTES + 1])
+def test_reports_that_are_begun_and_not_ended_take_nobody_s_room(length: int):
+    """On all streams but one, by users who then do not report; of short reports, too."""
+    metrics, authority = f"127.0.0.1:{free_port()}", Authority.create()
+    limits = {"streams": STREAMS, "streams_per_sender": STREAMS - 1}
+    with ShufflerProcess(metrics=metrics, authority=authority, limits=limits) as process:
+        world = World(process)
+        header = world.begin(users=20, report_bytes=length)
+        silences = []
+        holder = authority.issue(Role.NODE, "holder", users=20)
+        with raw_channel(world, holder) as channel:
+            for user in range(STREAMS - 1):
+                piece = {"sealed": bytes(100), "more": True}
+                about = {"run_id": "run", "round": 1, "commitment": header.commitment}
+                first = shuffler_pb2.SubmitRequest(users=[user], **about, **piece)
+                silences.append(Silence(first, shuffler_pb2.SubmitRequest(**piece)))
+            calls = [Stub("Intake", channel).Submit(iter(quiet)) for quiet in silences]
+            while scrape(metrics)["shufl_streams"] < STREAMS - 1:
+                pass
+            reports = [(user, os.urandom(length)) for user in range(20)]
+            assert world.submit(header, reports) == [Verdict.ACCEPTED] * 20
+            assert world.control.close_round("run", 1).name == "RELEASABLE"
+            assert len(list(world.control.release("run", 1))) == 20
+            for quiet, call in zip(silences, calls, strict=True):
+                quiet.let_go.set()
+                with pytest.raises(grpc.RpcError):
+                    list(call)
+        world.close()
+
+
+@pytest.mark.slow
+def test_the_blankets_of_one_server_s_round_do_not_hold_up_another_s():
+    """Making the first ones takes the longer, and is not yet done."""
+    authority = Authority.create()
+    many = {"shuffler_blankets": 20_000.0}
+    with ShufflerProcess(authority=authority) as process:
+        world = World(process)
+        length = sealed_length(report_length(10_000))
+        world.control.create_run("many", plan(**many), length)
+        world.control.open_round("many", 1, "m", world.public_key)
+        other = authority.issue(Role.SERVER, "other")
+        with ControlClient(process.address, other) as control, ThreadPoolExecutor() as threads:
+            closing = threads.submit(world.control.close_round, "many", 1)
+            control.create_run("few", plan(shuffler_blankets=2.0), length)
+            control.open_round("few", 1, "m", world.public_key)
+            assert control.close_round("few", 1).name in ("RELEASABLE", "BELOW_MINIMUM")
+            assert not closing.done()
+            world.control.end_round("many", 1)
+            assert closing.result(60).name == "DISCARDED"
         world.close()

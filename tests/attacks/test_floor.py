@@ -8,7 +8,6 @@ import shuffler_world
 from shuffler_world import PUBLIC_KEY
 from shufl.shuffler import (
     ControlClient,
-    Outcome,
     Refusal,
     ShufflerProcess,
     ShufflerRefused,
@@ -67,25 +66,24 @@ def test_a_run_has_no_more_rounds_than_the_floor_allows(control):
         assert words.endswith(f"rounds count from 1, this one is {beyond}")
     for round in (1, 2, 3):
         control.open_round(run, round, "m", PUBLIC_KEY)
-        assert control.close_round(run, round, discard=True) is Outcome.DISCARDED
+        control.end_round(run, round)
     words_of_refusal(control.open_round, run, 4, "m", PUBLIC_KEY)
 
 
 def test_a_run_that_is_older_than_the_floor_opens_no_more_rounds(tmp_path):
     authority = Authority.create()
     server = authority.issue(Role.SERVER, "server")
-    spool = tmp_path / "spool"
+    directory = tmp_path / "directory"
     with (
-        ShufflerProcess(spool, authority=authority) as process,
+        ShufflerProcess(directory, authority=authority) as process,
         ControlClient(process.address, server) as client,
     ):
         client.create_run("run", plan(minimum_batch=1), LENGTH)
         client.open_round("run", 1, "m", PUBLIC_KEY)
     with (
-        ShufflerProcess(spool, authority=authority, floor=FLOOR) as process,
+        ShufflerProcess(directory, authority=authority, floor=FLOOR) as process,
         ControlClient(process.address, server) as client,
     ):
-        client.close_round("run", 1, discard=True)
         words = words_of_refusal(client.open_round, "run", 2, "m", PUBLIC_KEY)
         assert "least_batch = 20" in words
         assert "least_batch = 20" in words_of_refusal(

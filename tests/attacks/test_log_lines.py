@@ -6,10 +6,11 @@ import logging
 import pytest
 
 from shuffler_world import World
+from shufl.accounting import chain
 from shufl.server.broadcast import _reason
 from shufl.server.fleet import read_node
 from shufl.shuffler import ShufflerProcess
-from shufl.shuffler.record import START, make_entry, verify
+from shufl.shuffler.record import verify
 from shufl.simulator.engines.base import logs_to
 
 HOSTILE = "x\n2026-11-25 12:00:00,000 INFO forged\r\x1b[2J\x7f\x9b2J\u202e\u2028\ud800forged\x00"
@@ -81,8 +82,8 @@ def test_a_run_of_any_name_is_one_line_of_ascii_in_the_shufflers_log(tmp_path):
     ],
 )
 def test_an_entry_of_a_record_is_one_line_of_ascii(change):
-    about = {"run": "a run", "round": 1, "event": "opened", "plan": "p", "commitment": "c"}
-    entry = make_entry(0, START, about)
+    about = {"run": "a run", "round": 1, "event": "opened", "commitment": "c"}
+    entry = chain.encode(about, chain.START)[0].decode()[:-1]
     assert verify([entry])[0]["run"] == "a run"
-    with pytest.raises(ValueError, match="entry 0 of the record is damaged"):
+    with pytest.raises(ValueError, match="line 1 of the record is damaged"):
         verify([change(entry)])

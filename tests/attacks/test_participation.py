@@ -67,7 +67,7 @@ def test_the_network_and_the_shuffler_guess_who_checked_in(shuffler, control, co
         reply_content(round.announce())
         seen += users_who_sent(shuffler, round)
         coins += SeededRandomness(seed).check_ins(1, MINE, 0.5).tolist()
-        control.close_round(round.header.run_id, 1, discard=True)
+        control.end_round(round.header.run_id, 1)
     assert 0 < sum(coins) < len(coins)
     assert seen == ([True] * len(coins) if cover else coins)
 
@@ -92,8 +92,10 @@ def drawn_and_others(shuffler, control, seed):
     control.close_round(round.header.run_id, 1)
     batch = list(control.release(round.header.run_id, 1))
     assert len({len(sealed) for sealed in batch}) == 1
-    opener = ReportOpener(round.private_key, round.header)
-    empty = sum(opener.open(sealed) == empty_report(round.dimension) for sealed in batch)
+    opener = ReportOpener(round.private_key)
+    empty = sum(
+        opener.open(sealed, round.header) == empty_report(round.dimension) for sealed in batch
+    )
     assert len(batch) == len(MINE) + WORK
     coins = SeededRandomness(seed).check_ins(1, MINE, 0.5)
     drawn = len(batch) - empty - int(coins.sum())
@@ -108,9 +110,8 @@ def test_empty_reports_are_left_out_of_the_sum_and_are_no_mistake(shuffler, cont
         reply_content(round.announce())
         control.close_round(round.header.run_id, 1)
         mean = Mean(round.plan, round.dimension)
-        aggregate = aggregate_reports(
-            control.release(round.header.run_id, 1), round.private_key, round.header, mean, USERS
-        )
+        batches = [(round.header, control.release(round.header.run_id, 1))]
+        aggregate = aggregate_reports(batches, round.private_key, mean, USERS)
         assert aggregate.rejected == 0
         sums.append((aggregate.reports, aggregate.estimate.tobytes()))
     assert sums[0] == sums[1]
@@ -123,8 +124,8 @@ def test_without_cover_in_the_plan_an_empty_report_is_rejected(shuffler, control
         assert list(intake.submit(round.header, [(1, sealed)])) == [Verdict.ACCEPTED]
     control.close_round("uninvited", 1)
     mean = Mean(round.plan, round.dimension)
-    release = control.release("uninvited", 1)
-    aggregate = aggregate_reports(release, round.private_key, round.header, mean, USERS)
+    batches = [(round.header, control.release("uninvited", 1))]
+    aggregate = aggregate_reports(batches, round.private_key, mean, USERS)
     assert aggregate.reasons == {"too-long": 1}
 
 

@@ -32,7 +32,7 @@ def test_nobody_but_its_server_can_do_anything_with_a_run(servers):
         lambda: other.create_run("run", plan(), 100),
         lambda: other.open_round("run", 2, "m", PUBLIC_KEY),
         lambda: other.close_round("run", 1),
-        lambda: other.close_round("run", 1, discard=True),
+        lambda: other.end_round("run", 1),
         lambda: list(other.release("run", 1)),
         lambda: other.end_run("run"),
     ]
@@ -41,7 +41,8 @@ def test_nobody_but_its_server_can_do_anything_with_a_run(servers):
             attempt()
         assert refused.value.reason is Refusal.NOT_OWNER
     renewed.create_run("run", plan(), 100)
-    assert renewed.close_round("run", 1, discard=True) is Outcome.DISCARDED
+    renewed.end_round("run", 1)
+    assert own.close_round("run", 1) is Outcome.DISCARDED
     renewed.end_run("run")
     other.create_run("another", plan(), 100)
 
@@ -50,11 +51,11 @@ def test_the_owner_is_kept_over_a_restart(tmp_path):
     authority = Authority.create()
     own, other = (authority.issue(Role.SERVER, name) for name in ("own", "other"))
     with (
-        ShufflerProcess(tmp_path / "spool", authority=authority) as process,
+        ShufflerProcess(tmp_path / "directory", authority=authority) as process,
         ControlClient(process.address, own) as client,
     ):
         client.create_run("run", plan(), 100)
-    with ShufflerProcess(tmp_path / "spool", authority=authority) as process:
+    with ShufflerProcess(tmp_path / "directory", authority=authority) as process:
         with ControlClient(process.address, other) as client, pytest.raises(ShufflerRefused) as no:
             client.end_run("run")
         assert no.value.reason is Refusal.NOT_OWNER

@@ -13,7 +13,7 @@ import signal
 import socket
 import ssl
 import subprocess
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 
@@ -84,14 +84,14 @@ class Stranger:
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("w")
     deployed = World(folder, nodes=3, rounds=1000, hidden=8192, round_timeout=60.0, proxied=True)
-    nginx = Nginx(deployed.server / "nginx.conf", folder / "nginx")
-    try:
-        with deployed:
-            deployed.run()
-            deployed.wait_for_round(1)
-            yield Stranger(folder, deployed)
-    finally:
-        nginx.stop()
+    shuffler = deployed.folder / "shuffler-1/nginx.conf"
+    with ExitStack() as stack:
+        stack.callback(Nginx(deployed.server / "nginx.conf", folder / "nginx").stop)
+        stack.callback(Nginx(shuffler, folder / "stream", stream=True).stop)
+        stack.enter_context(deployed)
+        deployed.run()
+        deployed.wait_for_round(1)
+        yield Stranger(folder, deployed)
 
 
 def _write_app(folder: Path, marker: Path) -> Path:

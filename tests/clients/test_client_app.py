@@ -267,7 +267,7 @@ def test_a_round_behind_one_that_is_still_at_work_is_given_up(make_round, ledger
 
     round = make_round(rate=1.0, load_users=slow_users, reply_after=0.01, ledger=ledger).open()
     round.announce()
-    round.control.close_round(round.header.run_id, 1, discard=True)
+    round.control.end_round(round.header.run_id, 1)
     round.control.open_round(round.header.run_id, 2, round.header.model_digest, round.public_key)
     round.announce(round=2, seconds=0.1)
     time.sleep(0.3)
@@ -311,7 +311,7 @@ def test_a_report_that_is_lost_is_told_in_simulation_and_hidden_in_deployment(ma
         if told:
             with pytest.raises(ReportFailed, match=r"^round 1: a report was rejected: DUPLICATE$"):
                 round.announce()
-            round.control.close_round(round.header.run_id, 1, discard=True)
+            round.control.end_round(round.header.run_id, 1)
         else:
             assert reply_content(round.announce()) == {"acknowledgement": {"received": True}}
 

@@ -58,7 +58,7 @@ def shown(plan, shuffler):
 
 @pytest.fixture
 def shuffler(memory_path):
-    with ShufflerProcess(memory_path / "spool", simulation_seed=9, plaintext=True) as process:
+    with ShufflerProcess(memory_path / "directory", simulation_seed=9) as process:
         yield process
 
 
@@ -89,7 +89,7 @@ def shuffler_that_repeats_blankets(memory_path, tmp_path, monkeypatch):
         """)
     )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    with ShufflerProcess(memory_path / "spool", simulation_seed=9, plaintext=True) as process:
+    with ShufflerProcess(memory_path / "directory", simulation_seed=9) as process:
         yield process
 
 

@@ -59,26 +59,27 @@ def node_with_halved_noise(settings):
 
 @pytest.fixture
 def shuffler(memory_path):
-    with ShufflerProcess(memory_path / "spool") as process:
+    with ShufflerProcess(memory_path / "directory") as process:
         yield process
 
 
 @pytest.fixture
 def shuffler_that_keeps_order(memory_path, tmp_path, monkeypatch):
-    """The real process, but the slots that reports are put into count up.
-
-    There are twice as many as users, and all users report: each round fills one half, rising.
-    """
+    """The real process, but the slots that reports are put into count up."""
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
-            import itertools
             import secrets
-            numbers = itertools.count()
-            secrets.randbelow = lambda limit: next(numbers) % limit
+            from shufl.shuffler.store.batch import Batch
+            honest = Batch.__init__
+            def lying(self, *arguments, **named):
+                honest(self, *arguments, **named)
+                self._free = self._free[::-1].copy()
+            Batch.__init__ = lying
+            secrets.randbelow = lambda limit: limit - 1  # the last of those that are free
         """)
     )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    with ShufflerProcess(memory_path / "spool") as process:
+    with ShufflerProcess(memory_path / "directory") as process:
         yield process
 
 

@@ -29,7 +29,7 @@ def sealed(reports, header=HEADER, key=PUBLIC):
 
 
 def aggregate(batch, users=50):
-    return aggregate_reports(batch, PRIVATE, HEADER, Mean(PLAN, DIMENSION), users)
+    return aggregate_reports([(HEADER, batch)], PRIVATE, Mean(PLAN, DIMENSION), users)
 
 
 @pytest.fixture
@@ -90,3 +90,18 @@ def test_bad_reports_are_counted_and_left_out(reports):
         "replayed": 2,
     }
     assert (result.estimate == aggregate(good).estimate).all()
+
+
+def test_a_report_counts_in_the_batch_of_its_own_shuffler_alone_and_once(reports):
+    """Two shufflers drew two nonces for one round; the key is the same."""
+    headers = [dataclasses.replace(HEADER, nonce=bytes([number]) * 16) for number in (1, 2)]
+    halves = [
+        sealed(half, header)
+        for half, header in zip((reports[:5], reports[5:]), headers, strict=True)
+    ]
+    expected = aggregate(sealed(reports)).estimate
+    for extra, reasons in (([], {}), (halves[0], {"not-opened": 5}), (halves[1], {"replayed": 7})):
+        batches = zip(headers, (halves[0], [*halves[1], *extra]), strict=True)
+        result = aggregate_reports(batches, PRIVATE, Mean(PLAN, DIMENSION), 50)
+        assert (result.reports, result.reasons) == (12, reasons)
+        assert (result.estimate == expected).all()

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from shuffler_world import Ended, World
+from shuffler_world import Ended, World, tls_section
 from shufl.cli.__main__ import main
 from shufl.shuffler import ShufflerProcess
 from tiny_disk import tiny_disk_at
 
 
 @pytest.fixture(scope="session", autouse=True)
-def temporary_spools_in_memory() -> Iterator[None]:
-    """Where there is such a place: every report is synced to disk, and nothing here needs a disk
-    but what has a spool under `tmp_path`."""
+def temporary_directories_in_memory() -> Iterator[None]:
+    """Where there is such a place: nothing here needs a disk but what is under `tmp_path`."""
     before = tempfile.tempdir
     if Path("/dev/shm").is_dir():
         tempfile.tempdir = "/dev/shm"
@@ -35,8 +34,8 @@ def start() -> Iterator[Callable[..., World]]:
     """Starts shufflers; all of them are gone after the test."""
     with ExitStack() as stack:
 
-        def starter(spool: Path | None = None, **options: object) -> World:
-            process = ShufflerProcess(spool, **options)  # type: ignore[arg-type]
+        def starter(directory: Path | None = None, **options: object) -> World:
+            process = ShufflerProcess(directory, **options)  # type: ignore[arg-type]
             world = World(stack.enter_context(process))
             stack.callback(world.close)
             return world
@@ -57,16 +56,16 @@ def shared() -> Iterator[World]:
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Iterator[Callable[..., Ended]]:
-    """Runs `shufl shuffler` in this process, where it ends by itself: with this content
-    of its configuration, which lies in `tmp_path`."""
+    """Runs `shufl shuffler` in this process, where it ends by itself: with this content of its
+    configuration, which lies in `tmp_path`, and with TLS unless it says otherwise."""
+    own = tls_section(tmp_path / "tls")[1]
     log, mask = logging.getLogger("shufl.shuffler"), os.umask(0o077)
     hang_up = signal.getsignal(signal.SIGHUP)
     handlers, level, propagate = log.handlers[:], log.level, log.propagate
 
-    def run(config: str, *arguments: str, token: str = "t" * 32) -> Ended:
+    def run(config: str, *arguments: str, tls: bool = True) -> Ended:
         file = tmp_path / "shuffler.toml"
-        file.write_text(config, encoding="utf-8")
-        monkeypatch.setenv("SHUFL_CONTROL_TOKEN", token)
+        file.write_text(f"{config}\n{own if tls else ''}", encoding="utf-8")
         monkeypatch.setattr(sys, "argv", ["shufl", "shuffler", "--config", str(file), *arguments])
         with pytest.raises(SystemExit) as ended:
             main()

@@ -32,7 +32,7 @@ def test_no_report_is_lost_under_a_small_flood():
 def test_throughput_is_measured_with_and_without_blankets(tmp_path):
     results = tmp_path / "results.json"
     numbers = ("--payloads", "1000", "--reports", "50", "--rounds", "1", "--json", str(results))
-    played("shuffler_throughput.py", *numbers, "--spool", str(tmp_path))
+    played("shuffler_throughput.py", *numbers, "--directory", str(tmp_path))
     rows = json.loads(results.read_text())
     assert [(row["payload"], row["sealed"], row["reports"]) for row in rows] == [
         (1000, True, 50),

@@ -1,18 +1,14 @@
-"""Blankets in the shuffler: their law, crashes, and nothing that a server reads tells their number.
+"""Blankets in the shuffler: their law, and nothing that a server reads tells their number.
 
-What a server can read: the answers to its five calls and the health status, how long each takes,
+What a server can read: the answers to its six calls and the health status, how long each takes,
 how many sealed reports a release has, how long they are and in which order they come. The order is
-tested with the spool, the health status with the service.
+tested with the batch, the health status with the service.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import random
-import secrets
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,8 +19,13 @@ import pytest
 from scipy import stats
 
 import shuffler_world
-from shuffler_world import World, kill, logged, raw_channel
-from shufl.accounting.mechanisms import GaussianMechanism, SeededRandomness, most_blankets
+from shuffler_world import World, logged, raw_channel
+from shufl.accounting.mechanisms import (
+    GaussianMechanism,
+    SeededRandomness,
+    SystemRandomness,
+    most_blankets,
+)
 from shufl.shuffler import (
     Outcome,
     Refusal,
@@ -40,12 +41,10 @@ from shufl.shuffler import (
     seal,
     sealed_length,
 )
-from shufl.shuffler.store.checks import Anchor
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.store.spool import RoundSpool
-from shufl.shuffler.store.spool_rows import BatchRows, BlanketsLeft
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.stub import Stub
+from tiny_disk import fill
 
 DIMENSION = 40
 EXPECTED = 200.0
@@ -64,25 +63,18 @@ def mechanism(**change: object) -> dict[str, object]:
 
 def opened(world: World, round: int = 1, length: int = LENGTH, **of_plan: float) -> RoundHeader:
     digest = world.control.create_run("run", plan(**of_plan), length)
-    world.control.open_round("run", round, "model", world.public_key)
-    return RoundHeader("run", round, "model", digest, key_digest(world.public_key))
+    nonce = world.control.open_round("run", round, "model", world.public_key)
+    return RoundHeader("run", round, "model", digest, key_digest(world.public_key), nonce)
 
 
 def released(world: World, header: RoundHeader) -> np.ndarray:
     """Closes the round and opens what it releases: int16 of shape (k, d)."""
     assert world.control.close_round("run", header.round) is Outcome.RELEASABLE
-    opener = ReportOpener(world.private_key, header)
+    opener = ReportOpener(world.private_key)
     batch = list(world.control.release("run", header.round))
+    world.control.end_round("run", header.round)
     assert {len(sealed) for sealed in batch} <= {LENGTH}
-    return np.array([decode_report(opener.open(sealed), DIMENSION) for sealed in batch])
-
-
-def kept(spool: Path) -> BlanketsLeft:
-    """What the file of the open round says of its blankets; only while no shuffler runs."""
-    (path,) = spool.glob("batch-*.db")
-    checks = Anchor(spool / "generation").checks.of_place(path.stem)
-    with sqlite3.connect(path) as connection:
-        return BlanketsLeft.read(BatchRows(connection, checks))
+    return np.array([decode_report(opener.open(sealed, header), DIMENSION) for sealed in batch])
 
 
 def test_a_simulations_blankets_are_reports_of_the_zero_update_from_its_seed(
@@ -156,104 +148,57 @@ def test_the_minimum_batch_counts_users_reports_and_blankets_together(
     assert world.control.close_round("run", 1) is expected
 
 
-@pytest.mark.slow
-def test_killed_at_ten_moments_of_a_round_it_never_draws_a_second_number(
-    start: Callable[..., World], memory_path: Path
-):
-    place = memory_path / "spool"
-    length = sealed_length(report_length(10_000))  # so that the blankets take some seconds
-    world = start(place)
-    keys = world.private_key, world.public_key
-    header = opened(world, length=length, expected=2000.0)
-    drawn, made = set(), []
-    for moment in range(10):
-        time.sleep(0.03 * moment)
-        kill(world)
-        left = kept(place)
-        drawn.add((left.drawn, left.work))
-        made.append(left.made)
-        world = start(place)
-        world.private_key, world.public_key = keys
-    assert made == sorted(made)  # it goes on where it was
-    assert world.control.close_round("run", 1) is Outcome.RELEASABLE
-    batch = list(world.control.release("run", 1))
-    assert drawn == {(len(batch), most_blankets(2000.0))}
-    opener = ReportOpener(world.private_key, header)  # refuses what it has seen
-    assert len({opener.open(sealed) for sealed in batch}) == len(batch)
+def made(store: RunStore, round: int) -> None:
+    """Makes all of a round's blankets."""
+    while store.batches.make_blankets("run", round):
+        pass
 
 
-@pytest.mark.slow
-def test_killed_between_closing_and_the_release_the_number_stays(
-    start: Callable[..., World], tmp_path: Path
-):
-    place = tmp_path / "spool"
-    world = start(place, simulation_seed=5)
-    keys = world.private_key, world.public_key
-    header = opened(world)
-    world.control.close_round("run", 1)
-    kill(world)
-    world = start(place, simulation_seed=6)  # another source: nothing is drawn any more
-    world.private_key, world.public_key = keys
-    count = SeededRandomness(5).number_of_blankets(1, EXPECTED)
-    assert len(released(world, header)) == count
-
-
-def asked_of_the_system(place: Path, kept: int) -> dict[str, int]:
-    """Bytes and calls of reading and writing while 2 560 blankets are stored in ten groups."""
-
-    def counts() -> dict[str, int]:
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return {name: int(count) for name, _, count in (line.partition(": ") for line in lines)}
-
-    spool = RoundSpool(place / "batch-1.db", 100, 10**6, 2560, lambda: kept)
-    before = counts()
-    for _ in range(10):
-        spool.add_blankets([bytes(100)] * 256)
-    after = counts()
-    assert spool.count == kept
-    spool.destroy()
-    return {name: after[name] - before[name] for name in ("wchar", "syscw", "syscr")}
-
-
-def test_storing_blankets_asks_the_same_of_the_system_whatever_the_number_kept(
+def test_as_much_is_done_for_blankets_whatever_the_number_kept(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """So that the time until a round is closed does not tell it; at a million users, many rows."""
-    asked = []
-    for kept in (0, 1, 1300, 2560):
-        draw = random.Random(7).randrange
-        monkeypatch.setattr(secrets, "randbelow", draw)
-        asked.append(asked_of_the_system(memory_path, kept))
-    assert asked[0]["syscw"] > 2560
+    """So that the time until a round is closed does not tell it."""
+    asked, held = [], []
+    for kept in (0, 1, 20, most_blankets(20.0)):
+        monkeypatch.setattr(SystemRandomness, "number_of_blankets", lambda *_, n=kept: n)
+        store = RunStore(memory_path / str(kept), durable=False)
+        store.create_run("run", plan(expected=20.0), LENGTH)
+        store.open_round("run", 1, "model", generate_key_pair()[1])
+        made(store, 1)  # what is done at the first time only
+        store.end_round("run", 1)
+        store.open_round("run", 2, "model", generate_key_pair()[1])
+        before = asked_of_the_system()
+        made(store, 2)
+        after = asked_of_the_system()
+        asked.append({name: after[name] - before[name] for name in after})
+        made(store, 2)  # all are made: again changes nothing
+        outcome = store.close_round("run", 2)
+        held.append(store.release("run", 2).count if outcome is Outcome.RELEASABLE else 0)
+        store.close()
+    assert held == [0, 1, 20, most_blankets(20.0)]
+    assert asked[0]["syscw"] == most_blankets(20.0)
     assert asked == [asked[0]] * 4
 
 
-def test_as_many_are_made_whatever_the_number_kept(tmp_path: Path):
-    store = RunStore(tmp_path / "spool")
-    store.create_run("run", plan(expected=2.0), LENGTH)
-    for round in range(1, 6):
-        store.open_round("run", round, "model", generate_key_pair()[1])
-        made = 0
-        while make := store.batches.next_blankets("run", round):
-            sealed = make()
-            made += len(sealed)
-            store.batches.add_blankets("run", round, sealed)
-        assert made == most_blankets(2.0)
-        store.close_round("run", round, discard=True)
-    store.close()
+def asked_of_the_system() -> dict[str, int]:
+    """Bytes and calls of writing so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    counts = {name: int(count) for name, _, count in (line.partition(": ") for line in lines)}
+    return {name: counts[name] for name in ("wchar", "syscw")}
 
 
 @pytest.mark.slow
-def test_closing_waits_until_the_blankets_are_made_and_discarding_does_not(
-    start: Callable[..., World], tmp_path: Path
+def test_closing_waits_until_the_blankets_are_made_and_ending_does_not(
+    start: Callable[..., World],
 ):
-    world = start(tmp_path / "spool")
+    world = start()
     length = sealed_length(report_length(50_000))
     header = opened(world, length=length, expected=20_000.0)
     begun = time.monotonic()
-    assert world.control.close_round("run", 1, discard=True) is Outcome.DISCARDED
+    world.control.end_round("run", 1)
+    assert world.control.close_round("run", 1) is Outcome.DISCARDED
     assert time.monotonic() - begun < 20  # making them takes longer
-    assert submitted(world, dataclasses.replace(header, round=1), 1) == [Verdict.ROUND_NOT_OPEN]
+    assert submitted(world, header, 1) == [Verdict.ROUND_NOT_OPEN]
     world.control.open_round("run", 2, "model", world.public_key)
     world.control.end_run("run")  # nor does the end of the run
     assert time.monotonic() - begun < 40
@@ -269,11 +214,15 @@ def answers(world: World, reports: int) -> list[bytes]:
     )
     found.append(stub.OpenRound(opening))
     digest = found[0].plan_digest
-    header = RoundHeader("run", 1, "model", digest, key_digest(world.public_key))
+    key, nonce = key_digest(world.public_key), found[1].nonce
+    header = RoundHeader("run", 1, "model", digest, key, nonce)
+    found[1].ClearField("nonce")
+    assert len(nonce) == 16
     assert set(submitted(world, header, reports)) == {Verdict.ACCEPTED}
     found.append(stub.CloseRound(pb.CloseRoundRequest(run_id="run", round=1)))
     chunks = list(stub.Release(pb.ReleaseRequest(run_id="run", round=1)))
     assert {field.name for chunk in chunks for field, _ in chunk.ListFields()} == {"sealed"}
+    found.append(stub.EndRound(pb.EndRoundRequest(run_id="run", round=1)))
     found.append(stub.EndRun(pb.EndRunRequest(run_id="run")))
     return [each.SerializeToString() for each in found]
 
@@ -352,64 +301,26 @@ def test_reports_that_are_no_whole_numbers_of_entries_can_have_no_blankets(share
         shared.control.open_round("odd", 1, "model", shared.public_key)
 
 
-RESERVE = 128 * 2**10
-
-
-def room(directory: Path) -> int:
-    """Bytes of the disk that reports may still take."""
-    disk = os.statvfs(directory)
-    return disk.f_bavail * disk.f_frsize - RESERVE
-
-
-def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(
-    tiny_disk: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The disk fills after the round was opened; what is reserved is left for closing it."""
-    store = RunStore(tiny_disk, reserve_bytes=RESERVE)
-    length = sealed_length(report_length(200))
+def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(tiny_disk: Path):
+    """With room again the rest is made: what was made stays, and nothing is drawn anew."""
+    store = RunStore(tiny_disk / "directory", randomness=SeededRandomness(5), durable=False)
+    length, key = sealed_length(report_length(2000)), generate_key_pair()[1]
     store.create_run("run", plan(users=10, expected=3.0), length)
-    store.open_round("run", 1, "model", generate_key_pair()[1])
-    (tiny_disk / "other").write_bytes(bytes(room(tiny_disk) - 20_000))
+    store.open_round("run", 1, "model", key)
+    filler = fill(tiny_disk)
     with pytest.raises(ShufflerRefused) as refused:
-        while make := store.batches.next_blankets("run", 1):
-            store.batches.add_blankets("run", 1, make())
+        made(store, 1)
     assert refused.value.reason is Refusal.STORAGE_FULL
-    assert room(tiny_disk) > 0
-    with pytest.raises(ShufflerRefused, match="blankets are not stored"):
-        store.close_round("run", 1)
-    assert store.close_round("run", 1, discard=True) is Outcome.DISCARDED
+    filler.unlink()
+    made(store, 1)
+    assert store.close_round("run", 1) is Outcome.RELEASABLE
+    count = SeededRandomness(5).number_of_blankets(1, 3.0)
+    assert store.release("run", 1).count == count > 0
     store.close()
-
-
-def test_a_round_whose_blankets_have_no_room_is_not_opened(tiny_disk: Path):
-    store = RunStore(tiny_disk, reserve_bytes=64 * 2**10)
-    store.create_run("run", plan(users=10, expected=500.0), LENGTH)
-    with pytest.raises(ShufflerRefused) as refused:
-        store.open_round("run", 1, "model", generate_key_pair()[1])
-    assert refused.value.reason is Refusal.STORAGE_FULL
-    assert not list(tiny_disk.glob("batch-*"))
-    store.close()
-
-
-def test_blankets_and_reports_never_share_a_slot(memory_path: Path):
-    """With blankets that are thrown away, whose slots are given to the next reports."""
-    spool = RoundSpool(memory_path / "batch-1.db", 100, 60, 80, lambda: 37)
-    sent = [os.urandom(100) for _ in range(60)]
-    blankets = [os.urandom(100) for _ in range(80)]
-    for step in range(20):
-        spool.add_blankets(blankets[4 * step : 4 * step + 4])
-        spool.add([("node", user, sent[user]) for user in range(3 * step, 3 * step + 3)])
-        if step == 9:
-            spool.close()
-            spool = RoundSpool(memory_path / "batch-1.db", 100, 60, 80, lambda: 99)
-    assert spool.count == 60 + 37
-    found, _ = spool.next_chunk(10**6)
-    assert sorted(found) == sorted(sent + blankets[:37])
-    spool.destroy()
 
 
 def test_a_seed_for_blankets_is_for_a_simulations_own_shuffler_only(command, tmp_path: Path):
-    done = command('plaintext = true\nsimulation_seed = 3\nspool = "spool"\n')
+    done = command('simulation_seed = 3\ndirectory = "directory"\n')
     assert done.returncode == 2
     words = "simulation_seed is for a simulation's own shuffler"
     assert done.stderr == f"shuffler: {tmp_path / 'shuffler.toml'}: {words}\n"

@@ -16,15 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from shuffler_world import World, plan
+from shuffler_world import World, plan, tls_section
 from shufl.shuffler import ControlClient
 from shufl.shuffler.callers import Role
-from shufl.shuffler.keys import Authority
 from shufl.shuffler.service.log import LINES_PER_MINUTE, Log
 from shufl.shuffler.wire.channel import READY
 
 ROOT = Path(__file__).parents[2]
-PLAIN = 'plaintext = true\nspool = "spool"\nlog_file = "log"\n'
+PLACES = 'directory = "directory"\nlog_file = "log"\n'
 
 
 @contextmanager
@@ -33,7 +32,6 @@ def shuffler(config: Path) -> Iterator[subprocess.Popen[str]]:
     child = subprocess.Popen(
         [sys.executable, "-m", "shufl.cli", "shuffler", "--config", str(config)],
         cwd=ROOT,
-        env={**os.environ, "SHUFL_CONTROL_TOKEN": "t" * 32},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -70,11 +68,12 @@ def test_a_hail_of_sighup_from_its_start_to_its_end_does_not_kill(tmp_path: Path
     pipe."""
     config = tmp_path / "shuffler.toml"
     os.mkfifo(config)
+    _, tls = tls_section(tmp_path / "tls")
     with shuffler(config) as child:
         with config.open("w") as pipe:  # it is open when the other end is
             hail = threading.Thread(target=keep_signalling, args=(child,))
             hail.start()
-            pipe.write(PLAIN)
+            pipe.write(PLACES + tls)
         listening(child)
         child.terminate()
         hail.join()
@@ -92,14 +91,10 @@ def keep_signalling(child: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize("list_of", ["missing", "a folder", "malformed", "no text"])
 def test_a_list_that_cannot_be_read_at_sighup_leaves_the_earlier_one(tmp_path: Path, list_of: str):
     """`test_shuffler_permissions.py` has what the earlier list then still refuses."""
-    authority = Authority.create()
-    authority.issue(Role.SHUFFLER, "shuffler", hosts=["127.0.0.1"]).write(tmp_path, "shuffler")
+    _, tls = tls_section(tmp_path / "tls")
     revoked, config = tmp_path / "revoked", tmp_path / "shuffler.toml"
     revoked.write_text("phone-7\n")
-    config.write_text(
-        'spool = "spool"\nlog_file = "log"\n[tls]\ncertificate = "shuffler.pem"\n'
-        'key = "shuffler.key"\nauthority = "authority.pem"\nrevoked = "revoked"\n'
-    )
+    config.write_text(f'{PLACES}{tls}revoked = "revoked"\n')
     with shuffler(config) as child:
         listening(child)
         assert events(tmp_path / "log")[0] == "withdrawn credentials read: 1"
@@ -137,12 +132,11 @@ def test_a_log_file_that_was_moved_away_is_begun_again_at_sighup(
 
 def test_log_files_are_rotated_and_the_oldest_dropped(tmp_path: Path):
     config = tmp_path / "shuffler.toml"
-    config.write_text(
-        f"{PLAIN}log_megabytes = 0.002\nlog_kept = 2\n[limits]\nruns_per_server = 64\n"
-    )
-
+    authority, tls = tls_section(tmp_path / "tls")
+    config.write_text(f"{PLACES}log_megabytes = 0.002\nlog_kept = 2\n{tls}")
+    server = authority.issue(Role.SERVER, "server")
     with shuffler(config) as child:
-        with ControlClient(listening(child), "t" * 32) as control:
+        with ControlClient(listening(child), server) as control:
             for number in range(LINES_PER_MINUTE - 1):
                 control.create_run(f"run {number}", plan(), 64)
                 control.end_run(f"run {number}")

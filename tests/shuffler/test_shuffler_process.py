@@ -9,70 +9,70 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
+from shuffler_world import tls_section
 from shufl.cli.__main__ import main
-from shufl.shuffler import Refusal, ShufflerProcess, ShufflerRefused, ShufflerUnavailable
+from shufl.shuffler import ShufflerProcess, ShufflerUnavailable
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.store.storage import syncs
 from shufl.shuffler.wire.channel import parse_address
 
 ROOT = Path(__file__).parents[2]
-TOKEN = "t" * 32
-
-
-PLAIN = "plaintext = true\n"
-SPOOL = 'spool = "spool"\n'  # in the directory of the configuration
+DIRECTORY = 'directory = "directory"\n'  # in that of the configuration
 TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
 
 
 @pytest.mark.parametrize(
-    ("config", "token", "words"),
+    ("config", "words"),
     [
+        ('metrics = "0.0.0.0:0"', "metrics only on a loopback address"),
+        ('listen = "127.0.0.1"', "an address is HOST:PORT"),
+        ('listen = "127.0.0.1:70000"', "an address is HOST:PORT"),
+        ("", "directory is missing"),
+        ('spool = "spool"', "unknown key spool"),
+        ('directory = "/proc/nowhere"', "/proc/nowhere"),
+        ('directory = "/dev/null"', "/dev/null"),
+        (DIRECTORY + 'log_file = "/nowhere/log"', "/nowhere/log"),
+        ("directry = 3", "unknown key directry; did you mean directory? allowed: listen"),
         (
-            PLAIN + SPOOL,
-            "t" * 31,
-            "SHUFL_CONTROL_TOKEN must hold 32 or more printable ASCII characters",
+            "[limits]\nstreems = 1",
+            "unknown key limits.streems; did you mean streams? allowed: users, ",
         ),
-        (PLAIN + SPOOL, "é" * 32, "must hold 32 or more printable ASCII characters"),
-        ("", TOKEN, "either a section [tls] or plaintext = true"),
-        (PLAIN + TLS, TOKEN, "either a section [tls] or plaintext = true"),
-        (PLAIN + 'listen = "0.0.0.0:0"', TOKEN, "plaintext only on a loopback address"),
-        (PLAIN + 'listen = "[::]:0"', TOKEN, "plaintext only on a loopback address"),
-        (PLAIN + 'listen = "a.example:0"', TOKEN, "plaintext only on a loopback address"),
-        (PLAIN + 'metrics = "0.0.0.0:0"', TOKEN, "metrics only on a loopback address"),
-        ('listen = "127.0.0.1"\n' + TLS, TOKEN, "an address is HOST:PORT"),
-        ('listen = "127.0.0.1:70000"\n' + TLS, TOKEN, "an address is HOST:PORT"),
-        (SPOOL + TLS, TOKEN, "No such file"),
-        (PLAIN, TOKEN, "spool is missing"),
-        (PLAIN + 'generation = "age"', TOKEN, "generation is given and spool, whose age it tells"),
-        ('[tls]\nkey = "/no"', TOKEN, "tls.certificate is missing"),
-        (PLAIN + 'spool = "/proc/nowhere"', TOKEN, "/proc/nowhere"),
-        (PLAIN + 'spool = "/dev/null"', TOKEN, "/dev/null"),
-        (PLAIN + SPOOL + 'log_file = "/nowhere/log"', TOKEN, "/nowhere/log"),
-        (PLAIN + "spol = 3", TOKEN, "unknown key spol; did you mean spool? allowed: listen"),
-        (
-            PLAIN + "[limits]\nstreems = 1",
-            TOKEN,
-            "unknown key limits.streems; did you mean streams? allowed: users, connections",
-        ),
-        (PLAIN + "[limits]\nidle_seconds = 1e10", TOKEN, "limits.idle_seconds must be"),
-        (PLAIN + "[limits]\nidle_seconds = nan", TOKEN, "must be a number in (0, 10^9], got nan"),
-        (PLAIN + "[limits]\nreports_per_second = 0", TOKEN, "must be a number above 0, got 0"),
-        (PLAIN + "simulation_seed = -1", TOKEN, "must be a whole number in [0, 2^63), got -1"),
-        (PLAIN + "log_file = 3", TOKEN, "log_file must be the path of a file, got 3"),
-        ("spool = " + "[" * 5000, TOKEN, "is not valid TOML: it is nested too deeply"),
-        (PLAIN + "[limits]\nstreams = 0", TOKEN, "limits.streams must be a whole number from"),
-        ("plaintext = yes", TOKEN, "is not valid TOML"),
+        ("[limits]\nidle_seconds = 1e10", "limits.idle_seconds must be"),
+        ("[limits]\nidle_seconds = nan", "must be a number in (0, 10^9], got nan"),
+        ("[limits]\nreports_per_second = 0", "must be a number above 0, got 0"),
+        ("[limits]\nstreams = 0", "limits.streams must be a whole number from"),
+        ("[limits]\nrelease_hours = 0", "limits.release_hours must be a number in (0, 10^4], got"),
+        ("simulation_seed = -1", "must be a whole number in [0, 2^63), got -1"),
+        ("log_file = 3", "log_file must be the path of a file, got 3"),
+        ("directory = " + "[" * 5000, "is not valid TOML: it is nested too deeply"),
+        ("listen = yes", "is not valid TOML"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(command, config: str, token: str, words: str):
-    done = command(config, token=token)
+def test_bad_input_is_one_line_and_exit_code_2(command, config: str, words: str):
+    done = command(config)
     assert done.returncode == 2
     assert done.stdout == ""
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (DIRECTORY, "tls is missing"),
+        (DIRECTORY + TLS, "No such file"),
+        ('[tls]\nkey = "/no"', "tls.certificate is missing"),
+        (DIRECTORY + "plaintext = true", "unknown key plaintext"),
+    ],
+)
+def test_without_its_files_for_tls_it_does_not_start(command, config: str, words: str):
+    done = command(config, tls=False)
+    assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -100,19 +100,16 @@ def test_an_unknown_option_is_one_line():
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_taken_port_and_a_taken_spool_are_refused(start, command, tmp_path: Path):
+def test_a_taken_port_is_refused(start, command, tmp_path: Path):
     world = start(tmp_path / "taken")
-    taken = command(PLAIN + SPOOL + f'listen = "{world.process.address}"')
+    taken = command(DIRECTORY + f'listen = "{world.process.address}"')
     assert taken.returncode == 2
     assert len(taken.stderr.splitlines()) == 1
     assert f"cannot listen on {world.process.address}: Address already in use" in taken.stderr
-    metrics = command(PLAIN + SPOOL + f'metrics = "{world.process.address}"')
+    metrics = command(DIRECTORY + f'metrics = "{world.process.address}"')
     assert metrics.returncode == 2
     words = f"metrics: cannot listen on {world.process.address}: Address already in use"
     assert metrics.stderr == f"shuffler: {words}\n"
-    shared = command(PLAIN + f'spool = "{tmp_path / "taken"}"')
-    assert shared.returncode == 2
-    assert "in use by another shuffler" in shared.stderr
 
 
 def test_a_certificate_that_does_not_fit_its_key_is_refused(command, tmp_path: Path):
@@ -120,8 +117,9 @@ def test_a_certificate_that_does_not_fit_its_key_is_refused(command, tmp_path: P
     authority.issue(Role.SHUFFLER, "one", hosts=["127.0.0.1"]).write(tmp_path, "one")
     authority.issue(Role.SHUFFLER, "two", hosts=["127.0.0.1"]).write(tmp_path, "two")
     done = command(
-        f'{SPOOL}[tls]\ncertificate = "{tmp_path}/one.pem"\nkey = "{tmp_path}/two.key"\n'
-        f'authority = "{tmp_path}/authority.pem"'
+        f'{DIRECTORY}[tls]\ncertificate = "{tmp_path}/one.pem"\nkey = "{tmp_path}/two.key"\n'
+        f'authority = "{tmp_path}/authority.pem"',
+        tls=False,
     )
     assert done.returncode == 2
     assert "TLS certificate and key do not fit: KEY_VALUES_MISMATCH" in done.stderr
@@ -153,49 +151,24 @@ def test_tls_files_that_no_client_would_accept_are_refused(
     if wrong == "mode":
         (tmp_path / "own.key").chmod(0o640)
     done = command(
-        f'spool = "{tmp_path}/spool"\n[tls]\ncertificate = "{tmp_path}/own.pem"\n'
-        f'key = "{tmp_path}/own.key"\nauthority = "{tmp_path}/authority.pem"'
+        f'directory = "{tmp_path}/directory"\n[tls]\ncertificate = "{tmp_path}/own.pem"\n'
+        f'key = "{tmp_path}/own.key"\nauthority = "{tmp_path}/authority.pem"',
+        tls=False,
     )
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_store_that_refuses_at_the_start_is_one_line(command, monkeypatch: pytest.MonkeyPatch):
-    def full(*_, **__):
-        raise ShufflerRefused(Refusal.STORAGE_FULL, "the disk is full")
-
-    monkeypatch.setattr("shufl.shuffler.serving.RunStore", full)
-    done = command(PLAIN + SPOOL)
-    assert done.returncode == 2
-    assert done.stderr == "shuffler: STORAGE_FULL: the disk is full\n"
-
-
-@pytest.mark.parametrize("spool", [SPOOL, ""])
-def test_only_a_spool_that_stays_is_brought_to_the_disk(
-    spool: str, command, monkeypatch: pytest.MonkeyPatch
-):
-    found = []
-
-    def look(*_, **__):
-        found.append(syncs())
-        raise ShufflerRefused(Refusal.STORAGE_FULL)
-
-    monkeypatch.setattr("shufl.shuffler.serving.RunStore", look)
-    command(PLAIN + spool, "--exit-with-parent")
-    assert found == [spool != ""]
-    assert syncs()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     config = tmp_path / "shuffler.toml"
-    config.write_text(PLAIN + SPOOL)
+    config.write_text(DIRECTORY + tls_section(tmp_path / "tls")[1])
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     child = subprocess.Popen(
         [sys.executable, "-m", "shufl.cli", "shuffler", "--config", str(config)],
-        env={**os.environ, "SHUFL_CONTROL_TOKEN": TOKEN, "TMPDIR": str(scratch)},
+        env={**os.environ, "TMPDIR": str(scratch)},
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -206,7 +179,7 @@ def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     line = child.stdout.readline()
     assert line.startswith("shuffler listening on 127.0.0.1:")
     assert not list(scratch.iterdir())
-    assert (tmp_path / "spool" / "runs.db").exists()
+    assert (tmp_path / "directory" / "record.jsonl").exists()
     child.send_signal(number)
     output, errors = child.communicate(timeout=60)
     assert (child.returncode, output) == (0, "")
@@ -214,12 +187,12 @@ def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     assert said == ["shuffler started", "shuffler stopping", "shuffler stopped"]
 
 
-def test_a_temporary_spool_needs_a_parent_and_goes_at_the_end(
+def test_a_temporary_directory_needs_a_parent_and_goes_at_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ShufflerProcess() as process:
-        assert list(tmp_path.glob("shufl-*/shufl-*/runs.db"))
+        assert list(tmp_path.glob("shufl-*/shufl-*/record.jsonl"))
         os.kill(process.pid, signal.SIGKILL)
     assert not list(tmp_path.iterdir())
 
@@ -237,20 +210,20 @@ def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    with ShufflerProcess(Path("spool"), plaintext=True) as process:
+    with ShufflerProcess(Path("directory")) as process:
         assert process.alive
-        assert (tmp_path / "spool" / "runs.db").exists()
+        assert (tmp_path / "directory" / "record.jsonl").exists()
         with socket.create_connection(("127.0.0.1", int(process.address.rpartition(":")[2])), 5):
             pass
         arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        assert process.control.encode() not in arguments
+        assert b"PRIVATE" not in arguments
     assert not process.alive
 
 
 def test_a_child_that_does_not_start_says_why(tmp_path: Path):
     with (
-        pytest.raises(ShufflerUnavailable, match=r"exit code 2: shuffler: .*plaintext only on"),
-        ShufflerProcess(listen="0.0.0.0:0", plaintext=True),
+        pytest.raises(ShufflerUnavailable, match=r"exit code 2: shuffler: .*metrics only on"),
+        ShufflerProcess(metrics="0.0.0.0:0"),
     ):
         pass
 
@@ -264,8 +237,39 @@ def test_a_child_that_ignores_sigterm_is_killed():
 def test_importing_the_package_does_not_load_the_service():
     code = (
         "import sys, shufl.shuffler; names = ('shufl.shuffler.service.server', "
-        "'shufl.shuffler.store.runs', 'sqlite3', 'typer', 'torch'); "
+        "'shufl.shuffler.store.runs', 'typer', 'torch'); "
         "print([name for name in names if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_when_its_parent_is_killed_the_shuffler_ends_and_takes_its_directory_along(tmp_path: Path):
+    script = (
+        "import time; from shufl.shuffler import ShufflerProcess\n"
+        "with ShufflerProcess() as process:\n"
+        "    print(process.pid, flush=True); time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        cwd=ROOT,
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert list(tmp_path.rglob("record.jsonl"))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    while _running(child):
+        time.sleep(0.05)
+    assert not list(tmp_path.rglob("record.jsonl"))
+
+
+def _running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"

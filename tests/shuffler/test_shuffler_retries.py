@@ -7,11 +7,10 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from shuffler_world import World, free_port, kill
+from shuffler_world import World
 from shufl.shuffler import IntakeClient, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
@@ -39,29 +38,6 @@ def test_nodes_that_come_at_once_wait_for_their_turn_and_lose_nothing(start: Cal
         assert list(pool.map(submit, range(NODES))) == [{"ACCEPTED": 1}] * NODES
     world.control.close_round("run", 1)
     assert len(list(world.control.release("run", 1))) == NODES
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [148, 2**18 + 5])
-def test_a_shuffler_that_is_killed_and_comes_back_gets_every_report_once(
-    start: Callable[..., World], memory_path: Path, length: int
-):
-    authority, listen = Authority.create(), f"127.0.0.1:{free_port()}"
-    options = {"authority": authority, "listen": listen}
-    world = start(memory_path / "spool", **options)
-    header = world.begin(report_bytes=length)
-    sent = [(user, os.urandom(length)) for user in range(300)]
-    verdicts = []
-    with IntakeClient(listen, authority.issue(Role.NODE, "node", users=300)) as intake:
-        for verdict in intake.submit(header, iter(sent), deadline=120):
-            verdicts.append(verdict)
-            if len(verdicts) == 20:
-                kill(world)
-                world = start(memory_path / "spool", **options)
-        assert verdicts == [Verdict.ACCEPTED] * 300
-        assert intake.counts == {"ACCEPTED": 300}
-    world.control.close_round("run", 1)
-    assert sorted(world.control.release("run", 1)) == sorted(sealed for _, sealed in sent)
 
 
 def test_what_is_given_up_and_what_is_refused_is_counted(start: Callable[..., World]):

@@ -43,7 +43,7 @@ def keys(sealing):
 
 
 def open_report(sealed, private_key, header):
-    return ReportOpener(private_key, header).open(sealed)
+    return ReportOpener(private_key).open(sealed, header)
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 104_000])
@@ -79,11 +79,11 @@ def test_a_report_sealed_to_another_key_does_not_open(keys, other):
 
 def test_a_report_opens_once_also_among_others(keys):
     reports = [seal(b"payload", keys[1], HEADER) for _ in range(5)]
-    opener = ReportOpener(keys[0], HEADER)
-    assert [opener.open(sealed) for sealed in reports] == [b"payload"] * 5
+    opener = ReportOpener(keys[0])
+    assert [opener.open(sealed, HEADER) for sealed in reports] == [b"payload"] * 5
     for sealed in reports:
         with pytest.raises(ReportRejected) as rejected:
-            opener.open(sealed)
+            opener.open(sealed, HEADER)
         assert rejected.value.reason is RejectReason.REPLAYED
 
 
@@ -147,7 +147,7 @@ def held():
     return result
 header = RoundHeader("r", 1, "m", "d", "k")
 sealed = seal(b"x", public, header)
-assert ReportOpener(key, header).open(sealed) == b"x"
+assert ReportOpener(key).open(sealed, header) == b"x"
 before = held()
 del key
 after = held()

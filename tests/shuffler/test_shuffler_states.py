@@ -1,7 +1,8 @@
-"""Any sequence of calls and crashes keeps the rules of the rounds, against a model of them."""
+"""Any sequence of calls and restarts keeps the rules of the rounds, against a model of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from contextlib import suppress
@@ -14,19 +15,44 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shuffler_world import PUBLIC_KEY, plan, report
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.callers import Caller, Role
+from shufl.shuffler.record import verify
+from shufl.shuffler.store.batch import Batch, Slot
+from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.store.spool import RoundSpool
 
 USERS, MINIMUM, LENGTH = 6, 3, 64
 ROUNDS = st.integers(1, 9)  # none is forgotten before the tenth
 MEMORY = Path("/dev/shm")
 
+REFUSALS = {
+    "unknown": Refusal.UNKNOWN_ROUND,
+    "open": Refusal.ROUND_NOT_CLOSED,
+    "below": Refusal.BELOW_MINIMUM,
+    "discarded": Refusal.DISCARDED,
+    "lost": Refusal.BATCH_LOST,
+    "over": Refusal.ALREADY_RELEASED,
+}
+OUTCOMES = {
+    "below": Outcome.BELOW_MINIMUM,
+    "discarded": Outcome.DISCARDED,
+    **dict.fromkeys(["closed", "released", "over"], Outcome.RELEASABLE),
+}
+LIVE = ("open", "closed", "released")
 
-def read(spool: RoundSpool) -> list[bytes]:
-    reports: list[bytes] = []
-    while chunk := spool.next_chunk(2 * LENGTH)[0]:
-        reports += chunk
-    return reports
+
+def read(batch: Batch, limit: int = 2 * LENGTH) -> list[bytes]:
+    return [sealed for reports, _ in batch.chunks(limit) for sealed in reports]
+
+
+def open_batches(directory: Path) -> int:
+    """How many files without a name, of that directory, this process has open."""
+    count = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            name = str(descriptor.readlink())
+            count += name.startswith(str(directory)) and name.endswith(" (deleted)")
+    return count
 
 
 class Rounds(RuleBasedStateMachine):
@@ -34,21 +60,18 @@ class Rounds(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Path(
-            tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-        )
+        place = MEMORY if MEMORY.is_dir() else None
+        self.directory = Path(tempfile.mkdtemp(dir=place))
         self.store = RunStore(self.directory)
         self.digest = self.store.create_run("run", plan(USERS, MINIMUM), LENGTH)
         self.rounds: dict[int, tuple[str, dict[int, bytes]]] = {}  # state, report by user
-        self.released: set[bytes] = set()
+        self.headers: dict[int, Report] = {}  # how a report to the round looked, when it was open
+        self.orders: dict[int, list[bytes]] = {}  # of what was released
         self.content = 0
 
     def teardown(self) -> None:
         self.store.close()
         shutil.rmtree(self.directory)
-
-    def state(self, number: int) -> str:
-        return self.rounds[number][0] if number in self.rounds else "unknown"
 
     def refusal(self, call, *arguments) -> Refusal | None:
         try:
@@ -57,106 +80,114 @@ class Rounds(RuleBasedStateMachine):
             return refused.reason
         return None
 
+    def round(self, number: int) -> tuple[str, dict[int, bytes]]:
+        return self.rounds.get(number, ("unknown", {}))
+
+    def made(self, number: int, user: int) -> Report:
+        """A report of this user, as one for the round looked when it was open."""
+        self.content += 1
+        sealed = self.content.to_bytes(LENGTH, "big")
+        nobodys = Report("run", number, "0" * 64, 0, b"", Caller(Role.NODE, "node", 2**32))
+        known = self.headers.get(number, nobodys)
+        return dataclasses.replace(known, user=user, sealed=sealed)
+
     @rule(number=ROUNDS)
     def open_round(self, number):
-        waiting = sum(state == "closed" for state, _ in self.rounds.values())
-        if any(state == "open" for state, _ in self.rounds.values()):
+        states = [state for state, _ in self.rounds.values()]
+        if "open" in states:
             expected = Refusal.ANOTHER_ROUND_OPEN
         elif self.rounds and number <= max(self.rounds):
             expected = Refusal.ROUND_NOT_INCREASING
-        elif waiting == 4:
+        elif sum(state in LIVE for state in states) == 4:
             expected = Refusal.TOO_MANY_BATCHES
         else:
             expected = None
-            self.rounds[number] = ("open", {})
         assert self.refusal(self.store.open_round, "run", number, "model", PUBLIC_KEY) is expected
+        if expected is None:
+            self.rounds[number] = ("open", {})
+            self.headers[number] = report(self.store, 0, b"", number)
+
+    def judged(self, number: int, user: int) -> Verdict:
+        state, held = self.round(number)
+        if state != "open":
+            return Verdict.ROUND_NOT_OPEN
+        if user == USERS:
+            return Verdict.BAD_SENDER
+        return Verdict.DUPLICATE if user in held else Verdict.ACCEPTED
 
     @rule(number=ROUNDS, users=st.lists(st.integers(0, USERS), max_size=4))
     def submit(self, number, users):
-        reports, expected = [], []
-        state, held = self.rounds.get(number, ("unknown", {}))
         for user in users:
-            self.content += 1
-            sealed = self.content.to_bytes(LENGTH, "big")
-            reports.append(report(self.digest, user, sealed, number))
-            if state != "open":
-                expected.append(Verdict.ROUND_NOT_OPEN)
-            elif user == USERS:
-                expected.append(Verdict.BAD_SENDER)
-            elif user in held:
-                expected.append(Verdict.DUPLICATE)
-            else:
-                expected.append(Verdict.ACCEPTED)
-                held[user] = sealed
-        assert self.store.batches.accept(reports) == expected
+            sent, expected = self.made(number, user), self.judged(number, user)
+            assert self.store.batches.accept(sent) is expected
+            if expected is Verdict.ACCEPTED:
+                self.round(number)[1][user] = sent.sealed
 
     @rule(number=ROUNDS, user=st.integers(0, USERS - 1), pieces=st.integers(1, 5))
     def submit_in_pieces(self, number, user, pieces):
-        """Four pieces are a report; the round may end before `accept` in another rule's way."""
-        self.content += 1
-        sealed = self.content.to_bytes(LENGTH, "big")
-        batches = self.store.batches
-        slot = batches.begin(report(self.digest, user, b"", number))
-        state, held = self.rounds.get(number, ("unknown", {}))
-        if state != "open":
-            assert slot is Verdict.ROUND_NOT_OPEN
-        elif user in held:
-            assert slot is Verdict.DUPLICATE
-        else:
-            for piece in range(pieces):
-                batches.write(slot, [(sealed * 2)[piece * 16 : (piece + 1) * 16]])
-            whole = report(self.digest, user, b"", number, slot=slot)
-            expected = Verdict.ACCEPTED if pieces == 4 else Verdict.WRONG_LENGTH
-            assert self.store.batches.accept([whole]) == [expected]
-            if pieces == 4:
-                held[user] = sealed
-
-    @rule(number=ROUNDS, discard=st.booleans())
-    def close_round(self, number, discard):
-        state, held = self.rounds.get(number, ("unknown", {}))
-        if state == "unknown":
-            assert self.refusal(self.store.close_round, "run", number) is Refusal.UNKNOWN_ROUND
+        """Four pieces are a report."""
+        sent, expected = self.made(number, user), self.judged(number, user)
+        slot = self.store.batches.begin(sent)
+        if expected is not Verdict.ACCEPTED:
+            assert slot is expected
             return
+        assert isinstance(slot, Slot)
+        for piece in range(pieces):
+            slot.append([(sent.sealed * 2)[piece * 16 : (piece + 1) * 16]])
+        if pieces == 4:
+            self.round(number)[1][user] = sent.sealed
+        else:
+            expected = Verdict.WRONG_LENGTH
+        assert self.store.batches.accept(sent, slot) is expected
+
+    @rule(number=ROUNDS)
+    def close_round(self, number):
+        state, held = self.round(number)
         if state == "open":
-            kept = "closed" if len(held) >= MINIMUM else "below"
-            state = "discarded" if discard else kept
+            state = "closed" if len(held) >= MINIMUM else "below"
             self.rounds[number] = (state, held)
-        if state == "closed" and discard:
-            state = "discarded"
-            self.rounds[number] = (state, held)
-        outcome = self.store.close_round("run", number, discard)
-        expected = {"below": Outcome.BELOW_MINIMUM, "discarded": Outcome.DISCARDED}
-        assert outcome is expected.get(state, Outcome.RELEASABLE)
-
-    @rule(number=ROUNDS, finish=st.booleans(), crash=st.booleans())
-    def release(self, number, finish, crash):
-        state, held = self.rounds.get(number, ("unknown", {}))
-        refusals = {
-            "unknown": Refusal.UNKNOWN_ROUND,
-            "open": Refusal.ROUND_NOT_CLOSED,
-            "below": Refusal.BELOW_MINIMUM,
-            "discarded": Refusal.DISCARDED,
-            "released": Refusal.ALREADY_RELEASED,
-        }
-        if state in refusals:
-            assert self.refusal(self.store.begin_release, "run", number) is refusals[state]
-            return
-        spool = self.store.begin_release("run", number)
-        self.rounds[number] = ("released", {})
-        if finish:
-            reports = read(spool)
-            assert sorted(reports) == sorted(held.values())
-            assert not self.released.intersection(reports)
-            self.released.update(reports)
-        if crash:
-            self.restart()
+        if state in OUTCOMES:
+            assert self.store.close_round("run", number) is OUTCOMES[state]
         else:
-            self.store.finish_release("run", number)
+            refusal = self.refusal(self.store.close_round, "run", number)
+            assert refusal is REFUSALS[state]
+
+    @rule(number=ROUNDS)
+    def release(self, number):
+        state, held = self.round(number)
+        if state in REFUSALS:
+            assert self.refusal(self.store.release, "run", number) is REFUSALS[state]
+            return
+        released = read(self.store.release("run", number))
+        assert len(released) >= MINIMUM
+        assert sorted(released) == sorted(held.values())
+        assert self.orders.setdefault(number, released) == released
+        self.rounds[number] = ("released", held)
+
+    @rule(number=ROUNDS)
+    def end_round(self, number):
+        state, held = self.round(number)
+        if state == "unknown":
+            assert self.refusal(self.store.end_round, "run", number) is Refusal.UNKNOWN_ROUND
+            return
+        self.store.end_round("run", number)
+        state = {"released": "over", "open": "discarded", "closed": "discarded"}.get(state, state)
+        self.rounds[number] = (state, held)
+
+    @rule()
+    def end_old_rounds(self):
+        self.store.end_old_rounds(0.0)
+        for number, (state, _) in self.rounds.items():
+            if state in ("closed", "released"):
+                self.end_round(number)
 
     @rule()
     def restart(self):
         self.store.close()
         self.store = RunStore(self.directory)
+        for number, (state, held) in self.rounds.items():
+            if state in LIVE:
+                self.rounds[number] = ("over" if state == "released" else "lost", held)
 
     @precondition(lambda self: self.rounds)
     @rule()
@@ -166,10 +197,21 @@ class Rounds(RuleBasedStateMachine):
         assert self.refusal(self.store.create_run, "run", other, LENGTH) is Refusal.RUN_EXISTS
 
     @invariant()
-    def files_are_those_of_live_batches(self):
-        live = sum(state in ("open", "closed") for state, _ in self.rounds.values())
-        assert len(list(self.directory.glob("batch-*.reports"))) == live
-        assert len(list(self.directory.glob("batch-*.db"))) == live
+    def batches_are_those_of_live_rounds(self):
+        live = sum(state in LIVE for state, _ in self.rounds.values())
+        assert open_batches(self.directory) == live
+
+    @invariant()
+    def the_record_says_how_each_round_ended(self):
+        """Once, and as soon as it has; what was released is not said to be lost or discarded."""
+        said: dict[int, list[str]] = {}
+        for line in verify(self.store.record(0))[1:]:
+            said.setdefault(line["round"], []).append(line["event"])
+        events = {"open": [], "closed": [], "below": ["below-minimum"], "over": ["released"]}
+        assert said == {
+            number: ["opened", *events.get(state, [state])]
+            for number, (state, _) in self.rounds.items()
+        }
 
 
 TestRounds = Rounds.TestCase
@@ -188,44 +230,29 @@ def remembered(store: RunStore, latest: int) -> int:
     return known
 
 
-def open_files(directory: str) -> int:
-    """How many files in `directory`, deleted ones too, this process holds open."""
-    count = 0
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed since it was listed
-            count += str(descriptor.readlink()).startswith(directory)
-    return count
-
-
 @pytest.mark.slow
-def test_a_day_of_rounds_leaves_nothing_that_grows(tmp_path):
+def test_a_day_of_rounds_leaves_nothing_that_grows(memory_path: Path):
     """A round every 72 s for 24 hours, half below the minimum; no file, or open file, stays."""
-    place = MEMORY if MEMORY.is_dir() else tmp_path
-    with tempfile.TemporaryDirectory(dir=place) as directory:
-        store = RunStore(Path(directory))
-        digest = store.create_run("run", plan(USERS, MINIMUM), LENGTH)
-        sizes = []
-        for number in range(1200):
-            store.open_round("run", number, "model", PUBLIC_KEY)
-            users = range(USERS if number % 2 else MINIMUM - 1)
-            store.batches.accept([report(digest, u, bytes(LENGTH), number) for u in users])
-            outcome = store.close_round("run", number)
-            if outcome is Outcome.RELEASABLE:
-                assert len(read(store.begin_release("run", number))) == USERS
-                store.finish_release("run", number)
-            assert not list(Path(directory).glob("batch-*"))
-            if number % 120 == 100:
-                files = {path.name: path.stat().st_size for path in Path(directory).iterdir()}
-                # The public record grows, by two entries a round; and the generation by a digit.
-                assert files.pop("runs.db") < 2**16 + 1000 * number
-                assert files.pop("generation") < 200
-                sizes.append((files, open_files(directory), remembered(store, number)))
-        assert sizes[1:] == sizes[:-1]
-        store.close()
+    store, sizes = RunStore(memory_path), []
+    store.create_run("run", plan(USERS, MINIMUM), LENGTH)
+    for number in range(1200):
+        store.open_round("run", number, "model", PUBLIC_KEY)
+        for user in range(USERS if number % 2 else MINIMUM - 1):
+            store.batches.accept(report(store, user, bytes(LENGTH), number))
+        if store.close_round("run", number) is Outcome.RELEASABLE:
+            assert len(read(store.release("run", number))) == USERS
+            store.end_round("run", number)
+        assert open_batches(memory_path) == 0
+        if number % 120 == 100:
+            (file,) = memory_path.iterdir()
+            assert file.stat().st_size < 2**12 + 600 * number  # the record, by two lines a round
+            sizes.append((len(list(Path("/proc/self/fd").iterdir())), remembered(store, number)))
+    assert sizes[1:] == sizes[:-1]
+    store.close()
 
 
-def test_ended_runs_leave_their_ids_and_unfetched_batches_are_limited(tmp_path):
-    store = RunStore(tmp_path / "spool")
+def test_ended_runs_leave_their_ids_and_runs_at_once_are_limited(tmp_path: Path):
+    store = RunStore(tmp_path / "directory")
     for number in range(200):
         store.create_run(f"run {number}", plan(1, 1), LENGTH)
         store.end_run(f"run {number}")
@@ -234,6 +261,8 @@ def test_ended_runs_leave_their_ids_and_unfetched_batches_are_limited(tmp_path):
     with pytest.raises(ShufflerRefused) as refused:
         store.create_run("one more", plan(1, 1), LENGTH)
     assert refused.value.reason is Refusal.TOO_MANY_RUNS
+    store.close()
+    store = RunStore(tmp_path / "directory")
     with pytest.raises(ShufflerRefused) as refused:
         store.create_run("run 7", plan(1, 1), LENGTH)
     assert refused.value.reason is Refusal.RUN_ENDED

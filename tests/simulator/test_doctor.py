@@ -157,7 +157,7 @@ def test_the_command_exits_with_1_and_says_what_mends_it(node, tmp_path):
     [
         ("tls = 3", "tls must be a table of values, got 3"),
         ("[tls]", "tls.certificate is missing"),
-        ("plaintext = true", "tls is missing"),
+        ("plaintext = true", "unknown key plaintext"),
         ("[tls]\ncertificate = 3", "tls.certificate must be the path of a file, got 3"),
         ("tls = " + "[" * 5000, "nested too deeply"),
     ],

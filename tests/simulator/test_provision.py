@@ -98,7 +98,9 @@ def test_every_site_has_files_that_its_process_reads(base):
     keys = request_everything(base, "ward-1", "ward-2")
     provisioned(base)
     sites = base / "sites"
-    assert load_config(sites / "shuffler-1/shuffler.toml").listen == "0.0.0.0:9000"
+    assert load_config(sites / "shuffler-1/shuffler.toml").listen == "127.0.0.1:9001"
+    nginx = (sites / "shuffler-1/nginx.conf").read_text()
+    assert "listen 0.0.0.0:9000;" in nginx and "proxy_pass 127.0.0.1:9001;" in nginx
     assert load_site(sites / "server/server.toml", ServerSite).credentials == Credentials.read(
         keys["server"], "server"
     )

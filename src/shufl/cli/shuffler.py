@@ -25,10 +25,9 @@ def shuffler_command(
         bool, typer.Option(help="Shut down when standard input ends or the parent is gone.")
     ] = False,
 ) -> None:
-    """Run the shuffler: collect sealed reports, release each batch once in random order.
+    """Run the shuffler: collect sealed reports, release each batch in random order.
 
-    With `plaintext = true` the server's control token is read from the environment variable
-    SHUFL_CONTROL_TOKEN; otherwise certificates say who may do what (`shufl keys`).
+    Certificates say who may do what (`shufl keys`).
     """
     from shufl.shuffler.serving import serve
 
@@ -129,28 +128,26 @@ def fetch_command(
     address: Annotated[str, typer.Argument(help="The shuffler's HOST:PORT.")],
     file: Annotated[Path, typer.Argument(help="Where the record is written.")],
     certificate: Annotated[
-        Path | None,
+        Path,
         typer.Option(
             help="Any certificate of the shuffler's authority, NAME.pem, with NAME.key and "
-            "authority.pem beside it. Left out: plaintext, on loopback."
+            "authority.pem beside it."
         ),
-    ] = None,
+    ],
 ) -> None:
-    """Fetch a shuffler's record, one entry a line, and check it."""
+    """Fetch a shuffler's record, and check it."""
     from shufl.shuffler import Credentials, ShufflerError
     from shufl.shuffler.record import verify
     from shufl.shuffler.wire.record_client import RecordClient
 
     with options.failing(OSError, ValueError, ShufflerError):
         options.check_file("FILE", file)
-        credentials = None
-        if certificate is not None:
-            credentials = Credentials.read(certificate.parent, certificate.stem)
+        credentials = Credentials.read(certificate.parent, certificate.stem)
         with RecordClient(address, credentials) as client:
             entries = list(client.entries())
         found = verify(entries)
         file.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8")
-    typer.echo(f"{len(found)} entries, the last with hash {found[-1]['hash'] if found else '–'}")
+    typer.echo(f"{len(found)} lines, the last with hash {found[-1]['check'] if found else '–'}")
 
 
 @record_app.command("verify")
@@ -169,11 +166,11 @@ def verify_command(
 
     with options.failing(OSError, ValueError):
         found = verify(options.read_text(file).splitlines())
-        if head is not None and head not in {entry["hash"] for entry in found}:
-            raise ValueError(f"{file} has no entry with the hash {head}")
+        if head is not None and head not in {line["check"] for line in found}:
+            raise ValueError(f"{file} has no line with the hash {head}")
         if device is not None:
             _compare(device, found)
-    typer.echo(f"{len(found)} entries follow each other")
+    typer.echo(f"{len(found)} lines follow each other")
 
 
 def _compare(device: Path, found: list[dict[str, object]]) -> None:

@@ -1,0 +1,240 @@
+"""A shuffler that is killed, restored from a backup or copied: what the old process had is gone.
+
+Whoever runs it, or has its disk, would release a round twice, or collect its users' reports twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from shuffler_world import World, free_port, kill, open_batches, plan
+from shufl.shuffler import (
+    IntakeClient,
+    Refusal,
+    RejectReason,
+    ReportOpener,
+    ReportRejected,
+    ShufflerProcess,
+    ShufflerRefused,
+    ShufflerUnavailable,
+    Verdict,
+    sealed_length,
+)
+from shufl.shuffler.keys import Authority
+from shufl.shuffler.record import verify
+from shufl.shuffler.wire.record_client import RecordClient
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., World]]:
+    """Starts shufflers of one authority and one server key."""
+    authority, keys = Authority.create(), []
+    with ExitStack() as stack:
+
+        def starter(directory: Path, **options: object) -> World:
+            process = ShufflerProcess(directory, authority=authority, **options)
+            world = World(stack.enter_context(process))
+            stack.callback(world.close)
+            keys.append((world.private_key, world.public_key))
+            world.private_key, world.public_key = keys[0]
+            return world
+
+        yield starter
+
+
+def events(world: World) -> list[tuple[str, int | None]]:
+    with RecordClient(world.process.address, world.process.monitor) as client:
+        return [(line["event"], line.get("round")) for line in verify(client.entries())]
+
+
+def refusal(call: Callable, *arguments: object) -> Refusal:
+    with pytest.raises(ShufflerRefused) as refused:
+        list(call(*arguments) or [])
+    return refused.value.reason
+
+
+@pytest.mark.slow
+def test_a_killed_shuffler_releases_nothing_of_what_it_had_taken(start, memory_path: Path):
+    """One round was closed, one is being released, one is open; and the disk is as it was."""
+    place = memory_path / "directory"
+    world = start(place)
+    headers = {}
+    for run, length in (("closed", 148), ("released", 2**20), ("open", 148)):
+        headers[run] = header = world.begin(run, report_bytes=length, users=40)
+        sent = [(user, os.urandom(length)) for user in range(20)]
+        assert world.submit(header, sent) == [Verdict.ACCEPTED] * 20
+    for run in ("closed", "released"):
+        world.control.close_round(run, 1)
+    release = world.control.release("released", 1)
+    next(release)
+    assert open_batches(world) == 3
+    kill(world)
+    with pytest.raises(ShufflerUnavailable):
+        list(release)
+    assert [path.name for path in place.iterdir()] == ["record.jsonl"]
+
+    world = start(place)
+    assert open_batches(world) == 0
+    for run, reason in (("closed", Refusal.BATCH_LOST), ("open", Refusal.BATCH_LOST)):
+        assert refusal(world.control.release, run, 1) is reason
+        assert refusal(world.control.close_round, run, 1) is reason
+    assert refusal(world.control.release, "released", 1) is Refusal.ALREADY_RELEASED
+    for run, header in headers.items():
+        world.control.end_round(run, 1)
+        assert world.submit(header, [(39, sent[0][1])]) == [Verdict.ROUND_NOT_OPEN]
+    ended = [event for event in events(world) if event[0] not in ("created", "opened")]
+    assert ended == [("released", 1), ("lost", 1), ("lost", 1)]
+    header = world.begin("open", round=2, users=40, report_bytes=148)
+    assert world.submit(header, [(0, bytes(148))]) == [Verdict.ACCEPTED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [148, 2**18 + 5])
+def test_a_report_on_its_way_when_the_shuffler_is_killed_is_in_no_batch(
+    start, memory_path: Path, length: int
+):
+    """The client tries again by itself, and finds another process on the same address."""
+    place, listen = memory_path / "directory", f"127.0.0.1:{free_port()}"
+    world = start(place, listen=listen)
+    header = world.begin(report_bytes=length, users=300)
+    sent = [(user, os.urandom(length)) for user in range(300)]
+    verdicts = []
+    with IntakeClient(listen, world.process.submit) as intake:
+        for verdict in intake.submit(header, iter(sent), deadline=120):
+            verdicts.append(verdict)
+            if len(verdicts) == 20:
+                kill(world)
+                world = start(place, listen=listen)
+                world.control.open_round("run", 2, "model 2", world.public_key)
+        taken = verdicts.count(Verdict.ACCEPTED)
+        assert 20 <= taken < 300
+        assert verdicts == [Verdict.ACCEPTED] * taken + [Verdict.ROUND_NOT_OPEN] * (300 - taken)
+    assert world.control.close_round("run", 2).name == "BELOW_MINIMUM"
+
+
+@pytest.mark.parametrize("how", ["rolled back", "copied"])
+def test_the_same_round_of_another_process_takes_none_of_the_old_one_s_reports(
+    start, memory_path: Path, how: str
+):
+    """A copy of the directory that was made before the round was opened knows nothing of it.
+
+    The same server opens the same round on the same model with the same key: only the nonce is
+    another, which no disk has.
+    """
+    place, copy = memory_path / "directory", memory_path / "copy"
+    world = start(place)
+    world.control.create_run("run", plan(), sealed_length(100))
+    if how == "rolled back":
+        world.process.__exit__(None, None, None)
+        shutil.copytree(place, copy)
+        world = start(place)
+    else:
+        shutil.copytree(place, copy)
+    old = world.begin()
+    reports = world.reports(old, 4)
+    assert world.submit(old, reports[:2]) == [Verdict.ACCEPTED] * 2
+    if how == "rolled back":
+        kill(world)
+        shutil.rmtree(place)
+        copy.rename(place)
+        again = start(place)
+    else:
+        again = start(copy)  # while the first one goes on
+    new = again.begin()
+    assert (old.nonce, old.commitment) != (new.nonce, new.commitment)
+    assert dataclasses.replace(old, nonce=new.nonce) == new
+    assert again.submit(old, reports) == [Verdict.WRONG_COMMITMENT] * 4
+    assert again.intake.agree(dataclasses.replace(old, nonce=b"")) == new
+    # Handed in as if they had been sealed for this round, they do not open.
+    assert again.submit(new, reports) == [Verdict.ACCEPTED] * 4
+    own = again.reports(new, 1, first=4)
+    assert again.submit(new, own) == [Verdict.ACCEPTED]
+    again.control.close_round("run", 1)
+    opener, opened = ReportOpener(again.private_key), []
+    for sealed in again.control.release("run", 1):
+        try:
+            opened.append(opener.open(sealed, new))
+        except ReportRejected as rejected:
+            assert rejected.reason is RejectReason.NOT_OPENED
+    assert len(opened) == 1
+
+
+def test_a_shuffler_that_went_back_shows_another_history(start, memory_path: Path):
+    """Whoever kept a check value of the record sees that it went back."""
+    place, backup = memory_path / "directory", memory_path / "backup"
+    world = start(place)
+    world.begin()
+    kill(world)
+    shutil.copytree(place, backup)
+    world = start(place)
+    with RecordClient(world.process.address, world.process.monitor) as client:
+        kept = verify(client.entries())[-1]
+    assert kept["event"] == "lost"
+    world.begin(round=2)
+    kill(world)
+    shutil.rmtree(place)
+    backup.rename(place)
+    world = start(place)
+    world.begin(round=2)
+    with RecordClient(world.process.address, world.process.monitor) as client:
+        lines = verify(client.entries())
+    assert [(line["event"], line.get("round")) for line in lines] == [
+        *[("created", None), ("opened", 1), ("lost", 1), ("opened", 2)],
+    ]
+    assert kept["check"] in {line["check"] for line in lines}  # what was before is the same
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_no_report_is_released_twice_and_the_record_is_whole(
+    start, memory_path: Path
+):
+    """A server plays rounds as they come, on a shuffler that is killed again and again."""
+    place, listen = memory_path / "directory", f"127.0.0.1:{free_port()}"
+    world = start(place, listen=listen)
+    seen: list[bytes] = []
+    played, moments = itertools.count(1), random.Random(1)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            number = next(played)
+            try:
+                header = world.begin(round=number, users=30)
+                sent = world.reports(header, 30)
+                with IntakeClient(listen, world.process.submit, timeout=5) as intake:
+                    list(intake.submit(header, sent, deadline=5))
+                world.control.close_round("run", number)
+                for _ in range(2):
+                    first = list(world.control.release("run", number))
+                seen.extend(first)
+                world.control.end_round("run", number)
+            except (ShufflerUnavailable, ShufflerRefused):
+                continue
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    for _ in range(6):
+        before = len(seen)
+        while len(seen) < before + 30:
+            serving.join(0.01)
+        serving.join(moments.random() / 5)
+        kill(world)
+        world = start(place, listen=listen)
+    stop.set()
+    serving.join(120)
+    assert len(set(seen)) == len(seen) >= 30 * 6
+    said: dict[int, list[str]] = {}
+    for event, number in events(world)[1:]:
+        said.setdefault(number, []).append(event)
+    assert all(len(what) == 2 and what[0] == "opened" for what in said.values())
+    assert {what[1] for what in said.values()} <= {"released", "lost", "below-minimum"}
