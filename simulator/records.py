@@ -64,7 +64,8 @@ def _commit() -> str:
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here.parents[1]), *arguments]
+        # Without it a run that is killed here leaves a lock in the reader's checkout.
+        command = ["git", "--no-optional-locks", "-C", str(here.parents[1]), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 

@@ -77,7 +77,7 @@ ANSWERS = {
     "rehearse deployment.toml": lacks("flwr", "server"),
     "keys authority new": "new/authority.pem",
     "device status sites/ward-1/device.toml": "ledger",
-    "record verify record": "0 entries follow each other",
+    "record verify record": "0 lines follow each other",
     "shuffler --config missing.toml": "missing.toml: No such file",
     "doctor sites/shuffler-1": "ok      configuration",
     "doctor sites/ward-1": "pip install --constraint constraints.txt '.[node]'",
