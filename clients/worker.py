@@ -41,14 +41,14 @@ _SPAWN = multiprocessing.get_context("spawn")
 class _Shared:
     """An array in memory that processes share, and that no file system holds."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: type, descriptor: int | None = None):
+    def __init__(self, shape: tuple[int, ...], dtype: type, given: Any = None):
         self._about = shape, dtype
         self._bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self._descriptor = os.memfd_create("shufl") if descriptor is None else descriptor
+        self._descriptor = os.memfd_create("shufl") if given is None else given.detach()
         os.ftruncate(self._descriptor, self._bytes)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attached, (*self._about, DupFd(self._descriptor))
+    def __reduce__(self) -> tuple[Any, ...]:  # for a child that is being started
+        return _Shared, (*self._about, DupFd(self._descriptor))
 
     def __del__(self) -> None:
         os.close(self._descriptor)
@@ -57,10 +57,6 @@ class _Shared:
         """The array; its memory is this process's for as long as it is referred to."""
         shape, dtype = self._about
         return np.frombuffer(mmap.mmap(self._descriptor, self._bytes), dtype).reshape(shape)
-
-
-def _attached(shape: tuple[int, ...], dtype: type, duplicate: Any) -> _Shared:
-    return _Shared(shape, dtype, duplicate.detach())
 
 
 @dataclass(frozen=True)
