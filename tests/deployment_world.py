@@ -37,8 +37,8 @@ _PRIVACY = {
 }
 
 _WINDOW = {
-    "work_until": 8.0,
-    "send_after": 8.1,
+    "work_until": 12.0,
+    "send_after": 12.1,
     "send_spread": 0.0,
     "grace": 2.0,
     "answer_every": 0.05,

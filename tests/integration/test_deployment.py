@@ -25,7 +25,8 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_
         world.kill_process("ward-1", "node")
         world.run()
         refusal = "ward-1 says that it speaks for 4 users, 3 were agreed"
-        waiting = f"waiting for nodes: 1 are there, too few for a round; away: ward-1; refused: {refusal}\n"
+        few = "waiting for nodes: 1 are there, too few for a round; away: ward-1"
+        waiting = f"{few}; refused: {refusal}\n"
         wait_until(lambda: waiting in world.shown, LIMIT, "the line that says who is waited for")
         found = {node["name"]: node["trouble"] for node in world.status()["nodes"]}
         assert (found.pop("ward-1"), found.pop("ward-2")) == ("away", "")
@@ -56,8 +57,8 @@ def test_flower_runs_the_app_of_the_repository(tmp_path):
 
 @pytest.mark.slow
 def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
-    """Two nodes are needed and one is killed; then the command is ended twice, as by `timeout`."""
-    deployment = deployment_of(tmp_path, nodes=2, rounds=1000, privacy={"minimum_batch": 6})
+    """One of two nodes is killed; then the command is ended twice, as by `timeout`."""
+    deployment = deployment_of(tmp_path, nodes=2, rounds=1000, privacy={"minimum_batch": 3})
     file = tmp_path / "deployment.toml"
     file.write_text(tomli_w.dumps(deployment.model_dump(mode="json", exclude_none=True)))
     out = tmp_path / "out.txt"
