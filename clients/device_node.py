@@ -16,6 +16,7 @@ from shufl.clients.device import RoundRefused
 from shufl.clients.node import Node, PreparedRound
 from shufl.clients.settings import ClientSettings
 from shufl.clients.worker import DONE, FAILED, Worker
+from shufl.shuffler import ShufflerError
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ class DeviceNode(Node):
             left = max(round.until - self.clock.now(), 1e-3)
             for verdict in intake.submit(round.header, reports, deadline=left):
                 verdicts[verdict.name] += 1
+        except ShufflerError as error:
+            log.warning("round %d: not all reports were submitted: %s", number, error)
         except Exception:
             log.exception("round %d: not all reports were submitted", number)
         states = self._worker.states

@@ -46,7 +46,8 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_
 @pytest.mark.slow
 def test_flower_runs_the_app_of_the_repository(tmp_path):
     """`flwr run . CONNECTION -c …`, as for every other Flower app."""
-    with World(tmp_path, nodes=2, rounds=2, round_timeout=LIMIT) as world:
+    window = {"work_until": 30.0, "send_after": 30.1}  # on a busy machine Flower takes its time
+    with World(tmp_path, nodes=2, rounds=2, round_timeout=LIMIT, window=window) as world:
         given = f'site="{world.server}/server.toml" config="{world.server}/run.toml"'
         world.flwr("run", str(ROOT), NAME, "--stream", "-c", given)
         outcome = json.loads((world.run_folder / "outcome.json").read_text())
