@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 
 from deployment_world import NAME, ROOT, World, deployment_of
-from run_world import LIMIT, children, shufl_command, wait_until
+from run_world import LIMIT, children, json_lines, shufl_command, wait_until
 from shufl.deploy.sites import STOP_FILE
 
 
@@ -77,8 +77,11 @@ def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
     try:
         wait_for(lambda: "brought ward-2 back" in out.read_text(), "the node's return")
         (rows,) = (tmp_path / "runs").glob("*/metrics.jsonl")
-        since = rows.read_text().count("\n")
-        wait_for(lambda: rows.read_text().count("\n") > since + 1, "two more rounds")
+        since = len(json_lines(rows))
+        wait_for(
+            lambda: any(row["users_present"] == 6 for row in json_lines(rows)[since:]),
+            "a round with both nodes",
+        )
         started = children(command.pid)
         assert len(started) >= 6  # a shuffler, the SuperLink, two nodes of two processes
         command.terminate()

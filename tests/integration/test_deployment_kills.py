@@ -63,7 +63,6 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
         ended = [row["round"] for row in world.rows if row["outcome"] != "lost"]
         assert len(ended) == len(set(ended)) >= rounds - 4  # what was under way was lost
         assert world.rows[-1]["epsilon"] <= plan.target_epsilon
-        assert world.rounds_offered("ward-3")[-1] > last + 4  # it is in again
         assert "privacy budget: one more round would exceed it" in out
         status = world.status()
         assert (status["state"], status["why"], status["rounds"]) == ("ended", "budget", rounds)
