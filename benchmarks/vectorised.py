@@ -67,7 +67,8 @@ def vectorised(config: Config, noise: str, method: str | None = None) -> Play:
     settings = replace(engine.settings, method=method or engine.settings.method)
     model = settings.make_model()
     engine.settings = settings
-    rounds = VectorisedRounds(settings, _ENDS.enter_context(engine._sum_reports()))
+    folder = Path(_ENDS.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
+    rounds = VectorisedRounds(settings, _ENDS.enter_context(engine._sum_reports(folder)))
     return lambda round: rounds(round, model).aggregate.reports
 
 

@@ -1,1 +1,1 @@
-"""What the shuffler keeps on disk: runs, rounds and their batches, and the rules it holds."""
+"""What the shuffler keeps: runs, rounds and their batches, the public record, and its rules."""

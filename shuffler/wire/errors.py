@@ -9,7 +9,7 @@ from typing import NamedTuple
 class Verdict(IntEnum):
     """The shuffler's answer to one report; the numbers are those of `shuffler.proto`.
 
-    Only `ACCEPTED` means that the report is stored (and on disk). `DUPLICATE` means that an earlier
+    Only `ACCEPTED` means that the report is in the round's batch. `DUPLICATE` means that an earlier
     report of the same sender is in the round's batch: also what a sender is told who submits again
     because the answer to the first attempt was lost.
     """
@@ -79,12 +79,12 @@ class Refusal(StrEnum):
     WINDOW_NOT_OVER = "WINDOW_NOT_OVER", "the round goes on until its window ends"
     BELOW_FLOOR = "BELOW_FLOOR", "less private than this shuffler's operator allows"
     BELOW_MINIMUM = "BELOW_MINIMUM", "the batch was below the plan's minimum and is destroyed"
-    DISCARDED = "DISCARDED", "the batch was destroyed when the round was closed"
-    ALREADY_RELEASED = "ALREADY_RELEASED", "a batch is released once"
-    BATCH_LOST = "BATCH_LOST", "the stored batch is missing or damaged"
+    DISCARDED = "DISCARDED", "the server ended the round before it was released"
+    ALREADY_RELEASED = "ALREADY_RELEASED", "the server has had this batch"
+    BATCH_LOST = "BATCH_LOST", "the shuffler ended while it held the batch, which is lost"
     TOO_MANY_RUNS = "TOO_MANY_RUNS", "too many runs have not ended"
     TOO_MANY_ROUNDS = "TOO_MANY_ROUNDS", "too many rounds of this server are open"
-    TOO_MANY_BATCHES = "TOO_MANY_BATCHES", "fetch one of the closed rounds first"
+    TOO_MANY_BATCHES = "TOO_MANY_BATCHES", "end one of the closed rounds first"
     STORAGE_FULL = "STORAGE_FULL", "the shuffler's disk is full"
     STORAGE_FAILED = "STORAGE_FAILED", "the shuffler's disk fails"
 
