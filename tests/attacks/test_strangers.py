@@ -13,6 +13,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import time
 from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
@@ -79,6 +80,17 @@ class Stranger:
         listed = self.deployed.flwr("supernode", "list", NAME, "--format", "json")
         return json.loads(listed)["nodes"]
 
+    def wait_for_statuses(self, *expected: str) -> None:
+        """Waits until these are those of the nodes, which are in order."""
+        deadline = time.monotonic() + LIMIT
+        while tuple(found := sorted(node["status"] for node in self.nodes())) != expected:
+            assert time.monotonic() < deadline, (found, *self.said())
+
+    def said(self) -> list[str]:
+        """What each node's SuperNode has said last."""
+        files = sorted(self.deployed.folder.glob("ward-*/supernode.out"))
+        return [f"{file}: {file.read_text()[-3000:]}" for file in files]
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
@@ -91,7 +103,9 @@ def world(tmp_path_factory):
         stack.enter_context(deployed)
         deployed.run()
         deployed.wait_for_round(1)
-        yield Stranger(folder, deployed)
+        stranger = Stranger(folder, deployed)
+        stranger.wait_for_statuses("online", "online", "online")
+        yield stranger
 
 
 def _write_app(folder: Path, marker: Path) -> Path:
@@ -188,18 +202,12 @@ def test_long_and_slow_requests_end_at_the_proxy(world):
 
 def test_a_withdrawn_node_does_not_come_back(world):
     keys = world.deployed.folder / "ward-3" / "keys"
-    process = world.deployed.running.pop(("ward-3", "supernode"))
-    process.terminate()
-    process.wait()
-    wait_until(
-        lambda: any(node["status"] == "offline" for node in world.nodes()), 90, "its absence"
-    )
+    world.deployed.end("ward-3", "supernode")
+    world.wait_for_statuses("offline", "online", "online")
     (gone,) = (node["node-id"] for node in world.nodes() if node["status"] == "offline")
     world.deployed.flwr("supernode", "unregister", gone, NAME)
     _refused_supernode(world, keys / "flower.key")
-    statuses = {node["node-id"]: node["status"] for node in world.nodes()}
-    assert statuses.pop(gone) == "unregistered"
-    assert set(statuses.values()) == {"online"}
+    world.wait_for_statuses("online", "online", "unregistered")
 
 
 def test_the_run_has_gone_on(world):
