@@ -1,0 +1,289 @@
+"""Nodes and shufflers that die, stop or are slow: the step keeps its size, and ε is not lost.
+
+The server's loop, its shufflers (processes) and the nodes' code are as on real machines; what
+Flower does between server and nodes is done here in one thread, so that each fault falls where a
+test puts it. test_deployment_kills.py does the same to real processes, at moments of chance.
+"""
+
+import os
+import signal
+from contextlib import ExitStack, suppress
+
+import pytest
+import torch
+from flwr.app import Error, Message
+from torch import nn
+
+import shufl.server.rounds
+from client_world import begin_flower_task
+from rounds import make_plan
+from run_world import wait_until
+from shufl.accounting import Ledger
+from shufl.accounting.plan import Window
+from shufl.clients import ClientSettings, LocalTraining, make_client_app
+from shufl.server import Optimiser, ServerSettings, load_checkpoint
+from shufl.server.rounds import RoundLoop
+from shufl.shuffler import ShufflerProcess
+from tiny_disk import fill, tiny_disk_at
+
+NODES, USERS, WIDTH = 3, 12, 5
+RATE = 1e-3
+WINDOW = Window(
+    work_until=0.1, send_after=0.2, send_spread=0.0, grace=0.3, answer_every=0.1, query_every=0.1,
+    most_records=1,
+)  # fmt: skip
+PLAN = make_plan(
+    users=USERS, check_in_rate=1.0, noise_multiplier=1e-3, rounds=9, delta=1e-5,
+    target_epsilon=1e12, minimum_batch=1, accountant="local", cover=True, window=WINDOW,
+)  # fmt: skip
+
+
+def make_model():
+    model = nn.Linear(WIDTH, 2)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def load_users():
+    """All are alike, and have updates of length 1: so has the mean, whoever sends."""
+    return lambda user: (torch.full((1, WIDTH), 10.0), torch.tensor([1]))
+
+
+class Crash(BaseException):
+    """The server's process is gone."""
+
+
+class Network:
+    """Brings the server's messages to the nodes, as Flower's `Grid` does.
+
+    Attributes:
+        here: ids of the nodes that are connected.
+        train: brings a node its round by calling `deliver`, and gives what comes back: None if
+            nothing does. Tests put faults here.
+    """
+
+    def __init__(self, settings):
+        self.here = set(range(1, NODES + 1))
+        self.train = lambda node, deliver: deliver()
+        self._app = make_client_app(settings)
+        self._replies = {}
+
+    def get_node_ids(self):
+        return list(self.here)
+
+    def push_messages(self, messages):
+        for number, message in enumerate(messages):
+            about, node = message.metadata, message.metadata.dst_node_id
+            about.__dict__["_message_id"] = f"{about.group_id} {about.message_type} {number} {node}"
+
+            def deliver(message=message, node=node):
+                return self._deliver(message, node)
+
+            reply = self.train(node, deliver) if about.message_type == "train" else deliver()
+            if reply is not None:
+                self._replies[about.message_id] = reply
+
+    def pull_messages(self, ids):
+        return [self._replies.pop(each) for each in ids if each in self._replies]
+
+    def _deliver(self, message, node):
+        context = type("Context", (), {})()
+        context.node_config = {"partition-id": node - 1, "num-partitions": NODES}
+        try:
+            reply = self._app(message, context)
+        except Exception as error:
+            reply = Message(Error(0, str(error)), reply_to=message)
+        reply.metadata.__dict__["_reply_to_message_id"] = message.metadata.message_id
+        return reply
+
+
+class Run:
+    """A run on these shufflers whose ledger and checkpoints are in `folder`; it can be resumed."""
+
+    def __init__(self, folder, shufflers, plan=PLAN):
+        self.folder, self.plan, self.shufflers = folder, plan, shufflers
+        self.rows, self.told = [], []
+        self.network = Network(
+            ClientSettings(
+                run_id=folder.name, plan=plan, make_model=make_model, load_users=load_users,
+                training=LocalTraining(), seed=1,
+                shufflers=tuple((each.address, each.submit) for each in shufflers),
+            )
+        )  # fmt: skip
+
+    def play(self, rounds, tell=lambda line: None):
+        """Plays until so many rounds are over."""
+        ledger, checkpoint = self.folder / "ledger.jsonl", self.folder / "checkpoint.pt"
+        opened = (
+            Ledger.open(ledger, self.plan)
+            if ledger.exists()
+            else Ledger.create(ledger, self.plan, self.folder.name)
+        )
+        with opened:
+            settings = ServerSettings(
+                plan=self.plan, ledger=opened, make_model=make_model,
+                load_test=lambda: (torch.ones(1, WIDTH), torch.zeros(1, dtype=torch.int64)),
+                optimiser=Optimiser("sgd", RATE), folder=self.folder, evaluate_every=1,
+                checkpoint_every=1, origin={}, reproducible=False,
+                checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
+                nodes=0, shufflers=tuple((each.address, each.control) for each in self.shufflers),
+                round_timeout=60.0, patience=600.0, tell=tell,
+            )  # fmt: skip
+            done = len(self.rows) + rounds
+            loop = RoundLoop(
+                settings,
+                self.network,
+                lambda row, model: self.rows.append(row),
+                lambda: len(self.rows) >= done,
+                lambda: False,
+            )
+            loop.run()
+
+    @property
+    def spent(self):
+        path = self.folder / "ledger.jsonl"
+        return [entry.round for entry in Ledger.read(path).entries] if path.exists() else []
+
+    def steps_are_whole(self):
+        """Whether the model is what as many released rounds with everybody would have made."""
+        rounds = sum(row.outcome == "released" for row in self.rows)
+        model = torch.load(self.folder / "model.pt", weights_only=True)
+        length = torch.cat([value.flatten() for value in model.values()]).norm()
+        return abs(float(length) / RATE - rounds) < 0.02
+
+
+@pytest.fixture(autouse=True)
+def inside_a_task():
+    begin_flower_task()
+
+
+@pytest.fixture(scope="module")
+def shufflers():
+    with ShufflerProcess() as one, ShufflerProcess() as other:
+        yield one, other
+
+
+@pytest.fixture
+def run(tmp_path, shufflers):
+    return Run(tmp_path, shufflers[:1])
+
+
+def test_undisturbed_rounds_make_steps_of_the_length_of_an_update(run):
+    run.play(2)
+    assert [(row.outcome, row.users_present) for row in run.rows] == [("released", USERS)] * 2
+    assert run.steps_are_whole()
+
+
+def killed_before_it_answers(network, node, deliver):
+    deliver()
+    network.here.discard(node)
+
+
+def answers_too_late(network, node, deliver):
+    deliver()
+
+
+def stalls(network, node, deliver):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fault", "sent"),
+    [
+        (killed_before_it_answers, [12, 8]),
+        (answers_too_late, [12, 12]),
+        (stalls, [8, 8]),
+    ],
+)
+def test_the_step_keeps_its_size_whatever_becomes_of_a_node(run, fault, sent):
+    def train(node, deliver):
+        return fault(run.network, node, deliver) if node == 3 else deliver()
+
+    run.network.train = train
+    run.play(2)
+    assert [(row.outcome, row.users_present) for row in run.rows] == [
+        ("released", users) for users in sent
+    ]
+    assert run.steps_are_whole()
+
+
+def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers):
+    run = Run(tmp_path, shufflers[:1], PLAN.replace(minimum_batch=USERS))
+    run.network.here.discard(2)
+    told = []
+
+    def tell(line):
+        told.append((line, run.spent))
+        run.network.here.add(2)
+
+    run.play(1, tell)
+    assert told == [("waiting for nodes: 2 are there, too few for a round", [])]
+    assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]
+
+
+def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
+    with ExitStack() as stack:
+        disk = stack.enter_context(tiny_disk_at(tmp_path / "disk"))
+        shuffler = stack.enter_context(ShufflerProcess(disk))
+        folder = tmp_path / "run"
+        folder.mkdir()
+        run = Run(folder, [shuffler])
+        filler = fill(disk)
+        told = []
+
+        def tell(line):
+            told.append((line, run.spent))
+            filler.unlink(missing_ok=True)
+
+        run.play(1, tell)
+    assert "STORAGE_FULL" in told[0][0] and told[0][1] == []
+    assert run.spent == [1]
+
+
+def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(shufl.server.rounds, "_SHUFFLER_SECONDS", 0.1)  # it does not come back
+    with ShufflerProcess() as one, ShufflerProcess() as other:
+        run = Run(tmp_path, [one, other])
+
+        def train(node, deliver):
+            reply = deliver()
+            if node == NODES and other.alive:  # all have sent
+                os.kill(other.pid, signal.SIGKILL)
+                wait_until(lambda: not other.alive, 0, "its end")
+            return reply
+
+        run.network.train = train
+        run.play(3)
+    assert [row.outcome for row in run.rows] == ["released"] * 3
+    assert [row.users_present for row in run.rows] == [8, 8, 8]  # nodes 1 and 3 are the first's
+    assert run.steps_are_whole()
+
+
+@pytest.mark.parametrize(("kind", "cost"), [("query", []), ("train", [1])])
+def test_a_crash_costs_the_round_that_was_charged_and_locks_nothing(run, kind, cost):
+    def crash(messages):
+        if messages[0].metadata.message_type == kind:
+            raise Crash
+        push(messages)
+
+    push, run.network.push_messages = run.network.push_messages, crash
+    with suppress(Crash):
+        run.play(1)
+    assert run.spent == cost
+    run.network.push_messages = push
+    run.play(2)
+    rounds = [len(cost) + 1, len(cost) + 2]
+    assert [(row.round, row.outcome) for row in run.rows] == [
+        (round, "released") for round in rounds
+    ]
+    assert run.spent == list(range(1, rounds[-1] + 1))
+    assert run.steps_are_whole()
+
+
+def test_three_rounds_that_nobody_reports_to_end_the_run(tmp_path, shufflers):
+    run = Run(tmp_path, shufflers[:1], PLAN.replace(minimum_batch=USERS))
+    run.network.train = lambda node, deliver: None
+    with pytest.raises(shufl.server.RoundFailed, match="3 rounds in a row were not released"):
+        run.play(9)
+    assert run.spent == [1, 2, 3]
