@@ -6,7 +6,9 @@ test puts it. test_deployment_kills.py does the same to real processes, at momen
 """
 
 import os
+import random
 import signal
+from collections import Counter
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -17,13 +19,14 @@ from torch import nn
 import shufl.server.rounds
 from client_world import begin_flower_task
 from rounds import make_plan
-from run_world import wait_until
+from run_world import json_lines, wait_until
 from shufl.accounting import Ledger
 from shufl.accounting.plan import Window
 from shufl.clients import ClientSettings, LocalTraining, make_client_app
 from shufl.server import Optimiser, ServerSettings, load_checkpoint
 from shufl.server.rounds import RoundLoop
 from shufl.shuffler import ShufflerProcess
+from shufl.shuffler.keys import Authority
 from tiny_disk import fill, tiny_disk_at
 
 NODES, USERS, WIDTH = 3, 12, 5
@@ -112,8 +115,8 @@ class Run:
             )
         )  # fmt: skip
 
-    def play(self, rounds, tell=lambda line: None):
-        """Plays until so many rounds are over."""
+    def play(self, rounds, tell=lambda line: None, control=lambda client: client):
+        """Plays until so many rounds are over; `control` puts faults into a shuffler's client."""
         ledger, checkpoint = self.folder / "ledger.jsonl", self.folder / "checkpoint.pt"
         opened = (
             Ledger.open(ledger, self.plan)
@@ -138,6 +141,7 @@ class Run:
                 lambda: len(self.rows) >= done,
                 lambda: False,
             )
+            loop._shufflers = [control(client) for client in loop._shufflers]
             loop.run()
 
     @property
@@ -287,3 +291,104 @@ def test_three_rounds_that_nobody_reports_to_end_the_run(tmp_path, shufflers):
     with pytest.raises(shufl.server.RoundFailed, match="3 rounds in a row were not released"):
         run.play(9)
     assert run.spent == [1, 2, 3]
+
+
+class Fate:
+    """Kills a shuffler, a node or the server at a moment of chance: between any two calls."""
+
+    def __init__(self, rate):
+        self.seed = int(os.environ.get("SHUFL_SOAK_SEED", "1"))
+        self.rate, self.chance, self.done = rate, random.Random(self.seed), Counter()
+
+    def strikes(self, whom):
+        struck = self.chance.random() < self.rate[whom]
+        self.done[whom] += struck
+        return struck
+
+    def server(self):
+        if self.strikes("server"):
+            raise Crash
+
+    def node(self, node, deliver):
+        if self.strikes("node"):
+            return None
+        reply = deliver()
+        return None if self.strikes("node") else reply
+
+
+class Mortal:
+    """A shuffler on a disk that is killed, and started again at its address."""
+
+    def __init__(self, folder, fate):
+        self.folder, self.fate, self.authority = folder, fate, Authority.create()
+        self.process = self._start("127.0.0.1:0")
+        about = self.process.address, self.process.control, self.process.submit
+        self.address, self.control, self.submit = about
+
+    def _start(self, address):
+        process = ShufflerProcess(self.folder, listen=address, authority=self.authority)
+        return process.__enter__()
+
+    def die(self):
+        if self.fate.strikes("shuffler"):
+            os.kill(self.process.pid, signal.SIGKILL)
+            self.process.__exit__(None, None, None)
+            self.process = self._start(self.address)
+
+    def faulty(self, client):
+        """The server's client of it, before and after each of whose calls both may die."""
+
+        def faults():
+            self.die()
+            self.fate.server()
+
+        class Faulty:
+            def __getattr__(self, name):
+                call = getattr(client, name)
+
+                def faulty(*arguments):
+                    faults()
+                    answer = call(*arguments)
+                    faults()
+                    return answer
+
+                def fetch(*arguments):
+                    for report in call(*arguments):
+                        yield report
+                        faults()
+
+                return fetch if name == "release" else faulty
+
+        return Faulty()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("rounds", [6, pytest.param(250, marks=pytest.mark.nightly)])
+def test_whatever_dies_nothing_counts_twice_and_no_release_is_unpaid(tmp_path, rounds):
+    """Some 100 kills of each party by night; SHUFL_SOAK_SEED makes others."""
+    fate = Fate({"server": 0.006, "shuffler": 0.006, "node": 0.08})
+    plan = PLAN.replace(rounds=rounds)
+    shufflers = [Mortal(tmp_path / f"shuffler-{number}", fate) for number in (1, 2)]
+    (tmp_path / "run").mkdir()
+    try:
+        run = Run(tmp_path / "run", shufflers, plan)
+        run.network.train = fate.node
+        clients = {each.address: each.faulty for each in shufflers}
+        while len(run.spent) < rounds or not (run.folder / "model.pt").exists():
+            with suppress(Crash, shufl.server.RoundFailed):  # also three rounds in vain
+                run.play(rounds, control=lambda client: clients[client.address](client))
+    finally:
+        for shuffler in shufflers:
+            shuffler.process.__exit__(None, None, None)
+    print(fate.seed, dict(fate.done), Counter(row.outcome for row in run.rows))
+    assert run.spent == list(range(1, rounds + 1))
+    played = [row.round for row in run.rows]
+    assert len(played) == len(set(played))
+    assert run.steps_are_whole()
+    for shuffler in shufflers:
+        lines = json_lines(shuffler.folder / "record.jsonl")
+        opened = [line["round"] for line in lines if line["event"] == "opened"]
+        released = [line["round"] for line in lines if line["event"] == "released"]
+        assert len(opened) == len(set(opened)) and set(opened) <= set(run.spent)
+        assert len(released) == len(set(released)) <= len(opened)
