@@ -155,9 +155,12 @@ class _Examination:
             _check_private(self._keys / "flower.key")
         self._plan()
         with self.look("model and records", "mend data in node.toml"):
-            from shufl.deploy.node import check_data, check_work
+            from shufl.deploy.node import check_data, check_work, link_needed
 
-            data = check_data(site, self._folder, load(site.config))
+            config = load(site.config)
+            data = check_data(site, self._folder, config)
+            with self.look("link") as shown:
+                shown.append(f"must carry {link_needed(site, config, *data[:2]):.2g} Mbit/s")
             with self.look("work", "a longer window.work_until, or fewer users") as shown:
                 shown.append(f"of a round takes {check_work(site, *data):.2g} s")
         with self.look("owner's limits", "read run.toml, and mend device.toml if you agree"):

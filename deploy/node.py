@@ -15,6 +15,7 @@ from shufl.accounting import PrivacyPlan
 from shufl.clients import ClientSettings, UserRecords, load_device
 from shufl.clients.worker import Worker
 from shufl.deploy.sites import NodeSite, check_cover
+from shufl.shuffler import report_length, sealed_length
 from shufl.simulator.config import Config, load
 from shufl.simulator.data.datasets import wrong_tensor
 from shufl.simulator.data.features import map_records
@@ -91,6 +92,16 @@ def check_work(
     with closing(Worker(make_model, training, together, *about)) as worker:
         worker.check(window)
         return worker.seconds
+
+
+def link_needed(
+    site: NodeSite, config: Config, plan: PrivacyPlan, make_model: functools.partial[Any]
+) -> float:
+    """Mbit/s at which the users' reports leave within half of the time that they have."""
+    assert plan.window is not None
+    dimension = sum(each.numel() for each in make_model().parameters())
+    length = sealed_length(report_length(dimension), config.shuffler.sealing)
+    return site.users * length * 8e-6 / (plan.window.send_spread + plan.window.grace) * 2
 
 
 def agreed_plan(config: Config) -> PrivacyPlan:

@@ -41,6 +41,7 @@ def test_sites_as_they_were_provisioned_are_well_but_for_who_is_not_there(sites)
     for name in ("server", "shuffler-1", "ward-1"):
         assert troubles(sites / name) == {}
     findings = {each.what.split()[0]: each for each in examine(sites / "ward-1")}
+    assert re.fullmatch(r"link must carry 0\.\d+ Mbit/s", findings["link"].what)
     assert re.fullmatch(r"work of a round takes [\d.e-]+ s", findings["work"].what)
     assert "does not answer" in findings["shuffler"].trouble
     assert "Connection refused" in findings["SuperLink"].trouble

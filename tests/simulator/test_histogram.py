@@ -87,6 +87,7 @@ def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
     done = shufl("histogram", str(column), *asked, "--out", str(out), "--consistent")
     assert done.returncode == 0, done.stderr
     assert "simulated: coins, answers and blankets follow from the seed" in done.stdout
+    assert "a round can be lost, with its ε: have a budget for two" in done.stdout
     with (out / "histogram.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["category"] for row in rows] == ["A", "B", "C", "other"]
