@@ -155,7 +155,7 @@ class Rehearsal:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
                 **options,
             )
 

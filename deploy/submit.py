@@ -141,7 +141,7 @@ def _submit(
         stdout=log,
         stderr=subprocess.STDOUT,
         env=flower_environment(home),
-        start_new_session=True,  # Ctrl-C ends the run in order, and not this process
+        process_group=0,  # Ctrl-C ends the run in order, and not this process
     )
 
 

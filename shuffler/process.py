@@ -160,7 +160,7 @@ class ShufflerProcess:
                 stderr=self._errors,
                 env={**os.environ, "TMPDIR": self._scratch.name},
                 # Ctrl-C at the terminal is for the run, which then stops the shuffler in order.
-                start_new_session=True,
+                process_group=0,
             )
         except BaseException:
             self._stop()

@@ -17,6 +17,9 @@ from shufl import accounting
 settings.register_profile("same", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
+# Ray's workers are nice by default; beside the other tests' processes they hardly got a turn.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 _DEPLOYMENTS = "test_deployment", "test_strangers"
 _LONGEST = "test_deployment_kills"  # takes about as long as the other deployments together
 

@@ -246,7 +246,7 @@ def _refused_supernode(world: Stranger, key: Path) -> None:
             stdout=said,
             stderr=subprocess.STDOUT,
             env=flower_environment(world.folder / "supernode"),
-            start_new_session=True,
+            process_group=0,
         )
         try:
             assert process.wait(LIMIT) != 0
