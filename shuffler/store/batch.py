@@ -173,9 +173,9 @@ class Batch:
         Raises:
             ShufflerRefused: the batch was destroyed, or the disk fails.
         """
-        numbers = np.flatnonzero(self._taken).tolist()
+        numbers = np.flatnonzero(self._taken)
         if self.report_bytes > limit:
-            for number in numbers:
+            for number in map(int, numbers):
                 cipher = self._cipher(number)
                 for start in range(0, self.report_bytes, limit):
                     length = min(limit, self.report_bytes - start)
@@ -189,7 +189,7 @@ class Batch:
             yield (
                 [
                     self._read(self._cipher(number), number, 0, self.report_bytes)
-                    for number in numbers[first : first + together]
+                    for number in numbers[first : first + together].tolist()
                 ],
                 False,
             )

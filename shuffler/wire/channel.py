@@ -8,7 +8,7 @@ MAX_REPORT_BYTES = 64 * 2**20
 """Longest sealed report that a run may declare, in bytes."""
 
 MOST_USERS = 2**24
-"""Most users of one round at a shuffler: its file has 32 bytes for each, made when it opens."""
+"""Most users of one round at a shuffler, which has some 20 bytes of memory for each."""
 
 PIECE_BYTES = 2**18
 """A longer report travels in pieces of this many bytes."""

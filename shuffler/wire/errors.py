@@ -40,8 +40,8 @@ class Closed(NamedTuple):
     Attributes:
         senders: how many users sent, under a plan with cover; else, and where the round was ended
             before, 0.
-        absent: names of the nodes that agreed to this round and the two before it, and brought no
-            report in any, under a plan with cover.
+        absent: names of the nodes that agreed to three rounds one after the other, the last of them
+            this one, and brought no report, under a plan with cover.
     """
 
     outcome: Outcome

@@ -5,11 +5,12 @@ Flower does between server and nodes is done here in one thread, so that each fa
 test puts it. test_deployment_kills.py does the same to real processes, at moments of chance.
 """
 
+import functools
 import os
 import random
 import signal
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 import torch
@@ -41,16 +42,16 @@ PLAN = make_plan(
 )  # fmt: skip
 
 
-def make_model():
-    model = nn.Linear(WIDTH, 2)
+def make_model(width):
+    model = nn.Linear(width, 2)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     return model
 
 
-def load_users():
-    """All are alike, and have updates of length 1: so has the mean, whoever sends."""
-    return lambda user: (torch.full((1, WIDTH), 10.0), torch.tensor([1]))
+def records(width):
+    """All users are alike, and have updates of length 1: so has the mean, whoever sends."""
+    return lambda user: (torch.full((1, width), 10.0), torch.tensor([1]))
 
 
 class Crash(BaseException):
@@ -104,18 +105,21 @@ class Network:
 class Run:
     """A run on these shufflers whose ledger and checkpoints are in `folder`; it can be resumed."""
 
-    def __init__(self, folder, shufflers, plan=PLAN):
+    def __init__(self, folder, shufflers, plan=PLAN, width=WIDTH):
         self.folder, self.plan, self.shufflers = folder, plan, shufflers
+        self.make_model = functools.partial(make_model, width)
+        self.test = torch.ones(1, width), torch.zeros(1, dtype=torch.int64)
         self.rows, self.told = [], []
         self.network = Network(
             ClientSettings(
-                run_id=folder.name, plan=plan, make_model=make_model, load_users=load_users,
+                run_id=folder.name, plan=plan, make_model=self.make_model,
+                load_users=functools.partial(records, width),
                 training=LocalTraining(), seed=1,
                 shufflers=tuple((each.address, each.submit) for each in shufflers),
             )
         )  # fmt: skip
 
-    def play(self, rounds, tell=lambda line: None, control=lambda client: client):
+    def play(self, rounds, tell=lambda line: None, control=lambda number, client: client):
         """Plays until so many rounds are over; `control` puts faults into a shuffler's client."""
         ledger, checkpoint = self.folder / "ledger.jsonl", self.folder / "checkpoint.pt"
         opened = (
@@ -125,8 +129,8 @@ class Run:
         )
         with opened:
             settings = ServerSettings(
-                plan=self.plan, ledger=opened, make_model=make_model,
-                load_test=lambda: (torch.ones(1, WIDTH), torch.zeros(1, dtype=torch.int64)),
+                plan=self.plan, ledger=opened, make_model=self.make_model,
+                load_test=lambda: self.test,
                 optimiser=Optimiser("sgd", RATE), folder=self.folder, evaluate_every=1,
                 checkpoint_every=1, origin={}, reproducible=False,
                 checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
@@ -141,7 +145,7 @@ class Run:
                 lambda: len(self.rows) >= done,
                 lambda: False,
             )
-            loop._shufflers = [control(client) for client in loop._shufflers]
+            loop._shufflers = [control(*each) for each in enumerate(loop._shufflers)]
             loop.run()
 
     @property
@@ -227,12 +231,8 @@ def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers):
 
 
 def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
-    with ExitStack() as stack:
-        disk = stack.enter_context(tiny_disk_at(tmp_path / "disk"))
-        shuffler = stack.enter_context(ShufflerProcess(disk))
-        folder = tmp_path / "run"
-        folder.mkdir()
-        run = Run(folder, [shuffler])
+    with tiny_disk_at(tmp_path / "disk") as disk, ShufflerProcess(disk) as shuffler:
+        run = Run(tmp_path, [shuffler])
         filler = fill(disk)
         told = []
 
@@ -293,6 +293,74 @@ def test_three_rounds_that_nobody_reports_to_end_the_run(tmp_path, shufflers):
     assert run.spent == [1, 2, 3]
 
 
+class Mortal:
+    """A shuffler on a disk that can be killed, and is started again at its address."""
+
+    def __init__(self, folder):
+        self.folder, self._authority = folder, Authority.create()
+        self.process = self._start("127.0.0.1:0")
+        about = self.process.address, self.process.control, self.process.submit
+        self.address, self.control, self.submit = about
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *about):
+        self.process.__exit__(*about)
+
+    def _start(self, address):
+        process = ShufflerProcess(self.folder, listen=address, authority=self._authority)
+        return process.__enter__()
+
+    def kill(self):
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.__exit__(None, None, None)
+        self.process = self._start(self.address)
+
+
+class Watched:
+    """A server's client of a shuffler that calls `meet` before and after each of its own calls.
+
+    And after each report of a release; `meet` gets the call's name.
+    """
+
+    def __init__(self, client, meet):
+        self._client, self._meet = client, meet
+
+    def __getattr__(self, name):
+        call = getattr(self._client, name)
+
+        def once(*arguments):
+            self._meet(name)
+            answer = call(*arguments)
+            self._meet(name)
+            return answer
+
+        def fetch(*arguments):
+            for report in call(*arguments):
+                yield report
+                self._meet(name)
+
+        return fetch if name == "release" else once
+
+
+def test_a_shuffler_killed_amid_a_release_loses_that_round_alone(tmp_path):
+    with Mortal(tmp_path / "one") as one, Mortal(tmp_path / "other") as other:
+        plan = PLAN.replace(cover=False, window=None)
+        run = Run(tmp_path, [one, other], plan, width=100_000)  # more than a connection holds
+
+        first = other.process
+
+        def kill(name):
+            if name == "release" and other.process is first:
+                other.kill()
+
+        run.play(2, control=lambda number, client: Watched(client, kill) if number else client)
+    rows = [(row.outcome, row.users_present) for row in run.rows]
+    assert rows == [("released", 8), ("released", 12)]
+    assert run.steps_are_whole()
+
+
 class Fate:
     """Kills a shuffler, a node or the server at a moment of chance: between any two calls."""
 
@@ -305,7 +373,9 @@ class Fate:
         self.done[whom] += struck
         return struck
 
-    def server(self):
+    def meet(self, shuffler):
+        if self.strikes("shuffler"):
+            shuffler.kill()
         if self.strikes("server"):
             raise Crash
 
@@ -316,71 +386,28 @@ class Fate:
         return None if self.strikes("node") else reply
 
 
-class Mortal:
-    """A shuffler on a disk that is killed, and started again at its address."""
-
-    def __init__(self, folder, fate):
-        self.folder, self.fate, self.authority = folder, fate, Authority.create()
-        self.process = self._start("127.0.0.1:0")
-        about = self.process.address, self.process.control, self.process.submit
-        self.address, self.control, self.submit = about
-
-    def _start(self, address):
-        process = ShufflerProcess(self.folder, listen=address, authority=self.authority)
-        return process.__enter__()
-
-    def die(self):
-        if self.fate.strikes("shuffler"):
-            os.kill(self.process.pid, signal.SIGKILL)
-            self.process.__exit__(None, None, None)
-            self.process = self._start(self.address)
-
-    def faulty(self, client):
-        """The server's client of it, before and after each of whose calls both may die."""
-
-        def faults():
-            self.die()
-            self.fate.server()
-
-        class Faulty:
-            def __getattr__(self, name):
-                call = getattr(client, name)
-
-                def faulty(*arguments):
-                    faults()
-                    answer = call(*arguments)
-                    faults()
-                    return answer
-
-                def fetch(*arguments):
-                    for report in call(*arguments):
-                        yield report
-                        faults()
-
-                return fetch if name == "release" else faulty
-
-        return Faulty()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("rounds", [6, pytest.param(250, marks=pytest.mark.nightly)])
-def test_whatever_dies_nothing_counts_twice_and_no_release_is_unpaid(tmp_path, rounds):
+@pytest.mark.parametrize(
+    ("rounds", "rate"), [(6, 0.02), pytest.param(250, 0.006, marks=pytest.mark.nightly)]
+)
+def test_whatever_dies_nothing_counts_twice_and_no_release_is_unpaid(tmp_path, rounds, rate):
     """Some 100 kills of each party by night; SHUFL_SOAK_SEED makes others."""
-    fate = Fate({"server": 0.006, "shuffler": 0.006, "node": 0.08})
-    plan = PLAN.replace(rounds=rounds)
-    shufflers = [Mortal(tmp_path / f"shuffler-{number}", fate) for number in (1, 2)]
-    (tmp_path / "run").mkdir()
-    try:
-        run = Run(tmp_path / "run", shufflers, plan)
+    fate, plan = (
+        Fate({"server": rate, "shuffler": rate, "node": 13 * rate}),
+        PLAN.replace(rounds=rounds),
+    )
+    with Mortal(tmp_path / "one") as one, Mortal(tmp_path / "other") as other:
+        shufflers = one, other
+        run = Run(tmp_path, shufflers, plan)
         run.network.train = fate.node
-        clients = {each.address: each.faulty for each in shufflers}
+
+        def control(number, client):
+            return Watched(client, lambda name: fate.meet(shufflers[number]))
+
         while len(run.spent) < rounds or not (run.folder / "model.pt").exists():
             with suppress(Crash, shufl.server.RoundFailed):  # also three rounds in vain
-                run.play(rounds, control=lambda client: clients[client.address](client))
-    finally:
-        for shuffler in shufflers:
-            shuffler.process.__exit__(None, None, None)
+                run.play(rounds, control=control)
     print(fate.seed, dict(fate.done), Counter(row.outcome for row in run.rows))
     assert run.spent == list(range(1, rounds + 1))
     played = [row.round for row in run.rows]
