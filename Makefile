@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test nightly check lint experiments bench load timing proto lock mnist clean
+.PHONY: run test nightly soak check lint experiments bench load timing proto lock mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
@@ -12,6 +12,9 @@ test: .venv/ready lint  # three workers for two cores: two begin with the deploy
 
 nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; benchmark scripts: about an hour
 	$(BIN)/pytest -m nightly
+
+soak: .venv/ready  ## some 100 kills of each party, in one process and in a deployment; an hour. SHUFL_SOAK_SEED=N: others
+	$(BIN)/pytest -m nightly -s tests/server/test_server_faults.py tests/integration/test_deployment_soak.py
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
