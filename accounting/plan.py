@@ -67,8 +67,8 @@ class Times(Record):
     Attributes:
         work_until: A user whose update is not done by then reports noise alone.
         send_after: Then reports are sent, however long the work took.
-        send_spread: Each leaves at a moment drawn uniformly from so many seconds, so that they do
-            not come all at once. It protects nothing.
+        send_spread: Each node's reports leave at a moment drawn uniformly from so many seconds, so
+            that not all come at once. It protects nothing.
         grace: For reports on their way; then the shuffler closes the round.
         answer_every: A node answers Flower's messages at whole multiples of so many seconds.
         query_every: A node answers no more than one query in so many seconds.

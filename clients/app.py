@@ -51,7 +51,7 @@ def train(node: Node, asked: RecordDict, number: int, users: np.ndarray) -> Reco
     """One round: agrees to it, has the users take part, and acknowledges.
 
     The acknowledgement is a constant. A simulated node gives it when its work is done, a deployed
-    one before any coin. The arguments are those of `ready`.
+    one at once. The arguments are those of `ready`.
 
     Raises:
         RoundRefused: the node does not agree; decided before any coin.

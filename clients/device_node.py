@@ -90,8 +90,10 @@ class DeviceNode(Node):
         super().close()
 
     def _over_at(self, until: float, window_ends: float) -> float:
-        work_until = window_ends - self.window.seconds + self.window.work_until
-        if work_until - self.clock.now() < self._worker.needed:
+        left = window_ends - self.clock.now()
+        if not left <= self.window.seconds:
+            raise RoundRefused(f"the shuffler says that {left:g} s are left of this round's window")
+        if left - self.window.seconds + self.window.work_until < self._worker.seconds:
             raise RoundRefused("too little of the round's window is left for this node's work")
         return window_ends
 
@@ -114,7 +116,10 @@ class DeviceNode(Node):
         try:
             seeds = self._randomness.training_seeds(number, users)
             left = opened + self.window.work_until - self.clock.now()
-            self._worker.compute(round.parameters, seeds, left, over)
+            try:
+                self._worker.compute(round.parameters, seeds, left, over)
+            except Exception:  # whoever's update is not done reports noise alone
+                log.exception("round %d: not all updates are computed", number)
             reports = self._reports_in_time(users, opened + self.window.send_after, round, over)
             left = max(round.until - self.clock.now(), 1e-3)
             for verdict in intake.submit(round.header, reports, deadline=left):
@@ -133,15 +138,17 @@ class DeviceNode(Node):
     def _reports_in_time(
         self, users: np.ndarray, first: float, round: PreparedRound, over: threading.Event
     ) -> Iterator[tuple[int, bytes]]:
-        """(user, sealed report) of every user, each made when it is to be sent."""
+        """(user, sealed report) of every user, each made when it is sent.
+
+        They leave together: a stream that was held over the whole spread would keep others out.
+        """
         plan, number = self.settings.plan, round.header.round
-        draw, draws = secrets.SystemRandom(), plan.mechanism.draws(self._work.dimension)
-        moments = [first + draw.uniform(0.0, self.window.send_spread) for _ in users]
+        draws = plan.mechanism.draws(self._work.dimension)
         coins = self._randomness.check_ins(number, users, plan.check_in_rate)
-        for place in np.argsort(moments).tolist():
-            if self.clock.wait(moments[place], over):
+        over_spread = secrets.SystemRandom().uniform(0.0, self.window.send_spread)
+        for place, user in enumerate(users.tolist()):
+            if self.clock.wait(first + over_spread, over):
                 return
-            user = int(users[place])
             (noise,) = self._randomness.standard_normal(number, users[[place]], draws)
             values = plan.mechanism.report(self._worker.update(user), noise)
             yield user, self._sealed(values, bool(coins[place]), round)

@@ -144,16 +144,11 @@ class Worker:
         Raises:
             ValueError: it is too short.
         """
-        if self.needed > window.work_until:
+        if (needed := _MARGIN * self.seconds) > window.work_until:
             raise ValueError(
-                f"window.work_until must be at least {self.needed:.3g} on this machine, twice the "
-                f"time that the updates of {len(self.states)} users take, got {window.work_until:g}"
+                f"window.work_until must be at least {needed:.3g} on this machine, twice the time "
+                f"that the updates of {len(self.states)} users take, got {window.work_until:g}"
             )
-
-    @property
-    def needed(self) -> float:
-        """How many seconds a round must have for the work."""
-        return _MARGIN * self.seconds
 
     def fill(self, records: UserRecords) -> int:
         """Loads the records of all users; returns how many users have more than are used."""
@@ -182,13 +177,18 @@ class Worker:
 
         Returns when all are done, after so many seconds, or when a newer round begins.
         Whoever's update made the child crash is not done, and the child goes on with the others.
+
+        Raises:
+            OSError: the machine starts no child; then none is done.
         """
         if over.is_set():
             return
-        if self._over is not None:
-            self._restart(self._child)
+        try:
+            if self._over is not None:
+                self._restart(self._child)
+        finally:  # nobody reports an older round's update
+            self.states[:] = TO_DO
         until = time.monotonic() + seconds
-        self.states[:] = TO_DO
         self._over = over
         given = {name: value.numpy() for name, value in parameters.items()}, seeds
         while not over.is_set() and (self.states == TO_DO).any():

@@ -97,11 +97,11 @@ def check_work(
 def link_needed(
     site: NodeSite, config: Config, plan: PrivacyPlan, make_model: functools.partial[Any]
 ) -> float:
-    """Mbit/s at which the users' reports leave within half of the time that they have."""
+    """Mbit/s at which the users' reports leave within half of `grace`."""
     assert plan.window is not None
     dimension = sum(each.numel() for each in make_model().parameters())
     length = sealed_length(report_length(dimension), config.shuffler.sealing)
-    return site.users * length * 8e-6 / (plan.window.send_spread + plan.window.grace) * 2
+    return site.users * length * 8e-6 / (plan.window.grace / 2)
 
 
 def agreed_plan(config: Config) -> PrivacyPlan:

@@ -226,7 +226,9 @@ class Fleet:
             if node in answers.received:
                 state.heard, state.trouble = time.time(), ""
             elif node not in answers.waiting:
-                state.trouble = answers.errors.get(node, self._why(node))
+                idle = "its shuffler is away, or has too few users for a round"
+                why = idle if node in self._in else self._why(node)
+                state.trouble = answers.errors.get(node, why)
             if self.name_of(node) in silent:
                 state.trouble = "it agrees to rounds, and no report of it comes: see its log"
                 log.warning("%s: %s", self.name_of(node), state.trouble)

@@ -8,7 +8,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 _SHUFFLER_SECONDS = 60.0  # for a shuffler that is away to come back within a round
 _TRY_AGAIN_SECONDS = 1.0
 _PASSING = {
+    *(Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.DISCARDED),
     *(
         Refusal.BATCH_LOST,
         Refusal.ALREADY_RELEASED,
@@ -139,30 +141,29 @@ class RoundLoop:
         while not self._stop():
             nodes = self._fleet.gather(until)
             everyone = list(range(len(self._shufflers)))  # so that one that is gone is found out
-            failed = self._reserve(self._fleet.with_enough(nodes) or everyone)
-            self._ready = {number: set() for number in failed if failed[number] is None}
+            numbers = self._fleet.with_enough(nodes) or everyone
+            failed = self._reserve(numbers)
+            self._ready = {number: set() for number in numbers if number not in failed}
             for node in nodes:
                 if (number := self._fleet.known[node].shuffler) in self._ready:
                     self._ready[number].add(node)
             if self._ready or self._waiting_is_over():
                 return
-            error = next(each for each in failed.values() if each is not None)
+            error = next(iter(failed.values()))
             if time.monotonic() > until:
                 raise error
             settings.tell(f"waiting for shufflers: {error}")
 
-    def _reserve(self, numbers: list[int]) -> dict[int, ShufflerError | None]:
-        """Has these shufflers book the next round; why one did not.
+    def _reserve(self, numbers: list[int]) -> dict[int, ShufflerError]:
+        """Has these shufflers book the next round; which did not, and why.
 
         One that did not hold the last round is not waited for.
         """
         until = time.monotonic() + _SHUFFLER_SECONDS
         while True:
-            failed: dict[int, ShufflerError | None] = dict.fromkeys(numbers)
-            for number in numbers:  # also those that have: their minute begins again
-                with self._passing(number, failed):
-                    self._book(number)
-            away = {number for number in numbers if failed[number] is not None}
+            failed: dict[int, ShufflerError] = {}
+            self._at_each(numbers, self._book, failed)  # also those that have: another minute
+            away = set(failed)
             if not away - self._away or time.monotonic() > until or self._waiting_is_over():
                 self._away = away
                 return failed
@@ -178,8 +179,28 @@ class RoundLoop:
             del self._unended[number]
         shuffler.reserve(settings.run_id)
 
+    def _at_each(
+        self,
+        numbers: list[int],
+        call: Callable[[int], _T],
+        failed: dict[int, ShufflerError],
+        meanwhile: Callable[[Callable[[], bool]], None] = lambda done: None,
+    ) -> dict[int, _T]:
+        """What a call gives at each of these shufflers, none of which waits for another.
+
+        Notes in `failed` what may pass. `meanwhile` is told how to find out that all are done.
+        """
+        results = {}
+        with ThreadPoolExecutor(len(numbers) or 1) as pool:
+            calls = {number: pool.submit(call, number) for number in numbers}
+            meanwhile(lambda: all(each.done() for each in calls.values()))
+        for number, each in calls.items():
+            with self._passing(number, failed):
+                results[number] = each.result()
+        return results
+
     @contextlib.contextmanager
-    def _passing(self, number: int, failed: dict[int, Any]) -> Iterator[None]:
+    def _passing(self, number: int, failed: dict[int, ShufflerError]) -> Iterator[None]:
         """Notes, with patience, what may pass of a shuffler's troubles; raises any other."""
         try:
             yield
@@ -207,12 +228,12 @@ class RoundLoop:
         private_key, public_key = generate_key_pair(settings.sealing)
         header = RoundHeader(settings.run_id, round, digest, plan.digest(), key_digest(public_key))
         lost: dict[int, ShufflerError] = {}
-        nonces = {}
-        for number in self._ready:
+
+        def open_at(number: int) -> bytes:
             self._unended[number] = round
-            with self._passing(number, lost):
-                shuffler = self._shufflers[number]
-                nonces[number] = shuffler.open_round(header.run_id, round, digest, public_key)
+            return self._shufflers[number].open_round(header.run_id, round, digest, public_key)
+
+        nonces = self._at_each(list(self._ready), open_at, lost)
         nodes = sorted(node for number in nonces for node in self._ready[number])
         seconds = settings.round_timeout
         answers = broadcast(self._grid, nodes, header, public_key, model, seconds)
@@ -252,7 +273,8 @@ class RoundLoop:
     ) -> dict[int, Closed]:
         """What became of a round at each of these shufflers, which say when it is over.
 
-        A simulated round has no window, and is over when all nodes have answered.
+        Meanwhile the nodes' answers are heard. A simulated round has no window, and is over when
+        all of them are there.
         """
         settings, plan = self.settings, self.settings.plan
         unwanted: set[int] = set()
@@ -264,13 +286,14 @@ class RoundLoop:
                 each for each in numbers if cut_short or not plan.enough_present(there[each])
             }
         window = plan.window.seconds if plan.window is not None else 0.0
-        closed = {}
-        for number in numbers:
+
+        def close_at(number: int) -> Closed:
             shuffler = self._shufflers[number]
-            with self._passing(number, lost):
-                if number in unwanted:
-                    shuffler.end_round(settings.run_id, round)
-                closed[number] = self._again(shuffler.close_round, settings.run_id, round, window)
+            if number in unwanted:
+                shuffler.end_round(settings.run_id, round)
+            return self._again(shuffler.close_round, settings.run_id, round, window)
+
+        closed = self._at_each(numbers, close_at, lost, answers.wait)
         answers.hear()
         return closed
 

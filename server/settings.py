@@ -114,7 +114,7 @@ class ServerSettings(TrainingSettings):
         nodes: as many are connected and have agreed to the plan before a round begins, and more,
             where a release takes more users.
         shufflers: of each shuffler its host:port, and a server's credentials there.
-        round_timeout: seconds to wait for answers, before and in a round.
+        round_timeout: seconds to wait for answers.
         sealing: the suite that reports are sealed with.
         patience: how many seconds to wait, before a round, for nodes that are away, refuse or fail,
             and for shufflers that are away. 0: in simulation, where each of these ends the run.

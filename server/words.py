@@ -31,8 +31,8 @@ class RoundRecord:
             reports; `discarded`: fewer users were present than epsilon assumes, and the batches
             were destroyed unseen; `lost`: a shuffler was away, or had lost its batch. The round is
             spent in every case.
-        users_present: users of the nodes that answered in time, where a shuffler's batch was
-            released: at such shufflers.
+        users_present: users who sent, where a shuffler's batch was released: to such shufflers. In
+            a simulation, users of the nodes that answered.
         smallest_crowd: fewest of them at one shuffler whose batch was released; 0 if none was.
         reports: reports aggregated, blankets among them; 0 when nothing was released.
         rejected: released reports that did not open, or that no honest client could have sent.

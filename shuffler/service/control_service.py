@@ -90,7 +90,11 @@ class ControlService:
     ) -> Any:
         """Answers when a round is over."""
         await self._check_owner(request, caller)
-        closed = await asyncio.shield(self._close(request.run_id, request.round))
+        about = request.run_id, request.round
+        if self._store.seconds_left(*about) is None:  # it is over, or there is none
+            closed = await self.call(self._store.close_round, *about)
+        else:
+            closed = await asyncio.shield(self._close(*about))
         return shuffler_pb2.CloseRoundReply(
             outcome=closed.outcome.name, senders=closed.senders, absent=closed.absent
         )
@@ -173,6 +177,9 @@ class ControlService:
         await self._check_owner(request, caller)
         await self.call(self._store.end_run, request.run_id)
         _log.info("run ended", extra={"run": request.run_id})
+        for run_id, number in list(self._closing):
+            if run_id == request.run_id:
+                self._closing[run_id, number].cancel()
         return shuffler_pb2.EndRunReply()
 
     async def _check_owner(self, request: Any, caller: Caller) -> None:

@@ -189,11 +189,11 @@ class RunStore:
             raise ShufflerRefused(Refusal.BATCH_LOST)
         return Closed(entry.outcome, entry.senders, entry.absent)
 
-    def seconds_left(self, run_id: str, number: int) -> float:
-        """Of the window of a round; 0 where it is not open. Any thread may ask."""
+    def seconds_left(self, run_id: str, number: int) -> float | None:
+        """Of the window of a round; None where it is not open. Any thread may ask."""
         run = self._runs.get(run_id)
         entry = run.rounds.get(number) if run is not None else None
-        return entry.seconds_left if entry is not None and entry.is_open else 0.0
+        return entry.seconds_left if entry is not None and entry.is_open else None
 
     def release(self, run_id: str, number: int) -> Batch:
         """The batch of a closed round; that it is released is then in the record."""
@@ -220,13 +220,17 @@ class RunStore:
             self._end(run, entry, "released" if entry.released else "discarded")
 
     def end_old_rounds(self, seconds: float) -> None:
-        """Destroys batches that were closed so long ago, and those whose lease is over."""
+        """Destroys batches that were over so long ago, and those whose lease is over."""
+        now, old = time.monotonic(), []
         for run in self._runs.values():
-            if run.lease is not None and run.lease[1] < time.monotonic():
-                self._end_lease(run)
+            if run.lease is not None and run.lease[1] < now:
+                self._end_lease(run)  # first: it takes no line of the record
             for entry in run.batches():
-                if entry.closed_at and time.monotonic() - entry.closed_at > seconds:
-                    self.end_round(run.run_id, entry.number)
+                over_at = entry.closed_at or entry.ends_at
+                if over_at and now - over_at > seconds:
+                    old.append((run.run_id, entry.number))
+        for run_id, number in old:
+            self.end_round(run_id, number)
 
     def end_run(self, run_id: str) -> None:
         """Destroys all batches of a run; its id cannot be used again."""

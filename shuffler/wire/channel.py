@@ -8,7 +8,7 @@ MAX_REPORT_BYTES = 64 * 2**20
 """Longest sealed report that a run may declare, in bytes."""
 
 MOST_USERS = 2**24
-"""Most users of one round at a shuffler, which has some 20 bytes of memory for each."""
+"""Most users of one round at a shuffler, which has 10 bytes of memory for each."""
 
 PIECE_BYTES = 2**18
 """A longer report travels in pieces of this many bytes."""
@@ -44,6 +44,10 @@ SERVER_OPTIONS = [
 CHANNEL_OPTIONS = [
     *_LENGTHS,
     ("grpc.enable_retries", 0),
+    # A peer that says nothing any more is found out while a call waits, however long that may.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
     # Straight to the shuffler, whatever http_proxy says.
     ("grpc.enable_http_proxy", 0),
     # A restarted shuffler is found again within seconds rather than minutes.

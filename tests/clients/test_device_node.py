@@ -1,6 +1,8 @@
 """A deployed node: its work and its moments are the same whatever its users' records are."""
 
+import errno
 import functools
+import math
 import signal
 import threading
 import time
@@ -167,6 +169,44 @@ def test_a_user_whose_records_make_the_model_fail_or_crash_counts_as_zero_alone(
     assert node._worker.states.tolist() == [DONE, FAILED, FAILED, FAILED, DONE, DONE]
     assert node._worker._child.process.pid != first
     assert "user 1: ZeroDivisionError: of this user" in caplog.text
+
+
+def test_a_machine_that_starts_no_process_any_more_sends_all_reports(
+    make_round, running, tmp_path, caplog
+):
+    """User 3's records end the child; who comes before is done, and nobody after."""
+    about = {"make_model": Troubled, "load_users": troubled_users}
+    round = make_round(rate=1.0, **about).deployed(tmp_path / "device.db", users=6).open()
+    node = running(round)
+
+    def start():
+        raise BlockingIOError(errno.EAGAIN, "no process")
+
+    node._worker._start = start
+    found, _ = reports_of(round, node)
+    assert len(found) == 6
+    assert "not all updates are computed" in caplog.text
+    assert DONE not in node._worker.states[3:]
+
+
+@pytest.mark.parametrize("left", [1.01, math.inf, math.nan])
+def test_a_shuffler_that_says_that_more_than_a_window_is_left_is_not_believed(
+    make_round, running, tmp_path, left
+):
+    node = running(make_round(rate=1.0).deployed(tmp_path / "device.db", users=2))
+    ends = node.clock.now() + left * WINDOW.seconds
+    with pytest.raises(RoundRefused, match="the shuffler says that"):
+        node._over_at(0.0, ends)
+
+
+def test_a_round_is_taken_that_has_time_for_the_work_once(make_round, running, tmp_path):
+    node = running(make_round(rate=1.0).deployed(tmp_path / "device.db", users=2))
+    node._worker.seconds = 0.5 * WINDOW.work_until  # as long as a start accepts
+    node._worker.check(WINDOW)
+    late = node.clock.now() + WINDOW.seconds - 0.4 * WINDOW.work_until
+    assert node._over_at(0.0, late) == late
+    with pytest.raises(RoundRefused, match="too little"):
+        node._over_at(0.0, late - 0.2 * WINDOW.work_until)
 
 
 def test_work_that_is_not_done_in_time_is_ended_and_everybody_sends_noise_alone(

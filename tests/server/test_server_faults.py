@@ -264,6 +264,23 @@ def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(tmp_path
     assert run.steps_are_whole()
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_shuffler_that_hangs_is_found_out_and_loses_its_own_users_round_alone(tmp_path):
+    """It neither answers nor closes its connection, as behind a cut cable, for 40 s."""
+    with ShufflerProcess() as one, ShufflerProcess() as other:
+        run = Run(tmp_path, [one, other])
+
+        def hang(name):
+            if name == "close_round":
+                os.kill(other.pid, signal.SIGSTOP)
+
+        run.play(2, control=lambda number, client: Watched(client, hang) if number else client)
+        os.kill(other.pid, signal.SIGCONT)
+    assert [(row.outcome, row.users_present) for row in run.rows] == [("released", 8)] * 2
+    assert run.steps_are_whole()
+
+
 @pytest.mark.parametrize(("kind", "cost"), [("query", []), ("train", [1])])
 def test_a_crash_costs_the_round_that_was_charged_and_locks_nothing(run, kind, cost):
     def crash(messages):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from collections.abc import Callable
@@ -168,6 +169,25 @@ def test_a_lease_books_the_disk_until_it_ends_and_leaves_no_line(tmp_path, clock
     assert refusal(store.reserve, "run") is Refusal.ANOTHER_ROUND_OPEN
 
 
+def test_what_nobody_closes_or_ends_is_given_up_even_where_the_disk_is_full(tiny_disk, clock):
+    store = RunStore(tiny_disk / "state")
+    for run in ("open", "booked"):
+        store.create_run(run, plan(**COVERED), LENGTH)
+    store.open_round("open", 1, "model", PUBLIC_KEY)
+    clock.now += 3600
+    store.reserve("booked")
+    store.end_old_rounds(3600)
+    assert store.seconds_left("open", 1) == 0.0  # its window has ended less than an hour ago
+    filler = fill_up(tiny_disk, store)
+    clock.now += 61
+    assert refusal(store.end_old_rounds, 3600) is Refusal.STORAGE_FULL
+    assert sum(run.held for run in store._runs.values()) == 1
+    filler.unlink()
+    store.end_old_rounds(3600)
+    assert sum(run.held for run in store._runs.values()) == 0
+    assert store.close_round("open", 1) == Closed(Outcome.DISCARDED)
+
+
 def test_a_full_disk_refuses_the_lease_and_spends_no_round(start, tiny_disk: Path):
     world = start(tiny_disk / "state")
     world.control.create_run("run", plan(**COVERED), LENGTH)
@@ -182,21 +202,28 @@ def test_the_shuffler_closes_by_itself_and_whoever_asks_before_waits(start, tmp_
     world: World = start(tmp_path / "state")
     length = sealed_length(100)
     digest = world.control.create_run("run", plan(**COVERED), length)
-    for number in (1, 2):
+    whole: list[int] = []
+    for number in itertools.count(1):
         nonce = world.control.open_round("run", number, "model", world.public_key)
         header = RoundHeader("run", number, "model", digest, key_digest(world.public_key), nonce)
-        assert world.submit(header, world.reports(header, 3)) == [Verdict.ACCEPTED] * 3
-        if number == 1:  # nobody asks for its close
-            wait_until(lambda: releasable(world.control), LIMIT, "the shuffler to close the round")
+        if world.submit(header, world.reports(header, 3)) != [Verdict.ACCEPTED] * 3:
+            assert world.control.close_round("run", number, 1.0).senders < 3  # a busy machine
+            world.control.end_round("run", number)
+            continue
+        if not whole:  # nobody asks for its close
+            wait_until(lambda n=number: releasable(world.control, n), LIMIT, "its close")
+        whole.append(number)
         assert world.control.close_round("run", number, 1.0) == Closed(Outcome.RELEASABLE, 3)
         assert len(list(world.control.release("run", number))) == 3
         world.control.end_round("run", number)
+        if len(whole) == 2:
+            break
     assert open_batches(world) == 0
 
 
-def releasable(control: ControlClient) -> bool:
+def releasable(control: ControlClient, number: int) -> bool:
     try:
-        return bool(list(control.release("run", 1)))
+        return bool(list(control.release("run", number)))
     except ShufflerRefused as refused:
         assert refused.reason is Refusal.ROUND_NOT_CLOSED
         return False
