@@ -178,12 +178,9 @@ def test_what_nobody_closes_or_ends_is_given_up_even_where_the_disk_is_full(tiny
     store.reserve("booked")
     store.end_old_rounds(3600)
     assert store.seconds_left("open", 1) == 0.0  # its window has ended less than an hour ago
-    filler = fill_up(tiny_disk, store)
+    fill_up(tiny_disk, store)
     clock.now += 61
-    assert refusal(store.end_old_rounds, 3600) is Refusal.STORAGE_FULL
-    assert sum(run.held for run in store._runs.values()) == 1
-    filler.unlink()
-    store.end_old_rounds(3600)
+    store.end_old_rounds(3600)  # the lease first, which makes room for the round's line
     assert sum(run.held for run in store._runs.values()) == 0
     assert store.close_round("open", 1) == Closed(Outcome.DISCARDED)
 
