@@ -39,7 +39,7 @@ def control(shuffler):
 
 def covered_round(shuffler, control, run_id, rate=0.5, cover=True, **changes):
     round = Round(shuffler.address, shuffler.submit, control, run_id, rate=rate, **changes)
-    return round.under(shuffler_blankets=BLANKETS, cover=cover)
+    return round.under(shuffler_blankets=BLANKETS, cover=cover, least_present=len(MINE))
 
 
 def users_who_sent(shuffler, round):
