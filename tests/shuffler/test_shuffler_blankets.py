@@ -101,7 +101,7 @@ def test_a_long_blanket_is_made_in_pieces_and_the_same_report(memory_path: Path)
     digest = store.create_run("run", plan(expected, users=1), length)
     nonce = store.open_round("run", 1, "model", public_key)
     made(store, 1)
-    assert store.close_round("run", 1) is Outcome.RELEASABLE
+    assert store.close_round("run", 1).outcome is Outcome.RELEASABLE
     sealed = b"".join(*next(zip(*store.release("run", 1).chunks(length), strict=True)))
     header = RoundHeader("run", 1, "model", digest, key_digest(public_key), nonce)
     found = decode_report(ReportOpener(private_key).open(sealed, header), dimension)
