@@ -119,7 +119,8 @@ def histogram_command(
     if true is not None:
         console.print(
             "simulated: coins, answers and blankets follow from the seed\n"
-            "on real machines a round can be lost, with its ε: have a budget for two of them"
+            "on real machines a round can be lost, with its ε: have a budget for two of them",
+            soft_wrap=True,
         )
     if out is not None:
         console.print(f"written: {out / 'histogram.csv'} and .png", soft_wrap=True)
