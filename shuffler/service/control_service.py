@@ -94,7 +94,10 @@ class ControlService:
         if self._store.seconds_left(*about) is None:  # it is over, or there is none
             closed = await self.call(self._store.close_round, *about)
         else:
-            closed = await asyncio.shield(self._close(*about))
+            closing = self._close(*about)
+            await asyncio.wait([closing])  # which goes on where the caller has gone
+            ended = closing.cancelled()  # by `EndRound` or `EndRun`
+            closed = await (self.call(self._store.close_round, *about) if ended else closing)
         return shuffler_pb2.CloseRoundReply(
             outcome=closed.outcome.name, senders=closed.senders, absent=closed.absent
         )

@@ -245,7 +245,7 @@ def test_a_round_longer_than_the_file_system_allows_is_refused(start: Callable[.
 
 def test_closing_while_many_streams_submit_splits_accepted_from_late(start):
     world = start()
-    header = world.begin()
+    header = world.begin(users=15_000)
     accepted: list[list[bytes]] = [[] for _ in range(3)]
     late = threading.Event()
 
@@ -271,7 +271,7 @@ def test_closing_while_many_streams_submit_splits_accepted_from_late(start):
     threads = [threading.Thread(target=stream, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
-    while min(map(len, accepted)) < 50:
+    while min(map(len, accepted)) < 50 and all(thread.is_alive() for thread in threads):
         threads[0].join(0.01)
     world.control.close_round("run", 1)
     released = list(world.control.release("run", 1))
