@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ _PRIVACY = {
 }
 
 _WINDOW = {
-    "work_until": 20.0,
-    "send_after": 20.1,
+    "work_until": 10.0,
+    "send_after": 10.1,
     "send_spread": 0.0,
     "grace": 2.0,
     "answer_every": 0.05,
@@ -66,8 +67,7 @@ def deployment_of(
         rounds: the plan's last.
         users: of each node.
         hidden: the model's width; at 8192 it has 2.4 MB.
-        window: keys of `[window]` that are others than usual: a busy machine needs seconds until
-            nodes have a round's message.
+        window: keys of `[window]` that are others than usual.
         privacy: keys of `[privacy]` that are others than usual.
         server: keys of `[server]` that are.
     """
@@ -94,6 +94,14 @@ def deployment_of(
     )
 
 
+def window_here() -> dict[str, float]:
+    """A window in which nodes get a round's message, for which Flower starts a process at each."""
+    begun = time.monotonic()
+    subprocess.run([command("flwr"), "--version"], check=True, capture_output=True)
+    work_until = max(10.0, 7 * (time.monotonic() - begun))
+    return {"work_until": work_until, "send_after": work_until + 0.1}
+
+
 class World(Rehearsal):
     """A rehearsal, and `shufl run --on` on its server as a process."""
 
@@ -109,7 +117,7 @@ class World(Rehearsal):
         """
         least = max(1, nodes - 1) * about.get("users", 3) if about.get("shufflers", 1) == 1 else 1
         about["privacy"] = {"minimum_batch": least} | about.get("privacy", {})
-        usual = {"round_timeout": 20.0, "patience": LIMIT}
+        usual = {"round_timeout": 20.0, "patience": LIMIT, "window": window_here()}
         deployment = deployment_of(base, nodes, rounds, **(usual | about))
         super().__init__(deployment, base, base / "s", proxied)
         self.server = self.folder / "server"
@@ -194,16 +202,20 @@ class World(Rehearsal):
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def wait_for_round(self, round: int, seconds: float = LIMIT) -> None:
-        """Waits until a round has ended; goes on where a machine is too busy for three rounds."""
-        deadline = time.monotonic() + seconds
-        while not any(row["round"] >= round for row in self.rows):
+    def wait_for_round(self, round: int) -> None:
+        """Waits until a round has ended."""
+        self.wait_until(lambda: any(row["round"] >= round for row in self.rows), f"round {round}")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits for a state; resumes the run where a machine was too busy for three rounds."""
+        deadline = time.monotonic() + LIMIT
+        while not condition():
             assert self.command is not None
             if self.command.poll() is not None:
                 _, err = self.command.communicate()
                 assert "3 rounds in a row were not released" in err, (err, self.tell())
                 self.resume()
-            assert time.monotonic() < deadline, f"round {round} has not ended: {self.rows}"
+            assert time.monotonic() < deadline, f"waited for {what}: {self.tell()}"
             time.sleep(0.1)
 
     def kill_server_app(self) -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from deployment_world import World
-from run_world import LIMIT, wait_until
+from run_world import LIMIT
 from shufl.accounting import rounds_within_budget
 
 PRIVACY = {  # allows twelve rounds
@@ -23,7 +23,7 @@ def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_pred
         tmp_path, nodes=3, rounds=1000, shufflers=2, users=200, round_timeout=LIMIT, privacy=PRIVACY
     ) as world:
         world.run()
-        wait_until(lambda: len(world.rounds_offered("ward-3")) >= 2, LIMIT, "ward-3 to take part")
+        world.wait_until(lambda: len(world.rounds_offered("ward-3")) >= 2, "ward-3 to take part")
         world.kill("ward-3")
         last = world.rounds_offered("ward-3")[-1]
 
