@@ -31,7 +31,7 @@ from shufl.shuffler.keys import Authority
 from tiny_disk import fill, tiny_disk_at
 
 NODES, USERS, WIDTH = 3, 12, 5
-RATE = 1e-3
+RATE = 1e-5
 WINDOW = Window(
     work_until=0.1, send_after=0.2, send_spread=0.0, grace=0.3, answer_every=0.1, query_every=0.1,
     most_records=1,
@@ -158,7 +158,7 @@ class Run:
         rounds = sum(row.outcome == "released" for row in self.rows)
         model = torch.load(self.folder / "model.pt", weights_only=True)
         length = torch.cat([value.flatten() for value in model.values()]).norm()
-        return abs(float(length) / RATE - rounds) < 0.02
+        return abs(float(length) / RATE - rounds) < 0.1
 
 
 @pytest.fixture(autouse=True)
