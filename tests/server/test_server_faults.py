@@ -406,12 +406,12 @@ class Fate:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    ("rounds", "rate"), [(6, 0.02), pytest.param(250, 0.006, marks=pytest.mark.nightly)]
+    ("rounds", "rate"), [(6, 0.02), pytest.param(250, 0.012, marks=pytest.mark.nightly)]
 )
 def test_whatever_dies_nothing_counts_twice_and_no_release_is_unpaid(tmp_path, rounds, rate):
     """Some 100 kills of each party by night; SHUFL_SOAK_SEED makes others."""
     fate, plan = (
-        Fate({"server": rate, "shuffler": rate, "node": 13 * rate}),
+        Fate({"server": rate, "shuffler": rate, "node": 7 * rate}),
         PLAN.replace(rounds=rounds),
     )
     with Mortal(tmp_path / "one") as one, Mortal(tmp_path / "other") as other:
