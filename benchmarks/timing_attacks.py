@@ -147,7 +147,7 @@ class Attack:
         probed = time.monotonic()
         cut = opened + secrets.SystemRandom().uniform(0.0, self._window.seconds)
         time.sleep(max(0.0, cut - time.monotonic()))
-        outcome = self._control.close_round("timing", self._round)
+        outcome = self._control.close_round("timing", self._round).outcome
         released = 0
         if outcome is Outcome.RELEASABLE:
             released = len(list(self._control.release("timing", self._round)))
@@ -222,6 +222,8 @@ def main() -> int:
         known = [(who, attack.play(who)) for who in sides]
         coins = [secrets.choice([*RECORDS]) for _ in range(options.rounds)]
         seen = [(who, attack.play(who)) for who in coins]
+    if not any(shown["early close"] and math.isfinite(shown["arrival"]) for _, shown in seen):
+        raise SystemExit("timing_attacks.py: no report came, so that no attacker could see any")
     most = options.rounds / 2 + 3.4 * math.sqrt(options.rounds) / 2
     print(f"right guesses of {options.rounds}; more than {most:.0f} is not chance")
     worst = 0

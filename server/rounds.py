@@ -54,14 +54,8 @@ log = logging.getLogger(__name__)
 _SHUFFLER_SECONDS = 60.0  # for a shuffler that is away to come back within a round
 _TRY_AGAIN_SECONDS = 1.0
 _PASSING = {
-    *(Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.DISCARDED),
-    *(
-        Refusal.BATCH_LOST,
-        Refusal.ALREADY_RELEASED,
-        Refusal.STORAGE_FULL,
-        Refusal.STORAGE_FAILED,
-        Refusal.BUSY,
-    ),
+    *(Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.DISCARDED, Refusal.ALREADY_RELEASED),
+    *(Refusal.BATCH_LOST, Refusal.STORAGE_FULL, Refusal.STORAGE_FAILED, Refusal.BUSY),
     *(Refusal.TOO_MANY_RUNS, Refusal.TOO_MANY_ROUNDS, Refusal.TOO_MANY_BATCHES),
 }
 """Refusals after which other rounds may go well."""

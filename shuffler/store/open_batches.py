@@ -132,7 +132,7 @@ class OpenBatches:
         """The draws of some of the blankets from `first` on, before `last`.
 
         Short ones are drawn together, which takes less time. A long one is drawn in pieces, which
-        takes less memory, but by a mechanism that needs all draws for every entry.
+        takes less memory, unless the mechanism needs all draws for every entry.
 
         Yields:
             A blanket's number; and pieces of it, each with its draws.

@@ -79,7 +79,7 @@ class Refusal(StrEnum):
     WINDOW_NOT_OVER = "WINDOW_NOT_OVER", "the round goes on until its window ends"
     BELOW_FLOOR = "BELOW_FLOOR", "less private than this shuffler's operator allows"
     BELOW_MINIMUM = "BELOW_MINIMUM", "the batch was below the plan's minimum and is destroyed"
-    DISCARDED = "DISCARDED", "the server ended the round before it was released"
+    DISCARDED = "DISCARDED", "the batch was destroyed before it was released"
     ALREADY_RELEASED = "ALREADY_RELEASED", "the server has had this batch"
     BATCH_LOST = "BATCH_LOST", "the shuffler ended while it held the batch, which is lost"
     TOO_MANY_RUNS = "TOO_MANY_RUNS", "too many runs have not ended"

@@ -8,6 +8,7 @@ test puts it. test_deployment_kills.py does the same to real processes, at momen
 import functools
 import os
 import random
+import shutil
 import signal
 from collections import Counter
 from contextlib import suppress
@@ -65,13 +66,14 @@ class Network:
         here: ids of the nodes that are connected.
         train: brings a node its round by calling `deliver`, and gives what comes back: None if
             nothing does. Tests put faults here.
+        replies: that the server has not heard yet, by the message's id.
     """
 
     def __init__(self, settings):
         self.here = set(range(1, NODES + 1))
         self.train = lambda node, deliver: deliver()
         self._app = make_client_app(settings)
-        self._replies = {}
+        self.replies = {}
 
     def get_node_ids(self):
         return list(self.here)
@@ -86,10 +88,10 @@ class Network:
 
             reply = self.train(node, deliver) if about.message_type == "train" else deliver()
             if reply is not None:
-                self._replies[about.message_id] = reply
+                self.replies[about.message_id] = reply
 
     def pull_messages(self, ids):
-        return [self._replies.pop(each) for each in ids if each in self._replies]
+        return [self.replies.pop(each) for each in ids if each in self.replies]
 
     def _deliver(self, message, node):
         context = type("Context", (), {})()
@@ -329,9 +331,11 @@ class Mortal:
         process = ShufflerProcess(self.folder, listen=address, authority=self._authority)
         return process.__enter__()
 
-    def kill(self):
+    def kill(self, forget=False):
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.__exit__(None, None, None)
+        if forget:
+            shutil.rmtree(self.folder)
         self.process = self._start(self.address)
 
 
@@ -361,7 +365,9 @@ class Watched:
         return fetch if name == "release" else once
 
 
-def test_a_shuffler_killed_amid_a_release_loses_that_round_alone(tmp_path):
+@pytest.mark.parametrize(("amid", "forget"), [("release", False), ("close_round", True)])
+def test_a_shuffler_killed_amid_a_round_loses_its_own_users_round_alone(tmp_path, amid, forget):
+    """Also one that comes back with an empty directory, and knows no run."""
     with Mortal(tmp_path / "one") as one, Mortal(tmp_path / "other") as other:
         plan = PLAN.replace(cover=False, window=None)
         run = Run(tmp_path, [one, other], plan, width=100_000)  # more than a connection holds
@@ -369,13 +375,24 @@ def test_a_shuffler_killed_amid_a_release_loses_that_round_alone(tmp_path):
         first = other.process
 
         def kill(name):
-            if name == "release" and other.process is first:
-                other.kill()
+            if name == amid and other.process is first:
+                other.kill(forget)
 
         run.play(2, control=lambda number, client: Watched(client, kill) if number else client)
     rows = [(row.outcome, row.users_present) for row in run.rows]
     assert rows == [("released", 8), ("released", 12)]
     assert run.steps_are_whole()
+
+
+def test_answers_are_heard_while_the_shuffler_keeps_the_round_open(run):
+    """Flower keeps them for a while only."""
+
+    def wait(name):
+        if name == "close_round":
+            wait_until(lambda: not run.network.replies, 0, "the nodes' answers to be heard")
+
+    run.play(1, control=lambda number, client: Watched(client, wait))
+    assert [row.silent_nodes for row in run.rows] == [0]
 
 
 class Fate:
