@@ -1,24 +1,31 @@
-"""A shuffler process with the two ends of its wire, for the tests of this folder."""
+"""A shuffler with the two ends of its wire: in a process of its own, or in a thread of this one."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
+import tempfile
 import threading
-import time
 import urllib.request
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import generate_latest
 
+from run_world import LIMIT, wait_until
+from shufl.accounting.mechanisms import make_randomness
 from shufl.shuffler import (
     ControlClient,
     Credentials,
@@ -32,8 +39,12 @@ from shufl.shuffler import (
     seal,
     sealed_length,
 )
-from shufl.shuffler.callers import Caller, Role
+from shufl.shuffler.callers import Caller, Revoked, Role
+from shufl.shuffler.config import ShufflerConfig
 from shufl.shuffler.keys import Authority
+from shufl.shuffler.service.log import Log
+from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.server import ShufflerServer
 from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
@@ -100,6 +111,109 @@ def report(
     return Report(run_id, round, header.commitment, user, sealed, caller)
 
 
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all shufflers of this process: gRPC's servers like to share."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="shufflers", daemon=True).start()
+    return loop
+
+
+class ShufflerHere(ShufflerProcess):
+    """The same shuffler without a process of its own: its server runs in a thread of this one.
+
+    So it costs no start of Python, and a test may put its hands on the server's clocks and stores.
+    What `shufl shuffler` does around the server (signals, files of TLS, the parent's end) needs a
+    `ShufflerProcess`. With `log_file`, that has what all shufflers of this process log.
+
+    Attributes:
+        directory: where its record is.
+        metrics: what the server counts.
+        store: what it has on disk.
+        revoked: whose credentials it refuses; nobody's at first.
+    """
+
+    directory: Path
+    metrics: Metrics
+    store: RunStore
+    revoked: Revoked
+    _server: ShufflerServer | None = None
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    @property
+    def alive(self) -> bool:
+        return self._server is not None
+
+    def start(self) -> None:
+        self._stack = ExitStack()
+        settings = ShufflerConfig.model_validate(self._config)
+        directory = settings.directory
+        if directory is None:
+            temporary = tempfile.TemporaryDirectory(prefix="shufl-")
+            directory = Path(self._stack.enter_context(temporary))
+        if settings.log_file is not None:
+            self._stack.enter_context(restored_log())
+            Log(settings.log_file, settings.log_megabytes, settings.log_kept)
+        self.directory = directory
+        self.store = RunStore(
+            directory,
+            most_users=settings.limits.users,
+            randomness=make_randomness(settings.simulation_seed),
+            floor=settings.floor,
+            quota=settings.limits.quota,
+            unfinished=settings.limits.streams,
+            durable=settings.directory is not None,
+        )
+        self.metrics, self.revoked = Metrics(), Revoked(None)
+        about = self.store, self._own, self.revoked, settings.limits, self.metrics
+
+        async def begin() -> None:
+            self._server = ShufflerServer(*about)
+            self.address = await self._server.start(settings.listen)
+
+        self._run(begin())
+
+    def wait(self) -> None:
+        """It listens already."""
+
+    def scrape(self) -> dict[str, float]:
+        """What Prometheus would read."""
+        return _values(generate_latest(self.metrics.registry).decode())
+
+    def begin_to_stop(self) -> tuple[Future[None], Callable[[], object]]:
+        """What SIGTERM begins, and what a second one does: releases have no more time."""
+        server, self._server = self._server, None
+        assert server is not None
+        at_once = asyncio.Event()
+        stopping = asyncio.run_coroutine_threadsafe(server.stop(at_once), _loop())
+        return stopping, functools.partial(_loop().call_soon_threadsafe, at_once.set)
+
+    def _stop(self) -> None:
+        if self._server is not None:
+            stopping, at_once = self.begin_to_stop()
+            at_once()
+            stopping.result(LIMIT)
+        self._stack.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, _loop()).result(LIMIT)
+
+
+@contextmanager
+def restored_log() -> Iterator[None]:
+    """Puts the shuffler's logger back as it was."""
+    log = logging.getLogger("shufl.shuffler")
+    handlers, level, propagate = log.handlers[:], log.level, log.propagate
+    yield
+    for handler in log.handlers:
+        if handler not in handlers:
+            handler.close()
+    log.handlers[:], log.level, log.propagate = handlers, level, propagate
+
+
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """What a command has left."""
@@ -110,7 +224,7 @@ class Ended:
 
 
 class World:
-    """One shuffler process, both clients, and a server's key pair."""
+    """One shuffler, both clients, and a server's key pair."""
 
     def __init__(self, process: ShufflerProcess) -> None:
         self.process = process
@@ -158,19 +272,23 @@ def free_port() -> int:
 
 
 def scrape(address: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as reply:
-        lines = reply.read().decode().splitlines()
-    return {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-        for line in lines
-        if not line.startswith("#")
-    }
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=LIMIT) as reply:
+        return _values(reply.read().decode())
+
+
+def _values(text: str) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+def wait_for_streams(shuffler: ShufflerHere, count: int) -> None:
+    """Waits until so many streams are open: a call arrives, and its end is noticed, in time."""
+    wait_until(lambda: shuffler.scrape()["shufl_streams"] == count, LIMIT, f"{count} streams")
 
 
 def logged(log: Path) -> list[dict[str, Any]]:
-    """What a shuffler has logged since its start, without the times."""
-    started, *lines = map(json.loads, log.read_text().splitlines())
-    assert started["event"] == "shuffler started"
+    """What a shuffler has logged, without the times."""
+    lines = map(json.loads, log.read_text().splitlines())
     return [{key: line[key] for key in line if key != "time"} for line in lines]
 
 
@@ -186,11 +304,13 @@ def in_release(world: World, reports: int = 40):
 
 def open_batches(world: World) -> int:
     """How many batches the shuffler has: files without a name."""
-    count = 0
-    for descriptor in Path(f"/proc/{world.process.pid}/fd").iterdir():
+    process, count = world.process, 0
+    place = str(process.directory) if isinstance(process, ShufflerHere) else ""
+    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since it was listed
             name = str(descriptor.readlink())
-            count += int(descriptor.name) > 2 and name.endswith(" (deleted)")
+            is_ours = int(descriptor.name) > 2 and name.startswith(place)
+            count += is_ours and name.endswith(" (deleted)")
     return count
 
 
@@ -203,8 +323,7 @@ def exit_code(world: World) -> int:
 
 def kill(world: World) -> None:
     os.kill(world.process.pid, signal.SIGKILL)
-    while world.process.alive:
-        time.sleep(0.01)
+    wait_until(lambda: not world.process.alive, LIMIT, "its end")
 
 
 class Silence:

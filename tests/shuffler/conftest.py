@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shuffler_world import Ended, World, tls_section
+from shuffler_world import Ended, ShufflerHere, World, restored_log, tls_section
 from shufl.cli.__main__ import main
 from shufl.shuffler import ShufflerProcess
 from tiny_disk import tiny_disk_at
@@ -31,11 +30,21 @@ def temporary_directories_in_memory() -> Iterator[None]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., World]]:
-    """Starts shufflers; all of them are gone after the test."""
+    """Starts shufflers, which are processes; all of them are gone after the test."""
+    yield from _starter(ShufflerProcess)
+
+
+@pytest.fixture
+def here() -> Iterator[Callable[..., World]]:
+    """Starts shufflers in this process; all of them are gone after the test."""
+    yield from _starter(ShufflerHere)
+
+
+def _starter(kind: type[ShufflerProcess]) -> Iterator[Callable[..., World]]:
     with ExitStack() as stack:
 
         def starter(directory: Path | None = None, **options: object) -> World:
-            process = ShufflerProcess(directory, **options)  # type: ignore[arg-type]
+            process = kind(directory, **options)  # type: ignore[arg-type]
             world = World(stack.enter_context(process))
             stack.callback(world.close)
             return world
@@ -46,8 +55,8 @@ def start() -> Iterator[Callable[..., World]]:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[World]:
     """One shuffler for the tests of a module that do not hurt it; use a run id of your own."""
-    with ShufflerProcess() as process:
-        world = World(process)
+    with ShufflerHere() as shuffler:
+        world = World(shuffler)
         yield world
         world.close()
 
@@ -59,9 +68,7 @@ def command(
     """Runs `shufl shuffler` in this process, where it ends by itself: with this content of its
     configuration, which lies in `tmp_path`, and with TLS unless it says otherwise."""
     own = tls_section(tmp_path / "tls")[1]
-    log, mask = logging.getLogger("shufl.shuffler"), os.umask(0o077)
-    hang_up = signal.getsignal(signal.SIGHUP)
-    handlers, level, propagate = log.handlers[:], log.level, log.propagate
+    mask, hang_up = os.umask(0o077), signal.getsignal(signal.SIGHUP)
 
     def run(config: str, *arguments: str, tls: bool = True) -> Ended:
         file = tmp_path / "shuffler.toml"
@@ -71,10 +78,10 @@ def command(
             main()
         return Ended(ended.value.code, *capsys.readouterr())
 
-    yield run
+    with restored_log():
+        yield run
     os.umask(mask)
     signal.signal(signal.SIGHUP, hang_up)
-    log.handlers[:], log.level, log.propagate = handlers, level, propagate
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import pytest
 from scipy import stats
 
 import shuffler_world
+from run_world import LIMIT
 from shuffler_world import World, logged, raw_channel
 from shufl.accounting.mechanisms import (
     GaussianMechanism,
@@ -79,9 +81,9 @@ def released(world: World, header: RoundHeader) -> np.ndarray:
 
 
 def test_a_simulations_blankets_are_reports_of_the_zero_update_from_its_seed(
-    start: Callable[..., World],
+    here: Callable[..., World],
 ):
-    world = start(simulation_seed=11)
+    world = here(simulation_seed=11)
     for round in (1, 2):
         found = released(world, opened(world, round))
         count = SeededRandomness(11).number_of_blankets(round, EXPECTED)
@@ -111,9 +113,9 @@ def test_a_long_blanket_is_made_in_pieces_and_the_same_report(memory_path: Path)
 
 
 def test_blankets_from_the_system_have_the_mechanisms_law_and_never_come_again(
-    start: Callable[..., World],
+    here: Callable[..., World],
 ):
-    world = start()
+    world = here()
     batches = [released(world, opened(world, round)) for round in (1, 2, 3)]
     rows = np.concatenate(batches)
     noise = rows * MECHANISM.unit(1) / (MECHANISM.clip_norm * MECHANISM.noise_multiplier)
@@ -123,14 +125,17 @@ def test_blankets_from_the_system_have_the_mechanisms_law_and_never_come_again(
     assert all(stats.poisson.ppf(1e-9, EXPECTED) <= n <= most_blankets(EXPECTED) for n in counts)
 
 
-@pytest.mark.slow
-def test_the_number_of_blankets_is_poisson_over_rounds(start: Callable[..., World]):
-    world = start()
-    counts = []
+def test_the_number_of_blankets_is_poisson_over_rounds(memory_path: Path):
+    """Of rounds without any report; one that has no blanket either is below the minimum."""
+    store, counts = RunStore(memory_path / "directory", durable=False), []
+    store.create_run("run", plan(expected=3.0), LENGTH)
     for round in range(1, 201):
-        header = opened(world, round, expected=3.0)
-        submitted(world, header, 1)  # an empty batch would be below the minimum
-        counts.append(len(released(world, header)) - 1)
+        store.open_round("run", round, "model", shuffler_world.PUBLIC_KEY)
+        made(store, round)
+        outcome = store.close_round("run", round).outcome
+        counts.append(store.release("run", round).count if outcome is Outcome.RELEASABLE else 0)
+        store.end_round("run", round)
+    store.close()
     cells = np.bincount(np.clip(counts, 0, 7), minlength=8)
     chances = [*stats.poisson.pmf(np.arange(7), 3.0), stats.poisson.sf(6, 3.0)]
     assert stats.chisquare(cells, np.array(chances) * 200).pvalue > 1e-6
@@ -147,9 +152,9 @@ def submitted(world: World, header: RoundHeader, count: int) -> list[Verdict]:
 
 
 def test_users_reports_and_blankets_are_one_batch_and_users_keep_their_room(
-    start: Callable[..., World],
+    here: Callable[..., World],
 ):
-    world = start(simulation_seed=5)
+    world = here(simulation_seed=5)
     header = opened(world, users=30)
     assert submitted(world, header, 30) == [Verdict.ACCEPTED] * 30
     assert submitted(world, header, 30) == [Verdict.DUPLICATE] * 30
@@ -159,9 +164,9 @@ def test_users_reports_and_blankets_are_one_batch_and_users_keep_their_room(
 
 @pytest.mark.parametrize(("minimum", "outcome"), [(1000, "below"), (20, "releasable")])
 def test_the_minimum_batch_counts_users_reports_and_blankets_together(
-    start: Callable[..., World], minimum: int, outcome: str
+    here: Callable[..., World], minimum: int, outcome: str
 ):
-    world = start(simulation_seed=5)
+    world = here(simulation_seed=5)
     header = opened(world, minimum=minimum)
     submitted(world, header, 3)
     expected = Outcome.BELOW_MINIMUM if outcome == "below" else Outcome.RELEASABLE
@@ -201,27 +206,39 @@ def test_as_much_is_done_for_blankets_whatever_the_number_kept(
 
 
 def asked_of_the_system() -> dict[str, int]:
-    """Bytes and calls of writing so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
+    """Bytes and calls of writing so far, of this thread alone."""
+    lines = Path("/proc/thread-self/io").read_text().splitlines()
     counts = {name: int(count) for name, _, count in (line.partition(": ") for line in lines)}
     return {name: counts[name] for name in ("wchar", "syscw")}
 
 
-@pytest.mark.slow
 def test_closing_waits_until_the_blankets_are_made_and_ending_does_not(
-    start: Callable[..., World],
+    here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ):
-    world = start()
-    length = sealed_length(report_length(50_000))
-    header = opened(world, length=length, expected=20_000.0)
-    begun = time.monotonic()
+    """None is made before the test says so."""
+    world, may_be_made = here(), threading.Event()
+    batches = world.process.store.batches
+    make = batches.make_blankets
+
+    def make_later(*about: object) -> bool:
+        assert may_be_made.wait(LIMIT)
+        return make(*about)
+
+    monkeypatch.setattr(batches, "make_blankets", make_later)
+    header = opened(world)
     world.control.end_round("run", 1)
     assert world.control.close_round("run", 1).outcome is Outcome.DISCARDED
-    assert time.monotonic() - begun < 20  # making them takes longer
     assert submitted(world, header, 1) == [Verdict.ROUND_NOT_OPEN]
     world.control.open_round("run", 2, "model", world.public_key)
     world.control.end_run("run")  # nor does the end of the run
-    assert time.monotonic() - begun < 40
+    world.control.create_run("other", plan(), LENGTH)
+    world.control.open_round("other", 1, "model", world.public_key)
+    with ThreadPoolExecutor() as threads:
+        closing = threads.submit(world.control.close_round, "other", 1)
+        world.control.create_run("another", plan(), LENGTH)  # is answered before
+        assert not closing.done()
+        may_be_made.set()
+        assert closing.result(LIMIT).outcome is Outcome.RELEASABLE
 
 
 def answers(world: World, reports: int) -> list[bytes]:
@@ -247,15 +264,14 @@ def answers(world: World, reports: int) -> list[bytes]:
     return [each.SerializeToString() for each in found]
 
 
-@pytest.mark.slow
 def test_no_answer_log_or_metric_tells_how_many_blankets_or_reports_there_were(
-    start: Callable[..., World], tmp_path: Path
+    here: Callable[..., World], tmp_path: Path
 ):
     """A round of few users' reports, and one of many, with other numbers of blankets."""
     said, logs = [], []
     for seed, reports in ((5, 3), (6, 300)):
         log = tmp_path / f"log-{seed}"
-        world = start(simulation_seed=seed, log_file=log)
+        world = here(simulation_seed=seed, log_file=log)
         said.append(answers(world, reports))
         world.process.__exit__(None, None, None)
         logs.append(logged(log))
@@ -263,9 +279,9 @@ def test_no_answer_log_or_metric_tells_how_many_blankets_or_reports_there_were(
     assert logs[0] == logs[1] != []
 
 
-def test_a_report_for_another_key_than_the_rounds_is_refused(start: Callable[..., World]):
+def test_a_report_for_another_key_than_the_rounds_is_refused(here: Callable[..., World]):
     """So that no server can tell blankets from reports by the key that opens them."""
-    world = start()
+    world = here()
     header = opened(world)
     own = world.public_key
     world.public_key = generate_key_pair()[1]

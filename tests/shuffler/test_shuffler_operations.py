@@ -8,8 +8,8 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -19,22 +19,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from run_world import LIMIT
 from shuffler_world import (
     KEY_DIGEST,
     PUBLIC_KEY,
     Silence,
     World,
     exit_code,
-    free_port,
     in_release,
     logged,
     plan,
     raw_channel,
-    scrape,
+    wait_for_streams,
 )
 from shufl.shuffler import (
     ControlClient,
-    IntakeClient,
     Refusal,
     RoundHeader,
     ShufflerProcess,
@@ -42,30 +41,26 @@ from shufl.shuffler import (
     ShufflerUnavailable,
     Verdict,
 )
+from shufl.shuffler.service import server
 from shufl.shuffler.service.operations import Pace
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.stub import Stub
 
 
-def test_metrics_count_reasons_and_the_log_names_nobody(
-    start: Callable[..., World], tmp_path: Path
-):
-    address = f"127.0.0.1:{free_port()}"
+def test_metrics_count_reasons_and_the_log_names_nobody(here: Callable[..., World], tmp_path: Path):
     log = tmp_path / "log"
-    world = start(metrics=address, log_file=log)
+    world = here(log_file=log)
     header = world.begin(minimum_batch=2)
     reports = world.reports(header, 3)
     world.submit(header, [*reports, reports[0], (9, b"short"), (10**9, reports[0][1])])
-    while scrape(address)["shufl_streams"]:  # its end is not yet noticed
-        pass
+    wait_for_streams(world.process, 0)
     with pytest.raises(ShufflerRefused):
         list(world.control.release("run", 1))
     world.control.close_round("run", 1)
     list(world.control.release("run", 1))
     world.control.open_round("run", 2, "m", world.public_key)
     world.control.close_round("run", 2)
-    values = scrape(address)
-    assert values == {
+    assert world.process.scrape() == {
         'shufl_reports_total{verdict="ACCEPTED"}': 3,
         'shufl_reports_total{verdict="DUPLICATE"}': 1,
         'shufl_reports_total{verdict="WRONG_LENGTH"}': 1,
@@ -92,51 +87,38 @@ def test_metrics_count_reasons_and_the_log_names_nobody(
     assert not re.search(r"node|user|127\.0\.0\.1", json.dumps(lines))
 
 
-def test_health_is_told_to_a_monitor(start: Callable[..., World]):
-    world = start()
-    with raw_channel(world, world.process.monitor) as channel:
+def test_health_is_told_to_a_monitor(shared: World):
+    with raw_channel(shared, shared.process.monitor) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError) as unserved:
-            next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
+            next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=LIMIT))
         assert unserved.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_streams_of_one_sender_are_limited(start: Callable[..., World]):
-    address = f"127.0.0.1:{free_port()}"
-    world = start(metrics=address, limits={"streams": 2, "streams_per_sender": 1})
+def test_streams_of_one_sender_are_limited(here: Callable[..., World]):
+    world = here(limits={"streams": 2, "streams_per_sender": 1})
     header = world.begin()
     [(_, sealed)] = world.reports(header, 1)
-    begun, hold = threading.Event(), threading.Event()
+    hold = threading.Event()
 
     def reports():
         yield 0, sealed
-        begun.set()
-        hold.wait(60)
+        hold.wait(LIMIT)
 
-    stream = world.intake.submit(header, reports())
-    verdicts: list[Verdict] = []
-    thread = threading.Thread(target=lambda: verdicts.extend(stream))
-    thread.start()
-    begun.wait(60)
-    while not scrape(address)["shufl_streams"]:  # it has not arrived yet
-        pass
-    with (
-        IntakeClient(world.process.address, world.process.submit) as second,
-        pytest.raises(ShufflerRefused) as refused,
-    ):
-        list(second.submit(header, [(1, sealed)], deadline=5))
-    assert refused.value.reason is Refusal.BUSY
-    hold.set()
-    thread.join()
-    assert verdicts == [Verdict.ACCEPTED]
+    with ThreadPoolExecutor() as threads:
+        verdicts = threads.submit(world.submit, header, reports())
+        wait_for_streams(world.process, 1)
+        with raw_channel(world) as channel, pytest.raises(grpc.RpcError) as refused:
+            list(Stub("Intake", channel).Submit(iter([]), timeout=LIMIT))
+        assert refused.value.details().startswith(Refusal.BUSY)
+        hold.set()
+        assert verdicts.result(LIMIT) == [Verdict.ACCEPTED]
 
 
-def signal_and_wait(world: World) -> None:
-    """SIGTERM, and waits until new calls are refused."""
-    os.kill(world.process.pid, signal.SIGTERM)
-    with ControlClient(world.process.address, world.process.control, timeout=5) as other:
+def until_calls_are_refused(world: World) -> None:
+    with ControlClient(world.process.address, world.process.control, timeout=LIMIT) as other:
         while True:
             try:
                 other.create_run("late", plan(), 64)
@@ -144,31 +126,41 @@ def signal_and_wait(world: World) -> None:
                 return
 
 
-@pytest.mark.slow
-def test_a_release_that_runs_at_sigterm_is_finished_and_new_calls_are_refused(
-    start: Callable[..., World],
+def test_a_release_that_runs_at_the_end_is_finished_and_new_calls_are_refused(
+    here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ):
-    world = start(limits={"stop_seconds": 120})
+    """Also where other calls get no time at all."""
+    monkeypatch.setattr(server, "_STOP_SECONDS", 0.0)
+    world = here(limits={"stop_seconds": LIMIT})
     release = in_release(world)
-    signal_and_wait(world)
-    time.sleep(2.5)  # longer than other calls get
-    assert world.process.alive
+    stopped, _ = world.process.begin_to_stop()
+    until_calls_are_refused(world)
+    assert not stopped.done()
     assert len(list(release)) == 39
-    assert exit_code(world) == 0
+    stopped.result(LIMIT)
+
+
+def test_a_release_at_the_end_gets_no_more_than_its_time(
+    here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server, "_STOP_SECONDS", 0.0)
+    world = here(limits={"stop_seconds": 0.1})
+    release = in_release(world)
+    world.process.begin_to_stop()[0].result(LIMIT)
+    with pytest.raises(ShufflerUnavailable):
+        list(release)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["a second signal", "the end of the time"])
-def test_a_release_at_sigterm_ends_with(start: Callable[..., World], how: str, tmp_path: Path):
-    world = start(
-        tmp_path / "directory", limits={"stop_seconds": 3 if how == "the end of the time" else 600}
-    )
+def test_a_release_at_sigterm_goes_on_until_a_second_signal(
+    start: Callable[..., World], tmp_path: Path
+):
+    world = start(tmp_path / "directory", limits={"stop_seconds": 2 * LIMIT})
     release = in_release(world)
-    signal_and_wait(world)
-    if how == "a second signal":
-        time.sleep(2.5)
-        assert world.process.alive
-        os.kill(world.process.pid, signal.SIGTERM)
+    os.kill(world.process.pid, signal.SIGTERM)
+    until_calls_are_refused(world)
+    next(release)
+    os.kill(world.process.pid, signal.SIGTERM)
     assert exit_code(world) == 0
     with pytest.raises(ShufflerUnavailable):
         list(release)
@@ -191,7 +183,7 @@ def test_an_empty_piece_ends_the_stream(shared: World, pieces: tuple[bytes]):
     )
     with raw_channel(shared) as channel:
         with pytest.raises(grpc.RpcError) as ended:
-            list(Stub("Intake", channel).Submit(iter(requests), timeout=60))
+            list(Stub("Intake", channel).Submit(iter(requests), timeout=LIMIT))
         requests.let_go.set()
     assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert ended.value.details() == "MALFORMED: a piece of a report is empty"
@@ -226,16 +218,14 @@ def test_a_sender_that_keeps_to_its_rate_is_not_slowed_and_others_do_not_matter(
 
 
 @pytest.fixture(scope="module")
-def fuzzed():
-    address = f"127.0.0.1:{free_port()}"
-    with ShufflerProcess(metrics=address) as process:
-        world = World(process)
-        world.control.create_run("run", plan(50, 1), 64)
-        nonce = world.control.open_round("run", 1, "m", PUBLIC_KEY)
-        digest = hashlib.sha256(plan(50, 1)).hexdigest()
-        yield world, address, RoundHeader("run", 1, "m", digest, KEY_DIGEST, nonce)
-        assert process.alive
-        world.close()
+def fuzzed(shared: World):
+    """A round, and a channel for each role."""
+    shared.control.create_run("run", plan(50, 1), 64)
+    nonce = shared.control.open_round("run", 1, "m", PUBLIC_KEY)
+    digest = hashlib.sha256(plan(50, 1)).hexdigest()
+    header = RoundHeader("run", 1, "m", digest, KEY_DIGEST, nonce)
+    with raw_channel(shared) as node, raw_channel(shared, shared.process.control) as server:
+        yield shared.process, header, {"Intake": node, "Control": server, "Health": server}
 
 
 REQUESTS = st.builds(
@@ -266,33 +256,24 @@ def verdicts_due(requests) -> tuple[int, bool]:
     return due, not in_pieces
 
 
-@pytest.mark.slow
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(REQUESTS, max_size=8), st.booleans())
 def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, requests, right):
-    world, _, header = fuzzed
+    _, header, channels = fuzzed
     for request in requests:
         if right:
             request.round, request.run_id = 1, "run"
             request.commitment = header.commitment
     due, good = verdicts_due(requests)
-    with raw_channel(world) as channel:
-        call = channel.stream_stream(
-            "/shufl.v1.Intake/Submit",
-            request_serializer=shuffler_pb2.SubmitRequest.SerializeToString,
-            response_deserializer=shuffler_pb2.SubmitReply.FromString,
-        )
-        verdicts: list[int] = []
-        try:
-            for reply in call(iter(requests), timeout=60):
-                verdicts += reply.verdicts
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert not good and len(verdicts) <= due
-        else:
-            assert good and len(verdicts) == due
+    verdicts: list[int] = []
+    try:
+        for reply in Stub("Intake", channels["Intake"]).Submit(iter(requests), timeout=LIMIT):
+            verdicts += reply.verdicts
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert not good and len(verdicts) <= due
+    else:
+        assert good and len(verdicts) == due
     assert all(Verdict(verdict) for verdict in verdicts)
 
 
@@ -334,39 +315,35 @@ def damaged(draw, whole: bytes) -> bytes:
     return bytes(flipped)
 
 
-def credentials_for(world: World, method: str):
-    return world.process.submit if "Intake" in method else world.process.control
+def service_of(method: str) -> str:
+    return method.split("/")[1].rpartition(".")[2]
 
 
-@pytest.mark.slow
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.sampled_from(sorted(METHODS)))
 def test_any_bytes_are_answered_in_our_words_and_the_shuffler_goes_on(fuzzed, data, method):
-    world, metrics, _ = fuzzed
+    shuffler, _, channels = fuzzed
     request = METHODS[method]
     messages = data.draw(st.lists(damaged(request.SerializeToString()), max_size=3))
     readable = [parses(type(request), message) for message in messages]
-    before = scrape(metrics).get(MALFORMED, 0)
-    with raw_channel(world, credentials_for(world, method)) as channel:
-        try:
-            list(channel.stream_stream(method)(iter(messages), timeout=60))
-        except grpc.RpcError as error:
-            reason = error.details().partition(":")[0]
-            assert reason in Refusal.__members__ or error.code() is grpc.StatusCode.NOT_FOUND
-            code, malformed = error.code(), reason == Refusal.MALFORMED
-        else:
-            code, malformed = grpc.StatusCode.OK, False
+    before = shuffler.scrape().get(MALFORMED, 0)
+    try:
+        call = channels[service_of(method)].stream_stream(method)
+        list(call(iter(messages), timeout=LIMIT))
+    except grpc.RpcError as error:
+        reason = error.details().partition(":")[0]
+        assert reason in Refusal.__members__ or error.code() is grpc.StatusCode.NOT_FOUND
+        code, malformed = error.code(), reason == Refusal.MALFORMED
+    else:
+        code, malformed = grpc.StatusCode.OK, False
     assert malformed is (code is grpc.StatusCode.INVALID_ARGUMENT)
     if method.endswith("Submit"):
         assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
         assert all(readable) or malformed
     else:
         assert (messages and readable[0]) or malformed
-    while scrape(metrics)["shufl_streams"]:  # its end is not yet noticed
-        pass
-    assert scrape(metrics).get(MALFORMED, 0) == before + malformed
+    wait_for_streams(shuffler, 0)
+    assert shuffler.scrape().get(MALFORMED, 0) == before + malformed
 
 
 MALFORMED = 'shufl_refusals_total{reason="MALFORMED"}'
@@ -380,20 +357,25 @@ def parses(kind: type, message: bytes) -> bool:
     return True
 
 
-@pytest.mark.slow
-def test_a_call_that_is_silent_or_says_nothing_is_ended(start: Callable[..., World]):
-    world = start(limits={"idle_seconds": 0.3})
-    for method in METHODS:
-        with raw_channel(world, credentials_for(world, method)) as channel:
-            call = channel.stream_stream(method)
-            silent = Silence()
+@pytest.mark.parametrize("method", METHODS)
+def test_a_call_that_says_nothing_is_malformed(shared: World, method: str):
+    role = shared.process.submit if "Intake" in method else shared.process.control
+    with raw_channel(shared, role) as channel:
+        call = channel.stream_stream(method)
+        if method.endswith("Submit"):
+            assert list(call(iter([]), timeout=LIMIT)) == []
+            return
+        with pytest.raises(grpc.RpcError) as ended:
+            list(call(iter([]), timeout=LIMIT))
+        assert ended.value.details() == "MALFORMED: not a message of this protocol"
+
+
+def test_a_call_that_is_silent_is_ended(here: Callable[..., World]):
+    world, silent = here(limits={"idle_seconds": 0.01}), Silence()
+    with raw_channel(world) as node, raw_channel(world, world.process.control) as server:
+        for method in METHODS:
+            channel = node if "Intake" in method else server
             with pytest.raises(grpc.RpcError) as ended:
-                list(call(iter(silent), timeout=60))
+                list(channel.stream_stream(method)(iter(silent), timeout=LIMIT))
             assert ended.value.code() is grpc.StatusCode.ABORTED
-            silent.let_go.set()
-            if method.endswith("Submit"):
-                assert list(call(iter([]), timeout=60)) == []
-                continue
-            with pytest.raises(grpc.RpcError) as ended:
-                list(call(iter([]), timeout=60))
-            assert ended.value.details() == "MALFORMED: not a message of this protocol"
+        silent.let_go.set()
