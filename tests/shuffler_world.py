@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime
 import functools
 import itertools
 import json
@@ -18,6 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -34,6 +36,7 @@ from shufl.shuffler import (
     ShufflerProcess,
     ShufflerRefused,
     Verdict,
+    callers,
     generate_key_pair,
     key_digest,
     seal,
@@ -292,6 +295,18 @@ def logged(log: Path) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if key != "time"} for line in lines]
 
 
+def pass_days(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
+    """Has shufflers of this process see certificates as expired that expire in so many days."""
+    real = datetime.datetime
+
+    class Later(real):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
+            return real.now(tz) + datetime.timedelta(days=days)
+
+    monkeypatch.setattr(callers, "datetime", SimpleNamespace(datetime=Later, UTC=datetime.UTC))
+
+
 def in_release(world: World, reports: int = 40):
     """A release that has begun and waits for its reader."""
     header = world.begin(report_bytes=2**20, users=reports)
@@ -335,4 +350,4 @@ class Silence:
 
     def __iter__(self):
         yield from self.requests
-        self.let_go.wait(120)
+        self.let_go.wait(LIMIT)

@@ -129,7 +129,7 @@ def test_the_number_of_blankets_is_poisson_over_rounds(memory_path: Path):
     """Of rounds without any report; one that has no blanket either is below the minimum."""
     store, counts = RunStore(memory_path / "directory", durable=False), []
     store.create_run("run", plan(expected=3.0), LENGTH)
-    for round in range(1, 201):
+    for round in range(1, 121):
         store.open_round("run", round, "model", shuffler_world.PUBLIC_KEY)
         made(store, round)
         outcome = store.close_round("run", round).outcome
@@ -138,7 +138,7 @@ def test_the_number_of_blankets_is_poisson_over_rounds(memory_path: Path):
     store.close()
     cells = np.bincount(np.clip(counts, 0, 7), minlength=8)
     chances = [*stats.poisson.pmf(np.arange(7), 3.0), stats.poisson.sf(6, 3.0)]
-    assert stats.chisquare(cells, np.array(chances) * 200).pvalue > 1e-6
+    assert stats.chisquare(cells, np.array(chances) * 120).pvalue > 1e-6
 
 
 def submitted(world: World, header: RoundHeader, count: int) -> list[Verdict]:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 
-from shuffler_world import World, free_port, open_batches, raw_channel, scrape
+from run_world import LIMIT
+from shuffler_world import World, open_batches, raw_channel, wait_for_streams
 from shufl.shuffler import IntakeClient, Outcome, Verdict
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
 from shufl.shuffler.wire.stub import Stub
-
-pytestmark = pytest.mark.slow
 
 LIMIT_MB = 300
 FEW = 1e-20  # blankets: two are made, and none is kept
@@ -34,7 +32,7 @@ def submit_at_once(world: World, header, streams: int, reports: int, length: int
     verdicts: list[Verdict] = []
 
     def stream(number: int) -> None:
-        with IntakeClient(world.process.address, world.process.submit, timeout=120) as intake:
+        with IntakeClient(world.process.address, world.process.submit, timeout=LIMIT) as intake:
             users = range(number * reports, (number + 1) * reports)
             verdicts.extend(intake.submit(header, ((user, content) for user in users)))
 
@@ -48,7 +46,12 @@ def submit_at_once(world: World, header, streams: int, reports: int, length: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("streams", "reports", "length"), [(4, 2, 64 * 2**20), (24, 5, 4_000_000), (24, 50, 250_000)]
+    ("streams", "reports", "length"),
+    [
+        (24, 5, 4_000_000),
+        pytest.param(4, 2, 64 * 2**20, marks=pytest.mark.nightly),
+        pytest.param(24, 50, 250_000, marks=pytest.mark.nightly),
+    ],
 )
 def test_memory_stays_flat(start: Callable[..., World], streams: int, reports: int, length: int):
     """With two blankets made meanwhile: how many of them are kept changes no work."""
@@ -95,8 +98,8 @@ def test_a_report_in_too_few_or_too_many_pieces_has_the_wrong_length(
     assert list(shared.control.release(run, 1)) == [bytes(3 * PIECE_BYTES)]
 
 
-def test_a_report_that_breaks_off_or_does_not_end_is_not_in_the_batch(start):
-    world = start()
+def test_a_report_that_breaks_off_or_does_not_end_is_not_in_the_batch(here):
+    world = here()
     header = world.begin(report_bytes=64 * PIECE_BYTES, users=4)
     for requests in (pieces(header, 10, more=True), pieces(header, 300, more=True)):
         with pytest.raises(grpc.RpcError) as error:
@@ -108,11 +111,11 @@ def test_a_report_that_breaks_off_or_does_not_end_is_not_in_the_batch(start):
     assert list(world.control.release("run", 1)) == [one]
 
 
-def test_the_room_of_pieces_given_up_is_taken_by_the_next(start: Callable[..., World]):
+def test_the_room_of_pieces_given_up_is_taken_by_the_next(here: Callable[..., World]):
     """However often reports break off: they take no more than those at once."""
-    world = start()
+    world = here()
     header = world.begin(report_bytes=16 * PIECE_BYTES, users=1)
-    for _ in range(40):
+    for _ in range(10):
         with pytest.raises(grpc.RpcError):
             raw_submit(world, pieces(header, 10, more=True))
     whole = [(0, bytes(16 * PIECE_BYTES))]
@@ -120,9 +123,9 @@ def test_the_room_of_pieces_given_up_is_taken_by_the_next(start: Callable[..., W
 
 
 def test_long_reports_of_several_runs_in_one_stream_go_where_they_belong(
-    start: Callable[..., World],
+    here: Callable[..., World],
 ):
-    world = start()
+    world = here()
     a, b = (world.begin(run_id=run, report_bytes=3 * PIECE_BYTES, users=50) for run in "ab")
     sent = [(a, 0, 3), (a, 0, 3), (b, 0, 3), (b, 1, 3), (a, 1, 2), (a, 1, 3), (a, 50, 3)]
     requests = (
@@ -136,19 +139,16 @@ def test_long_reports_of_several_runs_in_one_stream_go_where_they_belong(
         assert list(world.control.release(run, 1)) == [bytes(3 * PIECE_BYTES)] * 2
 
 
-def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., World]):
-    address = f"127.0.0.1:{free_port()}"
-    world = start(metrics=address)
+def test_a_stream_too_many_is_refused_and_the_others_go_on(here: Callable[..., World]):
+    world = here()
     header = world.begin()
     [(_, sealed)] = world.reports(header, 1)
-    clients = [
-        IntakeClient(world.process.address, world.process.submit, timeout=20) for _ in range(24)
-    ]
+    clients = [IntakeClient(world.process.address, world.process.submit, LIMIT) for _ in range(24)]
     hold = threading.Event()
 
     def reports(number: int):
         yield number, sealed
-        hold.wait(60)
+        hold.wait(LIMIT)
         yield number, sealed
 
     streams = [client.submit(header, reports(n)) for n, client in enumerate(clients)]
@@ -157,9 +157,7 @@ def test_a_stream_too_many_is_refused_and_the_others_go_on(start: Callable[..., 
     for thread in threads:
         thread.start()
     try:
-        while scrape(address)["shufl_streams"] < len(clients):  # else a probe might take a place
-            assert all(thread.is_alive() for thread in threads)
-            time.sleep(0.05)
+        wait_for_streams(world.process, len(clients))  # else a probe might take a place
         with raw_channel(world) as channel, pytest.raises(grpc.RpcError) as refused:
             list(Stub("Intake", channel).Submit(iter([])))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -179,6 +177,7 @@ def own_memory(pid: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_rounds_through_the_service_leave_nothing_that_grows(start, memory_path: Path):
     """Of each four one is released, one broken off, one discarded, one below the minimum.
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 
 import grpc
 import pytest
@@ -23,12 +19,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner, Result
 
+from run_world import LIMIT, wait_until
 from shuffler_world import (
     KEY_DIGEST,
     PAYLOAD_BYTES,
     PUBLIC_KEY,
+    ShufflerHere,
     World,
     free_port,
+    pass_days,
     plan,
     raw_channel,
     scrape,
@@ -41,18 +40,13 @@ from shufl.shuffler import (
     Outcome,
     Refusal,
     RoundHeader,
-    ShufflerProcess,
     ShufflerRefused,
     ShufflerUnavailable,
     Verdict,
     sealed_length,
 )
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
-from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.service.operations import Metrics
-from shufl.shuffler.service.server import ShufflerServer
-from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.stub import Stub
 
@@ -71,8 +65,8 @@ ALLOWED = {
 
 @pytest.fixture(scope="module")
 def guarded():
-    with ShufflerProcess(authority=AUTHORITY) as process:
-        world = World(process)
+    with ShufflerHere(authority=AUTHORITY) as shuffler:
+        world = World(shuffler)
         yield world
         world.close()
 
@@ -206,45 +200,22 @@ def issued_by_stranger(role: str, stranger: Authority) -> Credentials:
     return Credentials(AUTHORITY.certificate, other.certificate, other.private_key)
 
 
-@contextmanager
-def server_with(issued: Credentials, directory: Path) -> Iterator[str]:
-    """The server without the command's checks of its files, in a thread; its address."""
-    address: SimpleQueue[str] = SimpleQueue()
-    loop = asyncio.new_event_loop()
-    ended = asyncio.Event()
-
-    async def serve() -> None:
-        store = RunStore(directory)
-        server = ShufflerServer(store, issued, Revoked(None), Limits(), Metrics())
-        address.put(await server.start("127.0.0.1:0"))
-        await ended.wait()
-        await server.stop()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    try:
-        yield address.get(timeout=60)
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(20)
-        loop.close()
-
-
 @pytest.mark.parametrize(
     "wrong", ["authority", "name", "expired", "role"], ids=lambda wrong: f"wrong-{wrong}"
 )
-def test_clients_refuse_a_shuffler_that_is_not_the_one(tmp_path: Path, wrong: str):
+def test_clients_refuse_a_shuffler_that_is_not_the_one(wrong: str):
     issued = {
         "authority": lambda: credentials("shuffler", Authority.create()),
         "name": lambda: credentials("shuffler", hosts=["127.0.0.2", "elsewhere.example"]),
         "expired": lambda: credentials("shuffler", days=-1),
         "role": lambda: credentials("node"),
     }[wrong]()
-    issued = Credentials(AUTHORITY.certificate, issued.certificate, issued.private_key)
+    shuffler = ShufflerHere(authority=AUTHORITY)
+    shuffler._own = Credentials(AUTHORITY.certificate, issued.certificate, issued.private_key)
     with (
-        server_with(issued, tmp_path / "directory") as address,
-        ControlClient(address, credentials("server"), timeout=5) as control,
-        IntakeClient(address, credentials("node"), timeout=5) as intake,
+        shuffler,
+        ControlClient(shuffler.address, credentials("server")) as control,
+        IntakeClient(shuffler.address, credentials("node"), timeout=0.1) as intake,
     ):
         with pytest.raises(ShufflerUnavailable):
             control.create_run("run", plan(), LENGTH)
@@ -275,40 +246,33 @@ def test_a_credential_reports_for_its_own_users_and_each_once(guarded: World):
     assert len(list(guarded.control.release("users", 1))) == 4
 
 
-@pytest.mark.slow
-def test_a_certificate_that_expires_is_nobody_s_on_an_open_connection_too(guarded: World):
-    seconds = 5 / 86_400
-    node, server = credentials("node", days=seconds), credentials("server", days=seconds)
+ACCEPTED = 'shufl_reports_total{verdict="ACCEPTED"}'
+
+
+def test_a_certificate_that_expires_is_nobody_s_on_an_open_connection_too(
+    guarded: World, monkeypatch: pytest.MonkeyPatch
+):
+    node, server = credentials("node", days=1), credentials("server", days=1)
     assert caller_of(node.certificate) == Caller(Role.NODE, "a-node", 10)
     header = guarded.begin("expiry")
-    expired = threading.Event()
+
+    def accepted() -> float:
+        return guarded.process.scrape().get(ACCEPTED, 0)
 
     def reports():
+        before = accepted()
         yield 0, bytes(LENGTH)
-        expired.wait(60)
+        wait_until(lambda: accepted() > before, LIMIT, "the first report")
+        pass_days(monkeypatch, 1)
         yield 1, bytes(LENGTH)
 
     with (
-        IntakeClient(guarded.process.address, node, timeout=60) as intake,
+        IntakeClient(guarded.process.address, node) as intake,
         ControlClient(guarded.process.address, server) as control,
     ):
         control.create_run("expiry-2", plan(), LENGTH)
-        verdicts: list[object] = []
-
-        def submit() -> None:
-            try:
-                verdicts.extend(intake.submit(header, reports()))
-            except ShufflerRefused as refused:
-                verdicts.append(refused.reason)
-
-        thread = threading.Thread(target=submit)
-        thread.start()
-        while caller_of(node.certificate) or caller_of(server.certificate):
-            time.sleep(0.1)
-        expired.set()
-        thread.join(60)
-        assert verdicts[-1] is Refusal.NOT_PERMITTED
         for call in (
+            lambda: list(intake.submit(header, reports())),
             lambda: control.create_run("expiry-3", plan(), LENGTH),
             lambda: list(intake.submit(header, [(2, bytes(LENGTH))])),
         ):
@@ -463,8 +427,7 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
             revoked.write_text("".join(f"{line}\n" for line in lines))
             known = log.read_text().count(event)
             child.send_signal(signal.SIGHUP)
-            while log.read_text().count(event) == known:
-                time.sleep(0.02)
+            wait_until(lambda: log.read_text().count(event) > known, LIMIT, event)
 
         def refused(call: Callable[[], object]) -> None:
             with pytest.raises(ShufflerRefused) as error:
@@ -486,8 +449,7 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
 
             def reports():
                 yield 0, bytes(LENGTH)
-                while not scrape(metrics).get('shufl_reports_total{verdict="ACCEPTED"}'):
-                    time.sleep(0.02)
+                wait_until(lambda: scrape(metrics).get(ACCEPTED), LIMIT, "the first report")
                 withdraw(withdrawn, event="credentials read: 1")
                 yield 1, bytes(LENGTH)
 

@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
+from run_world import LIMIT, running, wait_until
 from shuffler_world import tls_section
 from shufl.cli.__main__ import main
 from shufl.shuffler import ShufflerProcess, ShufflerUnavailable
@@ -94,14 +94,14 @@ def test_an_unknown_option_is_one_line():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_taken_port_is_refused(start, command, tmp_path: Path):
-    world = start(tmp_path / "taken")
+def test_a_taken_port_is_refused(here, command):
+    world = here()
     taken = command(DIRECTORY + f'listen = "{world.process.address}"')
     assert taken.returncode == 2
     assert len(taken.stderr.splitlines()) == 1
@@ -160,8 +160,8 @@ def test_tls_files_that_no_client_would_accept_are_refused(
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
+def test_it_prints_one_line_and_stops_at_ctrl_c(tmp_path: Path):
+    """As it does at SIGTERM: `test_shuffler_docs.py` and `test_shuffler_log.py` have that."""
     config = tmp_path / "shuffler.toml"
     config.write_text(DIRECTORY + tls_section(tmp_path / "tls")[1])
     scratch = tmp_path / "scratch"
@@ -180,20 +180,21 @@ def test_it_prints_one_line_and_stops_on_a_signal(number: int, tmp_path: Path):
     assert line.startswith("shuffler listening on 127.0.0.1:")
     assert not list(scratch.iterdir())
     assert (tmp_path / "directory" / "record.jsonl").exists()
-    child.send_signal(number)
-    output, errors = child.communicate(timeout=60)
+    child.send_signal(signal.SIGINT)
+    output, errors = child.communicate(timeout=LIMIT)
     assert (child.returncode, output) == (0, "")
     said = [json.loads(line)["event"] for line in errors.splitlines()]
     assert said == ["shuffler started", "shuffler stopping", "shuffler stopped"]
 
 
-def test_a_temporary_directory_needs_a_parent_and_goes_at_the_end(
+def test_a_temporary_directory_goes_at_the_end_also_where_the_child_ignores_sigterm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with ShufflerProcess() as process:
+    with ShufflerProcess(stop_timeout=0.1) as process:
         assert list(tmp_path.glob("shufl-*/shufl-*/record.jsonl"))
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process.pid, signal.SIGSTOP)
+    assert not process.alive
     assert not list(tmp_path.iterdir())
 
 
@@ -228,12 +229,6 @@ def test_a_child_that_does_not_start_says_why(tmp_path: Path):
         pass
 
 
-def test_a_child_that_ignores_sigterm_is_killed():
-    with ShufflerProcess(stop_timeout=0.5) as process:
-        os.kill(process.pid, signal.SIGSTOP)
-    assert not process.alive
-
-
 def test_importing_the_package_does_not_load_the_service():
     code = (
         "import sys, shufl.shuffler; names = ('shufl.shuffler.service.server', "
@@ -262,14 +257,5 @@ def test_when_its_parent_is_killed_the_shuffler_ends_and_takes_its_directory_alo
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    while _running(child):
-        time.sleep(0.05)
+    wait_until(lambda: not running(child), LIMIT, "its end")
     assert not list(tmp_path.rglob("record.jsonl"))
-
-
-def _running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +14,6 @@ from shufl.accounting import chain
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.record import verify
 from shufl.shuffler.store.runs import RunStore
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -214,37 +210,4 @@ def test_what_is_not_in_the_record_has_not_happened(tiny_disk: Path):
     assert [sealed for sealed, _ in store.release("run", 1).chunks(64)] == [[bytes(64)]]
     store.end_run("run")
     assert [event for event in events(store) if event[1] == 1] == [("opened", 1), ("released", 1)]
-    store.close()
-
-
-FEW_FILES = """
-import resource, sys
-from pathlib import Path
-from shufl.shuffler import ShufflerRefused
-from shufl.shuffler.store.runs import RunStore
-
-store, key = RunStore(Path(sys.argv[1])), bytes.fromhex(sys.argv[2])
-store.open_round("run", 4, "model", key)
-store.end_round("run", 4)
-used = len(list(Path("/proc/self/fd").iterdir())) - 1
-resource.setrlimit(resource.RLIMIT_NOFILE, (used, 4096))
-for number in range(2):
-    try:
-        store.open_round("run", 9, "model", key)
-    except ShufflerRefused as refused:
-        print(refused)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, 4096))
-"""
-
-
-def test_too_few_open_files_are_named_and_the_next_round_opens(directory: Path):
-    done = subprocess.run(
-        [sys.executable, "-c", FEW_FILES, str(directory), PUBLIC_KEY.hex()],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    assert "too many files open" in line
-    store = RunStore(directory)
-    assert events(store)[-2:] == [("opened", 9), ("lost", 9)]
     store.close()
