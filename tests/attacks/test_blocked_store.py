@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
 
 from run_world import LIMIT
-from shuffler_world import Silence, World, free_port, plan, raw_channel, scrape
+from shuffler_world import ShufflerHere, Silence, World, plan, raw_channel, wait_for_streams
 from shufl.shuffler import (
     ControlClient,
     Outcome,
     Refusal,
-    ShufflerProcess,
     ShufflerRefused,
     Verdict,
     report_length,
@@ -30,15 +29,15 @@ from shufl.shuffler.wire.stub import Stub
 STREAMS = 8
 
 
-def test_one_server_cannot_take_what_others_need(memory_path: Path):
+def test_one_server_cannot_take_what_others_need():
     authority = Authority.create()
     limits = {
         "runs_per_server": 3,
         "open_rounds_per_server": 2,
         "disk_gigabytes_per_server": 0.011,
     }
-    with ShufflerProcess(memory_path / "directory", authority=authority, limits=limits) as process:
-        world = World(process)
+    with ShufflerHere(authority=authority, limits=limits) as shuffler:
+        world = World(shuffler)
         for run in "ab":
             world.control.create_run(run, plan(100), 40_000)
         world.control.create_run("c", plan(1), 40_000)
@@ -53,7 +52,7 @@ def test_one_server_cannot_take_what_others_need(memory_path: Path):
         assert set(world.submit(headers[0], reports)) == {Verdict.ACCEPTED}
         assert set(world.submit(headers[1], reports)) == {Verdict.ACCEPTED}
         other = authority.issue(Role.SERVER, "other")
-        with ControlClient(process.address, other) as control:
+        with ControlClient(shuffler.address, other) as control:
             world.control.close()
             world.control = control
             header = world.begin("other's", users=100)
@@ -64,13 +63,13 @@ def test_one_server_cannot_take_what_others_need(memory_path: Path):
 
 @pytest.mark.parametrize("sent", [0, 100])
 def test_a_server_that_fills_its_room_does_not_learn_how_many_have_reported(
-    sent: int, memory_path: Path
+    sent: int,
 ):
     """Without cover that number and the released one would tell the number of blankets."""
     authority, fits = Authority.create(), 9_000_000 // 40_000 - 100 - 2 * STREAMS
     limits = {"disk_gigabytes_per_server": 0.009, "streams": STREAMS}
-    with ShufflerProcess(memory_path / "directory", authority=authority, limits=limits) as process:
-        world = World(process)
+    with ShufflerHere(authority=authority, limits=limits) as shuffler:
+        world = World(shuffler)
         header = world.begin("honest", users=100, report_bytes=40_000)
         reports = [(user, os.urandom(40_000)) for user in range(sent)]
         assert world.submit(header, reports) == [Verdict.ACCEPTED] * sent
@@ -89,10 +88,10 @@ def test_a_server_that_fills_its_room_does_not_learn_how_many_have_reported(
 @pytest.mark.parametrize("length", [148, PIECE_BYTES + 1])
 def test_reports_that_are_begun_and_not_ended_take_nobody_s_room(length: int):
     """On all streams but one, by users who then do not report; of short reports, too."""
-    metrics, authority = f"127.0.0.1:{free_port()}", Authority.create()
+    authority = Authority.create()
     limits = {"streams": STREAMS, "streams_per_sender": STREAMS - 1}
-    with ShufflerProcess(metrics=metrics, authority=authority, limits=limits) as process:
-        world = World(process)
+    with ShufflerHere(authority=authority, limits=limits) as shuffler:
+        world = World(shuffler)
         header = world.begin(users=20, report_bytes=length)
         silences = []
         holder = authority.issue(Role.NODE, "holder", users=20)
@@ -103,8 +102,7 @@ def test_reports_that_are_begun_and_not_ended_take_nobody_s_room(length: int):
                 first = shuffler_pb2.SubmitRequest(users=[user], **about, **piece)
                 silences.append(Silence(first, shuffler_pb2.SubmitRequest(**piece)))
             calls = [Stub("Intake", channel).Submit(iter(quiet)) for quiet in silences]
-            while scrape(metrics)["shufl_streams"] < STREAMS - 1:
-                pass
+            wait_for_streams(shuffler, STREAMS - 1)
             reports = [(user, os.urandom(length)) for user in range(20)]
             assert world.submit(header, reports) == [Verdict.ACCEPTED] * 20
             assert world.control.close_round("run", 1).outcome.name == "RELEASABLE"
@@ -116,23 +114,30 @@ def test_reports_that_are_begun_and_not_ended_take_nobody_s_room(length: int):
         world.close()
 
 
-@pytest.mark.slow
-def test_the_blankets_of_one_server_s_round_do_not_hold_up_another_s():
-    """Making the first ones takes the longer, and is not yet done."""
-    authority = Authority.create()
-    many = {"shuffler_blankets": 20_000.0}
-    with ShufflerProcess(authority=authority) as process:
-        world = World(process)
-        length = sealed_length(report_length(10_000))
-        world.control.create_run("many", plan(**many), length)
+def test_the_blankets_of_one_server_s_round_do_not_hold_up_another_s(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The first one's are not made before the test says so."""
+    authority, over = Authority.create(), threading.Event()
+    with ShufflerHere(authority=authority) as shuffler:
+        world, batches = World(shuffler), shuffler.store.batches
+        make = batches.make_blankets
+
+        def make_more(run: str, round: int) -> bool:
+            return make(run, round) or (run == "many" and not over.is_set())
+
+        monkeypatch.setattr(batches, "make_blankets", make_more)
+        length, about = sealed_length(report_length(100)), plan(shuffler_blankets=2.0)
+        world.control.create_run("many", about, length)
         world.control.open_round("many", 1, "m", world.public_key)
         other = authority.issue(Role.SERVER, "other")
-        with ControlClient(process.address, other) as control, ThreadPoolExecutor() as threads:
+        with ControlClient(shuffler.address, other) as control, ThreadPoolExecutor() as threads:
             closing = threads.submit(world.control.close_round, "many", 1)
-            control.create_run("few", plan(shuffler_blankets=2.0), length)
+            control.create_run("few", about, length)
             control.open_round("few", 1, "m", world.public_key)
             assert control.close_round("few", 1).outcome.name in ("RELEASABLE", "BELOW_MINIMUM")
             assert not closing.done()
             world.control.end_round("many", 1)
             assert closing.result(LIMIT).outcome is Outcome.DISCARDED
+            over.set()
         world.close()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 import shuffler_world
-from shuffler_world import PUBLIC_KEY
+from shuffler_world import PUBLIC_KEY, ShufflerHere
 from shufl.shuffler import (
     ControlClient,
     Refusal,
-    ShufflerProcess,
     ShufflerRefused,
     sealed_length,
 )
@@ -29,7 +28,7 @@ def plan(**changes) -> bytes:
 @pytest.fixture(scope="module")
 def control():
     with (
-        ShufflerProcess(floor=FLOOR) as process,
+        ShufflerHere(floor=FLOOR) as process,
         ControlClient(process.address, process.control) as client,
     ):
         yield client
@@ -75,13 +74,13 @@ def test_a_run_that_is_older_than_the_floor_opens_no_more_rounds(tmp_path):
     server = authority.issue(Role.SERVER, "server")
     directory = tmp_path / "directory"
     with (
-        ShufflerProcess(directory, authority=authority) as process,
+        ShufflerHere(directory, authority=authority) as process,
         ControlClient(process.address, server) as client,
     ):
         client.create_run("run", plan(minimum_batch=1), LENGTH)
         client.open_round("run", 1, "m", PUBLIC_KEY)
     with (
-        ShufflerProcess(directory, authority=authority, floor=FLOOR) as process,
+        ShufflerHere(directory, authority=authority, floor=FLOOR) as process,
         ControlClient(process.address, server) as client,
     ):
         words = words_of_refusal(client.open_round, "run", 2, "m", PUBLIC_KEY)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
 from client_world import WIDTH, Round, reply_content
-from shuffler_world import free_port, scrape
+from shuffler_world import ShufflerHere
 from shufl.clients import RoundRefused
-from shufl.shuffler import ControlClient, ShufflerProcess, generate_key_pair
+from shufl.shuffler import ControlClient, generate_key_pair
 
 REPORTS_OF_A_NODE = 4
 
@@ -30,16 +28,23 @@ class TwoBiases(nn.Module):
         return self.linear(features) + self.shift
 
 
+@pytest.fixture(scope="module")
+def shuffler():
+    with ShufflerHere() as shuffler:
+        yield shuffler
+
+
 @pytest.fixture
-def attacked():
-    """A round of a cheating server: the round, and how often the shuffler saw it cheat."""
-    metrics = f"127.0.0.1:{free_port()}"
-    with ShufflerProcess(metrics=metrics) as process:
-        control = ControlClient(process.address, process.control)
-        name = f"key-and-model-{os.getpid()}-{process.pid}"  # this process keeps nodes by run
-        round = Round(process.address, process.submit, control, name, make_model=TwoBiases)
-        yield round.open(), lambda: scrape(metrics)["shufl_disagreements_total"]
-        control.close()
+def attacked(shuffler, request):
+    """A round of a cheating server: the round, and how often the shuffler sees it cheat."""
+
+    def disagreements():
+        return shuffler.scrape()["shufl_disagreements_total"]
+
+    before = disagreements()
+    with ControlClient(shuffler.address, shuffler.control) as control:
+        about = shuffler.address, shuffler.submit, control, request.node.name
+        yield Round(*about, make_model=TwoBiases).open(), lambda: disagreements() - before
 
 
 def test_a_key_for_each_node_gets_the_reports_of_one(attacked):

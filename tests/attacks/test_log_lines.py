@@ -5,11 +5,10 @@ import logging
 
 import pytest
 
-from shuffler_world import World
+from shuffler_world import ShufflerHere, World
 from shufl.accounting import chain
 from shufl.server.broadcast import _reason
 from shufl.server.fleet import read_node
-from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.record import verify
 from shufl.simulator.engines.base import logs_to
 
@@ -61,8 +60,8 @@ def test_a_node_cannot_make_the_servers_log_long():
 
 def test_a_run_of_any_name_is_one_line_of_ascii_in_the_shufflers_log(tmp_path):
     name = HOSTILE.replace("\ud800", "")  # which is no text that gRPC sends
-    with ShufflerProcess(log_file=tmp_path / "log") as process:
-        world = World(process)
+    with ShufflerHere(log_file=tmp_path / "log") as shuffler:
+        world = World(shuffler)
         world.begin(run_id=name)
         world.close()
     content = (tmp_path / "log").read_bytes()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 
-from shuffler_world import Silence, World, raw_channel
+from run_world import LIMIT, wait_until
+from shuffler_world import ShufflerHere, Silence, World, pass_days, raw_channel
 from shufl.shuffler import ControlClient, Refusal, ShufflerProcess, Verdict
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority, Credentials
@@ -17,8 +18,10 @@ from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
 from shufl.shuffler.wire.stub import Stub
 
-CALLS, CHANNELS = 5000, 10
+CALLS, CHANNELS = 2000, 10
 LIMITS = {"calls_per_sender": 32, "streams_per_sender": 4}
+BYTES = 20_000
+"""So much memory a call takes where each is kept; half of it would be too much."""
 
 
 def peak_bytes(pid: int) -> int:
@@ -26,17 +29,33 @@ def peak_bytes(pid: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-async def call_often(address: str, own: Credentials, method: str, hold: asyncio.Event) -> None:
-    """Opens many calls at once and keeps those that the shuffler lets it keep."""
+@pytest.fixture(scope="module")
+def attacked() -> Iterator[tuple[World, Credentials]]:
+    """A shuffler, and the credential of who attacks it."""
+    authority = Authority.create()
+    with ShufflerProcess(authority=authority, limits=LIMITS) as process:
+        world = World(process)
+        yield world, authority.issue(Role.NODE, "attacker", users=1)
+        world.close()
+
+
+async def call_often(address: str, own: Credentials, method: str, begun: asyncio.Event) -> None:
+    """Opens many calls at once, and keeps those that the shuffler lets it keep.
+
+    Returns when it has ended the others; `begun` is set when the first has been.
+    """
     tls = grpc.ssl_channel_credentials(own.authority, own.private_key, own.certificate)
     channels = [grpc.aio.secure_channel(address, tls, CHANNEL_OPTIONS) for _ in range(CHANNELS)]
     calls = [channels[n % CHANNELS].stream_stream(method)() for n in range(CALLS)]
-    if method.endswith("Watch"):
-        writes = [asyncio.create_task(call.write(b"")) for call in calls]
-        await asyncio.wait(writes, timeout=5)
-    await hold.wait()
+    ends = [asyncio.create_task(call.code()) for call in calls]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    begun.set()
+    # Those that it keeps may be all that one channel may have open: then its others wait.
+    while sum(not end.done() for end in ends) > CALLS // CHANNELS:
+        await asyncio.wait([end for end in ends if not end.done()], return_when="FIRST_COMPLETED")
     for channel in channels:
         await channel.close()
+    await asyncio.wait(ends)
 
 
 @pytest.mark.slow
@@ -44,74 +63,73 @@ async def call_often(address: str, own: Credentials, method: str, hold: asyncio.
     "method",
     ["/grpc.health.v1.Health/Watch", "/grpc.health.v1.Health/Check", "/shufl.v1.Intake/Submit"],
 )
-def test_thousands_of_calls_of_one_node_keep_nobody_out_and_take_no_memory(method: str):
-    authority = Authority.create()
-    attacker = authority.issue(Role.NODE, "attacker", users=1)
-    with ShufflerProcess(authority=authority, limits=LIMITS) as process:
-        world = World(process)
-        header = world.begin()
-        reports = world.reports(header, 50)
-        assert world.submit(header, reports[:25]) == [Verdict.ACCEPTED] * 25
-        before = peak_bytes(process.pid)
+def test_thousands_of_calls_of_one_node_keep_nobody_out_and_take_no_memory(attacked, method: str):
+    world, attacker = attacked
+    header = world.begin(run_id=method)
+    reports = world.reports(header, 50)
+    assert world.submit(header, reports[:25]) == [Verdict.ACCEPTED] * 25
+    before = peak_bytes(world.process.pid)
 
-        async def attack() -> None:
-            hold = asyncio.Event()
-            calls = asyncio.create_task(call_often(process.address, attacker, method, hold))
-            await asyncio.sleep(2)
-            verdicts = await asyncio.to_thread(world.submit, header, reports[25:])
-            assert verdicts == [Verdict.ACCEPTED] * 25
-            hold.set()
-            await calls
+    async def attack() -> None:
+        begun = asyncio.Event()
+        flood = call_often(world.process.address, attacker, method, begun)
+        calls = asyncio.create_task(flood)
+        await asyncio.wait_for(begun.wait(), LIMIT)
+        verdicts = await asyncio.to_thread(world.submit, header, reports[25:])
+        assert verdicts == [Verdict.ACCEPTED] * 25
+        await asyncio.wait_for(calls, LIMIT)
 
-        asyncio.run(attack())
-        assert peak_bytes(process.pid) - before < 50e6  # 100e6 where each call is kept
-        world.close()
+    asyncio.run(attack())
+    assert peak_bytes(world.process.pid) - before < CALLS * BYTES / 2
 
 
 def test_calls_of_one_credential_are_limited_and_another_s_are_not():
-    authority = Authority.create()
+    authority, check = Authority.create(), "/grpc.health.v1.Health/Check"
     many, one = (authority.issue(Role.MONITOR, name) for name in ("many", "one"))
-    with ShufflerProcess(authority=authority, limits={"calls_per_sender": 2}) as process:
-        world = World(process)
-        quiet, channels, calls = Silence(), [], []
-        for _ in range(2):
-            channels.append(raw_channel(world, many))
-            calls.append(channels[-1].stream_stream("/grpc.health.v1.Health/Check")(iter(quiet)))
-            grpc.channel_ready_future(channels[-1]).result(60)
-        with raw_channel(world, one) as channel:
-            assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
-        channels.append(raw_channel(world, many))
-        refused = None
-        while refused is None:  # until both calls have arrived
-            try:
-                channels[-1].unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
-            except grpc.RpcError as error:
-                refused = error
-        assert refused.details() == f"{Refusal.BUSY}: too many calls at once"
-        quiet.let_go.set()
-        for channel in channels:
-            channel.close()
+    with ShufflerHere(authority=authority, limits={"calls_per_sender": 2}) as shuffler:
+        world, quiet = World(shuffler), Silence()
+        with raw_channel(world, many) as channel, raw_channel(world, one) as other:
+            calls = [channel.stream_stream(check)(iter(quiet)) for _ in range(2)]
+            assert other.unary_unary(check)(b"", timeout=LIMIT)
+
+            def refusal() -> str:
+                with raw_channel(world, many) as another:
+                    try:
+                        another.unary_unary(check)(b"", timeout=LIMIT)
+                    except grpc.RpcError as error:
+                        return error.details()
+                return ""
+
+            wait_until(refusal, LIMIT, "both calls to arrive")
+            assert refusal() == f"{Refusal.BUSY}: too many calls at once"
+            quiet.let_go.set()
+            for call in calls:
+                call.cancel()
         world.close()
 
 
-@pytest.mark.slow
-def test_calls_that_are_open_when_their_certificate_expires_are_ended():
+def test_calls_that_are_open_when_their_certificate_expires_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """A stream that says nothing, and a release that is not read."""
     authority = Authority.create()
-    with ShufflerProcess(authority=authority) as process:
-        world = World(process)
+    with ShufflerHere(authority=authority) as shuffler:
+        world = World(shuffler)
         header = world.begin(report_bytes=2**20, users=40)
         world.submit(header, [(user, bytes(2**20)) for user in range(40)])
-        days = datetime.timedelta(seconds=6) / datetime.timedelta(days=1)
-        node = authority.issue(Role.NODE, "node", users=1, days=days)
-        server = authority.issue(Role.SERVER, "server", days=days)  # the same name: the run's owner
+        node = authority.issue(Role.NODE, "node", users=1, days=1)
+        server = authority.issue(Role.SERVER, "server", days=1)  # the same name: the run's owner
         quiet = Silence(shuffler_pb2.SubmitRequest(run_id="nobody", users=[0]))
-        with raw_channel(world, node) as channel, ControlClient(process.address, server) as control:
-            answers = Stub("Intake", channel).Submit(iter(quiet), timeout=60)
+        with (
+            raw_channel(world, node) as channel,
+            ControlClient(shuffler.address, server) as control,
+        ):
+            answers = Stub("Intake", channel).Submit(iter(quiet), timeout=LIMIT)
             assert len(next(answers).verdicts) == 1
             control.close_round("run", 1)
             release = control.release("run", 1)
             next(release)
+            pass_days(monkeypatch, 1)
             with pytest.raises(grpc.RpcError) as ended:
                 next(answers)
             assert ended.value.details() == f"{Refusal.NOT_PERMITTED}: not with this certificate"

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from client_world import USERS, Round, reply_content
+from shuffler_world import ShufflerHere
 from shufl.accounting.mechanisms import SeededRandomness, most_blankets
 from shufl.server import Mean, aggregate_reports
 from shufl.shuffler import (
     ControlClient,
     IntakeClient,
     ReportOpener,
-    ShufflerProcess,
     Verdict,
     empty_report,
     sealed_length,
@@ -27,8 +27,8 @@ MINE = np.array([1, 4, 7, 10])  # the users of the node
 
 @pytest.fixture(scope="module")
 def shuffler():
-    with ShufflerProcess(simulation_seed=5) as process:
-        yield process
+    with ShufflerHere(simulation_seed=5) as shuffler:
+        yield shuffler
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def test_the_server_sees_no_more_than_without_cover():
     """Empty reports and others are as many together in every round, so the number of the empty
     ones is a function of the number of the others, which the server sees without cover too."""
     found, numbers = Counter(), set()
-    with ShufflerProcess() as process, ControlClient(process.address, process.control) as control:
+    with ShufflerHere() as shuffler, ControlClient(shuffler.address, shuffler.control) as control:
         for seed in range(8):
-            drawn, others = drawn_and_others(process, control, seed)
+            drawn, others = drawn_and_others(shuffler, control, seed)
             found[drawn] += 1
             numbers.add(others)
     assert len(found) > 1  # the number of blankets is still random

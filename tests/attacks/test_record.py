@@ -6,10 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from client_world import Round, reply_content
+from shuffler_world import ShufflerHere
 from shufl.accounting import chain
 from shufl.cli.__main__ import app
 from shufl.clients import load_device
-from shufl.shuffler import ControlClient, ShufflerProcess
+from shufl.shuffler import ControlClient
 from shufl.shuffler.record import verify
 from shufl.shuffler.wire.record_client import RecordClient
 
@@ -20,15 +21,15 @@ def run(*arguments):
     return CliRunner().invoke(app, ["record", *map(str, arguments)])
 
 
-@pytest.fixture
-def recorded(tmp_path):
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
     """A round that was released, one that was not wanted, and the device that was offered one."""
-    owner = tmp_path / "device.toml"
+    owner = tmp_path_factory.mktemp("recorded") / "device.toml"
     owner.write_text(OWNER)
-    with ShufflerProcess(tmp_path / "directory") as process:
+    with ShufflerHere() as process:
         control = ControlClient(process.address, process.control)
         round = Round(
-            process.address, process.submit, control, f"record-{process.pid}",
+            process.address, process.submit, control, "record",
             ledger=lambda _: load_device(owner),
         ).open()  # fmt: skip
         reply_content(round.announce())
@@ -36,12 +37,12 @@ def recorded(tmp_path):
         control.open_round(round.header.run_id, 2, "another", round.public_key)
         control.end_round(round.header.run_id, 2)
         control.end_run(round.header.run_id)
-        yield process, round
+        yield process, round, owner
         control.close()
 
 
 def test_the_record_tells_what_became_of_every_round(recorded, tmp_path):
-    process, round = recorded
+    process, round, owner = recorded
     process.submit.write(tmp_path, "node")
     file = tmp_path / "record.jsonl"
     fetched = run("fetch", process.address, file, "--certificate", tmp_path / "node.pem")
@@ -57,7 +58,7 @@ def test_the_record_tells_what_became_of_every_round(recorded, tmp_path):
     assert entries[1]["commitment"] == round.header.commitment
     assert entries[-1]["check"] in fetched.stdout
     head = entries[1]["check"]
-    good = run("verify", file, "--head", head, "--device", tmp_path / "device.toml")
+    good = run("verify", file, "--head", head, "--device", owner)
     assert good.exit_code == 0, good.stderr
     assert "6 lines follow each other" in good.stdout
 
@@ -83,7 +84,7 @@ def test_a_line_that_says_nothing_of_a_round_is_one_line(tmp_path, about):
 
 
 def test_a_record_that_was_changed_or_forked_is_found_out(recorded, tmp_path):
-    process, _ = recorded
+    process, _, owner = recorded
     with RecordClient(process.address, process.monitor) as client:
         lines = list(client.entries())
     entries = verify(lines)
@@ -113,6 +114,6 @@ def test_a_record_that_was_changed_or_forked_is_found_out(recorded, tmp_path):
     file.write_bytes(b"".join(forked))
     assert run("verify", file).exit_code == 0
     assert "no line with the hash" in run("verify", file, "--head", head).stderr
-    denied = run("verify", file, "--device", tmp_path / "device.toml")
+    denied = run("verify", file, "--device", owner)
     assert denied.exit_code == 2
     assert "which the device was offered, is not in the record" in denied.stderr

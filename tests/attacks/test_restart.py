@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from shuffler_world import World, free_port, kill, open_batches, plan
+from run_world import LIMIT
+from shuffler_world import ShufflerHere, World, free_port, kill, open_batches, plan
 from shufl.shuffler import (
     IntakeClient,
     Refusal,
@@ -41,8 +42,8 @@ def start() -> Iterator[Callable[..., World]]:
     authority, keys = Authority.create(), []
     with ExitStack() as stack:
 
-        def starter(directory: Path, **options: object) -> World:
-            process = ShufflerProcess(directory, authority=authority, **options)
+        def starter(directory: Path, kind=ShufflerProcess, **options: object) -> World:
+            process = kind(directory, authority=authority, **options)
             world = World(stack.enter_context(process))
             stack.callback(world.close)
             keys.append((world.private_key, world.public_key))
@@ -99,7 +100,7 @@ def test_a_killed_shuffler_releases_nothing_of_what_it_had_taken(start, memory_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [148, 2**18 + 5])
+@pytest.mark.parametrize("length", [148, pytest.param(2**18 + 5, marks=pytest.mark.nightly)])
 def test_a_report_on_its_way_when_the_shuffler_is_killed_is_in_no_batch(
     start, memory_path: Path, length: int
 ):
@@ -110,7 +111,7 @@ def test_a_report_on_its_way_when_the_shuffler_is_killed_is_in_no_batch(
     sent = [(user, os.urandom(length)) for user in range(300)]
     verdicts = []
     with IntakeClient(listen, world.process.submit) as intake:
-        for verdict in intake.submit(header, iter(sent), deadline=120):
+        for verdict in intake.submit(header, iter(sent), deadline=LIMIT):
             verdicts.append(verdict)
             if len(verdicts) == 20:
                 kill(world)
@@ -132,24 +133,24 @@ def test_the_same_round_of_another_process_takes_none_of_the_old_one_s_reports(
     another, which no disk has.
     """
     place, copy = memory_path / "directory", memory_path / "copy"
-    world = start(place)
+    world = start(place, ShufflerHere)
     world.control.create_run("run", plan(), sealed_length(100))
     if how == "rolled back":
-        world.process.__exit__(None, None, None)
+        world.process.__exit__()
         shutil.copytree(place, copy)
-        world = start(place)
+        world = start(place, ShufflerHere)
     else:
         shutil.copytree(place, copy)
     old = world.begin()
     reports = world.reports(old, 4)
     assert world.submit(old, reports[:2]) == [Verdict.ACCEPTED] * 2
     if how == "rolled back":
-        kill(world)
+        world.process.__exit__()
         shutil.rmtree(place)
         copy.rename(place)
-        again = start(place)
+        again = start(place, ShufflerHere)
     else:
-        again = start(copy)  # while the first one goes on
+        again = start(copy, ShufflerHere)  # while the first one goes on
     new = again.begin()
     assert (old.nonce, old.commitment) != (new.nonce, new.commitment)
     assert dataclasses.replace(old, nonce=new.nonce) == new
@@ -173,19 +174,19 @@ def test_the_same_round_of_another_process_takes_none_of_the_old_one_s_reports(
 def test_a_shuffler_that_went_back_shows_another_history(start, memory_path: Path):
     """Whoever kept a check value of the record sees that it went back."""
     place, backup = memory_path / "directory", memory_path / "backup"
-    world = start(place)
+    world = start(place, ShufflerHere)
     world.begin()
-    kill(world)
+    world.process.__exit__()
     shutil.copytree(place, backup)
-    world = start(place)
+    world = start(place, ShufflerHere)
     with RecordClient(world.process.address, world.process.monitor) as client:
         kept = verify(client.entries())[-1]
     assert kept["event"] == "lost"
     world.begin(round=2)
-    kill(world)
+    world.process.__exit__()
     shutil.rmtree(place)
     backup.rename(place)
-    world = start(place)
+    world = start(place, ShufflerHere)
     world.begin(round=2)
     with RecordClient(world.process.address, world.process.monitor) as client:
         lines = verify(client.entries())
@@ -196,6 +197,7 @@ def test_a_shuffler_that_went_back_shows_another_history(start, memory_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_at_any_moment_no_report_is_released_twice_and_the_record_is_whole(
     start, memory_path: Path
 ):
@@ -232,7 +234,7 @@ def test_killed_at_any_moment_no_report_is_released_twice_and_the_record_is_whol
         kill(world)
         world = start(place, listen=listen)
     stop.set()
-    serving.join(120)
+    serving.join(LIMIT)
     assert len(set(seen)) == len(seen) >= 30 * 6
     said: dict[int, list[str]] = {}
     for event, number in events(world)[1:]:

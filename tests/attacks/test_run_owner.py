@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shuffler_world import PUBLIC_KEY, plan
-from shufl.shuffler import ControlClient, Outcome, Refusal, ShufflerProcess, ShufflerRefused
+from shuffler_world import PUBLIC_KEY, ShufflerHere, plan
+from shufl.shuffler import ControlClient, Outcome, Refusal, ShufflerRefused
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
 
@@ -14,7 +14,7 @@ from shufl.shuffler.keys import Authority
 def servers():
     """Clients of two servers of one authority, and of the first one's renewed certificate."""
     authority = Authority.create()
-    with ShufflerProcess(authority=authority) as process:
+    with ShufflerHere(authority=authority) as process:
         names = ("own", "other", "own")
         clients = [
             ControlClient(process.address, authority.issue(Role.SERVER, name)) for name in names
@@ -51,11 +51,11 @@ def test_the_owner_is_kept_over_a_restart(tmp_path):
     authority = Authority.create()
     own, other = (authority.issue(Role.SERVER, name) for name in ("own", "other"))
     with (
-        ShufflerProcess(tmp_path / "directory", authority=authority) as process,
+        ShufflerHere(tmp_path / "directory", authority=authority) as process,
         ControlClient(process.address, own) as client,
     ):
         client.create_run("run", plan(), 100)
-    with ShufflerProcess(tmp_path / "directory", authority=authority) as process:
+    with ShufflerHere(tmp_path / "directory", authority=authority) as process:
         with ControlClient(process.address, other) as client, pytest.raises(ShufflerRefused) as no:
             client.end_run("run")
         assert no.value.reason is Refusal.NOT_OWNER

@@ -125,6 +125,7 @@ def test_blankets_from_the_system_have_the_mechanisms_law_and_never_come_again(
     assert all(stats.poisson.ppf(1e-9, EXPECTED) <= n <= most_blankets(EXPECTED) for n in counts)
 
 
+@pytest.mark.slow
 def test_the_number_of_blankets_is_poisson_over_rounds(memory_path: Path):
     """Of rounds without any report; one that has no blanket either is below the minimum."""
     store, counts = RunStore(memory_path / "directory", durable=False), []

@@ -91,6 +91,7 @@ def keep_signalling(child: subprocess.Popen[str]) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_a_list_that_cannot_be_read_at_sighup_leaves_the_earlier_one(tmp_path: Path):
     """`test_shuffler_permissions.py` has what the earlier list then still refuses."""
     _, tls = tls_section(tmp_path / "tls")
@@ -113,6 +114,7 @@ def test_a_list_that_cannot_be_read_at_sighup_leaves_the_earlier_one(tmp_path: P
         assert child.poll() is None
 
 
+@pytest.mark.slow
 def test_the_first_line_says_what_was_started_and_a_log_moved_away_is_begun_again(
     start: Callable[..., World], tmp_path: Path
 ):
@@ -143,6 +145,7 @@ def test_the_first_line_says_what_was_started_and_a_log_moved_away_is_begun_agai
     assert world.process.alive
 
 
+@pytest.mark.slow
 def test_log_files_are_rotated_and_the_oldest_dropped(tmp_path: Path):
     config = tmp_path / "shuffler.toml"
     authority, tls = tls_section(tmp_path / "tls")

@@ -337,6 +337,7 @@ def keys(*arguments: str) -> Result:
     return CliRunner().invoke(keys_app, arguments)
 
 
+@pytest.mark.slow
 def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
     authority, place = tmp_path / "authority", tmp_path / "keys"
     assert keys("authority", str(authority)).exit_code == 0

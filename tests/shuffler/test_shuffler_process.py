@@ -160,6 +160,7 @@ def test_tls_files_that_no_client_would_accept_are_refused(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_it_prints_one_line_and_stops_at_ctrl_c(tmp_path: Path):
     """As it does at SIGTERM: `test_shuffler_docs.py` and `test_shuffler_log.py` have that."""
     config = tmp_path / "shuffler.toml"
@@ -187,6 +188,7 @@ def test_it_prints_one_line_and_stops_at_ctrl_c(tmp_path: Path):
     assert said == ["shuffler started", "shuffler stopping", "shuffler stopped"]
 
 
+@pytest.mark.slow
 def test_a_temporary_directory_goes_at_the_end_also_where_the_child_ignores_sigterm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -206,6 +208,7 @@ def test_only_what_is_certain_to_be_loopback_counts_as_loopback():
     assert not any(parse_address(f"{host}:1")[2] for host in strangers)
 
 
+@pytest.mark.slow
 def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -221,6 +224,7 @@ def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
     assert not process.alive
 
 
+@pytest.mark.slow
 def test_a_child_that_does_not_start_says_why(tmp_path: Path):
     with (
         pytest.raises(ShufflerUnavailable, match=r"exit code 2: shuffler: .*metrics only on"),
@@ -239,6 +243,7 @@ def test_importing_the_package_does_not_load_the_service():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_when_its_parent_is_killed_the_shuffler_ends_and_takes_its_directory_along(tmp_path: Path):
     script = (
         "import time; from shufl.shuffler import ShufflerProcess\n"

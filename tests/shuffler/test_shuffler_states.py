@@ -216,7 +216,7 @@ class Rounds(RuleBasedStateMachine):
 
 TestRounds = Rounds.TestCase
 TestRounds.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

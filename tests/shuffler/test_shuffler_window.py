@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import shufl.shuffler.store.rounds as rounds
 from run_world import LIMIT, wait_until
 from shuffler_world import KEY_DIGEST, PUBLIC_KEY, World, fill_up, open_batches, plan, report
 from shufl.shuffler import (
@@ -26,6 +26,7 @@ from shufl.shuffler import (
     key_digest,
     sealed_length,
 )
+from shufl.shuffler.store import rounds, runs
 from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire.errors import Closed
@@ -43,7 +44,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(rounds.time, "monotonic", lambda: self.now)
+        for store in (rounds, runs):
+            monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 @pytest.fixture
@@ -185,8 +187,8 @@ def test_what_nobody_closes_or_ends_is_given_up_even_where_the_disk_is_full(tiny
     assert store.close_round("open", 1) == Closed(Outcome.DISCARDED)
 
 
-def test_a_full_disk_refuses_the_lease_and_spends_no_round(start, tiny_disk: Path):
-    world = start(tiny_disk / "state")
+def test_a_full_disk_refuses_the_lease_and_spends_no_round(here, tiny_disk: Path):
+    world = here(tiny_disk / "state")
     world.control.create_run("run", plan(**COVERED), LENGTH)
     filler = fill_up(tiny_disk, world.control)
     assert refusal(world.control.reserve, "run") is Refusal.STORAGE_FULL
@@ -195,8 +197,8 @@ def test_a_full_disk_refuses_the_lease_and_spends_no_round(start, tiny_disk: Pat
     world.control.open_round("run", 1, "model", PUBLIC_KEY)
 
 
-def test_the_shuffler_closes_by_itself_and_whoever_asks_before_waits(start, tmp_path: Path):
-    world: World = start(tmp_path / "state")
+def test_the_shuffler_closes_by_itself_and_whoever_asks_before_waits(here, tmp_path: Path):
+    world: World = here(tmp_path / "state")
     length = sealed_length(100)
     digest = world.control.create_run("run", plan(**COVERED), length)
     whole: list[int] = []
@@ -261,8 +263,8 @@ class Cut:
         self._listener.close()
 
 
-def test_a_release_that_breaks_off_goes_on_where_it_broke(start):
-    world: World = start()
+def test_a_release_that_breaks_off_goes_on_where_it_broke(here):
+    world: World = here()
     header = world.begin(report_bytes=2**16, users=200)
     world.submit(header, [(user, user.to_bytes(2) * 2**15) for user in range(200)])
     world.control.close_round("run", 1)
