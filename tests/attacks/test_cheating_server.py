@@ -34,6 +34,7 @@ _NEW_MOUNTS, _BIND, _PRIVATE = 0x20000, 0x1000, 0x44000
 
 _SERVER = """
 import json
+import time
 from pathlib import Path
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
@@ -43,7 +44,7 @@ app = ServerApp()
 @app.main()
 def main(grid, context):
     while not (nodes := list(grid.get_node_ids())):
-        pass
+        time.sleep(0.2)
     message = Message(RecordDict({"go": ConfigRecord({"on": 1})}), nodes[0], "query")
     (answer,) = grid.send_and_receive([message], timeout=120)
     said = answer.content["said"]["json"] if answer.has_content() else json.dumps(str(answer.error))

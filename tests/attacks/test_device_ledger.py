@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from client_world import WINDOW, Round, reply_content
 from rounds import make_plan
+from shuffler_world import ShufflerHere
 from shufl.clients import (
     DeviceLedger,
     DeviceLimits,
@@ -22,7 +24,7 @@ from shufl.clients import (
     load_device,
     serve_device,
 )
-from shufl.shuffler import ControlClient, RoundHeader, ShufflerProcess
+from shufl.shuffler import ControlClient, RoundHeader
 
 PLAN = make_plan(
     users=1000,
@@ -61,8 +63,8 @@ def test_the_shares_of_delta_add_up_to_it():
 
 def test_an_open_round_announced_under_many_contexts_flips_one_coin(tmp_path):
     """Flower's context is new each time, and the node has been started again in between."""
-    with ShufflerProcess() as process, ControlClient(process.address, process.control) as control:
-        place, where = tmp_path / "device.db", (process.address, process.submit)
+    with ShufflerHere() as shuffler, ControlClient(shuffler.address, shuffler.control) as control:
+        place, where = tmp_path / "device.db", (shuffler.address, shuffler.submit)
         round = Round(*where, control, "contexts", ledger=lambda _: DeviceLedger(place)).open()
         reply_content(round.announce())
         for attempt in range(5):
@@ -181,33 +183,36 @@ def test_the_owners_plans_are_accepted(tmp_path):
     assert [(run.run_id, run.plan, run.offered) for run in ledger.offered()] == [("run", PLAN, 1)]
 
 
-def offer_until_killed(path, queue):
-    ledger = DeviceLedger(path, limits(most_epsilon=1e9))
-    for number in range(1, 100_000):
-        ledger.offer(header(number), PLAN, 10**5)
-        queue.put(number)
+OFFERS = """
+import itertools, sys
+from pathlib import Path
+from shufl.accounting import PrivacyPlan
+from shufl.clients.device import DeviceLedger, DeviceLimits
+from shufl.shuffler import RoundHeader
+
+plan = PrivacyPlan.from_json(sys.argv[2])
+ledger = DeviceLedger(Path(sys.argv[1]), DeviceLimits(most_epsilon=1e9, delta=1e-5))
+for number in itertools.count(1):
+    ledger.offer(RoundHeader("run", number, "model", plan.digest(), "key"), plan, 10**5)
+    print(number, flush=True)
+"""
 
 
 @pytest.mark.slow
 def test_what_was_offered_survives_kill_9(tmp_path):
     """A coin is flipped only after `offer` has returned: so every such round must be there."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    process = context.Process(target=offer_until_killed, args=(tmp_path / "device.db", queue))
-    process.start()
-    answered = 0
-    while answered < 25:
-        answered = queue.get()
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    while not queue.empty():
-        answered = queue.get()
-    (run,) = DeviceLedger(tmp_path / "device.db").offered()
-    assert run.offered >= answered
-    for number in range(1, answered + 1):
+    path = tmp_path / "device.db"
+    command = [sys.executable, "-c", OFFERS, str(path), PLAN.to_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        first = [process.stdout.readline() for _ in range(25)]
+        process.kill()
+        answered = len(first + process.stdout.readlines())
+    assert process.returncode == -signal.SIGKILL
+    (run,) = DeviceLedger(path).offered()
+    assert run.offered >= answered >= 25
+    for number in (1, answered):
         with pytest.raises(RoundRefused, match="round must be above"):
-            DeviceLedger(tmp_path / "device.db").offer(header(number), PLAN, 10**5)
+            DeviceLedger(path).offer(header(number), PLAN, 10**5)
 
 
 def test_no_deployed_node_has_a_ledger_without_an_owners_limits(tmp_path):

@@ -17,7 +17,7 @@ from flwr.proto.recorddict_pb2 import ArrayRecord as ArrayRecordMessage
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
 from deployment_world import deployment_of
-from run_world import wait_until
+from run_world import LIMIT, wait_until
 from shufl.clients import RoundRefused
 from shufl.clients.device_process import _Reader
 from shufl.clients.node import Announcement, Question
@@ -56,7 +56,7 @@ class Device:
             message = recorddict_to_proto(RecordDict(message)).SerializeToString()
         with grpc.insecure_channel(f"unix:{self.site}/node.sock") as channel:
             try:
-                answer = channel.unary_unary(f"/shufl.Device/{kind}")(message, timeout=60)
+                answer = channel.unary_unary(f"/shufl.Device/{kind}")(message, timeout=LIMIT)
             except grpc.RpcError as error:
                 return error.code().name, error.details()
         said = recorddict_from_proto(RecordDictMessage.FromString(answer))
@@ -77,15 +77,15 @@ def device(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip])
 @pytest.mark.parametrize("kind", ["query", "train"])
-def test_a_digest_of_100_megabytes_is_refused_before_it_is_read(device, kind, compression):
+def test_a_digest_of_20_megabytes_is_refused_before_it_is_read(device, kind, compression):
     before, log = device.peak, device.log.stat().st_size
     fields = device.question if kind == "query" else device.round
-    message = {"round": ConfigRecord(fields | {"plan_digest": "f" * 10**8})}
+    message = {"round": ConfigRecord(fields | {"plan_digest": "f" * (2 * 10**7)})}
     content = recorddict_to_proto(RecordDict(message)).SerializeToString()
     with grpc.insecure_channel(f"unix:{device.site}/node.sock") as channel:
         call = channel.unary_unary(f"/shufl.Device/{kind}")
         with pytest.raises(grpc.RpcError) as refused:
-            call(content, timeout=60, compression=compression)
+            call(content, timeout=LIMIT, compression=compression)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert device.peak - before < 8e6
     assert device.log.stat().st_size == log

@@ -18,6 +18,7 @@ from client_world import (
     records,
     reply_content,
 )
+from shuffler_world import ShufflerHere
 from shufl.accounting import rounds_within_budget
 from shufl.accounting.mechanisms import SeededRandomness
 from shufl.clients import DeviceLedger, LocalTraining, ReportFailed, RoundRefused, local_update
@@ -26,7 +27,6 @@ from shufl.clients.update import user_updates
 from shufl.shuffler import (
     ControlClient,
     IntakeClient,
-    ShufflerProcess,
     Verdict,
     generate_key_pair,
     report_length,
@@ -40,8 +40,8 @@ def flower_task():
 
 @pytest.fixture(scope="module")
 def shuffler():
-    with ShufflerProcess() as process:
-        yield process
+    with ShufflerHere() as shuffler:
+        yield shuffler
 
 
 @pytest.fixture
@@ -163,8 +163,8 @@ def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
 
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
 def test_without_the_shuffler_a_round_is_refused_before_any_coin(make_round, rate):
-    with ShufflerProcess() as gone:
-        shufflers = ((gone.address, gone.submit, 1.0),)
+    with ShufflerHere() as gone:
+        shufflers = ((gone.address, gone.submit, 0.1),)
     round = make_round(rate=rate, shufflers=shufflers)
     with pytest.raises(RoundRefused, match="the shuffler does not confirm the round"):
         round.announce()
@@ -172,7 +172,7 @@ def test_without_the_shuffler_a_round_is_refused_before_any_coin(make_round, rat
 
 def test_a_node_reports_at_its_own_of_several_shufflers(make_round):
     address, credentials, _ = make_round.args
-    with ShufflerProcess() as gone:
+    with ShufflerHere() as gone:
         elsewhere = (gone.address, gone.submit)
     shufflers = (elsewhere, (address, credentials))
     round = make_round(rate=1.0, shufflers=shufflers).open()  # of partition 1

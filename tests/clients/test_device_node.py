@@ -3,6 +3,7 @@
 import errno
 import functools
 import math
+import multiprocessing
 import signal
 import threading
 import time
@@ -24,21 +25,23 @@ from client_world import (
     records,
     wait_for_rounds,
 )
+from run_world import LIMIT, wait_until
+from shuffler_world import ShufflerHere
 from shufl.accounting.mechanisms import SeededRandomness
-from shufl.clients import LocalTraining, RoundRefused, local_update, serve_device
+from shufl.clients import LocalTraining, RoundRefused, local_update, serve_device, worker
 from shufl.clients.device_node import Clock, DeviceNode
 from shufl.clients.device_process import _Answering, _Reader
 from shufl.clients.work import Work
 from shufl.clients.worker import AT_WORK, DONE, FAILED, Worker, _Memory, _Shared, compute
-from shufl.shuffler import ControlClient, ShufflerProcess
+from shufl.shuffler import ControlClient
 
 FEDAVG = LocalTraining("fedavg", 2, 0.5, 2)
 
 
 @pytest.fixture(scope="module")
 def shuffler():
-    with ShufflerProcess() as process:
-        yield process
+    with ShufflerHere() as shuffler:
+        yield shuffler
 
 
 @pytest.fixture
@@ -48,8 +51,24 @@ def make_round(shuffler, request):
         yield functools.partial(Round, *about, run_id=request.node.name[:200])
 
 
+PRELOADED = [
+    *("pytest", "sympy", "torch._dynamo"),  # the last two are what the first `vmap` imports
+    *("flwr.app", "flwr.supercore.task_identity", "shufl.clients.app"),
+]
+
+
 @pytest.fixture
-def running():
+def quick_starts(monkeypatch):
+    """Has children forked from a process that has imported torch: each new Python takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["pytest", "flwr.app", "shufl.clients.app", "sympy", "torch._dynamo"]
+    )
+    monkeypatch.setattr(worker, "_SPAWN", context)
+
+
+@pytest.fixture
+def running(quick_starts):
     """Nodes that are closed at the end."""
     nodes = []
 
@@ -189,24 +208,20 @@ def test_a_machine_that_starts_no_process_any_more_sends_all_reports(
     assert DONE not in node._worker.states[3:]
 
 
-@pytest.mark.parametrize("left", [1.01, math.inf, math.nan])
-def test_a_shuffler_that_says_that_more_than_a_window_is_left_is_not_believed(
-    make_round, running, tmp_path, left
+def test_a_round_is_taken_that_has_time_for_the_work_once_and_no_more_than_a_window(
+    make_round, running, tmp_path
 ):
     node = running(make_round(rate=1.0).deployed(tmp_path / "device.db", users=2))
-    ends = node.clock.now() + left * WINDOW.seconds
-    with pytest.raises(RoundRefused, match="the shuffler says that"):
-        node._over_at(0.0, ends)
-
-
-def test_a_round_is_taken_that_has_time_for_the_work_once(make_round, running, tmp_path):
-    node = running(make_round(rate=1.0).deployed(tmp_path / "device.db", users=2))
+    clock = node.clock = SetClock()
     node._worker.seconds = 0.5 * WINDOW.work_until  # as long as a start accepts
     node._worker.check(WINDOW)
-    late = node.clock.now() + WINDOW.seconds - 0.4 * WINDOW.work_until
+    late = clock.now() + WINDOW.seconds - 0.4 * WINDOW.work_until
     assert node._over_at(0.0, late) == late
     with pytest.raises(RoundRefused, match="too little"):
         node._over_at(0.0, late - 0.2 * WINDOW.work_until)
+    for left in (1.01, math.inf, math.nan):  # a shuffler says that more than a window is left
+        with pytest.raises(RoundRefused, match="the shuffler says that"):
+            node._over_at(0.0, clock.now() + left * WINDOW.seconds)
 
 
 def test_work_that_is_not_done_in_time_is_ended_and_everybody_sends_noise_alone(
@@ -232,8 +247,7 @@ def test_a_newer_round_ends_an_older_ones_work(make_round, running, tmp_path):
     round.show(hanging(round))
     node = running(round.open(), randomness=SeededRandomness(3))
     round.begin(node)
-    while AT_WORK not in node._worker.states:
-        time.sleep(0.01)
+    wait_until(lambda: AT_WORK in node._worker.states, LIMIT, "the work")
     round.next(healthy)
     found, _ = reports_of(round, node)
     model = make_model()
@@ -266,7 +280,7 @@ class Context:
         raise RoundRefused(f"{code.name}: {details}")
 
 
-def test_answers_come_at_whole_multiples_and_queries_are_held(make_round, tmp_path):
+def test_answers_come_at_whole_multiples_and_queries_are_held(make_round, quick_starts, tmp_path):
     window = WINDOW.model_copy(update={"answer_every": 0.5, "query_every": 30.0})
     round = make_round(rate=1.0).deployed(tmp_path / "device.db", users=2, window=window).open()
     clock = SetClock()
@@ -297,6 +311,7 @@ def test_answers_come_at_whole_multiples_and_queries_are_held(make_round, tmp_pa
         with pytest.raises(RoundRefused, match="malformed"):
             answering.call("train", b"junk", Context())
         assert clock.at == 3001.0
+        node._worker.seconds = 0.5 * window.work_until  # far longer than it takes to ask
         clock.at = time.monotonic() - window.seconds + window.work_until
         with pytest.raises(RoundRefused, match="too little of the round's window is left"):
             round.begin(node)
@@ -309,7 +324,7 @@ def serialised(content):
     return recorddict_to_proto(RecordDict(content)).SerializeToString()
 
 
-def test_a_plan_whose_work_does_not_fit_is_refused_at_the_start(make_round, tmp_path):
+def test_a_plan_whose_work_does_not_fit_is_refused_at_the_start(make_round, quick_starts, tmp_path):
     window = WINDOW.model_copy(update={"work_until": 1e-5})
     round = make_round(rate=1.0).deployed(tmp_path / "device.db", window=window)
     with pytest.raises(ValueError, match=r"^window\.work_until must be at least .* 12 users take"):

@@ -21,7 +21,8 @@ from torch import nn
 import shufl.server.rounds
 from client_world import begin_flower_task
 from rounds import make_plan
-from run_world import json_lines, wait_until
+from run_world import LIMIT, json_lines, wait_until
+from shuffler_world import ShufflerHere
 from shufl.accounting import Ledger
 from shufl.accounting.plan import Window
 from shufl.clients import ClientSettings, LocalTraining, make_client_app
@@ -170,7 +171,7 @@ def inside_a_task():
 
 @pytest.fixture(scope="module")
 def shufflers():
-    with ShufflerProcess() as one, ShufflerProcess() as other:
+    with ShufflerHere() as one, ShufflerHere() as other:
         yield one, other
 
 
@@ -233,7 +234,7 @@ def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers):
 
 
 def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
-    with tiny_disk_at(tmp_path / "disk") as disk, ShufflerProcess(disk) as shuffler:
+    with tiny_disk_at(tmp_path / "disk") as disk, ShufflerHere(disk) as shuffler:
         run = Run(tmp_path, [shuffler])
         filler = fill(disk)
         told = []
@@ -247,16 +248,17 @@ def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
     assert run.spent == [1]
 
 
-def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(tmp_path, monkeypatch):
+def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(
+    tmp_path, shufflers, monkeypatch
+):
     monkeypatch.setattr(shufl.server.rounds, "_SHUFFLER_SECONDS", 0.1)  # it does not come back
-    with ShufflerProcess() as one, ShufflerProcess() as other:
-        run = Run(tmp_path, [one, other])
+    with ShufflerHere() as other:
+        run = Run(tmp_path, [shufflers[0], other])
 
         def train(node, deliver):
             reply = deliver()
             if node == NODES and other.alive:  # all have sent
-                os.kill(other.pid, signal.SIGKILL)
-                wait_until(lambda: not other.alive, 0, "its end")
+                other.__exit__()
             return reply
 
         run.network.train = train
@@ -313,10 +315,13 @@ def test_three_rounds_that_nobody_reports_to_end_the_run(tmp_path, shufflers):
 
 
 class Mortal:
-    """A shuffler on a disk that can be killed, and is started again at its address."""
+    """A shuffler on a disk that can be killed, and is started again at its address.
 
-    def __init__(self, folder):
-        self.folder, self._authority = folder, Authority.create()
+    One that is no process is stopped instead, as abruptly: neither waits for what goes on.
+    """
+
+    def __init__(self, folder, kind=ShufflerProcess):
+        self.folder, self._kind, self._authority = folder, kind, Authority.create()
         self.process = self._start("127.0.0.1:0")
         about = self.process.address, self.process.control, self.process.submit
         self.address, self.control, self.submit = about
@@ -328,12 +333,13 @@ class Mortal:
         self.process.__exit__(*about)
 
     def _start(self, address):
-        process = ShufflerProcess(self.folder, listen=address, authority=self._authority)
+        process = self._kind(self.folder, listen=address, authority=self._authority)
         return process.__enter__()
 
     def kill(self, forget=False):
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.__exit__(None, None, None)
+        if self._kind is ShufflerProcess:
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.__exit__()
         if forget:
             shutil.rmtree(self.folder)
         self.process = self._start(self.address)
@@ -365,12 +371,21 @@ class Watched:
         return fetch if name == "release" else once
 
 
-@pytest.mark.parametrize(("amid", "forget"), [("release", False), ("close_round", True)])
-def test_a_shuffler_killed_amid_a_round_loses_its_own_users_round_alone(tmp_path, amid, forget):
+@pytest.mark.parametrize(
+    ("amid", "forget", "kind"),
+    [
+        pytest.param("release", False, ShufflerProcess, marks=pytest.mark.slow),
+        ("close_round", True, ShufflerHere),
+    ],
+)
+def test_a_shuffler_killed_amid_a_round_loses_its_own_users_round_alone(
+    tmp_path, shufflers, amid, forget, kind
+):
     """Also one that comes back with an empty directory, and knows no run."""
-    with Mortal(tmp_path / "one") as one, Mortal(tmp_path / "other") as other:
+    with Mortal(tmp_path / "other", kind) as other:
         plan = PLAN.replace(cover=False, window=None)
-        run = Run(tmp_path, [one, other], plan, width=100_000)  # more than a connection holds
+        # Reports of more than a connection holds.
+        run = Run(tmp_path, [shufflers[0], other], plan, width=100_000)
 
         first = other.process
 
@@ -389,7 +404,7 @@ def test_answers_are_heard_while_the_shuffler_keeps_the_round_open(run):
 
     def wait(name):
         if name == "close_round":
-            wait_until(lambda: not run.network.replies, 0, "the nodes' answers to be heard")
+            wait_until(lambda: not run.network.replies, LIMIT, "the nodes' answers to be heard")
 
     run.play(1, control=lambda number, client: Watched(client, wait))
     assert [row.silent_nodes for row in run.rows] == [0]
@@ -423,15 +438,19 @@ class Fate:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    ("rounds", "rate"), [(6, 0.02), pytest.param(250, 0.012, marks=pytest.mark.nightly)]
+    ("rounds", "rate", "kind"),
+    [
+        (6, 0.02, ShufflerHere),
+        pytest.param(250, 0.012, ShufflerProcess, marks=pytest.mark.nightly),
+    ],
 )
-def test_whatever_dies_nothing_counts_twice_and_no_release_is_unpaid(tmp_path, rounds, rate):
+def test_whatever_dies_nothing_counts_twice_and_no_release_is_unpaid(tmp_path, rounds, rate, kind):
     """Some 100 kills of each party by night; SHUFL_SOAK_SEED makes others."""
     fate, plan = (
         Fate({"server": rate, "shuffler": rate, "node": 7 * rate}),
         PLAN.replace(rounds=rounds),
     )
-    with Mortal(tmp_path / "one") as one, Mortal(tmp_path / "other") as other:
+    with Mortal(tmp_path / "one", kind) as one, Mortal(tmp_path / "other", kind) as other:
         shufflers = one, other
         run = Run(tmp_path, shufflers, plan)
         run.network.train = fate.node
