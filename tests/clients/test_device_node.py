@@ -101,6 +101,7 @@ def expected_of(round, seed, update_of):
     return np.array(sorted(map(tuple, expected)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [LocalTraining(), FEDAVG], ids=["fedsgd", "fedavg"])
 def test_reports_are_those_of_the_unpadded_records(make_round, running, tmp_path, training):
     """Of users with 1 to 5 records, of which 3 are used; of 12 users, computed at once."""
@@ -118,6 +119,7 @@ def test_reports_are_those_of_the_unpadded_records(make_round, running, tmp_path
     np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(
     "training", [LocalTraining(), LocalTraining("fedavg", 2, 0.5, 15)], ids=["fedsgd", "fedavg"]
@@ -125,7 +127,7 @@ def test_reports_are_those_of_the_unpadded_records(make_round, running, tmp_path
 def test_the_work_for_20_records_and_for_2000_is_the_same_sequence_of_calls(training, together):
     def calls(sizes):
         SHAPES.clear()
-        users, most = 11, 40
+        users, most = 5, 40
         of_user, work = of_sizes(sizes), Work(Noting, training, together)
         shapes = (users, most, WIDTH), (users, most), (users,), (users, work.dimension), (users,)
         types = np.float32, np.int64, np.int64, np.float32, np.uint8
@@ -147,6 +149,7 @@ def _fill(memory, of_user):
     worker.fill(of_user)
 
 
+@pytest.mark.slow
 def test_one_user_of_4000_records_among_200_of_20_changes_nobody_elses_report(
     make_round, running, tmp_path, caplog
 ):
@@ -167,6 +170,7 @@ def test_one_user_of_4000_records_among_200_of_20_changes_nobody_elses_report(
     np.testing.assert_allclose(moments[0], moments[1], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_user_whose_records_make_the_model_fail_or_crash_counts_as_zero_alone(
     make_round, running, tmp_path, caplog
 ):
@@ -190,6 +194,7 @@ def test_a_user_whose_records_make_the_model_fail_or_crash_counts_as_zero_alone(
     assert "user 1: ZeroDivisionError: of this user" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_machine_that_starts_no_process_any_more_sends_all_reports(
     make_round, running, tmp_path, caplog
 ):
@@ -208,6 +213,7 @@ def test_a_machine_that_starts_no_process_any_more_sends_all_reports(
     assert DONE not in node._worker.states[3:]
 
 
+@pytest.mark.slow
 def test_a_round_is_taken_that_has_time_for_the_work_once_and_no_more_than_a_window(
     make_round, running, tmp_path
 ):
@@ -224,6 +230,7 @@ def test_a_round_is_taken_that_has_time_for_the_work_once_and_no_more_than_a_win
             node._over_at(0.0, clock.now() + left * WINDOW.seconds)
 
 
+@pytest.mark.slow
 def test_work_that_is_not_done_in_time_is_ended_and_everybody_sends_noise_alone(
     make_round, running, tmp_path
 ):
@@ -241,6 +248,7 @@ def test_work_that_is_not_done_in_time_is_ended_and_everybody_sends_noise_alone(
     assert node._worker._child.process.is_alive()
 
 
+@pytest.mark.slow
 def test_a_newer_round_ends_an_older_ones_work(make_round, running, tmp_path):
     round = make_round(rate=1.0, make_model=Troubled).deployed(tmp_path / "device.db", users=6)
     healthy = round.model
@@ -280,6 +288,7 @@ class Context:
         raise RoundRefused(f"{code.name}: {details}")
 
 
+@pytest.mark.slow
 def test_answers_come_at_whole_multiples_and_queries_are_held(make_round, quick_starts, tmp_path):
     window = WINDOW.model_copy(update={"answer_every": 0.5, "query_every": 30.0})
     round = make_round(rate=1.0).deployed(tmp_path / "device.db", users=2, window=window).open()
@@ -324,6 +333,7 @@ def serialised(content):
     return recorddict_to_proto(RecordDict(content)).SerializeToString()
 
 
+@pytest.mark.slow
 def test_a_plan_whose_work_does_not_fit_is_refused_at_the_start(make_round, quick_starts, tmp_path):
     window = WINDOW.model_copy(update={"work_until": 1e-5})
     round = make_round(rate=1.0).deployed(tmp_path / "device.db", window=window)

@@ -18,6 +18,7 @@ import torch
 from flwr.app import Error, Message
 from torch import nn
 
+import shufl.server.fleet
 import shufl.server.rounds
 from client_world import begin_flower_task
 from rounds import make_plan
@@ -219,7 +220,8 @@ def test_the_step_keeps_its_size_whatever_becomes_of_a_node(run, fault, sent):
     assert run.steps_are_whole()
 
 
-def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers):
+def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers, monkeypatch):
+    monkeypatch.setattr(shufl.server.fleet, "_TELL_SECONDS", 0.1)
     run = Run(tmp_path, shufflers[:1], PLAN.replace(minimum_batch=USERS))
     run.network.here.discard(2)
     told = []
@@ -233,7 +235,8 @@ def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers):
     assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]
 
 
-def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
+def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(shufl.server.rounds, "_SHUFFLER_SECONDS", 0.1)
     with tiny_disk_at(tmp_path / "disk") as disk, ShufflerHere(disk) as shuffler:
         run = Run(tmp_path, [shuffler])
         filler = fill(disk)
