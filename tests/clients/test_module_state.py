@@ -42,12 +42,13 @@ def test_nothing_of_one_users_records_is_left_for_the_next(kind, training):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [each for each in models.IN_THE_MODULE if each not in models.NOT_TOGETHER]
 )
 def test_the_users_of_a_node_get_what_each_alone_gets(kind):
     """The steps of a Flower node behind its messages: one by one, and as many as are grouped."""
-    for count in (3, 20):
+    for count in (2, 9):
         work = Work(functools.partial(make, kind), TRAININGS[1], together=True)
         work.model.train()
         users, seeds = ([A, B] * count)[:count], np.arange(count, dtype=np.uint64)
@@ -68,8 +69,8 @@ def test_users_computed_together_share_no_state_of_local_epochs():
 @pytest.mark.parametrize(
     "kind",
     [
-        models.FirstOfClass,
         models.Unseeded,
+        pytest.param(models.FirstOfClass, marks=pytest.mark.nightly),
         pytest.param(models.Global, marks=pytest.mark.nightly),
         pytest.param(models.Cache, marks=pytest.mark.nightly),
     ],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,7 +68,8 @@ def test_a_node_that_may_not_submit_is_told_at_once(here: Callable[..., World]):
 
 def test_waits_are_drawn_from_bounds_that_double(monkeypatch: pytest.MonkeyPatch):
     bounds: list[float] = []
-    monkeypatch.setattr("shufl.shuffler.wire.retries.time.sleep", bounds.append)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=bounds.append)
+    monkeypatch.setattr("shufl.shuffler.wire.retries.time", clock)
     monkeypatch.setattr("shufl.shuffler.wire.retries._random.uniform", lambda low, high: low + high)
     retries = Retries(float("inf"))
     for _ in range(8):
