@@ -30,7 +30,7 @@ FIRST_BYTES_OF_TLS = b"\x16\x03\x01\x02\x00"
 
 
 def test_too_many_open_files_are_no_full_disk():
-    with ShufflerProcess() as process:
+    with ShufflerProcess(start_timeout=LIMIT) as process:
         world = World(process)
         world.control.create_run("run", plan(), 64)
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
@@ -60,7 +60,9 @@ def proxied(tmp_path: Path) -> Iterator[tuple[World, int]]:
     about = {"listen": "127.0.0.1", "port": port, "local_port": local, "most": MOST}
     conf.write_text(string.Template(template.read_text()).substitute(about))
     with ExitStack() as stack:
-        process = stack.enter_context(ShufflerProcess(listen=f"127.0.0.1:{local}"))
+        process = stack.enter_context(
+            ShufflerProcess(listen=f"127.0.0.1:{local}", start_timeout=LIMIT)
+        )
         nginx = Nginx(conf, tmp_path / "nginx", stream=True)
         stack.callback(nginx.stop)
         wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, LIMIT, "nginx")

@@ -33,7 +33,7 @@ def peak_bytes(pid: int) -> int:
 def attacked() -> Iterator[tuple[World, Credentials]]:
     """A shuffler, and the credential of who attacks it."""
     authority = Authority.create()
-    with ShufflerProcess(authority=authority, limits=LIMITS) as process:
+    with ShufflerProcess(authority=authority, limits=LIMITS, start_timeout=LIMIT) as process:
         world = World(process)
         yield world, authority.issue(Role.NODE, "attacker", users=1)
         world.close()

@@ -336,7 +336,9 @@ class Mortal:
         self.process.__exit__(*about)
 
     def _start(self, address):
-        process = self._kind(self.folder, listen=address, authority=self._authority)
+        process = self._kind(
+            self.folder, listen=address, authority=self._authority, start_timeout=LIMIT
+        )
         return process.__enter__()
 
     def kill(self, forget=False):

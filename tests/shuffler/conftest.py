@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from run_world import LIMIT
 from shuffler_world import Ended, ShufflerHere, World, restored_log, tls_section
 from shufl.cli.__main__ import main
 from shufl.shuffler import ShufflerProcess
@@ -44,6 +45,7 @@ def _starter(kind: type[ShufflerProcess]) -> Iterator[Callable[..., World]]:
     with ExitStack() as stack:
 
         def starter(directory: Path | None = None, **options: object) -> World:
+            options = {"start_timeout": LIMIT} | options
             process = kind(directory, **options)  # type: ignore[arg-type]
             world = World(stack.enter_context(process))
             stack.callback(world.close)

@@ -193,7 +193,7 @@ def test_a_temporary_directory_goes_at_the_end_also_where_the_child_ignores_sigt
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with ShufflerProcess(stop_timeout=0.1) as process:
+    with ShufflerProcess(start_timeout=LIMIT, stop_timeout=0.1) as process:
         assert list(tmp_path.glob("shufl-*/shufl-*/record.jsonl"))
         os.kill(process.pid, signal.SIGSTOP)
     assert not process.alive
@@ -214,7 +214,7 @@ def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    with ShufflerProcess(Path("directory")) as process:
+    with ShufflerProcess(Path("directory"), start_timeout=LIMIT) as process:
         assert process.alive
         assert (tmp_path / "directory" / "record.jsonl").exists()
         with socket.create_connection(("127.0.0.1", int(process.address.rpartition(":")[2])), 5):
@@ -228,7 +228,7 @@ def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
 def test_a_child_that_does_not_start_says_why(tmp_path: Path):
     with (
         pytest.raises(ShufflerUnavailable, match=r"exit code 2: shuffler: .*metrics only on"),
-        ShufflerProcess(metrics="0.0.0.0:0"),
+        ShufflerProcess(metrics="0.0.0.0:0", start_timeout=LIMIT),
     ):
         pass
 
