@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from shufl import accounting
 
-# The same examples each time; HYPOTHESIS_PROFILE=default looks for others.
-settings.register_profile("same", derandomize=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+# How many examples hypothesis tries, and that no example has a deadline. They are the same each
+# time; HYPOTHESIS_PROFILE=others draws others, and a failure then prints how to play it again.
+# A test whose examples take seconds asks for a quarter: `settings().max_examples // 4`.
+settings.register_profile("day", max_examples=8, deadline=None, derandomize=True)
+settings.register_profile("night", max_examples=100, deadline=None, derandomize=True)
+settings.register_profile("others", max_examples=100, deadline=None, print_blob=True)
 
 # Ray's workers are nice by default; beside the other tests' processes they hardly got a turn.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -40,8 +43,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Files:
     return _Files(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts first what takes longest, so that the workers of `make test` end together."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Loads the profile before any test is imported."""
+    usual = "night" if _is_night(config) else "day"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """By night every test that draws examples runs again, with more of them.
+
+    Puts first what takes longest, so that the workers of `make test` end together.
+    """
+    if _is_night(config):
+        for item in items:
+            if is_hypothesis_test(getattr(item, "obj", None)):
+                item.add_marker("nightly")
 
     def rank(item: pytest.Item) -> int:
         if _is_deployment(item.nodeid):
@@ -49,6 +65,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 2 if "integration" in item.nodeid else 3
 
     items.sort(key=rank)
+
+
+def _is_night(config: pytest.Config) -> bool:
+    """Whether this is `make nightly`, or `pytest -m nightly` of some files."""
+    return config.option.markexpr == "nightly"
 
 
 def _is_deployment(nodeid: str) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 
 from deployment_world import deployment_of
+from nights import by_night
 from run_world import json_lines, only_folder, tiny_config
 from test_install import ROOT, distributions, environment_of
 
@@ -46,8 +47,17 @@ def test_only_one_function_edits_where_modules_are_found():
     assert len(PATHS.findall(found[0].read_text())) == 1
 
 
+# By day the engine that has processes of every kind: a shuffler, Ray's workers.
 @pytest.mark.slow
-def test_modules_of_the_reader_s_may_have_the_names_of_rooms(tmp_path):
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "--set=simulation.nodes=1",
+        *by_night("--set=simulation.engine=vectorised --set=simulation.workers=2"),
+    ],
+    ids=["flower", "vectorised"],
+)
+def test_modules_of_the_reader_s_may_have_the_names_of_rooms(tmp_path, engine):
     for room in ROOMS:
         name = (
             f"{room}.py" if room in ("accounting", "server", "simulator") else f"{room}/__init__.py"
@@ -65,16 +75,11 @@ def test_modules_of_the_reader_s_may_have_the_names_of_rooms(tmp_path):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         return done.returncode, done.stderr
 
-    assert python("-c", "import shufl, shufl.accounting, shufl.server") == (0, "")
     assert python("-m", "shufl.cli", "provision", "deployment.toml") == (0, "")
-    missing = "shuffler: missing.toml: No such file or directory\n"
-    assert python("-m", "shufl.cli", "shuffler", "--config", "missing.toml") == (2, missing)
-    workers = "--engine", "vectorised", "--set", "simulation.workers=2"
-    for number, engine in enumerate([("--set", "simulation.nodes=1"), workers]):
-        runs = tmp_path / f"runs-{number}"
-        code, said = python("-m", "shufl.cli", "run", config, "--runs", runs, *engine)
-        assert code == 0, said
-        assert len(json_lines(only_folder(runs) / "metrics.jsonl")) == 1
+    runs = tmp_path / "runs"
+    code, said = python("-m", "shufl.cli", "run", config, "--runs", runs, *engine.split())
+    assert code == 0, said
+    assert len(json_lines(only_folder(runs) / "metrics.jsonl")) == 1
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +140,7 @@ def test_a_copy_without_links_is_not_built(copy, tmp_path):
     assert re.fullmatch("error: src/shufl/server must be links? to folders.*\n", done.stderr)
 
 
-@pytest.fixture(scope="module", params=["editable", "wheel"])
+@pytest.fixture(scope="module")
 def python(request, tmp_path_factory):
     """Of an environment with shufl."""
     if request.param == "editable":
@@ -149,23 +154,31 @@ def python(request, tmp_path_factory):
     return python
 
 
+_CHECKERS = {  # how each is told of an environment's Python, and what it says of a method
+    "mypy": (
+        "--python-executable",
+        'Revealed type is "def (self: shufl.accounting.plan.PrivacyPlan) -> ',
+    ),
+    "basedpyright": ("--pythonpath", '"(self: PrivacyPlan) -> str"'),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("checker", "found"),
+    ("python", "checker"),
     [
-        (
-            ("mypy", "--python-executable"),
-            'Revealed type is "def (self: shufl.accounting.plan.PrivacyPlan) -> ',
-        ),
-        (("basedpyright", "--pythonpath"), '"(self: PrivacyPlan) -> str"'),
+        ("editable", "mypy"),
+        ("wheel", "basedpyright"),
+        *by_night(("editable", "basedpyright"), ("wheel", "mypy")),
     ],
-    ids=["mypy", "basedpyright"],
+    indirect=["python"],
 )
-def test_type_checkers_find_the_types_outside_the_repository(python, checker, found, tmp_path):
+def test_type_checkers_find_the_types_outside_the_repository(python, checker, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "from shufl.accounting import PrivacyPlan\nreveal_type(PrivacyPlan.digest)\n"
     )
-    command = [sys.executable, "-m", *checker, str(python), str(program)]
+    option, found = _CHECKERS[checker]
+    command = [sys.executable, "-m", checker, option, str(python), str(program)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert found in done.stdout, done.stdout + done.stderr

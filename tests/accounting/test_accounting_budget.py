@@ -34,7 +34,7 @@ def guard(plan, ledger=None):
     [
         {},
         {"accountant": "rdp", "target_epsilon": 0.6, "noise_multiplier": 2.0},
-        {"accountant": "local", "target_epsilon": 20.0},
+        {"accountant": "local", "target_epsilon": 12.0},
         {"adjacency": "replace", "target_epsilon": 5.5},
     ],
 )
@@ -183,6 +183,7 @@ def test_the_guard_halts_a_plan_with_blankets():
     assert budget.would_exceed()
 
 
+@pytest.mark.slow
 def test_the_table_passes_warnings_on():
     plan = small_plan(users=60_000, noise_multiplier=20.0, delta=1e-9)
     rows = {row.name: row for row in accounting.epsilon_table(plan, 1)}
@@ -207,6 +208,7 @@ def test_rounds_whose_epsilon_is_not_a_number_are_not_within_a_budget(monkeypatc
     assert accounting.most_rounds(lambda rounds: math.nan, 1.0) == 0
 
 
+@pytest.mark.slow
 def test_who_stops_a_run_by_what_it_shows_loses_more_than_epsilon_so_far_but_not_as_planned():
     """Who stops as soon as the loss so far is well above ε so far: simulated, one user."""
     rounds, delta, step = 1000, 0.01, 1 / 30

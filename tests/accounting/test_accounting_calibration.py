@@ -1,5 +1,6 @@
 """The error of the mean update against draws; the least noise and blankets; their best pair."""
 
+import bisect
 import math
 
 import numpy as np
@@ -112,9 +113,9 @@ def test_noise_and_blankets_of_least_error_against_a_grid(epsilon_at, users, rat
     assert 0.2 <= noise <= 64.0 and epsilon_at(noise, blankets) <= 1.0
     counts, errors = np.geomspace(0.1, 1e7, 4000), []
     for z in np.geomspace(0.2, 64.0, 400):
-        enough = [b for b in counts if epsilon_at(z, b) <= 1.0]
-        if enough:
-            errors.append(z * math.sqrt(1 + min(enough) / (users * rate)))
+        fewest = bisect.bisect_left(counts, True, key=lambda b, z=z: epsilon_at(z, b) <= 1.0)
+        if fewest < len(counts):
+            errors.append(z * math.sqrt(1 + counts[fewest] / (users * rate)))
     assert noise * math.sqrt(1 + blankets / (users * rate)) <= 1.01 * min(errors)
 
 

@@ -15,6 +15,7 @@ from dp_accounting import NeighboringRelation, privacy_accountant_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nights import by_night
 from rounds import check_in, everyone, fixed_size
 from shufl import accounting
 from shufl.accounting.accountants.crowd import CrowdAccountant, crowd_of
@@ -30,8 +31,7 @@ class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
         return [CrowdAccountant(REPLACE), CrowdAccountant(ZERO_OUT)]
 
 
-@pytest.mark.parametrize("noise", [0.7, 5.0])
-@pytest.mark.parametrize("v", [7, 17])
+@pytest.mark.parametrize(("noise", "v"), [(0.7, 7), (5.0, 17), *by_night((0.7, 17), (5.0, 7))])
 def test_the_defect_covers_every_record_of_the_ball(noise, v):
     """β of the others' reports as noise alone: the total variation it costs, by quadrature."""
     axis = np.linspace(-1 - 9 * noise, 1 + 9 * noise, 701)
@@ -95,8 +95,19 @@ def test_one_rounds_profile_is_the_formula(event, relation):
             assert found == pytest.approx(mean, abs=5 * error)
 
 
-@pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT])
-@pytest.mark.parametrize("event", [check_in(3, 0.6, 0.7), fixed_size(4, 2, 2.0), everyone(3, 1.0)])
+@pytest.mark.parametrize(
+    ("event", "relation"),
+    [
+        (check_in(3, 0.6, 0.7), REPLACE),
+        (fixed_size(4, 2, 2.0), ZERO_OUT),
+        (everyone(3, 1.0), REPLACE),
+        *by_night(
+            (check_in(3, 0.6, 0.7), ZERO_OUT),
+            (fixed_size(4, 2, 2.0), REPLACE),
+            (everyone(3, 1.0), ZERO_OUT),
+        ),
+    ],
+)
 def test_no_placement_of_the_others_exceeds_the_bound(relation, event):
     epsilons, noise = np.array([0.0, 0.1, 0.5, 1.5]), event.mechanism.noise_multiplier
     accountant = CrowdAccountant(relation).compose(event)
@@ -127,8 +138,14 @@ def test_no_placement_of_the_others_exceeds_the_bound(relation, event):
             assert np.all(low <= bound), (name, dimension)
 
 
-@pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT])
-@pytest.mark.parametrize("event", [everyone(100, 2.0), check_in(200, 0.3, 2.0)])
+@pytest.mark.parametrize(
+    ("event", "relation"),
+    [
+        (everyone(100, 2.0), ZERO_OUT),
+        (check_in(200, 0.3, 2.0), REPLACE),
+        *by_night((everyone(100, 2.0), REPLACE), (check_in(200, 0.3, 2.0), ZERO_OUT)),
+    ],
+)
 def test_many_others_at_one_place(relation, event):
     epsilons = np.array([0.0, 0.1, 0.3])
     accountant = CrowdAccountant(relation).compose(event)
@@ -164,10 +181,12 @@ PAPER = check_in(60_000, 0.1, 5.0)
     [
         (PAPER, REPLACE, 5540, 1 / 60_000, 0.249),
         (PAPER, ZERO_OUT, 5540, 1 / 60_000, 0.118),
-        (check_in(60_000, 0.1, 1.0), REPLACE, 100, 1e-6, 3.65),
-        (everyone(1000, 2.0), ZERO_OUT, 1, 1e-5, 0.2202),
         (fixed_size(100, 30, 3.0), REPLACE, 20, 1e-5, 1.5),
-        (check_in(3000, 0.1, 4.0), ZERO_OUT, 500, 1e-5, 0.24),
+        *by_night(
+            (check_in(60_000, 0.1, 1.0), REPLACE, 100, 1e-6, 3.65),
+            (everyone(1000, 2.0), ZERO_OUT, 1, 1e-5, 0.2202),
+            (check_in(3000, 0.1, 4.0), ZERO_OUT, 500, 1e-5, 0.24),
+        ),
     ],
 )
 def test_reference_values_above_the_homogeneous_pair(event, relation, rounds, delta, most):
@@ -205,7 +224,9 @@ def test_one_user_alone_is_the_gaussian_mechanism(relation, noise):
         assert truth * (1 - 1e-8) <= mine.get_epsilon(delta) <= truth * 1.002 + 1e-3 / noise
 
 
-@settings(max_examples=2, deadline=None)
+# By day: the rounds in the octaves below, as the guard counts them; the formula of one round.
+@pytest.mark.nightly
+@settings(max_examples=settings().max_examples // 4)
 @given(
     users=st.integers(2, 10**6),
     rate=st.floats(1e-3, 1.0),
@@ -244,7 +265,9 @@ ODD_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("event", "relation", "rounds", "delta"), ODD_CASES)
+@pytest.mark.parametrize(
+    ("event", "relation", "rounds", "delta"), [*ODD_CASES[::2], *by_night(*ODD_CASES[1::2])]
+)
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_delta_at_an_epsilon_is_the_delta_it_came_from(event, relation, rounds, delta):
     accountant = CrowdAccountant(relation).compose(event, rounds)

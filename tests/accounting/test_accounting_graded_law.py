@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, special, stats
 
@@ -41,7 +41,6 @@ def call_of_two(sigma, rate, a):
     return (1 - rate) ** 2 * max(-a, 0.0) + 2 * rate * (1 - rate) * one + rate**2 * both
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.floats(0.25, 100), st.floats(-0.9, 11))
 def test_one_lognormal_far_into_its_tail(sigma, deviations):
     z = math.expm1(deviations / sigma - 0.5 / sigma**2)
@@ -53,7 +52,6 @@ def test_one_lognormal_far_into_its_tail(sigma, deviations):
         assert high - low <= 0.03 * truth
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.floats(0.4, 20), st.floats(0.01, 1), st.floats(-1, 5))
 def test_two_terms_against_quadrature(sigma, rate, place):
     a = place * math.sqrt(2 * rate * math.expm1(min(sigma**-2, 5)))
@@ -95,7 +93,6 @@ def test_many_terms_approach_the_normal_law(count):
         assert low / skewed <= normal * 1.01 and normal <= high * 1.01 * skewed
 
 
-@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 10**6),
     st.floats(1e-5, 1),

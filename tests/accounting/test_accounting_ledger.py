@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
+from nights import by_night
 from rounds import make_plan
 from shufl import accounting
 from shufl.accounting import ledger as ledger_lib
@@ -241,16 +243,18 @@ KILLED = textwrap.dedent(
 
 
 @pytest.mark.slow
-def test_kill_9_while_appending_loses_no_acknowledged_round(path, tmp_path):
+@pytest.mark.parametrize("kills", [1, *by_night(3)])
+def test_kill_9_while_appending_loses_no_acknowledged_round(path, tmp_path, kills):
     acknowledged = tmp_path / "acknowledged"
     acknowledged.touch()
-    for attempt in range(3):
+    for attempt in range(kills):
         before = len(acknowledged.read_text().split())
         process = subprocess.Popen(
             [sys.executable, "-c", KILLED, str(path), str(acknowledged), PLAN.to_json()]
         )
         while len(acknowledged.read_text().split()) < before + 20 + 7 * attempt:
             assert process.poll() is None
+            time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         process.wait()
         rounds = [int(word) for word in acknowledged.read_text().split()]
@@ -259,3 +263,5 @@ def test_kill_9_while_appending_loses_no_acknowledged_round(path, tmp_path):
         assert spent == list(range(1, len(spent) + 1))
         assert set(rounds) <= set(spent)
         assert len(spent) <= rounds[-1] + 1
+    with accounting.Ledger.open(path) as ledger:
+        ledger.append_round(len(spent) + 1)

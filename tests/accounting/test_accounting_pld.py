@@ -111,7 +111,7 @@ def test_up_to_three_users_by_quadrature(users, rate, sigma):
     assert truth * (1 - 1e-6) <= accountant.get_delta(epsilon) <= truth * 1.003
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(
     st.integers(1, 10**9),
     st.floats(1e-4, 1),
@@ -129,7 +129,7 @@ def test_lower_upper_and_the_other_accountants(users, rate, sigma, rounds, log_d
         assert low <= other * (1 + 1e-9)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(
     st.integers(1, 10**5),
     st.floats(1e-3, 0.9),
@@ -271,6 +271,7 @@ def test_a_lower_profile_lies_below_on_any_mesh(mesh):
         assert distribution.get_delta_for_epsilon(epsilon) <= exact + 1e-12
 
 
+@pytest.mark.nightly
 def test_lower_stays_below_upper_where_a_quiet_round_shares_a_loud_ones_mesh():
     accountant = spent(CHECK_IN(1, 1e-9, 0.5))
     accountant.compose(EVERYONE(1, 5e6))

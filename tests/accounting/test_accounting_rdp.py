@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from accounting_oracles import moment, quadrature, series_moments, theorem2
 from dp_accounting.rdp import compute_epsilon
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -118,7 +118,6 @@ def test_the_reverse_direction_equals_nested_quadrature(users, draws, rate, sigm
     never_below(reverse(users, draws, rate, sigma, k + 1)[k + 1], truth)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     users=st.integers(1, 3),
     rate=st.floats(0.01, 1),
@@ -175,7 +174,6 @@ def test_table_1_of_the_paper():
         assert 0.228200 <= epsilon <= 0.228225
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     users=st.integers(1, 40),
     rate=st.floats(1e-3, 1),
@@ -192,7 +190,6 @@ def test_check_in_is_the_binomial_mixture_of_fixed_sizes(users, rate, sigma, ord
     assert got == pytest.approx(float(mp.log1p(mixture)), rel=1e-8)
 
 
-@settings(max_examples=25, deadline=None)
 @given(users=st.integers(1, 10**6), sigma=st.floats(0.2, 50), more=st.integers(1, 1000))
 def test_everyone_taking_part_is_theorem_1_in_every_form(users, sigma, more):
     everyone = rdp_bounds.shuffled_gaussian(users, sigma, 40)
@@ -205,7 +202,6 @@ def test_everyone_taking_part_is_theorem_1_in_every_form(users, sigma, more):
     np.testing.assert_allclose(almost, everyone, rtol=1e-8)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     users=st.integers(1, 10**6),
     rate=st.floats(1e-4, 0.9),
@@ -230,7 +226,6 @@ def test_theorem_2_is_the_printed_sum(rate, m, sigma):
         never_below(got[order], mp.log(theorem2(rate, m, sigma, order)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), users=st.integers(1, 5000), sigma=st.floats(0.2, 30))
 def test_theorem_2_is_never_below_the_exact_fixed_size_moment(data, users, sigma):
     m = data.draw(st.integers(1, users))

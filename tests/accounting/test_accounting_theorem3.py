@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from accounting_oracles import moment, theorem3
 from dp_accounting.rdp import compute_epsilon
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shufl.accounting.numerics import moments
@@ -53,7 +53,6 @@ def every_split(users, rate, sigma, max_order):
     return np.logaddexp(0.0, np.min(np.logaddexp(first[:, None] + tail, second), axis=1))
 
 
-@settings(max_examples=30, deadline=None)
 @given(users=st.integers(1, 400), rate=st.floats(1e-3, 1.0), sigma=st.floats(0.2, 30.0))
 def test_the_split_found_is_the_best_of_all(users, rate, sigma):
     got = t3.shuffled_check_in_gaussian(users, rate, sigma, 40)[2:]
@@ -62,7 +61,6 @@ def test_the_split_found_is_the_best_of_all(users, rate, sigma):
     assert np.all(got <= brute * (1 + 3e-10))
 
 
-@settings(max_examples=60, deadline=None)
 @given(**PARAMETERS)
 def test_as_printed_is_never_below_the_exact_value_if_a_report_is_expected(users, rate, sigma):
     assume(users * rate >= 1.0)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -95,7 +95,6 @@ def test_a_word_at_the_end_of_an_interval_is_decided_by_fresh_bits(away):
     assert stats.binomtest(farther, 200, share).pvalue > 1e-7
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(MECHANISMS),
     st.floats(-0.69, 0.69),

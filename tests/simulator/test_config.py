@@ -159,7 +159,7 @@ def test_blankets_left_open_are_the_fewest_that_reach_the_target(tmp_path, noise
     assert epsilon(plan.shuffler_blankets) <= 1.0 < epsilon(plan.shuffler_blankets * 0.99)
     expected = plan.users * plan.check_in_rate + plan.shuffler_blankets
     assert plan.minimum_batch == min(plan.users, int(expected / 2))
-    covered = prepare(load(str(path), ["privacy.cover=true"])).plan
+    covered = prepare(load(str(path), ["privacy.cover=true", "privacy.noise_multiplier=1"])).plan
     assert covered.minimum_batch == covered.users // 2
 
 

@@ -81,6 +81,7 @@ def test_a_party_has_a_namespace_and_runs_nothing_as_root(path):
     assert all(":" in each["image"] and "latest" not in each["image"] for each in containers)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_accepts_the_units(sites):
     units = sorted(sites.glob("*/*.service"))

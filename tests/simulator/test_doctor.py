@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deployment_world import deployment_of
+from run_world import LIMIT, wait_until
 from shufl.cli.__main__ import app
 from shufl.deploy.doctor import examine
 from shufl.deploy.rehearse import Rehearsal
@@ -28,19 +29,34 @@ def node(sites, tmp_path):
     return shutil.copytree(sites / "ward-1", tmp_path / "n")
 
 
+@pytest.fixture
+def without_records(node):
+    """A node whose records cannot be loaded, so that no process starts that measures its work."""
+    file = node / "node.toml"
+    file.write_text(file.read_text().replace('"simulated"', '"no_such_module:records"'))
+    return node
+
+
 def troubles(folder):
+    return troubles_of(examine(folder))
+
+
+def troubles_of(findings):
     """Of what needs no network."""
     return {
         finding.what: finding
-        for finding in examine(folder)
+        for finding in findings
         if finding.trouble and not finding.what.startswith(("shuffler ", "SuperLink 1", "clock"))
     }
 
 
+@pytest.mark.slow
 def test_sites_as_they_were_provisioned_are_well_but_for_who_is_not_there(sites):
-    for name in ("server", "shuffler-1", "ward-1"):
+    for name in ("server", "shuffler-1"):
         assert troubles(sites / name) == {}
-    findings = {each.what.split()[0]: each for each in examine(sites / "ward-1")}
+    examined = examine(sites / "ward-1")
+    assert troubles_of(examined) == {}
+    findings = {each.what.split()[0]: each for each in examined}
     assert re.fullmatch(r"link must carry 0\.\d+ Mbit/s", findings["link"].what)
     assert re.fullmatch(r"work of a round takes [\d.e-]+ s", findings["work"].what)
     assert "does not answer" in findings["shuffler"].trouble
@@ -52,21 +68,30 @@ def test_sites_as_they_were_provisioned_are_well_but_for_who_is_not_there(sites)
 def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(tmp_path):
     deployment = deployment_of(tmp_path, nodes=1, rounds=2)
     rehearsal = Rehearsal(deployment, tmp_path, tmp_path / "s")
-    with rehearsal:
-        for name in ("ward-1", "server", "shuffler-1"):
-            found = [each for each in examine(rehearsal.folder / name) if each.trouble]
-            assert found == []
+
+    def found(name):
+        return [each for each in examine(rehearsal.folder / name) if each.trouble]
+
+    try:
+        rehearsal.start("shuffler-1", "shuffler")
+        rehearsal.start("server", "superlink")
+        wait_until(lambda: not found("server"), LIMIT, "a server's site without trouble")
+        assert found("ward-1") == found("shuffler-1") == []
         authority = Authority.create().certificate
-        (rehearsal.folder / "ward-1/keys/flower-authority.pem").write_bytes(authority)
-        (found, _) = [each for each in examine(rehearsal.folder / "ward-1") if each.trouble]
-        assert "its certificate does not fit" in found.trouble
+        (rehearsal.folder / "server/keys/flower-authority.pem").write_bytes(authority)
+        (trouble, _) = found("server")
+        assert "its certificate does not fit" in trouble.trouble
+    finally:
+        rehearsal.__exit__()
 
 
-def test_a_certificate_of_another_node_is_found(sites, node):
+def test_a_certificate_of_another_node_is_found(sites, without_records):
+    node = without_records
     for suffix in ("pem", "key"):
         other = sites / "ward-2/keys" / f"ward-2.{suffix}"
         shutil.copy(other, node / "keys" / f"ward-1.{suffix}")
-    assert troubles(node) == {}  # of as many users: the shuffler will tell them apart
+    # Of as many users: the shuffler will tell them apart.
+    assert troubles(node).keys() == {"model and records"}
     shutil.copy(sites / "ward-1/keys/ward-1.key", node / "keys/ward-1.key")
     assert "not the key of" in troubles(node)["keys"].trouble
     assert "shufl keys request" in troubles(node)["keys"].fix
@@ -81,7 +106,10 @@ def test_a_certificate_of_another_node_is_found(sites, node):
         (Role.NODE, 3, 0.0001, "certificate's days", "is valid for"),
     ],
 )
-def test_certificates_that_do_not_fit_are_found(sites, node, role, users, days, what, message):
+def test_certificates_that_do_not_fit_are_found(
+    sites, without_records, role, users, days, what, message
+):
+    node = without_records
     authority = Authority.read(sites / "authority")
     request = Request.read(node / "keys/ward-1.csr")
     certificate = authority.sign(request, role, users=users, days=days)
@@ -98,7 +126,8 @@ def test_a_server_that_was_told_of_too_few_nodes_is_found(sites, tmp_path):
     assert "No such file" in troubles(server)["nodes"].trouble
 
 
-def test_a_key_that_others_may_read_is_found(node):
+def test_a_key_that_others_may_read_is_found(without_records):
+    node = without_records
     (node / "keys/ward-1.key").chmod(0o644)
     (node / "keys/flower.key").chmod(0o640)
     found = troubles(node)
@@ -107,7 +136,8 @@ def test_a_key_that_others_may_read_is_found(node):
     assert "mode 0640" in found["key for Flower"].trouble
 
 
-def test_limits_that_refuse_the_plan_are_found(node):
+def test_limits_that_refuse_the_plan_are_found(without_records):
+    node = without_records
     device = node / "device.toml"
     text = device.read_text()
     device.write_text(text + "least_noise = 3.0\n")
@@ -120,6 +150,7 @@ def test_limits_that_refuse_the_plan_are_found(node):
     assert "has not accepted the plan" in troubles(node)["owner's limits"].trouble
 
 
+@pytest.mark.slow
 def test_a_window_that_is_too_short_for_the_work_is_found(node):
     run = node / "run.toml"
     run.write_text(re.sub(r"work_until = .*", "work_until = 1e-6", run.read_text()))
@@ -128,12 +159,11 @@ def test_a_window_that_is_too_short_for_the_work_is_found(node):
     assert "window" in troubles(node)["plan"].trouble
 
 
-def test_records_that_are_not_there_are_found(node):
-    file = node / "node.toml"
-    file.write_text(file.read_text().replace('"simulated"', '"no_such_module:records"'))
-    assert "could not be imported" in troubles(node)["model and records"].trouble
+def test_records_that_are_not_there_are_found(without_records):
+    assert "could not be imported" in troubles(without_records)["model and records"].trouble
 
 
+@pytest.mark.slow
 def test_records_that_a_cast_would_make_good_are_found(node):
     file = node / "node.toml"
     file.write_text(file.read_text().replace('"simulated"', '"own"'))
@@ -151,7 +181,8 @@ def test_records_that_a_cast_would_make_good_are_found(node):
     assert "user 2 must have finite features" in troubles(node)["model and records"].trouble
 
 
-def test_the_command_exits_with_1_and_says_what_mends_it(node, tmp_path):
+def test_the_command_exits_with_1_and_says_what_mends_it(without_records, tmp_path):
+    node = without_records
     (node / "keys/flower.key").unlink()
     done = CliRunner().invoke(app, ["doctor", str(node)])
     assert done.exit_code == 1

@@ -1,26 +1,21 @@
 """A new engine is a class and a line of the table: run and report use that."""
 
+import io
 import json
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
 
-from run_world import LIMIT
+from shufl.server import PlayedRound, Training
 from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines import ENGINES
 from shufl.simulator.engines.flower import FlowerEngine
 from shufl.simulator.run import Run
 
-SILENT = """
-import sys
-from pathlib import Path
-from rich.console import Console
-from shufl.server import PlayedRound, Training
-from shufl.simulator.engines import ENGINES
 
 class SilentEngine:
+    """Plays rounds in which nobody reports."""
+
     gradients, nodes, repeats_releases = "none", "simulated", True
 
     def __init__(self, experiment):
@@ -36,22 +31,14 @@ class SilentEngine:
             observe(run.end(round, play(round, run.begin(round))), run.result)
         return run.finish()
 
-ENGINES["vectorised"] = SilentEngine
-
-from shufl.simulator.config import load
-from shufl.simulator.run import Run
-
-config = load("quickstart", ["simulation.engine=vectorised", "privacy.rounds=2"])
-Run.new(config, Path(sys.argv[1]), Console()).train()
-"""
-
 
 @pytest.mark.slow
-def test_an_engine_in_the_table_is_run_and_reported(tmp_path):
-    command = [sys.executable, "-c", SILENT, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert result.returncode == 0, result.stderr
-    assert "engine   silent\n" in result.stdout
+def test_an_engine_in_the_table_is_run_and_reported(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "vectorised", SilentEngine)
+    shown = io.StringIO()
+    config = load("quickstart", ["simulation.engine=vectorised", "privacy.rounds=2"])
+    Run.new(config, tmp_path, Console(file=shown)).train()
+    assert "engine   silent\n" in shown.getvalue()
     (folder,) = tmp_path.iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["engine"], summary["gradients"]) == ("vectorised", "none")

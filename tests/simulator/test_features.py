@@ -52,13 +52,24 @@ def test_a_small_shift_changes_the_transform_little():
 
 
 def test_a_record_s_features_do_not_depend_on_the_others():
-    records = load_dataset("digits").train_features[:40]
+    records = load_dataset("digits").train_features[:10]
     together = map_records("scattering", records)
-    assert together.shape == (40, 81, 2, 2)
+    assert together.shape == (10, 81, 2, 2)
     reversed_order = map_records("scattering", records.flip(0)).flip(0)
     alone = torch.cat([map_records("scattering", record) for record in records.split(1)])
     assert torch.allclose(together, reversed_order, atol=1e-5)
     assert torch.allclose(together, alone, atol=1e-5)
+
+
+def few_digits():
+    """The first of the digits: what is made of all of them takes seconds."""
+    digits = load_dataset("digits")
+    parts = {
+        f"{part}_{kind}": getattr(digits, f"{part}_{kind}")[:40]
+        for part in ("train", "test")
+        for kind in ("features", "labels")
+    }
+    return replace(digits, **parts)
 
 
 def spread(planes):
@@ -73,7 +84,7 @@ def test_whitening_makes_channels_alike_also_those_of_images_that_it_was_not_mad
     expected = variances / (variances + 0.3 * variances.mean())
     assert torch.allclose(spread(whitened(leaves, mean, matrix)), expected, atol=1e-3)
     digits = load_dataset("digits")
-    images = functional.interpolate(digits.inputs(digits.train_features[:300]), scale_factor=4)
+    images = functional.interpolate(digits.inputs(digits.train_features[:100]), scale_factor=4)
     before = functional.group_norm(scattering(images), 27)
     after = whitened(before, mean, matrix)
     assert torch.equal(map_records("scattering", images), after)
@@ -82,16 +93,17 @@ def test_whitening_makes_channels_alike_also_those_of_images_that_it_was_not_mad
 
 
 def test_features_are_kept_and_a_damaged_file_is_not_used(fresh):
-    first = load_records("digits", "scattering")
+    name = f"{__name__}:few_digits"
+    first = load_records(name, "scattering")
     (path,) = fresh.iterdir()
     expected = first.train_features.clone()
     for damage in (lambda data: data[: len(data) // 2], lambda data: flipped(data)):
         features._mapped.cache_clear()
         path.write_bytes(damage(path.read_bytes()))
-        assert torch.equal(load_records("digits", "scattering").train_features, expected)
+        assert torch.equal(load_records(name, "scattering").train_features, expected)
     features._mapped.cache_clear()
     before = path.stat().st_mtime_ns
-    assert torch.equal(load_records("digits", "scattering").train_features, expected)
+    assert torch.equal(load_records(name, "scattering").train_features, expected)
     assert path.stat().st_mtime_ns == before  # read, not made again
     assert [each.name for each in fresh.iterdir()] == [path.name]
 
@@ -151,7 +163,7 @@ def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
 
 
 def test_a_dataset_of_ones_own_may_have_lists_for_its_mean_and_deviation(fresh):
-    given = replace(load_dataset("digits"), mean=[0.3], std=[0.2])
+    given = replace(few_digits(), mean=[0.3], std=[0.2])
     whole = replace(given, mean=(0.3,), std=(0.2,))
     ours, theirs = (features._mapped(each, "scattering") for each in (given, whole))
     assert torch.equal(ours.test_features, theirs.test_features)

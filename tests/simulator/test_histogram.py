@@ -6,14 +6,23 @@ import re
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from nights import by_night
 from run_world import shufl
+from shufl.cli.__main__ import app
 from shufl.cli.histogram import _categories
 from shufl.simulator.histogram import Histogram, count_column, plan_for, simulate
 
 COUNTS = np.array([5_000, 3_000, 1_500, 480, 20])
 
 
+def asked(*arguments):
+    """What the command answers, in this process."""
+    return CliRunner().invoke(app, ["histogram", *map(str, arguments)])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accountant", "rate", "local"),
     [("blanket", 1.0, None), ("blanket", 0.4, 2.0), ("crowd", 0.7, None), ("local", 1.0, None)],
@@ -28,6 +37,7 @@ def test_errors_are_what_they_are_said_to_be(accountant, rate, local):
     assert 0.93 < (np.abs(scores) < 1.96).mean() < 0.97
 
 
+@pytest.mark.slow
 def test_errors_cover_users_of_several_records():
     """Each user has the same shares of the categories and reports of one drawn from them."""
     users, held = 2_000, np.array([0.5, 0.3, 0.2])
@@ -46,6 +56,7 @@ def test_errors_cover_users_of_several_records():
     np.testing.assert_allclose(np.std(found, axis=0) / expected, 1.0, atol=0.1)
 
 
+@pytest.mark.slow
 def test_blankets_err_less_than_answers_at_random():
     users = int(COUNTS.sum())
     errors = [
@@ -81,11 +92,12 @@ def column(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
     out = tmp_path / "out"
-    asked = ["--column", "town", "--categories", "A,B,C", "--other", "--epsilon", "1"]
-    done = shufl("histogram", str(column), *asked, "--out", str(out), "--consistent")
-    assert done.returncode == 0, done.stderr
+    given = ["--column", "town", "--categories", "A,B,C", "--other", "--epsilon", "1"]
+    done = shufl("histogram", str(column), *given, "--out", str(out), "--consistent")
+    assert (done.returncode, done.stderr) == (0, "")
     assert "simulated: coins, answers and blankets follow from the seed" in done.stdout
     assert "a round can be lost, with its ε: have a budget for two" in done.stdout
     with (out / "histogram.csv").open(encoding="utf-8") as file:
@@ -96,25 +108,22 @@ def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
         error = abs(float(row["share"]) - float(row["true"]))
         assert error < 5 * float(row["standard_error"])
     assert (out / "histogram.png").stat().st_size > 5_000
-    told = json.loads(shufl("histogram", str(column), *asked, "--json").stdout)
+    told = json.loads(asked(column, *given, "--json").stdout)
     assert told["plan"]["users"] == 1000
     assert 0.99 < told["epsilon"]["blanket"]["epsilon"] <= 1.0
     assert sum(each["share"] for each in told["histogram"]) == pytest.approx(1)
 
 
 def test_a_target_that_is_not_used_up_is_told(column):
-    done = shufl("histogram", str(column), *WHOLE[:4], "--epsilon", "90")
-    (line,) = done.stderr.splitlines()
+    (line,) = asked(column, *WHOLE[:4], "--epsilon", "90").stderr.splitlines()
     assert line.startswith("warning: the target is not used up: ε is ")
     assert line.endswith("no further than local_epsilon = 20, blankets = 0.1")
-    assert shufl("histogram", str(column), *WHOLE).stderr == ""
 
 
 def test_of_many_categories_the_largest_are_shown(column, tmp_path):
     many = tmp_path / "many.txt"
     many.write_text("\n".join(["A", "B", "C", "D", *(f"town {i}" for i in range(300))]))
-    asked = ["--column", "town", "--categories", str(many), "--epsilon", "1"]
-    shown = shufl("histogram", str(column), *asked).stdout
+    shown = asked(column, "--column", "town", "--categories", many, "--epsilon", "1").stdout
     assert "the largest 60 of 304; --out writes all" in shown
     assert shown.index("│ A ") < shown.index("│ B ")
 
@@ -144,17 +153,25 @@ WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--epsilon", "1"]
             "--local-epsilon must be smaller for ε 1: by local, 5 costs 4.999",
         ),
         ([*WHOLE, "--accountant", "pld"], "--accountant must be"),
-        ([*WHOLE, "--seed", "-1"], "'--seed': -1 is not in the range 0<=x<="),
-        ([*WHOLE, "--seed", str(2**128)], "'--seed': 3402"),
         ([*WHOLE, "--categories", f"A,{'B' * 300}"], "has 'B', which is not among --categories"),
     ],
 )
 def test_every_mistake_is_one_line(column, arguments, message):
-    done = shufl("histogram", str(column), *arguments)
-    assert done.returncode == 2
+    done = asked(column, *arguments)
+    assert done.exit_code == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "shown"), [("-1", "-1 is not in the range 0<=x<="), *by_night((str(2**128), "3402"))]
+)
+def test_a_seed_out_of_range_is_one_line(column, seed, shown):
+    done = shufl("histogram", str(column), *WHOLE, "--seed", seed)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"'--seed': {shown}" in done.stderr
 
 
 HEAD, NAMED = "id,town\n", ["Bath", "Leeds", "York"]
@@ -245,9 +262,9 @@ def test_the_empty_value_can_be_named(tmp_path, text):
 def test_the_empty_value_is_shown_and_written(tmp_path):
     path = tmp_path / "people.csv"
     path.write_text("id,town\n1,A\n2,\n3,\n4,B\n")
-    asked = ["--column", "town", "--epsilon", "1", "--delta", "1e-6"]
-    done = shufl("histogram", path, *asked, "--categories", "A,,B", "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    given = ["--column", "town", "--epsilon", "1", "--delta", "1e-6"]
+    done = asked(path, *given, "--categories", "A,,B", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
     assert "n = 4" in done.stdout and '│ ""' in done.stdout
     with (tmp_path / "out" / "histogram.csv").open(encoding="utf-8", newline="") as file:
         assert {row["category"]: row["true"] for row in csv.DictReader(file)}[""] == "0.5"
@@ -268,6 +285,6 @@ def test_what_is_no_csv_in_utf_8_is_one_line(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"people\.csv must be CSV in UTF-8.*: "):
         count_column(path, "town", ["A", "B"], False)
-    done = shufl("histogram", path, "--column", "town", "--epsilon", "1", "--categories", path)
-    assert done.returncode == 2
+    done = asked(path, "--column", "town", "--epsilon", "1", "--categories", path)
+    assert done.exit_code == 2
     assert "people.csv must be " in done.stderr and done.stderr.count("\n") == 1

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -175,23 +175,8 @@ def test_the_sum_is_that_of_one_user_after_another(make, records, device):
         assert_same_sum(model, features, labels, clip_norm, device)
 
 
-def examples(few, many):
-    """Of hypothesis: a few, and by night many."""
-    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.nightly)])
-
-
-def for_all(examples, **drawn):
-    """As many examples, the same each time."""
-    same = settings(max_examples=examples, deadline=None, derandomize=True)
-    return lambda test: same(given(**drawn)(test))
-
-
-@examples(5, 50)
-def test_convolutions_of_every_kind(examples, device):
-    for_all(examples, data=st.data())(convolution_of_any_kind)(device=device)
-
-
-def convolution_of_any_kind(data, device):
+@given(data=st.data())
+def test_convolutions_of_every_kind(device, data):
     draw = data.draw
     groups, seed = draw(st.sampled_from([1, 2, 3])), draw(st.integers(0, 2**31))
     layer = {
@@ -350,21 +335,16 @@ def test_an_update_that_is_not_finite_counts_as_zero_and_harms_no_other(make, re
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@examples(8, 100)
+@given(
+    size=st.integers(-25, 25),
+    difference=st.integers(-9, 0),
+    clip_exponent=st.integers(-4, 4),
+    pairs=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
 def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
-    examples, device, precision
+    device, precision, size, difference, clip_exponent, pairs, seed
 ):
-    for_all(
-        examples,
-        size=st.integers(-25, 25),
-        difference=st.integers(-9, 0),
-        clip_exponent=st.integers(-4, 4),
-        pairs=st.integers(1, 3),
-        seed=st.integers(0, 2**31),
-    )(records_that_cancel)(device=device, precision=precision)
-
-
-def records_that_cancel(size, difference, clip_exponent, pairs, seed, device, precision):
     """Each pair's output gradients are opposite, its inputs differ by 10^difference of their size.
 
     A norm from sums of products that cancel is noise, or negative: small where the sum is large.
