@@ -29,13 +29,11 @@ mnist: .venv/ready  ## full MNIST experiment: hours on 2 cores
 	$(BIN)/shufl run configs/mnist.toml
 
 experiments: .venv/ready  ## docs/results: hours on 2 cores; what is there already is not made again
-	$(BIN)/pip install --quiet --constraint constraints.txt --group bench
 	for name in mnist fashion-mnist participation over-rate over-users over-noise over-blankets over-clip \
 		over-rounds over-partition over-silence over-learning-rate; do \
 		$(BIN)/shufl experiment $$name --pages docs/results || exit 1; done
 
 bench: .venv/ready  ## users a second of the vectorised engine and its peers: some ten minutes on 2 cores
-	$(BIN)/pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python benchmarks/vectorised.py mnist
 	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.users_per_chunk=1000
 	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.users_per_chunk=1000 \

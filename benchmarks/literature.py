@@ -3,7 +3,7 @@
     python benchmarks/literature.py docs/results
 
 It writes literature.md, literature.png and literature.svg there, in some minutes. It needs
-`pip install --group bench`.
+`pip install --group dev`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -94,11 +95,16 @@ def deployment_of(
     )
 
 
-def window_here() -> dict[str, float]:
-    """A window in which nodes get a round's message, for which Flower starts a process at each."""
+def message_seconds() -> float:
+    """In which a message comes to all nodes here, for which Flower starts a process at each."""
     begun = time.monotonic()
     subprocess.run([command("flwr"), "--version"], check=True, capture_output=True)
-    work_until = max(10.0, 7 * (time.monotonic() - begun))
+    return max(10.0, math.ceil(7 * (time.monotonic() - begun)))
+
+
+def window_here() -> dict[str, float]:
+    """A window in which nodes get a round's message."""
+    work_until = message_seconds()
     return {"work_until": work_until, "send_after": work_until + 0.1}
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -132,10 +133,32 @@ def wait_until(condition, seconds, what):
         time.sleep(0.05)
 
 
+@contextmanager
+def ray_of_its_own(**resources):
+    """A Ray in a process of its own; its address.
+
+    Ray forks where it starts, which in a process with gRPC's threads sometimes hangs.
+    """
+    code = (
+        "import ray, sys\n"
+        f"ray.init(include_dashboard=False, log_to_driver=False, **{resources})\n"
+        "print(ray.get_runtime_context().gcs_address, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.communicate()
+
+
 class LongRun:
     """A run in the background with a budget it will not reach."""
 
-    def __init__(self, folder, *arguments):
+    def __init__(self, folder, *arguments, ray="shared"):
+        """Begins it in `folder`; `ray`: "own" has it start a Ray."""
         config = tiny_config(folder, 3)
         self.runs = Path(folder) / "runs"
         self.process = subprocess.Popen(
@@ -152,6 +175,7 @@ class LongRun:
             stderr=subprocess.PIPE,
             text=True,
             process_group=0,
+            env={**os.environ, "RAY_ADDRESS": ""} if ray == "own" else None,
         )
         self.spawned = {}
 

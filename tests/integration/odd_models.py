@@ -1,4 +1,7 @@
-"""Models with side effects, for runs that must show or survive them."""
+"""Models with side effects, for runs that must show or survive them.
+
+Their option `folder` is the test's: a worker of a Ray that tests share has another environment.
+"""
 
 import hashlib
 import os
@@ -12,14 +15,15 @@ from torch import nn
 
 
 class _Linear(nn.Module):
-    def __init__(self, input_shape, classes):
+    def __init__(self, input_shape, classes, folder="nowhere"):
         super().__init__()
+        self.folder = Path(folder)
         self.linear = nn.Linear(64, classes)
 
     def forward(self, records):
         tried = len(records) == 2  # as where a node builds its model; users have more
-        if self.training and not tried and Path(os.environ["TEST_FOLDER"], "runs").exists():
-            self.in_training(Path(os.environ["TEST_FOLDER"]))
+        if self.training and not tried and (self.folder / "runs").exists():
+            self.in_training(self.folder)
         return self.linear(records.flatten(1))
 
 
@@ -47,15 +51,19 @@ class in_float64(_Linear):
 
 
 class kills_its_worker(_Linear):
-    """Kills the process it trains in, TEST_KILLS times in all, from round TEST_KILLS_FROM on."""
+    """Kills the process it trains in, so many times in all, from a round on."""
+
+    def __init__(self, input_shape, classes, folder, times, first=1):
+        super().__init__(input_shape, classes, folder)
+        self.times, self.first = times, first
 
     def in_training(self, folder):
         (ledger,) = folder.glob("runs/*/ledger.jsonl")
-        if ledger.read_text().count("\n") <= int(os.environ.get("TEST_KILLS_FROM", "1")):
+        if ledger.read_text().count("\n") <= self.first:
             return
         kills = folder / "kills"
         done = kills.read_text() if kills.exists() else ""
-        if len(done) < int(os.environ["TEST_KILLS"]):
+        if len(done) < self.times:
             kills.write_text(done + "x")
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -70,13 +78,13 @@ class always_hangs(_Linear):
 class fails_on_some_records(nn.Module):
     """Logistic regression that raises for records named in the folder `failing`."""
 
-    def __init__(self, input_shape, classes):
+    def __init__(self, input_shape, classes, folder):
         super().__init__()
+        self.failing = Path(folder, "failing")
         self.linear = nn.Linear(64, classes)
 
     def forward(self, records):
-        failing = Path(os.environ["TEST_FOLDER"], "failing")
-        if self.training and (failing / fingerprint(records)).exists():
+        if self.training and (self.failing / fingerprint(records)).exists():
             raise RuntimeError("this user's records fail")
         return self.linear(records.flatten(1))
 

@@ -27,7 +27,7 @@ ALONE = make_plan(
     check_in_rate=1.0,
     clip_norm=0.5,
     noise_multiplier=0.6,
-    rounds=400,
+    rounds=150,
     delta=0.1,
     target_epsilon=1.0,
     minimum_batch=1,
@@ -69,9 +69,10 @@ def test_a_server_that_asks_one_user_alone_stays_below_the_claim(shuffler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_shuffler_that_adds_none_or_half_is_caught(shuffler, share):
-    rounds = 800 if share else 100
+@pytest.mark.parametrize(
+    ("share", "rounds"), [(0.0, 40), pytest.param(0.5, 800, marks=pytest.mark.nightly)]
+)
+def test_a_shuffler_that_adds_none_or_half_is_caught(shuffler, share, rounds):
     lying = ALONE.replace(rounds=rounds, shuffler_blankets=8.0 * share, accountant="local")
     assert shown(lying, shuffler) > claimed()
 
@@ -103,7 +104,7 @@ def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(shuffler_that_re
         seen.update(fresh)
         return max(-10.0, min(10.0, sum(fresh)))
 
-    plan = ALONE.replace(rounds=200)
+    plan = ALONE.replace(rounds=80)
     worlds = run_canary(plan, "absent", shuffler_that_repeats_blankets, seed=4)
     found = delta_lower_bound(*worlds.scores(first_seen), EPSILON, 0.99)
     assert found > claimed()
@@ -205,6 +206,7 @@ def test_a_third_of_the_users_silent_the_run_trains_to_its_budget(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize("engine", ["flower", "vectorised"])
 def test_users_whose_shuffler_releases_nothing_are_not_present(tmp_path, engine):
     """Nodes 0 and 2 report to one shuffler, node 1 to another, which gets fewer than it needs."""
@@ -213,15 +215,20 @@ def test_users_whose_shuffler_releases_nothing_are_not_present(tmp_path, engine)
         "shuffler.number": 2, "privacy.check_in_rate": 1, "privacy.minimum_batch": 150,
         "privacy.accountant": "crowd", "privacy.shuffler_blankets": 0, "privacy.rounds": 1,
     }  # fmt: skip
-    chosen = [part for each in settings.items() for part in ("--set", "{}={}".format(*each))]
-    result = shufl("run", "quickstart", *chosen, "--runs", tmp_path)
-    assert result.returncode == 0, result.stderr
+    if engine == "vectorised":
+        chosen = ["{}={}".format(*each) for each in settings.items()]
+        Run.new(load("quickstart", chosen), tmp_path, Console(quiet=True)).train()
+    else:
+        chosen = [part for each in settings.items() for part in ("--set", "{}={}".format(*each))]
+        result = shufl("run", "quickstart", *chosen, "--runs", tmp_path)
+        assert result.returncode == 0, result.stderr
     ((row,), _) = rows_and_model(only_folder(tmp_path))
     assert (row["outcome"], row["reports"]) == ("released", 200)
     assert (row["users_present"], row["smallest_crowd"]) == (200, 200)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
     """With two shufflers side by side each adds its own, and nobody merges anything."""
     number = 2

@@ -85,7 +85,7 @@ def shuffler_that_keeps_order(memory_path, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_correct_client_passes_and_halved_noise_is_caught(shuffler):
-    audited = plan(users=1, noise=1.5, rounds=300)
+    audited = plan(users=1, noise=1.5, rounds=150)
     claim = epsilon(audited, "local")
     score = likelihood_score(audited, "minus")
     correct = run_canary(audited, "minus", shuffler, seed=1)
@@ -100,7 +100,7 @@ ORDERED = plan(users=40, noise=1.0, rounds=200)
 
 @pytest.mark.slow
 def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
-    worlds = run_canary(ORDERED.replace(rounds=100), "minus", shuffler, seed=2)
+    worlds = run_canary(ORDERED.replace(rounds=50), "minus", shuffler, seed=2)
     assert all(len(each.reports) == each.aggregate.reports == 40 for each in worlds.present)
     claims = {name: epsilon(ORDERED, name) for name in ("rdp", "crowd", "local")}
     for score in (likelihood_score(ORDERED, "minus"), first_in_order(ORDERED), total):

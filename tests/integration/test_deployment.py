@@ -46,7 +46,7 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_
 @pytest.mark.slow
 def test_flower_runs_the_app_of_the_repository(tmp_path):
     """`flwr run . CONNECTION -c …`, as for every other Flower app."""
-    with World(tmp_path, nodes=2, rounds=2, round_timeout=LIMIT) as world:
+    with World(tmp_path, nodes=2, rounds=1, round_timeout=LIMIT) as world:
         given = f'site="{world.server}/server.toml" config="{world.server}/run.toml"'
         world.flwr("run", str(ROOT), NAME, "--stream", "-c", given)
         outcome = json.loads((world.run_folder / "outcome.json").read_text())
@@ -56,6 +56,7 @@ def test_flower_runs_the_app_of_the_repository(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
     """One of two nodes is killed; then the command is ended twice, as by `timeout`."""
     about = {"privacy": {"minimum_batch": 3}, "window": window_here()}

@@ -147,7 +147,9 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "interrupt", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
+)
 def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path, interrupt):
     grid, pages = write_grid(tmp_path, 10_000), tmp_path / "pages"
     pages.mkdir()

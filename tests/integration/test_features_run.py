@@ -5,6 +5,7 @@ from rich.console import Console
 from torch.testing import assert_close
 
 from run_world import json_lines, model_of, only_folder, shufl, tiny_config
+from shufl.simulator.config import load
 from shufl.simulator.data import features
 from shufl.simulator.run import Run
 
@@ -23,15 +24,20 @@ def place(tmp_path, monkeypatch):
 
 
 def finished(place, name, *overrides):
-    """The folder of a run."""
+    """The folder of a run: on Flower by the command, else in this process."""
     settings = "model.name=logistic-regression", "model.options={}", *overrides
-    sets = [part for each in settings for part in ("--set", each)]
-    result = shufl("run", tiny_config(place, 6), "--runs", place / name, *sets)
-    assert result.returncode == 0, result.stderr
+    config = tiny_config(place, 3)
+    if "simulation.engine=vectorised" in overrides:
+        Run.new(load(str(config), settings), place / name, Console(quiet=True)).train()
+    else:
+        sets = [part for each in settings for part in ("--set", each)]
+        result = shufl("run", config, "--runs", place / name, *sets)
+        assert result.returncode == 0, result.stderr
     return only_folder(place / name)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 def test_both_engines_train_on_the_same_features(place):
     features, engine = "data.features=scattering", "simulation.engine=vectorised"
     flower = finished(place, "flower", features)
@@ -49,7 +55,7 @@ def test_both_engines_train_on_the_same_features(place):
 def test_a_run_is_resumed_with_the_same_features_only(place, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(place), prepend=":")
     folder = finished(place, "runs", "data.features=maps:halved", "simulation.engine=vectorised")
-    assert Run.of(folder, Console(quiet=True)).train().rounds == 6
+    assert Run.of(folder, Console(quiet=True)).train().rounds == 3
     (place / "maps.py").write_text(MODULE.replace("FACTOR", "3"))
     result = shufl("run", "--resume", folder)
     assert result.returncode != 0

@@ -13,6 +13,7 @@ from shufl.simulator.data.datasets import load_dataset
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     """Of 479 users with three records each, by two shufflers."""
     runs = tmp_path / "runs"
@@ -21,8 +22,8 @@ def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     done = shufl("run", "histogram", *chosen, "--runs", runs)
     assert done.returncode == 0, done.stderr
     folder = only_folder(runs)
-    shown = shufl("histogram", folder, "--json")
-    assert shown.returncode == 0, shown.stderr
+    shown = in_process("histogram", folder, "--json")
+    assert shown.exit_code == 0, shown.stderr
     told = json.loads(shown.stdout)
     labels = load_dataset("digits").train_labels.numpy()
     truth = np.bincount(labels, minlength=10) / len(labels)
@@ -34,20 +35,20 @@ def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     assert told["epsilon"]["blanket"]["epsilon"] <= 1.0
     assert (folder / "histogram.csv").exists()
     assert (folder / "histogram.png").exists()
-    names = shufl("histogram", folder, "--categories", "a,b")
-    assert names.returncode == 2
+    names = in_process("histogram", folder, "--categories", "a,b")
+    assert names.exit_code == 2
     assert "--categories must be 10, as the run has, got 2" in names.stderr
     model = folder / "model.pt"
     whole, scores = model.read_bytes(), torch.load(model, weights_only=True)["scores"]
     place = whole.index(scores.numpy().tobytes())
     model.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    damaged = shufl("histogram", folder)
-    assert damaged.returncode == 2
+    damaged = in_process("histogram", folder)
+    assert damaged.exit_code == 2
     assert damaged.stderr == f"error: {model} is damaged: BadZipFile\n"
     model.write_bytes(whole)
     (folder / "metrics.jsonl").write_text("")
-    unknown = shufl("histogram", folder)
-    assert unknown.returncode == 2
+    unknown = in_process("histogram", folder)
+    assert unknown.exit_code == 2
     assert unknown.stderr == (
         f"error: {folder}/metrics.jsonl has no row that tells how many were present\n"
     )

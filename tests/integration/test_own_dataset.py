@@ -72,19 +72,28 @@ def write_records(folder, seed):
     np.save(folder / "blobs.npy", records)
 
 
-def finished(place, name, *overrides):
-    """The folder of a run on the reader's data."""
-    settings = "data.dataset=blobs:blobs", "model.name=logistic-regression", "model.options={}"
-    sets = [part for each in (*settings, *overrides) for part in ("--set", each)]
-    result = shufl("run", tiny_config(place, 6), "--runs", place / name, *sets)
+SETTINGS = "data.dataset=blobs:blobs", "model.name=logistic-regression", "model.options={}"
+
+
+def finished(place, name):
+    """The folder of a run on the reader's data, on Flower by the command."""
+    sets = [part for each in SETTINGS for part in ("--set", each)]
+    result = shufl("run", tiny_config(place, 3), "--runs", place / name, *sets)
     assert result.returncode == 0, result.stderr
     return only_folder(place / name)
 
 
+def finished_here(place, name):
+    """The folder of a run on the reader's data, in this process."""
+    settings = [*SETTINGS, "simulation.engine=vectorised"]
+    Run.new(load(str(tiny_config(place, 3)), settings), place / name, Console(quiet=True)).train()
+    return only_folder(place / name)
+
+
 @pytest.mark.slow
-def test_both_engines_train_on_it_in_processes_of_their_own(place):
-    engine = "simulation.engine=vectorised", "simulation.workers=2"
-    flower, vectorised = finished(place, "flower"), finished(place, "vectorised", *engine)
+def test_both_engines_train_on_it(place):
+    """Flower does in processes of its own."""
+    flower, vectorised = finished(place, "flower"), finished_here(place, "vectorised")
     rows = (json_lines(folder / "metrics.jsonl") for folder in (flower, vectorised))
     for row, other in zip(*rows, strict=True):
         assert row["reports"] == other["reports"] > 0
@@ -96,9 +105,9 @@ def test_both_engines_train_on_it_in_processes_of_their_own(place):
 
 @pytest.mark.slow
 def test_a_run_is_resumed_with_the_same_records_only(place):
-    folder = finished(place, "runs", "simulation.engine=vectorised")
+    folder = finished_here(place, "runs")
     before = model_of(folder)
-    assert Run.of(folder, Console(quiet=True)).train().rounds == 6
+    assert Run.of(folder, Console(quiet=True)).train().rounds == 3
     assert all(torch.equal(before[name], value) for name, value in model_of(folder).items())
     write_records(place, seed=1)
     load_dataset.cache_clear()
@@ -122,6 +131,7 @@ def test_one_that_is_not_there_is_one_line(place, name, message):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # the next one shows it without Flower
 def test_one_that_differs_between_processes_ends_before_the_first_round(place):
     sets = "data.dataset=blobs:split_at_random", "model.name=logistic-regression"
     options = [part for each in (*sets, "model.options={}") for part in ("--set", each)]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from run_world import shufl
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan
 from shufl.cli.__main__ import app
 from shufl.simulator.grid.page import keep_grid
@@ -38,8 +37,11 @@ SETTINGS = {
 def run_folder(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     sets = [f"--set={key}={value}" for key, value in SETTINGS.items()]
-    done = shufl("run", "quickstart", "--runs", runs, *sets)
-    assert done.returncode == 0, done.stderr
+    command = ["run", "quickstart", "--runs", str(runs), *sets]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bin/shufl", *command])  # which the page shows
+        done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
     (folder,) = runs.iterdir()
     return folder
 
@@ -262,8 +264,15 @@ def test_the_page_of_a_run_needs_no_torch(run_folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-@pytest.mark.parametrize("width", [390, 1200])
-@pytest.mark.parametrize("what", ["run_folder", "results"])
+@pytest.mark.parametrize(
+    ("what", "width"),
+    [
+        ("run_folder", 390),
+        ("results", 1200),
+        pytest.param("run_folder", 1200, marks=pytest.mark.nightly),
+        pytest.param("results", 390, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_browser_shows_it_whole_on_a_phone_and_a_screen(what, width, request, tmp_path):
     """Inside a frame of that width nothing sticks out, and every image has a size.
 

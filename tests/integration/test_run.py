@@ -31,12 +31,13 @@ from shufl.cli.__main__ import app
 from shufl.simulator.config import load
 from shufl.simulator.experiment import prepare
 
-pytestmark = pytest.mark.slow  # all of them wait for a run on Flower
+# All of them wait for a run on Flower.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_ray")]
 ROUNDS = 6
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, shared_ray):
     """A run whose budget admits six rounds."""
     folder = tmp_path_factory.mktemp("finished")
     result = shufl("run", tiny_config(folder, ROUNDS), "--runs", folder / "runs")
@@ -120,10 +121,15 @@ def test_the_final_model_is_the_one_computed_by_hand(finished):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The folder of the same run with another number of nodes, killed, and resumed to its end."""
+    """The folder of the same run with another number of nodes, killed, and resumed to its end.
+
+    It starts a Ray of its own, and goes on with another.
+    """
     overrides = f"privacy.target_epsilon={budget_of(ROUNDS)}", "simulation.nodes=4"
     killed = LongRun(
-        tmp_path_factory.mktemp("killed"), *(part for each in overrides for part in ("--set", each))
+        tmp_path_factory.mktemp("killed"),
+        *(part for each in overrides for part in ("--set", each)),
+        ray="own",
     )
     try:
         killed.wait_for_rounds(3)

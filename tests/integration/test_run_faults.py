@@ -28,16 +28,20 @@ from shufl.cli.__main__ import app
 from shufl.simulator.config import load
 from shufl.simulator.experiment import prepare
 
+on_shared_ray = pytest.mark.usefixtures("shared_ray")
+
 
 @pytest.mark.slow
+@on_shared_ray
 def test_a_round_is_in_the_ledger_before_any_client_works_on_it(tmp_path):
     """The model reads the ledger from disk in every forward pass."""
     result = shufl(
         "run", tiny_config(tmp_path, 3), "--runs", tmp_path / "runs",
-        "--set", "model.name=odd_models:reads_ledger", "--set", "model.options={}",
+        "--set", "model.name=odd_models:reads_ledger",
+        "--set", f"model.options={{folder='{tmp_path}'}}",
         "--set", "training.algorithm=fedavg", "--set", "training.local_epochs=2",
         "--set", "training.optimiser=adam", "--set", "seed=system",
-        cwd=Path(__file__).parent, env={**os.environ, "TEST_FOLDER": str(tmp_path)},
+        cwd=Path(__file__).parent,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     seen = [line.split(maxsplit=2) for line in (tmp_path / "seen").read_text().splitlines()]
@@ -55,20 +59,20 @@ ALONE = [
 """An accountant under which nobody counts on others, so that a round could do without them."""
 
 
-def with_model(tmp_path, name, *settings, **environment):
+def with_model(tmp_path, name, *settings, options=""):
     """`shufl run` of a model that has side effects."""
-    chosen = [f"model.name=odd_models:{name}", "model.options={}", *settings]
+    options = f"model.options={{folder='{tmp_path}'{options}}}"
+    chosen = [f"model.name=odd_models:{name}", options, *settings]
     return shufl(
         "run", tiny_config(tmp_path, 4), "--runs", tmp_path / "runs",
         *(part for setting in chosen for part in ("--set", setting)), cwd=Path(__file__).parent,
-        env={**os.environ, "TEST_FOLDER": str(tmp_path), **environment},
     )  # fmt: skip
 
 
 @pytest.mark.slow
+@on_shared_ray
 def test_a_killed_ray_worker_ends_the_run_in_one_line_and_it_goes_on(tmp_path):
-    environment = {"TEST_KILLS": "1", "TEST_KILLS_FROM": "3"}
-    result = with_model(tmp_path, "kills_its_worker", *ALONE, **environment)
+    result = with_model(tmp_path, "kills_its_worker", *ALONE, options=", times=1, first=3")
     assert result.returncode == 1
     folder = only_folder(tmp_path / "runs")
     assert re.fullmatch(
@@ -83,8 +87,7 @@ def test_a_killed_ray_worker_ends_the_run_in_one_line_and_it_goes_on(tmp_path):
     (folder / "config.toml").write_text(
         (folder / "config.toml").read_text().replace("cpus_per_node = 1.0", "cpus_per_node = 0.5")
     )
-    result = shufl("run", "--resume", folder, cwd=Path(__file__).parent,
-                   env={**os.environ, "TEST_FOLDER": str(tmp_path), **environment})  # fmt: skip
+    result = shufl("run", "--resume", folder, cwd=Path(__file__).parent)
     assert (result.returncode, result.stderr) == (0, "")
     rows = json_lines(folder / "metrics.jsonl")
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
@@ -96,6 +99,7 @@ def test_a_killed_ray_worker_ends_the_run_in_one_line_and_it_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+@on_shared_ray
 def test_a_model_that_fails_for_one_users_records_ends_the_run_in_one_line(tmp_path):
     (tmp_path / "failing").mkdir()
     features, _ = prepare(load(str(tiny_config(tmp_path, 4)))).load_users()(4)
@@ -114,6 +118,7 @@ def test_a_model_that_fails_for_one_users_records_ends_the_run_in_one_line(tmp_p
 
 
 @pytest.mark.slow
+@on_shared_ray
 def test_a_node_slower_than_the_round_ends_the_run_in_one_line(tmp_path):
     result = with_model(tmp_path, "always_hangs", *ALONE, "simulation.round_timeout=1.0")
     assert result.returncode == 1
@@ -144,7 +149,7 @@ def test_a_shuffler_killed_mid_run_ends_it_in_one_clear_error(long_run):
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
+def interrupted(tmp_path_factory, shared_ray):
     """A run none of whose batches is large enough, ended by Ctrl-C."""
     folder = tmp_path_factory.mktemp("interrupted")
     run = LongRun(folder, "--set", f"privacy.minimum_batch={USERS}")

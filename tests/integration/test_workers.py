@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,7 @@ from rich.console import Console
 
 from run_world import (
     only_folder,
-    python_path,
+    ray_of_its_own,
     running,
     same_model,
     shufl,
@@ -37,8 +35,8 @@ from shufl.simulator.run import Run
 HERE = Path(__file__).parent
 VECTORISED = "simulation.engine=vectorised"
 SETTINGS = [
-    VECTORISED, "model.name=odd_models:kills_its_worker", "model.options={}",
-    "simulation.users_per_chunk=4", "simulation.workers=2",
+    VECTORISED, "model.name=odd_models:kills_its_worker", "simulation.users_per_chunk=4",
+    "simulation.workers=2",
 ]  # fmt: skip
 
 
@@ -50,35 +48,23 @@ def engine(folder, *overrides):
 
 def with_workers(tmp_path, kills, **environment):
     """`shufl run` whose workers are killed so often; what it starts inherits TEST_FOLDER."""
-    sets = [part for setting in SETTINGS for part in ("--set", setting)]
+    options = f"model.options={{folder='{tmp_path}', times={kills}}}"
+    sets = [part for setting in [*SETTINGS, options] for part in ("--set", setting)]
     return shufl(
         "run", tiny_config(tmp_path, 4), "--runs", tmp_path / "runs", *sets, cwd=HERE,
-        env={**os.environ, "TEST_FOLDER": str(tmp_path), "TEST_KILLS": str(kills), **environment},
+        env={**os.environ, "TEST_FOLDER": str(tmp_path), **environment},
     )  # fmt: skip
 
 
 @contextmanager
 def cluster(**resources):
-    """A Ray of its own process, to which this one is connected; its address.
-
-    Ray forks where it starts, which in a process with gRPC's threads sometimes hangs.
-    """
-    code = (
-        "import ray, sys\n"
-        f"ray.init(include_dashboard=False, log_to_driver=False, **{resources})\n"
-        "print(ray.get_runtime_context().gcs_address, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    """A Ray, to which this process is connected; its address."""
+    with ray_of_its_own(**resources) as address:
+        ray.init(address, log_to_driver=False)
         try:
-            address = process.stdout.readline().strip()
-            ray.init(address, log_to_driver=False)
             yield address
         finally:
             ray.shutdown()
-            process.communicate()
 
 
 def left_behind(tmp_path):
@@ -95,7 +81,7 @@ def left_behind(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_workers_change_nothing(tmp_path, monkeypatch):
+def test_killed_workers_change_nothing(tmp_path):
     result = with_workers(tmp_path, 2)
     assert (result.returncode, result.stderr) == (0, "")
     wait_until(lambda: not left_behind(tmp_path), 30, "Ray's processes to end")
@@ -103,10 +89,8 @@ def test_killed_workers_change_nothing(tmp_path, monkeypatch):
     assert "A worker died" not in result.stdout
     assert "A worker died" in (only_folder(tmp_path / "runs") / "ray.log").read_text()
     assert (tmp_path / "kills").read_text() == "xx"
-    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
-    monkeypatch.setenv("TEST_KILLS", "2")  # of which both have taken place
     folder = only_folder(tmp_path / "runs")
-    config = load(str(folder / "config.toml"), ["simulation.workers=1"])
+    config = load(str(folder / "config.toml"), ["simulation.workers=1"])  # both kills were before
     (tmp_path / "alone").mkdir()
     Run.new(config, tmp_path / "alone", Console(quiet=True)).train()
     alone = only_folder(tmp_path / "alone")
@@ -116,13 +100,8 @@ def test_killed_workers_change_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_workers_that_always_die_end_the_run_in_one_line_and_the_cluster_stays(
-    tmp_path, monkeypatch
-):
-    """On a cluster that is there before the run: this process's."""
-    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
-    monkeypatch.setenv("TEST_KILLS", "1000")
-    monkeypatch.setenv("PYTHONPATH", python_path(HERE))
+def test_workers_that_always_die_end_the_run_in_one_line_and_the_cluster_stays(tmp_path):
+    """On a cluster that is there before the run."""
     with cluster(num_cpus=2) as address:
         result = with_workers(tmp_path, 1000, RAY_ADDRESS=address)
         assert ray.cluster_resources()["CPU"] == 2

@@ -21,7 +21,6 @@ def test_plain_training_has_neither_noise_nor_a_promise():
 
 
 def test_central_training_spends_its_budget_and_learns_less():
-    pytest.importorskip("opacus")
     plain = train(load("quickstart", DIGITS), private=False)
     config = load("quickstart", [*DIGITS, "privacy.target_epsilon = 1.0"])
     result = train(config, private=True)
@@ -37,7 +36,6 @@ def test_central_training_spends_its_budget_and_learns_less():
 
 
 def test_central_training_draws_batches_at_the_rate_that_it_accounts_for():
-    pytest.importorskip("opacus")
     sizes = ["privacy.check_in_rate = 0.001", "privacy.target_epsilon = 1.0"]
     result = train(load("quickstart", [*DIGITS, *sizes]), private=True)
     assert result["check_in_rate"] == 1 / 719  # 1 437 records in batches of 2, not 1 000 of 1.4
@@ -76,7 +74,6 @@ class Attentive(nn.Module):
 
 
 def test_central_training_of_a_model_that_opacus_does_not_know_is_one_line():
-    pytest.importorskip("opacus")
     name = f"{__name__}:Attentive"
     with pytest.raises(ConfigError, match=f"^Opacus cannot train model {name} as configured: "):
         Reference(load("quickstart", [*DIGITS, f"model.name = {name}"]), private=True)
