@@ -1,6 +1,10 @@
 """What tests in several folders share."""
 
 import os
+
+# OpenMP reads it when torch is imported: threads that wait leave the processors to other tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

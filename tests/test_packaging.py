@@ -167,9 +167,8 @@ _CHECKERS = {  # how each is told of an environment's Python, and what it says o
 @pytest.mark.parametrize(
     ("python", "checker"),
     [
-        ("editable", "mypy"),
         ("wheel", "basedpyright"),
-        *by_night(("editable", "basedpyright"), ("wheel", "mypy")),
+        *by_night(("editable", "mypy"), ("editable", "basedpyright"), ("wheel", "mypy")),
     ],
     indirect=["python"],
 )

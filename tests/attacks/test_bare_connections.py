@@ -29,6 +29,7 @@ MOST, NODES = 64, 20
 FIRST_BYTES_OF_TLS = b"\x16\x03\x01\x02\x00"
 
 
+@pytest.mark.slow
 def test_too_many_open_files_are_no_full_disk():
     with ShufflerProcess(start_timeout=LIMIT) as process:
         world = World(process)

@@ -108,6 +108,7 @@ def test_calls_of_one_credential_are_limited_and_another_s_are_not():
         world.close()
 
 
+@pytest.mark.slow
 def test_calls_that_are_open_when_their_certificate_expires_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -52,6 +52,7 @@ def users_who_sent(shuffler, round):
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cover", [False, True])
 def test_the_network_and_the_shuffler_guess_who_checked_in(shuffler, control, cover):
     """Without cover the oracle is always right; with it, what it sees is always the same."""

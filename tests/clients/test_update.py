@@ -69,6 +69,7 @@ def test_the_same_seed_gives_the_same_update_with_dropout_and_order():
     assert (first != other).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
 @pytest.mark.parametrize("real", [1, 2, 3, 5])
 def test_padding_has_no_weight(model, algorithm, real):

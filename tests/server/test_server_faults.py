@@ -380,7 +380,7 @@ class Watched:
     ("amid", "forget", "kind"),
     [
         pytest.param("release", False, ShufflerProcess, marks=pytest.mark.slow),
-        ("close_round", True, ShufflerHere),
+        pytest.param("close_round", True, ShufflerHere, marks=pytest.mark.slow),
     ],
 )
 def test_a_shuffler_killed_amid_a_round_loses_its_own_users_round_alone(

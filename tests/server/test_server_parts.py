@@ -53,6 +53,7 @@ def test_a_checkpoint_brings_model_and_optimiser_back(tmp_path, optimiser):
     assert torch.equal(model.weight, again.weight)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_which_one_bit_or_the_end_is_wrong_is_refused(tmp_path):
     model, path = nn.Linear(2, 1), tmp_path / "checkpoint.pt"
     optimiser = torch.optim.SGD(model.parameters())

@@ -93,6 +93,7 @@ def test_a_simulations_blankets_are_reports_of_the_zero_update_from_its_seed(
         assert [bytes(row) for row in found] != [bytes(row) for row in made]  # shuffled
 
 
+@pytest.mark.slow
 def test_a_long_blanket_is_made_in_pieces_and_the_same_report(memory_path: Path):
     dimension, expected = 2**20 + 3, 0.01
     seeds = map(SeededRandomness, itertools.count())

@@ -223,6 +223,7 @@ def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(here, relay):
     assert len(list(world.control.release("run", 1))) == 2
 
 
+@pytest.mark.slow
 def test_a_release_that_is_not_read_ends_and_can_be_asked_for_again(here, tmp_path: Path):
     log = tmp_path / "log"
     world = here(log_file=log, limits={"idle_seconds": IDLE})
@@ -233,6 +234,7 @@ def test_a_release_that_is_not_read_ends_and_can_be_asked_for_again(here, tmp_pa
     assert len(list(world.control.release("run", 1))) == 40
 
 
+@pytest.mark.slow
 def test_a_release_that_nobody_reads_does_not_hold_up_the_end(
     here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ):

@@ -126,6 +126,7 @@ def until_calls_are_refused(world: World) -> None:
                 return
 
 
+@pytest.mark.slow
 def test_a_release_that_runs_at_the_end_is_finished_and_new_calls_are_refused(
     here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ):
@@ -140,6 +141,7 @@ def test_a_release_that_runs_at_the_end_is_finished_and_new_calls_are_refused(
     stopped.result(LIMIT)
 
 
+@pytest.mark.slow
 def test_a_release_at_the_end_gets_no_more_than_its_time(
     here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ):
@@ -256,6 +258,7 @@ def verdicts_due(requests) -> tuple[int, bool]:
     return due, not in_pieces
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(REQUESTS, max_size=8), st.booleans())
 def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, requests, right):
@@ -319,6 +322,7 @@ def service_of(method: str) -> str:
     return method.split("/")[1].rpartition(".")[2]
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.sampled_from(sorted(METHODS)))
 def test_any_bytes_are_answered_in_our_words_and_the_shuffler_goes_on(fuzzed, data, method):

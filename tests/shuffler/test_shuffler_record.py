@@ -138,6 +138,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path):
         RunStore(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_record_comes_in_answers_of_bounded_length(memory_path: Path):
     """Also the entries of runs with plans of 60 kB each: four of them fit."""
     store = RunStore(memory_path / "directory", durable=False)
@@ -164,6 +165,7 @@ def test_the_record_comes_in_answers_of_bounded_length(memory_path: Path):
     store.close()
 
 
+@pytest.mark.slow
 def test_a_start_keeps_no_line_of_the_record(directory: Path):
     lines = (directory / "record.jsonl").read_bytes().splitlines(keepends=True)
     check = json.loads(lines[-1])["~check"]

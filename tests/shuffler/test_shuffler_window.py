@@ -263,6 +263,7 @@ class Cut:
         self._listener.close()
 
 
+@pytest.mark.slow
 def test_a_release_that_breaks_off_goes_on_where_it_broke(here):
     world: World = here()
     header = world.begin(report_bytes=2**16, users=200)

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from nights import by_night
 from shufl.accounting.mechanisms import clip
 from shufl.clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
 from shufl.simulator.engines.gradient_forms import Clipping, squared_lengths_of
@@ -34,13 +35,13 @@ def flat(updates):
     return torch.cat([update.flatten(1) for update in updates.values()], dim=1)
 
 
-def one_by_one(model, features, labels, clip_norm):
-    """The same sum as the clients of the Flower engine would make it."""
+def one_by_one(model, features, labels, *clip_norms):
+    """The same sums as the clients of the Flower engine would make them."""
     updates = [
         local_update(model, *records, GRADIENT, seed=0)
         for records in zip(features, labels, strict=True)
     ]
-    return sum(clip(update, clip_norm) for update in updates)
+    return [sum(clip(update, clip_norm) for update in updates) for clip_norm in clip_norms]
 
 
 def together(model, features, labels, clip_norm, device, precision="float32", method=METHODS[0]):
@@ -59,11 +60,12 @@ def together(model, features, labels, clip_norm, device, precision="float32", me
     return total
 
 
-def assert_same_sum(model, features, labels, clip_norm, device):
-    expected = one_by_one(model, features, labels, clip_norm)
-    for method in METHODS:
-        total = together(model, features, labels, clip_norm, device, method=method)
-        np.testing.assert_allclose(total, expected, rtol=2e-4, atol=2e-6 * clip_norm)
+def assert_same_sum(model, features, labels, device, *clip_norms):
+    sums = one_by_one(model, features, labels, *clip_norms)
+    for clip_norm, expected in zip(clip_norms, sums, strict=True):
+        for method in METHODS:
+            total = together(model, features, labels, clip_norm, device, method=method)
+            np.testing.assert_allclose(total, expected, rtol=2e-4, atol=2e-6 * clip_norm)
 
 
 @pytest.mark.parametrize("make", [mlp, small_cnn])
@@ -171,8 +173,7 @@ def test_the_sum_is_that_of_one_user_after_another(make, records, device):
     assert fastest_method(model, (1, 14, 14), 10, GRADIENT, device) == "book-keeping"
     features, labels = torch.randn(7, records, 1, 14, 14), torch.randint(0, 10, (7, records))
     features *= torch.logspace(-6, 6, 7).reshape(7, 1, 1, 1, 1)
-    for clip_norm in (1e-3, 1.0, 1e4):
-        assert_same_sum(model, features, labels, clip_norm, device)
+    assert_same_sum(model, features, labels, device, 1e-3, 1.0, 1e4)
 
 
 @given(data=st.data())
@@ -200,7 +201,7 @@ def test_convolutions_of_every_kind(device, data):
     model(features[0])
     labels = torch.randint(0, 3, (users, records))
     assert fastest_method(model, features.shape[2:], 3, GRADIENT, device) == "book-keeping"
-    assert_same_sum(model, features, labels, 0.5, device)
+    assert_same_sum(model, features, labels, device, 0.5)
 
 
 class Odd(nn.Module):
@@ -329,7 +330,7 @@ def test_an_update_that_is_not_finite_counts_as_zero_and_harms_no_other(make, re
     features[4] *= 1e20  # squares beyond float32
     features[5] *= 1e-30
     features[6] = 0.0
-    assert_same_sum(model, features, labels, 0.5, device)
+    assert_same_sum(model, features, labels, device, 0.5)
     only = [1, 2]
     assert not together(model, features[only], labels[only], 0.5, device).any()
 
@@ -360,7 +361,7 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
     labels = torch.tensor([[0, 1] * pairs])
     share = together(model, features, labels, clip_norm, device, precision)
     assert np.linalg.norm(share) <= clip_norm * (1 + 2e-5)
-    expected = one_by_one(model, features, labels, clip_norm)
+    (expected,) = one_by_one(model, features, labels, clip_norm)
     # Not clipped: the same gradient, if not rounding.
     if precision == "float32" and np.linalg.norm(expected) < clip_norm / 2:
         scale = 1e-5 * float(features.abs().max())
@@ -386,7 +387,7 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_words_cancel(differe
     assert fastest_method(model, (6,), 2, GRADIENT, device) == "book-keeping"
     features = torch.randint(5, (9, 1, 6)).repeat(1, 4, 1).float()
     labels = torch.arange(2).repeat(9, 2)
-    assert_same_sum(model, features, labels, 0.01, device)
+    assert_same_sum(model, features, labels, device, 0.01)
     for user in range(9):
         share = together(model, features[[user]], labels[[user]], 0.01, device)
         assert np.linalg.norm(share.astype(float)) <= 0.01 * (1 + 2e-5)
@@ -399,7 +400,7 @@ def test_many_different_words_are_measured_at_once(device, monkeypatch):
     torch.manual_seed(0)
     model = Words(3000).train()
     features, labels = torch.randint(3000, (5, 2, 800)).float(), torch.randint(2, (5, 2))
-    assert_same_sum(model, features, labels, 1e-3, device)
+    assert_same_sum(model, features, labels, device, 1e-3)
     monkeypatch.setattr("shufl.simulator.engines.user_gradients.clipped_sum", never)
     together(model, features, labels, 1e-3, device)
 
@@ -458,8 +459,13 @@ def test_a_share_is_at_most_the_least_clip_norm_where_scaled_gradients_are_hardl
         assert np.linalg.norm(share.astype(float)) <= 1e-18 * (1 + 2e-5)
 
 
-@pytest.mark.parametrize("records", [1, 3])
-@pytest.mark.parametrize("width", [1, 10, 64, 97, 128])
+@pytest.mark.parametrize(
+    ("width", "records"),
+    [
+        (1, 1), (10, 3), (97, 1), (128, 3),
+        *by_night((1, 3), (10, 1), (64, 1), (64, 3), (97, 3), (128, 1)),
+    ],
+)  # fmt: skip
 def test_a_share_is_at_most_the_clip_norm_whatever_the_width_of_huge_records(
     width, records, device
 ):
