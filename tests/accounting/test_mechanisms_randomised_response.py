@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from nights import by_night
 from shufl.accounting import (
     CheckIn,
     OpenPlan,
@@ -115,7 +116,10 @@ def fitted(users, categories, target, local, blankets):
     return found.mechanism.local_epsilon, found.shuffler_blankets
 
 
-@pytest.mark.parametrize(("users", "categories", "target"), [(10**5, 8, 0.5), (300, 3, 4.0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("users", "categories", "target"), [(10**5, 8, 0.5), *by_night((300, 3, 4.0))]
+)
 def test_what_is_fitted_is_within_the_budget_and_beats_its_neighbours(users, categories, target):
     at = functools.partial(epsilon_at, "blanket", users, categories)
     local, blankets = fitted(users, categories, target, None, "least-error")
@@ -130,6 +134,7 @@ def test_what_is_fitted_is_within_the_budget_and_beats_its_neighbours(users, cat
         assert error(local, blankets) <= 1.03 * error(other, least)
 
 
+@pytest.mark.slow
 def test_what_is_given_stays_and_the_other_is_found():
     at = functools.partial(epsilon_at, "blanket", 10**4, 5)
     local, blankets = fitted(10**4, 5, 0.4, 3.0, "least-error")

@@ -65,8 +65,8 @@ def few_digits():
     """The first of the digits: what is made of all of them takes seconds."""
     digits = load_dataset("digits")
     parts = {
-        f"{part}_{kind}": getattr(digits, f"{part}_{kind}")[:40]
-        for part in ("train", "test")
+        f"{part}_{kind}": getattr(digits, f"{part}_{kind}")[:count]
+        for part, count in (("train", 40), ("test", 4))
         for kind in ("features", "labels")
     }
     return replace(digits, **parts)

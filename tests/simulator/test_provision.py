@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from typer.testing import CliRunner
 
 from run_world import shufl
 from shufl.accounting import PrivacyPlan
+from shufl.cli.__main__ import app
 from shufl.clients import RoundRefused, load_device
 from shufl.deploy.node import agreed_plan, check_data, node_settings
 from shufl.deploy.plan import Deployment
@@ -113,6 +115,7 @@ def test_every_site_has_files_that_its_process_reads(base):
     assert features.shape[1:] == (1, 8, 8) and len(labels) == len(features)
 
 
+@pytest.mark.slow
 def test_modules_of_the_reader_come_to_whoever_runs_them(base):
     model = "from shufl.simulator.models import mlp\n\nwide = mlp\n"
     records = "def of_ward(user):\n    return features[user], labels[user]\n"
@@ -222,6 +225,7 @@ def test_mistakes_in_a_deployment_are_one_line_before_any_work(base, changes, me
     assert not (base / "sites").exists()
 
 
+@pytest.mark.slow
 def test_a_log_file_of_a_node_that_cannot_be_written_is_one_line(tmp_path):
     log = tmp_path / "nowhere" / "log"
     done = shufl("node", "--log-file", log)
@@ -229,6 +233,7 @@ def test_a_log_file_of_a_node_that_cannot_be_written_is_one_line(tmp_path):
     assert done.stderr == f"error: {log}: No such file or directory\n"
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_waits_for(base):
     (base / "deployment.toml").write_text(tomli_w.dumps(DEPLOYMENT))
     done = subprocess.run(
@@ -241,13 +246,8 @@ def test_the_command_says_what_it_waits_for(base):
     assert "README.md says what to do there" in done.stdout
     assert f"waiting for {base}/sites/ward-2/keys/ward-2.csr" in done.stdout
     (base / "deployment.toml").write_text("name =")
-    done = subprocess.run(
-        [sys.executable, "-m", "shufl.cli", "provision", str(base / "deployment.toml")],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    done = CliRunner().invoke(app, ["provision", str(base / "deployment.toml")])
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
 
 
 def test_records_from_a_folder_are_checked_before_any_round(base):
@@ -296,6 +296,7 @@ def test_records_from_a_folder_are_checked_before_any_round(base):
     assert features.shape == (2, 1, 8, 8) and labels.tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_node_maps_its_own_records_to_the_features_that_the_model_takes(base):
     import numpy as np
 

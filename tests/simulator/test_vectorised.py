@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
+from nights import by_night
 from shufl.accounting import Ledger, LocalAccountant, PrivacyBudget
 from shufl.accounting.mechanisms import SeededRandomness, clip, make_randomness
 from shufl.cli.__main__ import app
@@ -93,6 +94,7 @@ ALGORITHMS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_a_round_is_the_one_computed_by_hand_whatever_the_chunk(overrides, device):
     of, users = engine(*overrides, f"simulation.device={device}"), checked_in(2)
@@ -174,10 +176,12 @@ class Busy(nn.Linear):
         return scores
 
 
-def test_no_two_threads_use_a_model_at_once():
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [4, *by_night(19)])
+def test_no_two_threads_use_a_model_at_once(rounds):
     busy = engine(f"model.name={__name__}:Busy", "simulation.users_per_chunk=1")
     reports = reports_of(busy)
-    for round in range(1, 20):
+    for round in range(1, rounds + 1):
         reports.sum(round, busy.settings.make_model(), np.arange(USERS), [])
 
 
@@ -193,6 +197,7 @@ class TooLarge(nn.Linear):
         return super().forward(records.flatten(1))
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_is_one_line(tmp_path):
     sets = [*SETTINGS, f"model.name={__name__}:TooLarge"]
     given = [part for setting in sets for part in ("--set", setting)]
@@ -280,6 +285,7 @@ class FailsLater(nn.Module):
         return self.linear(records.flatten(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ValueError("it\nbreaks"), SystemExit(0)])
 def test_a_model_that_fails_in_a_later_round_ends_the_run_in_one_line(tmp_path, monkeypatch, error):
     spend = PrivacyBudget.spend
@@ -338,6 +344,7 @@ def with_layer_twice(input_shape, classes):
     return nn.Sequential(nn.Flatten(), square, nn.ReLU(), square, nn.Linear(64, classes))
 
 
+@pytest.mark.slow
 def test_a_model_that_book_keeping_cannot_do_is_run_by_vmap(tmp_path):
     folder = run_folder(tmp_path, f"model.name={__name__}:with_layer_twice")
     assert json.loads((folder / "summary.json").read_text())["gradients"] == "vmap"
@@ -350,9 +357,10 @@ def with_dropout(input_shape, classes):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
+        pytest.param(
             [f"model.name={__name__}:with_dropout"],
             f"model {__name__}:with_dropout cannot be vectorised over users .*random",
+            marks=pytest.mark.slow,
         ),
         (
             ["simulation.engine=flower", "simulation.noise=aggregate"],
@@ -409,6 +417,7 @@ def test_what_a_block_frees_the_next_takes_without_page_faults():
     assert faults("keep") < without / 10
 
 
+@pytest.mark.slow
 def test_silent_users_are_left_out_whatever_their_coins():
     plan = ["privacy.accountant=blanket", "privacy.shuffler_blankets=4"]
     full, silent = (engine(*plan, f"simulation.silent={share}") for share in (0, 0.3))
