@@ -13,7 +13,7 @@ test: .venv/ready lint  # three workers for two cores: two begin with the deploy
 nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; benchmark scripts: about an hour
 	$(BIN)/pytest -m nightly
 
-soak: .venv/ready  ## some 100 kills of each party in one process, and kills in a deployment; half an hour. SHUFL_SOAK_SEED=N: others
+soak: .venv/ready  ## some 100 kills of each party in one process, and kills in a deployment. SHUFL_SOAK_SEED=N: others
 	$(BIN)/pytest -m nightly -s tests/server/test_server_faults.py tests/integration/test_deployment_soak.py
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit

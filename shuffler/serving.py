@@ -62,15 +62,7 @@ def serve(config: Path, exit_with_parent: bool) -> None:
             if directory is None:
                 temporary = tempfile.TemporaryDirectory(prefix="shufl-")
                 directory = Path(stack.enter_context(temporary))
-            store = RunStore(
-                directory,
-                most_users=settings.limits.users,
-                randomness=make_randomness(settings.simulation_seed),
-                floor=settings.floor,
-                quota=settings.limits.quota,
-                unfinished=settings.limits.streams,
-                durable=settings.directory is not None,
-            )
+            store = open_store(settings, directory)
             metrics = Metrics()
             if settings.metrics is not None:
                 stack.callback(metrics.serve(settings.metrics).shutdown)
@@ -82,6 +74,19 @@ def serve(config: Path, exit_with_parent: bool) -> None:
         except (ShufflerError, ValueError, OSError) as error:
             typer.echo(f"shuffler: {one_line(str(error))}", err=True)
             raise typer.Exit(2) from None
+
+
+def open_store(settings: ShufflerConfig, directory: Path) -> RunStore:
+    """The store of a shuffler with these settings; raises what `RunStore` does."""
+    return RunStore(
+        directory,
+        most_users=settings.limits.users,
+        randomness=make_randomness(settings.simulation_seed),
+        floor=settings.floor,
+        quota=settings.limits.quota,
+        unfinished=settings.limits.streams,
+        durable=settings.directory is not None,
+    )
 
 
 async def _serve(

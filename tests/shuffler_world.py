@@ -27,7 +27,6 @@ import pytest
 from prometheus_client import generate_latest
 
 from run_world import LIMIT, wait_until
-from shufl.accounting.mechanisms import make_randomness
 from shufl.shuffler import (
     ControlClient,
     Credentials,
@@ -48,6 +47,7 @@ from shufl.shuffler.keys import Authority
 from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.server import ShufflerServer
+from shufl.shuffler.serving import open_store
 from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
@@ -161,15 +161,7 @@ class ShufflerHere(ShufflerProcess):
             self._stack.enter_context(restored_log())
             Log(settings.log_file, settings.log_megabytes, settings.log_kept)
         self.directory = directory
-        self.store = RunStore(
-            directory,
-            most_users=settings.limits.users,
-            randomness=make_randomness(settings.simulation_seed),
-            floor=settings.floor,
-            quota=settings.limits.quota,
-            unfinished=settings.limits.streams,
-            durable=settings.directory is not None,
-        )
+        self.store = open_store(settings, directory)
         self.metrics, self.revoked = Metrics(), Revoked(None)
         about = self.store, self._own, self.revoked, settings.limits, self.metrics
 
