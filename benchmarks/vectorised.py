@@ -49,6 +49,7 @@ from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRound
 from shufl.simulator.experiment import Experiment, prepare
 from shufl.simulator.records import read_rows
 from shufl.simulator.run import Run
+from shufl.simulator.trial import exact_float32
 
 _PAUSE_SECONDS = 0.3  # OpenMP's threads spin for a while after their work
 _TURN_SECONDS = 0.5
@@ -229,7 +230,7 @@ PATHS: dict[str, Callable[[Config], Play]] = {
 def serve(path: str, config: Config, connection: Connection) -> None:
     """Plays the turns that it is asked for in this process, until asked for None."""
     warnings.simplefilter("ignore")
-    torch.backends.cudnn.allow_tf32 = False  # as the engine
+    exact_float32()  # as the engine
     keep_freed_memory()  # likewise
     play, on_gpu = PATHS[path](config), config.simulation.device == "cuda"
     while (turn := connection.recv()) is not None:

@@ -82,7 +82,10 @@ def _is_deployment(nodeid: str) -> bool:
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=_WITH_A_GPU)])
 def device(request):
-    """Each device there is."""
+    """Each device there is, where float32 is as exact as the engine has it."""
+    from shufl.simulator.trial import exact_float32
+
+    exact_float32()
     return request.param
 
 

@@ -23,6 +23,7 @@ from shufl.simulator.engines.gradient_forms import Clipping, RandomSides
 from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.user_gradients import Method, clipped_sum_of_updates, ready_for
 from shufl.simulator.section import READERS_ERRORS, one_line
+from shufl.simulator.trial import exact_float32
 
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 
@@ -129,9 +130,7 @@ class ReportSum:
         self._free = queue.SimpleQueue()
         for own, _ in zip(self._models, loads, strict=True):
             self._free.put((own, ModuleState(own)))
-        # TF32 has 10 bits of mantissa: a clipped sum could exceed its computed norm by as much.
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
+        exact_float32()
         blocks = np.split(users, np.flatnonzero(np.diff(users // self._block)) + 1)
         for part in self._threads.map(functools.partial(self._sum_block, round), blocks):
             total += part
