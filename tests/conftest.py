@@ -1,12 +1,13 @@
 """What tests in several folders share."""
 
 import os
+import re
 
 # OpenMP reads it when torch is imported: threads that wait leave the processors to other tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 _DEPLOYMENTS = "test_deployment", "test_strangers"
 _LONGEST = "test_deployment_kills"  # takes about as long as the other deployments together
+
+_CI_INSTALLS = "nginx", "nft"
 
 _WITH_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -69,6 +72,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return 2 if "integration" in item.nodeid else 3
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that is skipped in CI for want of what `.ci/run` installs has failed."""
+    report = yield
+    if report.skipped and os.environ.get("CI") and isinstance(report.longrepr, tuple):
+        *_, reason = report.longrepr
+        if any(re.search(rf"\b{tool}\b", reason) for tool in _CI_INSTALLS):
+            report.outcome, report.longrepr = "failed", f"{reason}: .ci/run installs it"
+    return report
 
 
 def _is_night(config: pytest.Config) -> bool:
