@@ -18,6 +18,14 @@ _REASON_CHARACTERS = 300
 _DIED = "ActorDied|ActorUnavailable|NodeDied|OutOfMemory|RayActor|WorkerCrashed"
 
 
+def pause_after(waited: float) -> float:
+    """Seconds until the server looks again, of so many that it has waited.
+
+    A twentieth: a short round is hardly longer for it, and a long one hardly loads the server.
+    """
+    return min(max(waited / 20, _LEAST_POLL_SECONDS), _MOST_POLL_SECONDS)
+
+
 class Exchange:
     """A message to each of some nodes.
 
@@ -82,17 +90,12 @@ class Exchange:
             self._waiting.clear()
 
     def wait(self, over: Callable[[], bool]) -> None:
-        """Waits until all nodes have answered, the deadline, or `over`.
-
-        It looks again after a twentieth of the time it has waited, so that a short round is hardly
-        longer for it, and a long one hardly loads the server.
-        """
+        """Waits until all nodes have answered, the deadline, or `over`."""
         begun = time.monotonic()
         self.hear()
         while self._waiting and not over():
             now = time.monotonic()
-            pause = min(max((now - begun) / 20, _LEAST_POLL_SECONDS), _MOST_POLL_SECONDS)
-            time.sleep(max(0.0, min(pause, self._deadline - now)))
+            time.sleep(max(0.0, min(pause_after(now - begun), self._deadline - now)))
             self.hear()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from shufl.accounting import shuffler_of
-from shufl.server.broadcast import Exchange, greet
+from shufl.server.broadcast import Exchange, greet, pause_after
 from shufl.server.settings import NodeFailed, RoundFailed, ServerSettings
 from shufl.server.words import NODES_FILE, AgreedNode
 
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 START_SECONDS = 600.0  # for nodes to connect and load their data, at least
 _ASK_AGAIN_SECONDS = 30.0  # a node that refused or failed
-_POLL_SECONDS = 0.05
 _TELL_SECONDS = 5.0  # after which, and how often at most, the operator is told who is waited for
 _MOST_CHARACTERS = 500
 
@@ -143,7 +142,7 @@ class Fleet:
                     f"{missing} of {settings.nodes} nodes did not get ready: "
                     f"{reasons[0] if reasons else f'too few users within {until - begun:.0f} s'}"
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause_after(time.monotonic() - begun))
 
     def _tell(self, present: list[int]) -> None:
         """Says for whom it waits, where that has changed, also in the run folder."""

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import is_hypothesis_test, settings
-from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
 
 from shufl import accounting
 
@@ -28,26 +26,11 @@ settings.register_profile("others", max_examples=100, deadline=None, print_blob=
 # Ray's workers are nice by default; beside the other tests' processes they hardly got a turn.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-_DEPLOYMENTS = "test_deployment", "test_strangers"
-_LONGEST = "test_deployment_kills"  # takes about as long as the other deployments together
+_DEPLOYMENTS = "test_deployment", "test_strangers"  # which mostly wait
 
 _CI_INSTALLS = "nginx", "nft"
 
 _WITH_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-
-
-class _Files(LoadFileScheduling):
-    """A worker has the tests of a file; of deployments, of some ten processes each, two go on."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        together = _is_deployment(nodeid) and _LONGEST not in nodeid
-        return "deployments" if together else super()._split_scope(nodeid)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Files:
-    """For the workers of `make test`."""
-    return _Files(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,9 +50,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("nightly")
 
     def rank(item: pytest.Item) -> int:
-        if _is_deployment(item.nodeid):
-            return 0 if _LONGEST in item.nodeid else 1
-        return 2 if "integration" in item.nodeid else 3
+        if any(part in item.nodeid for part in _DEPLOYMENTS):
+            return 0
+        return 1 if "integration" in item.nodeid else 2
 
     items.sort(key=rank)
 
@@ -88,10 +71,6 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def _is_night(config: pytest.Config) -> bool:
     """Whether this is `make nightly`, or `pytest -m nightly` of some files."""
     return config.option.markexpr == "nightly"
-
-
-def _is_deployment(nodeid: str) -> bool:
-    return any(part in nodeid for part in _DEPLOYMENTS)
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=_WITH_A_GPU)])

@@ -23,6 +23,7 @@ from shufl.accounting import Ledger, PrivacyPlan
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.plan import Deployment, flower_environment
 from shufl.deploy.rehearse import Rehearsal
+from shufl.deploy.sites import OUTCOME_FILE
 from shufl.simulator.config import load
 
 NAME = "wards"
@@ -99,7 +100,7 @@ def message_seconds() -> float:
     """In which a message comes to all nodes here, for which Flower starts a process at each."""
     begun = time.monotonic()
     subprocess.run([command("flwr"), "--version"], check=True, capture_output=True)
-    return max(10.0, math.ceil(7 * (time.monotonic() - begun)))
+    return max(10.0, math.ceil(5 * (time.monotonic() - begun)))
 
 
 def window_here() -> dict[str, float]:
@@ -147,6 +148,11 @@ class World(Rehearsal):
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def run_by_flower(self) -> None:
+        """Begins a run by `flwr run`, as that of every other Flower app."""
+        given = f'site="{self.server}/server.toml" config="{self.server}/run.toml"'
+        self.flwr("run", str(ROOT), NAME, "-c", given)
 
     def resume(self) -> None:
         """Goes on with the one run there is."""
@@ -216,13 +222,17 @@ class World(Rehearsal):
         """Waits for a state; resumes the run where a machine was too busy for three rounds."""
         deadline = time.monotonic() + LIMIT
         while not condition():
-            assert self.command is not None
-            if self.command.poll() is not None:
-                _, err = self.command.communicate()
-                assert "3 rounds in a row were not released" in err, (err, self.tell())
+            if (error := self._error_of_ended_run()) is not None:
+                assert "3 rounds in a row were not released" in error, (error, self.tell())
                 self.resume()
             assert time.monotonic() < deadline, f"waited for {what}: {self.tell()}"
             time.sleep(0.1)
+
+    def _error_of_ended_run(self) -> str | None:
+        if self.command is not None:
+            return None if self.command.poll() is None else self.command.communicate()[1]
+        (outcome, *_) = *self.server.glob(f"runs/*/{OUTCOME_FILE}"), None
+        return None if outcome is None else json.loads(outcome.read_text()).get("error", "")
 
     def kill_server_app(self) -> None:
         """kill -9 of the process that runs the ServerApp."""

@@ -1,5 +1,6 @@
 """Sums of independent terms: bounds above and below the exact expectation, far into the tails."""
 
+import itertools
 import math
 
 import numpy as np
@@ -32,11 +33,23 @@ def call_of_one(sigma, z):
 
 
 def call_of_two(sigma, rate, a):
-    """E[(Z1 + Z2 - a)_+]: the trapezoidal rule over a smooth closed form."""
-    t = np.linspace(-13.0, 13.0 + 2.0 / sigma, 20_001)
-    z = np.expm1(t / sigma - 0.5 / sigma**2)
-    values = np.array([call_of_one(sigma, a - each) for each in z])
-    both = float(integrate.trapezoid(values * stats.norm.pdf(t), t))
+    """E[(Z1 + Z2 - a)_+]: quadrature of a closed form, that of Z2 given Z1.
+
+    Where Z1 alone comes up to `a` + 1, the form bends on a scale much smaller than Z1's.
+    """
+
+    def given_one(t):
+        z = math.expm1(t / sigma - 0.5 / sigma**2)
+        return call_of_one(sigma, a - z) * math.exp(-0.5 * t * t) / math.sqrt(2 * math.pi)
+
+    first, last = -13.0, 13.0 + 2.0 / sigma
+    bend = sigma * math.log(a + 2.0) + 0.5 / sigma if a > -2.0 else first
+    inside = {min(max(bend - distance, first), last) for distance in (1.0, 0.1, 0.01, 0.0)}
+    ends = sorted({first, *inside, last})
+    both = sum(
+        integrate.quad(given_one, *piece, epsabs=1e-13, limit=500)[0]
+        for piece in itertools.pairwise(ends)
+    )
     one = call_of_one(sigma, a)
     return (1 - rate) ** 2 * max(-a, 0.0) + 2 * rate * (1 - rate) * one + rate**2 * both
 

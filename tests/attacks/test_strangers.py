@@ -1,7 +1,7 @@
 """Whoever reaches nginx's port alone gets nothing, and a run goes on.
 
-nginx has the very file that `shufl provision` writes. Every attempt is Flower's own command or
-process, or a real request.
+`flwr run` has begun the run, as that of every other Flower app. nginx has the very file that `shufl
+provision` writes. Every attempt is Flower's own command or process, or a real request.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ class Stranger:
         return home
 
     @property
-    def run(self) -> dict:
-        """The run that goes on, as the server's operator sees it; one that it resumes has ended."""
+    def runs(self) -> list[dict]:
+        """The runs that go on, as the server's operator sees them."""
         runs = json.loads(self.deployed.flwr("list", NAME, "--format", "json"))["runs"]
-        (run,) = [each for each in runs if not each["status"].startswith("finished")]
-        return run
+        return [each for each in runs if not each["status"].startswith("finished")]
 
     def nodes(self) -> list[dict]:
         """The nodes, as the server's operator sees them."""
@@ -104,7 +103,7 @@ def world(tmp_path_factory):
         stack.callback(Nginx(deployed.server / "nginx.conf", folder / "nginx").stop)
         stack.callback(Nginx(shuffler, folder / "stream", stream=True).stop)
         stack.enter_context(deployed)
-        deployed.run()
+        deployed.run_by_flower()
         deployed.wait_for_round(1)
         stranger = Stranger(folder, deployed)
         stranger.wait_for_statuses("online", "online")
@@ -131,7 +130,7 @@ def test_a_stranger_can_submit_list_and_stop_nothing(world):
     marker = world.folder / "proxy-marker"
     app = _write_app(world.folder / "proxy-app", marker)
     home = world.home("stranger", world.proxy)
-    run = world.run
+    (run,) = world.runs
     attempts = (
         ("run", str(app), "there"),
         ("list", "there"),
@@ -141,7 +140,8 @@ def test_a_stranger_can_submit_list_and_stop_nothing(world):
     for attempt in attempts:
         done = run_flwr(home, *attempt)
         assert "403" in done.stdout, done.stdout
-    assert (world.run["run-id"], world.run["status"]) == (run["run-id"], run["status"])
+    (now,) = world.runs
+    assert (now["run-id"], now["status"]) == (run["run-id"], run["status"])
     assert not marker.exists()
 
 
@@ -213,6 +213,7 @@ def test_a_withdrawn_node_does_not_come_back(world):
 
 def test_the_run_has_gone_on(world):
     world.deployed.wait_for_round(world.deployed.rows[-1]["round"] + 2)
+    assert "released" in {row["outcome"] for row in world.deployed.rows}
 
 
 def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
@@ -220,7 +221,7 @@ def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
     marker = world.folder / "local-marker"
     app = _write_app(world.folder / "local-app", marker)
     home = world.home("local", world.superlink)
-    run = world.run
+    (run,) = world.runs
     assert run["run-id"] in run_flwr(home, "list", "there", "--format", "json").stdout
     for port in (world.superlink, f"127.0.0.1:{world.deployed.deployment.nodes[0].port}"):
         tls = port == world.superlink
@@ -229,7 +230,7 @@ def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
     assert done.returncode == 0, done.stdout
     wait_until(marker.exists, 90, "the stranger's code")
     assert run_flwr(home, "stop", run["run-id"], "there").returncode == 0
-    wait_until(lambda: world.deployed.command.poll() is not None, 90, "the end of the run")
+    wait_until(lambda: not world.runs, 90, "the end of the run")
 
 
 def _refused_supernode(world: Stranger, key: Path) -> None:

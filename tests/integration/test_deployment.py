@@ -1,7 +1,7 @@
 """Whole deployments on loopback: real SuperLink, SuperNodes, shufflers, nodes; TLS everywhere."""
 
-import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from deployment_world import NAME, ROOT, World, deployment_of, window_here
+from deployment_world import World, deployment_of, window_here
 from run_world import LIMIT, children, json_lines, shufl_command, wait_until
 from shufl.deploy.sites import STOP_FILE
 
 
 @pytest.mark.slow
-def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_began_it(tmp_path):
-    """A node overstates its users; Flower's command is killed; then the node tells the truth."""
+def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_its_commands_and_processes(tmp_path):
+    """A node overstates its users; Flower's command is killed; then the node tells the truth.
+
+    Then the ServerApp is killed, and the run resumed.
+    """
     everybody = {"minimum_batch": 6}
     with World(tmp_path, nodes=2, rounds=2, round_timeout=LIMIT, privacy=everybody) as world:
         said = world.folder / "ward-1" / "node.toml"
@@ -36,23 +39,18 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_the_command_that_
         os.kill(flwr, signal.SIGKILL)
         said.write_text(truth)
         world.kill_process("ward-1", "node")
-        code, out, err = world.finish()
+        world.wait_for_round(1)
+        assert waiting in world.shown
+
+        world.kill_server_app()
+        code, _, err = world.finish()
+        assert code == 1
+        assert re.fullmatch(r"error: .*--resume .* goes on with it\n", err), err
+        world.resume()
+        code, _, err = world.finish()
         assert (code, err) == (0, ""), world.tell()
-        assert waiting in out
+        assert world.rounds_spent == [1, 2]
         assert {row["users_present"] for row in world.rows} <= {0, 3, 6}
-        assert len(world.rows) == 2
-
-
-@pytest.mark.slow
-def test_flower_runs_the_app_of_the_repository(tmp_path):
-    """`flwr run . CONNECTION -c …`, as for every other Flower app."""
-    with World(tmp_path, nodes=2, rounds=1, round_timeout=LIMIT) as world:
-        given = f'site="{world.server}/server.toml" config="{world.server}/run.toml"'
-        world.flwr("run", str(ROOT), NAME, "--stream", "-c", given)
-        outcome = json.loads((world.run_folder / "outcome.json").read_text())
-        assert outcome["stopped_by"] == "rounds"
-        assert "released" in {row["outcome"] for row in world.rows}
-        assert (world.run_folder / "accuracy_epsilon.png").exists()
 
 
 @pytest.mark.slow

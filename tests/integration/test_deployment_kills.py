@@ -17,6 +17,7 @@ PRIVACY = {  # allows eight rounds
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_predicts(tmp_path):
     """A node, a shuffler, the ServerApp and the SuperLink are killed, one after the other."""
     with World(

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from run_world import (
     LIMIT,
@@ -24,10 +25,14 @@ from run_world import (
     tiny_config,
     wait_until,
 )
+from shufl.cli.__main__ import app
+from shufl.simulator.config import load
+from shufl.simulator.console import Console
 from shufl.simulator.grid.page import plan_table
 from shufl.simulator.grid.points import read_result, write_result
 from shufl.simulator.grid.rows import take_over_rows, write_rows
 from shufl.simulator.grid.settings import load_grid
+from shufl.simulator.run import Run
 from shufl.simulator.section import ConfigError
 
 GRID = """
@@ -77,11 +82,12 @@ def descendants(pid):
 
 
 @pytest.mark.slow
-def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
+def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_address):
     grid, results = write_grid(tmp_path, 60), tmp_path / "results"
     folder = results / "tiny-grid"
     pages = tmp_path / "pages"
     command = ["experiment", grid, "--results", results, "--pages", pages]
+    on_a_cluster = {"env": {**os.environ, "RAY_ADDRESS": ray_address}}
     process = subprocess.Popen(shufl_command(*command), stdout=subprocess.DEVNULL)
     wait_until(lambda: list(folder.glob("*/result.json")), LIMIT, "a point to end")
     started = [pid for pid, name in descendants(process.pid).items() if "Agent" not in name]
@@ -92,7 +98,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     done = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
     assert 1 <= len(done) < 6
 
-    again = shufl(*command)
+    again = shufl(*command, **on_a_cluster)
     assert again.returncode == 1
     assert again.stderr == f"error: 2 of 8 runs failed, see {pages}/tiny-grid.md\n"
     assert f"8 runs, {len(done)} of them already there" in again.stdout
@@ -117,15 +123,14 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
 
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        at_once = shufl(*command)
-    assert at_once.returncode == 2
+        at_once = CliRunner().invoke(app, list(map(str, command)))
+    assert at_once.exit_code == 2
     assert at_once.stderr == f"error: another shufl experiment is at work in {folder}\n"
 
     runs = tmp_path / "alone"
     sets = ["simulation.engine=vectorised", "privacy.rounds=60", "privacy.target_epsilon=1e6"]
     sets += ["privacy.noise_multiplier=2.0", "seed=4"]
-    alone = shufl("run", tmp_path / "tiny.toml", "--runs", runs, *(f"--set={s}" for s in sets))
-    assert alone.returncode == 0, alone.stderr
+    Run.new(load(str(tmp_path / "tiny.toml"), sets), runs, Console(quiet=True)).train()
     (same,) = folder.glob("fast_2_4_*/*/model.pt")
     (other,) = runs.iterdir()
     assert same_model(same.parent, other)
@@ -135,13 +140,13 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path):
     table = pages / "tiny-grid.csv"
     published = table.read_text()
     command[3] = tmp_path / "of-somebody-else"
-    went_on = shufl(*command)
+    went_on = shufl(*command, **on_a_cluster)
     assert "8 runs, 6 of them already there" in went_on.stdout
     assert table.read_text() == published
     command[3] = tmp_path / "of-another"
     table.write_text(published.replace(row["accuracy"], "much"))
-    damaged = shufl(*command)
-    assert damaged.returncode == 1
+    damaged = CliRunner().invoke(app, list(map(str, command)))
+    assert damaged.exit_code == 1
     assert damaged.stderr.startswith(f"error: {table}: the row of Fast!, 2, seed 4 is damaged: ")
     assert damaged.stderr.count("\n") == 1
 
