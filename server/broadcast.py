@@ -19,9 +19,9 @@ _DIED = "ActorDied|ActorUnavailable|NodeDied|OutOfMemory|RayActor|WorkerCrashed"
 
 
 def pause_after(waited: float) -> float:
-    """Seconds until the server looks again, of so many that it has waited.
+    """Seconds that the server pauses before it looks again: a twentieth of those it has waited.
 
-    A twentieth: a short round is hardly longer for it, and a long one hardly loads the server.
+    A short round is hardly longer for it, and a long one hardly loads the server.
     """
     return min(max(waited / 20, _LEAST_POLL_SECONDS), _MOST_POLL_SECONDS)
 

@@ -142,7 +142,8 @@ class Fleet:
                     f"{missing} of {settings.nodes} nodes did not get ready: "
                     f"{reasons[0] if reasons else f'too few users within {until - begun:.0f} s'}"
                 )
-            time.sleep(pause_after(time.monotonic() - begun))
+            now = time.monotonic()
+            time.sleep(max(0.0, min(pause_after(now - begun), until - now)))
 
     def _tell(self, present: list[int]) -> None:
         """Says for whom it waits, where that has changed, also in the run folder."""

@@ -57,7 +57,6 @@ def try_users(
 
 @functools.lru_cache(maxsize=16)
 def _try(given: bytes) -> bool:
-    exact_float32()
     make_model, training, records = pickle.loads(given)
     name, input_shape, classes, *_ = make_model.args
     sizes = records, 1, records // 2 + 1, records
@@ -86,7 +85,7 @@ def _try(given: bytes) -> bool:
 
 
 def exact_float32() -> None:
-    """Makes torch compute float32 in full, whatever a script has allowed it before.
+    """Undoes what a reader's code may have set: a lower matmul precision, TF32 in convolutions.
 
     With 10 or 7 bits of mantissa (TF32, bfloat16) a clipped sum could exceed its computed norm by
     as much, and a user computed alone differs from the same user computed with others.
@@ -123,6 +122,7 @@ def agrees_one_by_one(
     Raises:
         RuntimeError: torch cannot vectorise the model, or it draws torch's random numbers.
     """
+    exact_float32()
     seeds = np.arange(len(labels), dtype=np.uint64)
     orders = record_orders(seeds, training.local_epochs, labels.shape[1])
     with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
@@ -136,6 +136,7 @@ def agrees_one_by_one(
 
 def _updates(model: nn.Module, training: LocalTraining, users: _Users) -> list[np.ndarray]:
     """The updates of users, one after another: of each its features, labels and seed."""
+    exact_float32()
     state = ModuleState(model)
     return [local_update(model, x, y, training, seed, state) for x, y, seed in users]
 

@@ -34,7 +34,7 @@ from shufl.simulator.engines.gradient_forms import (
     weighted_sum,
 )
 from shufl.simulator.models import seeded
-from shufl.simulator.trial import agrees_one_by_one, exact_float32, made_up
+from shufl.simulator.trial import agrees_one_by_one, made_up
 
 Method = Literal["book-keeping", "vmap"]
 """How users' gradients are computed."""
@@ -113,7 +113,6 @@ def fastest_method(
     Raises:
         RuntimeError: not even vmap does this model.
     """
-    exact_float32()
     few = min(users, 4)
     given = made_up(model, input_shape, classes, users * records)
     features, labels = (each.unflatten(0, (users, records)) for each in given)

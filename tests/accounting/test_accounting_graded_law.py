@@ -47,7 +47,7 @@ def call_of_two(sigma, rate, a):
     inside = {min(max(bend - distance, first), last) for distance in (1.0, 0.1, 0.01, 0.0)}
     ends = sorted({first, *inside, last})
     both = sum(
-        integrate.quad(given_one, *piece, epsabs=1e-13, limit=500)[0]
+        integrate.quad(given_one, *piece, epsabs=1e-13, epsrel=1e-12, limit=500)[0]
         for piece in itertools.pairwise(ends)
     )
     one = call_of_one(sigma, a)

@@ -111,6 +111,7 @@ def test_a_run_goes_on_though_disks_fill_and_a_network_fails(world):
     world.network.whole.clear()
     assert wait_for_users(world, 6) > slow
     trouble = {node["name"]: node["trouble"] for node in world.status()["nodes"]}
+    # The second once Flower has missed the node's heartbeats.
     assert re.fullmatch(r"no answer within \d+ s|not connected", trouble["ward-2"])
     world.network.delay = 0.0
     world.network.whole.set()

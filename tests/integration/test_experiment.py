@@ -156,16 +156,16 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_ad
     "interrupt", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
 )
 def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path, interrupt):
-    grid, pages = write_grid(tmp_path, 10_000), tmp_path / "pages"
+    grid, pages, results = write_grid(tmp_path, 10_000), tmp_path / "pages", tmp_path / "results"
     pages.mkdir()
     (pages / "tiny-grid.md").write_text("older")
-    command = ["experiment", grid, "--results", tmp_path / "results", "--pages", pages]
+    command = ["experiment", grid, "--results", results, "--pages", pages]
     process = subprocess.Popen(
         shufl_command(*command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout.readline().startswith("8 runs, 0 of them")
-        wait_until(lambda: "ray::play" in str(descendants(process.pid)), LIMIT, "a run to begin")
+        wait_until(lambda: list(results.glob("*/*/*/metrics.jsonl")), LIMIT, "a run to begin")
         process.send_signal(interrupt)
         _, errors = process.communicate(timeout=LIMIT)
     finally:

@@ -37,6 +37,7 @@ def finished(place, name, *overrides):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_own_dataset.py has a map of the reader's on both engines
 @pytest.mark.usefixtures("shared_ray")
 def test_both_engines_train_on_the_same_features(place):
     features, engine = "data.features=scattering", "simulation.engine=vectorised"

@@ -14,6 +14,7 @@ from rich.console import Console
 from run_world import json_lines, model_of, only_folder, python_path, shufl, tiny_config
 from shufl.server import CheckpointError
 from shufl.simulator.config import load
+from shufl.simulator.data import features
 from shufl.simulator.data.datasets import load_dataset
 from shufl.simulator.data.features import data_digest
 from shufl.simulator.data.partition import load_user_records
@@ -35,6 +36,9 @@ MODULE = """
         records = torch.from_numpy(np.load("blobs.npy"))[torch.randperm(140)]
         labels = (records[:, 0] > 0).long()
         return Dataset(records[:100], labels[:100], records[100:], labels[100:], classes=2)
+
+    def doubled(records):
+        return torch.cat([records, records], 1)
 
     DIRECTIONS = torch.randn(4, 2)
 
@@ -60,7 +64,9 @@ def place(tmp_path, monkeypatch):
     write_records(tmp_path, seed=0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield tmp_path
+    features._mapped.cache_clear()
     load_dataset.cache_clear()
     sys.modules.pop("blobs", None)
 
@@ -75,31 +81,34 @@ def write_records(folder, seed):
 SETTINGS = "data.dataset=blobs:blobs", "model.name=logistic-regression", "model.options={}"
 
 
-def finished(place, name):
+def finished(place, name, *settings):
     """The folder of a run on the reader's data, on Flower by the command."""
-    sets = [part for each in SETTINGS for part in ("--set", each)]
+    sets = [part for each in (*SETTINGS, *settings) for part in ("--set", each)]
     result = shufl("run", tiny_config(place, 3), "--runs", place / name, *sets)
     assert result.returncode == 0, result.stderr
     return only_folder(place / name)
 
 
-def finished_here(place, name):
+def finished_here(place, name, *settings):
     """The folder of a run on the reader's data, in this process."""
-    settings = [*SETTINGS, "simulation.engine=vectorised"]
+    settings = [*SETTINGS, *settings, "simulation.engine=vectorised"]
     Run.new(load(str(tiny_config(place, 3)), settings), place / name, Console(quiet=True)).train()
     return only_folder(place / name)
 
 
 @pytest.mark.slow
-def test_both_engines_train_on_it(place):
-    """Flower does in processes of its own."""
-    flower, vectorised = finished(place, "flower"), finished_here(place, "vectorised")
+def test_both_engines_train_on_features_of_it(place):
+    """Flower does in processes of its own, in the same folder. The map is the reader's too."""
+    doubled = "data.features=blobs:doubled"
+    flower = finished(place, "flower", doubled)
+    vectorised = finished_here(place, "vectorised", doubled)
     rows = (json_lines(folder / "metrics.jsonl") for folder in (flower, vectorised))
     for row, other in zip(*rows, strict=True):
         assert row["reports"] == other["reports"] > 0
     assert row["accuracy"] > 0.6
     theirs = model_of(vectorised)
     for name, value in model_of(flower).items():
+        assert value.shape in {(2, 8), (2,)}
         torch.testing.assert_close(theirs[name], value, rtol=1e-3, atol=0.02)
 
 
@@ -165,8 +174,8 @@ def test_torchvision_is_imported_in_a_process_of_its_own(place):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("blobs:mistaken", r"could not be loaded: 'train' \(blobs.py, line 25\)"),
-        ("blobs:told_by_torch", r"could not be loaded: .* \(blobs.py, line 29\)"),
+        ("blobs:mistaken", r"could not be loaded: 'train' \(blobs.py, line 28\)"),
+        ("blobs:told_by_torch", r"could not be loaded: .* \(blobs.py, line 32\)"),
         ("imports:it", r"could not be imported: No module .* \(imports.py, line 2\)"),
         ("typo:it", r"could not be imported: [^()]* \(typo.py, line 3\)"),
     ],

@@ -49,6 +49,7 @@ def submit_at_once(world: World, header, streams: int, reports: int, length: int
     ("streams", "reports", "length", "most_mb"),
     [
         (8, 5, 4_000_000, 220),
+        # 300 MB is what docs/shuffler.md promises.
         *by_night((24, 5, 4_000_000, 300), (4, 2, 64 * 2**20, 300), (24, 50, 250_000, 300)),
     ],
 )
