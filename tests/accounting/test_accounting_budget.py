@@ -143,6 +143,7 @@ def test_an_undefined_epsilon_exceeds_every_budget(monkeypatch):
         budget.spend()
 
 
+@pytest.mark.slow
 def test_the_table_has_every_accountant_with_what_it_covers():
     rows = accounting.epsilon_table(small_plan(), 20)
     assert [row.name for row in rows] == list(accounting.ACCOUNTANTS)

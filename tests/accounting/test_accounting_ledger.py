@@ -51,6 +51,7 @@ def test_what_was_appended_is_read_back(three):
     assert three.read_bytes().count(b"\n") == 4
 
 
+@pytest.mark.slow
 def test_any_accountant_can_price_a_ledger_again(three):
     content = accounting.Ledger.read(three)
     for row in accounting.epsilon_table(content.plan, len(content.entries)):

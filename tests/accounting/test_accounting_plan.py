@@ -161,6 +161,7 @@ def test_the_users_of_every_node_have_one_shuffler_each():
     assert set(shuffler_of(nodes, 1)) == {0}
 
 
+@pytest.mark.slow
 def test_who_reads_a_plan_as_a_shuffler_does_imports_no_accountant():
     code = (
         "import sys; from shufl.accounting.plan import OpenPlan, Plan\n"

@@ -132,6 +132,7 @@ def test_the_reverse_direction_equals_quadrature_and_is_not_the_larger(users, ra
 
 
 @pytest.mark.parametrize(("users", "rate", "sigma"), [(40, 1.0, 1.0), (200, 0.2, 0.6)])
+@pytest.mark.slow
 def test_the_reverse_direction_of_many_users_is_that_of_simulation(users, rate, sigma):
     generator = np.random.default_rng(5)
     size = (100_000, users)

@@ -19,6 +19,7 @@ def reports_of(mechanism, update, count, randomness, round=1):
 @pytest.mark.parametrize("randomness", [SeededRandomness(5), SystemRandomness()])
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
 @pytest.mark.parametrize("dimension", [1, 2, 7, 300])
+@pytest.mark.slow
 def test_reports_are_unbiased_and_of_one_length(dimension, share, randomness):
     mechanism, count = LdpSgd(clip_norm=0.5, noise_multiplier=2.0), 4000
     update = np.random.default_rng(dimension).standard_normal(dimension)
@@ -45,6 +46,7 @@ def test_longer_updates_are_clipped_and_one_that_is_not_finite_is_a_blanket():
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.slow
 def test_the_chance_of_the_updates_side_is_that_of_local_epsilon(share):
     """All that an update changes is which of v and -v is sent; its odds are e^{ε₀} at most."""
     mechanism, count = LdpSgd(noise_multiplier=1.6), 40000

@@ -35,6 +35,7 @@ def update_of(shares):
     ("shares", "local"),
     [([0, 1, 0, 0], 1.0), ([0, 0, 1], 20.0), ([0.5, 0, 0.5, 0, 0], 2.0), ([0.25] * 4, 3.0)],
 )
+@pytest.mark.slow
 def test_reports_have_the_law_and_the_mean_that_is_stated(shares, local, randomness):
     k = len(shares)
     mechanism = RandomisedResponse(categories=k, local_epsilon=local)
@@ -67,6 +68,7 @@ def test_reports_have_the_law_and_the_mean_that_is_stated(shares, local, randomn
         np.zeros(3),
     ],
 )
+@pytest.mark.slow
 def test_an_update_that_is_no_share_still_makes_a_report(update):
     mechanism = RandomisedResponse(categories=3, local_epsilon=1.0)
     reports = reports_of(mechanism, update, SeededRandomness(1))

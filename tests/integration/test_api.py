@@ -253,6 +253,7 @@ PLAN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_calibrate_finds_the_least_noise():
     given = shufl.PrivacyPlan(**PLAN)
     found = shufl.calibrate(given, epsilon=0.5)

@@ -278,6 +278,7 @@ def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
     assert not list((tmp_path / "results").glob("*/*/"))
 
 
+@pytest.mark.slow
 def test_more_processors_than_there_are_is_one_line(tmp_path):
     grid = write_grid(tmp_path, 3, **{"each = [{}, ": "each = [{}, "})
     asked = shufl("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)

@@ -96,6 +96,7 @@ def check_alone(page):
     return seen.text
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_says_what_the_run_says(run_folder, tmp_path):
     target = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["report", str(run_folder), "--output", str(target)])
@@ -141,6 +142,7 @@ def test_a_token_on_the_command_line_of_another_program_is_not_kept(tmp_path, mo
     assert told == ["flwr-serverapp", "shufl run --resume 'a run'"]
 
 
+@pytest.mark.slow
 def test_plots_can_be_read_without_colour_and_no_legend_covers_a_curve(run_folder, tmp_path):
     plan = PrivacyPlan.from_json((run_folder / "plan.json").read_bytes())
     rows = read_rows(run_folder / "metrics.jsonl")
@@ -161,6 +163,7 @@ def test_plots_can_be_read_without_colour_and_no_legend_covers_a_curve(run_folde
         assert curve.get_linestyle() == ("-" if pairs == "every pair" else "--")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
     """Three rounds are spent; of the third there is no row, and nothing was evaluated yet.
 
@@ -205,6 +208,7 @@ def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
     assert re.search(r"rounds spent\s*0", check_alone(page_of(folder)))
 
 
+@pytest.mark.slow
 def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
     done = CliRunner().invoke(app, ["report", str(results)])
     assert done.exit_code == 0, done.stderr
@@ -251,6 +255,7 @@ def test_what_cannot_be_shown_is_one_line(tmp_path, file, content, message):
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_needs_no_torch(run_folder):
     """A report is wanted at once, as is a status, and torch takes seconds to import."""
     code = (
@@ -327,6 +332,7 @@ def browse(folder, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_the_page_of_figure_1b_tells_the_end_of_a_run(run_folder, tmp_path):
     done = subprocess.run(
         [sys.executable, FIGURE_1B, run_folder, tmp_path], capture_output=True, text=True

@@ -248,6 +248,7 @@ SHUFFLERS_LINE = '{"time": "t", "event": "round opened", "run": "0", "round": 5}
 @pytest.mark.parametrize(
     "witness", ["metrics.jsonl", "summary.json", "checkpoint.pt", "tensorboard", "shuffler.log"]
 )
+@pytest.mark.slow
 def test_a_ledger_that_was_cut_is_refused_whatever_else_is_left(five, tmp_path, witness, cut_to):
     folder = shutil.copytree(five, tmp_path / "five")
     (folder / "shuffler.log").write_text(SHUFFLERS_LINE)

@@ -74,6 +74,7 @@ def small_plan(**changes):
     return make_plan(**values | changes)
 
 
+@pytest.mark.slow
 def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
     plan = small_plan(adjacency="zero-out")
     with Ledger.create(tmp_path / "ledger.jsonl", plan, "run") as ledger:
@@ -84,6 +85,7 @@ def test_a_run_folder_is_priced_by_its_ledger(tmp_path):
     assert rows["rdp"]["epsilon"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_counts_on_them(
     tmp_path,
 ):
@@ -104,6 +106,7 @@ def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_c
         "calibrate --rounds 20 --target-epsilon 9 --accountant local",
     ],
 )
+@pytest.mark.slow
 def test_a_delta_too_small_for_a_plan_is_said_to_be_of_the_ideal_mechanism(command):
     command += " --n 1000 --gamma 0.3 --json --delta"
     assert shufl(f"{command} 2e-21").stderr == ""
@@ -207,6 +210,7 @@ def test_who_does_not_price_the_rounds_says_so(fixed_size_only):
     "plan",
     ["--n 10 --gamma 1 --noise 5", "--n 1000000000000 --gamma 0.1 --noise 0.001"],
 )
+@pytest.mark.slow
 def test_a_billion_rounds_are_priced(plan):
     result = shufl(f"account {plan} --rounds 1000000000 --delta 0.1 --json")
     assert result.exit_code == 0, result.output
@@ -222,6 +226,7 @@ def test_a_billion_rounds_are_priced(plan):
 
 
 @pytest.mark.parametrize("rounds", [0, 3])
+@pytest.mark.slow
 def test_a_run_folder_is_not_priced_by_who_does_not_price_its_rounds(
     tmp_path, rounds, fixed_size_only
 ):
@@ -302,6 +307,7 @@ def test_a_run_that_did_not_end_by_itself_has_the_epsilon_of_its_plan_too(
 
 
 @pytest.mark.parametrize("command", ["account", "compare"])
+@pytest.mark.slow
 def test_blankets_reach_the_event_and_change_nothing_for_who_does_not_count_on_them(
     command, monkeypatch
 ):
@@ -380,6 +386,7 @@ def test_noise_and_blankets_of_least_error_reach_the_headline():
 
 
 @pytest.mark.parametrize("command", ["account", "calibrate --target-epsilon 20"])
+@pytest.mark.slow
 def test_a_delta_not_far_below_the_chance_to_take_part_is_warned_of(command):
     command = f"{command} --n 1000 --gamma 0.001 --rounds 5"  # the chance is 0.005
     noise = " --noise 20" if command.startswith("account") else " --accountant local"
@@ -422,6 +429,7 @@ def test_compare_is_the_accountants_against_rounds(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_compare_shows_other_systems_with_what_they_cover():
     command = f"compare {SMALL} --noise 3 --rounds 50 --peers"
     result = json.loads(shufl(f"{command} --json").stdout)

@@ -18,6 +18,7 @@ def shufl(command):
     return CliRunner().invoke(app, command.split())
 
 
+@pytest.mark.slow
 def test_the_zero_out_counterexample_is_flagged_and_claims_for_every_pair_stand():
     result = shufl(f"{COUNTEREXAMPLE} --json")
     assert result.exit_code == 0, result.output
@@ -30,6 +31,7 @@ def test_the_zero_out_counterexample_is_flagged_and_claims_for_every_pair_stand(
         assert not checks[name]["violated_for_every_pair"]
 
 
+@pytest.mark.slow
 def test_the_table_says_what_is_violated():
     result = shufl(f"{COUNTEREXAMPLE} --accountant rdp --accountant crowd")
     assert result.exit_code == 0

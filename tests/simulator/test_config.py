@@ -249,6 +249,7 @@ def test_overrides_take_toml_values_and_bare_words():
     assert (config.seed, config.privacy.check_in_rate, config.model.name) == ("system", 0.25, "mlp")
 
 
+@pytest.mark.slow
 def test_a_mistake_is_said_before_anything_heavy_is_imported():
     code = (
         "import sys; from shufl.simulator.config import ConfigError, load\n"

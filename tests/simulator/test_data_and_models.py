@@ -233,6 +233,7 @@ def test_arrays_and_numbers_of_numpy_are_taken(monkeypatch):
     assert len(dataset_digest(dataset)) == 64
 
 
+@pytest.mark.slow
 def test_token_ids_as_numbers_of_float32_train_a_model_in_both_engines(monkeypatch):
     """As the line that refuses them as they are says."""
     ids = torch.arange(24).reshape(8, 3)

@@ -51,6 +51,7 @@ def test_a_small_shift_changes_the_transform_little():
     assert (after - before).norm() / before.norm() < pixels / 4
 
 
+@pytest.mark.slow
 def test_a_record_s_features_do_not_depend_on_the_others():
     records = load_dataset("digits").train_features[:10]
     together = map_records("scattering", records)
@@ -77,6 +78,7 @@ def spread(planes):
     return torch.linalg.eigvalsh(planes.movedim(1, -1).flatten(0, -2).T.cov()).flip(0)
 
 
+@pytest.mark.slow
 def test_whitening_makes_channels_alike_also_those_of_images_that_it_was_not_made_from():
     leaves = functional.group_norm(scattering(dead_leaves()), 27)
     mean, matrix = whitening(leaves)

@@ -20,6 +20,7 @@ def test_plain_training_has_neither_noise_nor_a_promise():
     assert (result["rounds"], result["noise_multiplier"], result["epsilon"]) == (40, 0.0, {})
 
 
+@pytest.mark.slow
 def test_central_training_spends_its_budget_and_learns_less():
     plain = train(load("quickstart", DIGITS), private=False)
     config = load("quickstart", [*DIGITS, "privacy.target_epsilon = 1.0"])
@@ -35,6 +36,7 @@ def test_central_training_spends_its_budget_and_learns_less():
     assert epsilon == pytest.approx(result["epsilon"]["opacus"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_central_training_draws_batches_at_the_rate_that_it_accounts_for():
     sizes = ["privacy.check_in_rate = 0.001", "privacy.target_epsilon = 1.0"]
     result = train(load("quickstart", [*DIGITS, *sizes]), private=True)
@@ -73,6 +75,7 @@ class Attentive(nn.Module):
         return self.scores(self.attention(rows, rows, rows)[0].mean(1))
 
 
+@pytest.mark.slow
 def test_central_training_of_a_model_that_opacus_does_not_know_is_one_line():
     name = f"{__name__}:Attentive"
     with pytest.raises(ConfigError, match=f"^Opacus cannot train model {name} as configured: "):

@@ -121,6 +121,7 @@ def test_a_target_that_is_not_used_up_is_told(column):
     assert line.endswith("no further than local_epsilon = 20, blankets = 0.1")
 
 
+@pytest.mark.slow
 def test_of_many_categories_the_largest_are_shown(column, tmp_path):
     many = tmp_path / "many.txt"
     many.write_text("\n".join(["A", "B", "C", "D", *(f"town {i}" for i in range(300))]))

@@ -26,6 +26,7 @@ SETTINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_sum_of_reports_has_the_law_of_one_made_of_single_reports(device):
     """Against reports that the mechanism itself makes of the same users' updates."""
     experiment = prepare(load("quickstart", [*SETTINGS, f"simulation.device={device}"]))
@@ -85,6 +86,7 @@ def test_a_run_learns_and_keeps_its_budget(tmp_path, engine, noise):
     assert summary["accuracy"] > 0.3
 
 
+@pytest.mark.slow
 def test_the_command_line_prices_it_and_names_what_it_does_not_know():
     plan = ["--n", "1000", "--gamma", "0.5", "--rounds", "10", "--mechanism"]
     account = CliRunner().invoke(

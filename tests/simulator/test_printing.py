@@ -136,6 +136,7 @@ def test_a_long_line_keeps_both_its_ends_and_is_not_cut_twice():
         (["shuffler", "--config", "no\nfile\x1b[31m"], "shuffler: no file\\x1b[31m"),
     ],
 )
+@pytest.mark.slow
 def test_a_command_answers_a_mistake_in_one_printable_line(arguments, start, tmp_path):
     done = subprocess.run(
         shufl_command(*arguments), cwd=tmp_path, capture_output=True, text=True,

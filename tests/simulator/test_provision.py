@@ -320,6 +320,7 @@ def test_a_node_maps_its_own_records_to_the_features_that_the_model_takes(base):
         assert settings.make_model()(features).shape == (len(labels), 10)
 
 
+@pytest.mark.slow
 def test_a_model_too_large_for_a_report_is_refused_on_both_sides(base):
     too_large = "model mlp has 33750010 parameters; a report holds at most 33554400"
     provisioned(base)
@@ -386,6 +387,7 @@ def test_a_node_needs_the_window_and_how_many_records_count(base, key):
         node_settings(load_site(base / "sites/ward-1/node.toml", NodeSite), base)
 
 
+@pytest.mark.slow
 def test_what_is_there_and_would_be_another_is_named(base):
     provisioned(base)
     (base / "run.toml").write_text(

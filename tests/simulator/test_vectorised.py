@@ -145,6 +145,7 @@ def convolution(input_shape, classes):
 
 
 @pytest.mark.parametrize("model", ["mlp", "test_vectorised:convolution"])
+@pytest.mark.slow
 def test_float32_means_float32_whatever_was_allowed_before(model, device):
     allow_less_than_float32()
     assert error_of_a_sum(device, "float32", model, allow_less_than_float32) < 1e-4
