@@ -155,6 +155,7 @@ WHOLE = {
         ("check_in_rate", 0.25, 1 / 1.003),
     ],
 )
+@pytest.mark.slow
 def test_what_a_plan_leaves_open_is_found_for_the_target_and_hardly_more_private(
     name, target, more_private
 ):

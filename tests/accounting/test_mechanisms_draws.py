@@ -108,6 +108,7 @@ def test_a_report_is_what_a_hundred_digits_make_of_its_word(mechanism, entry, wo
 
 
 @pytest.mark.parametrize("word", [0, 1])
+@pytest.mark.slow
 def test_the_outermost_words_have_the_tail_of_the_law(word):
     """Beyond 9 deviations, where the 63 bits are all 0."""
     sign = 1 if word else -1

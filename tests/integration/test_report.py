@@ -126,6 +126,7 @@ def test_the_page_of_a_run_says_what_the_run_says(run_folder, tmp_path):
     assert target.read_text().count("data:image/svg+xml") == 2
 
 
+@pytest.mark.slow
 def test_the_page_of_an_older_run_says_what_is_unknown(run_folder, tmp_path):
     shutil.copytree(run_folder, tmp_path / "old")
     (tmp_path / "old/starts.jsonl").unlink()

@@ -231,6 +231,7 @@ def other_layers(folder, tmp_path):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.slow
 def test_what_is_not_this_run_is_refused_and_left_alone(five, tmp_path, spoil, error, message):
     folder = shutil.copytree(five, tmp_path / "five")
     spoil(folder, tmp_path)

@@ -117,6 +117,7 @@ def test_a_delta_too_small_for_a_plan_is_said_to_be_of_the_ideal_mechanism(comma
     assert line.endswith("a plan of 20 rounds supports 2e-21 or more, got 1.9e-21")
 
 
+@pytest.mark.slow
 def test_a_full_disk_below_the_output_is_one_line_and_a_closed_pipe_is_quiet():
     command = shufl_command("account", "--help")
     with Path("/dev/full").open("w") as full:

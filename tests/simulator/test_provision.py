@@ -79,6 +79,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_requests_that_have_come_are_signed_for_what_the_deployment_says(base):
     first = provisioned(base)
     assert first.made == ["server", "shuffler-1", "ward-1", "ward-2"]

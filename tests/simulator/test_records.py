@@ -23,6 +23,7 @@ def record(outcome, crowd):
     ("outcome", "crowd", "counted"),
     [("released", 100, True), ("released", 99, False), ("lost", 0, False), ("discarded", 0, True)],
 )
+@pytest.mark.slow
 def test_a_lost_round_may_be_known_in_part_so_nobody_else_is_counted_on(
     tmp_path, outcome, crowd, counted
 ):
