@@ -7,7 +7,7 @@ BIN := .venv/bin
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
-test: .venv/ready lint  # three workers for two cores: two begin with the deployments, which mostly wait
+test: .venv/ready lint  # three workers for two cores: two begin with the deployments, which take longest
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; benchmark scripts: about an hour

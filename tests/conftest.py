@@ -26,7 +26,7 @@ settings.register_profile("others", max_examples=100, deadline=None, print_blob=
 # Ray's workers are nice by default; beside the other tests' processes they hardly got a turn.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-_DEPLOYMENTS = "test_deployment", "test_strangers"  # which mostly wait
+_DEPLOYMENTS = "test_deployment", "test_strangers"
 
 _CI_INSTALLS = "nginx|nft"
 

@@ -231,8 +231,9 @@ class World(Rehearsal):
     def _error_of_ended_run(self) -> str | None:
         if self.command is not None:
             return None if self.command.poll() is None else self.command.communicate()[1]
-        (outcome, *_) = *self.server.glob(f"runs/*/{OUTCOME_FILE}"), None
-        return None if outcome is None else json.loads(outcome.read_text()).get("error", "")
+        for outcome in self.server.glob(f"runs/*/{OUTCOME_FILE}"):
+            return json.loads(outcome.read_text()).get("error", "")
+        return None
 
     def kill_server_app(self) -> None:
         """kill -9 of the process that runs the ServerApp."""
