@@ -12,9 +12,9 @@ Two ways of calling, with TLS:
     presealed   the client sends bytes that are ready: as much load as one core can make.
 
 `sink` reads and counts; its client gets one verdict for each report, without any work for it.
-`shuffler` has every acknowledged report in its batch. `ratio` is shuffler/sink, the median over rounds
-that alternate between the two. `disk` is the same disk in the same round without anything else:
-4 MB written and synced, again and again. Peak memory is VmHWM of the shuffler's process.
+`shuffler` has every acknowledged report in its batch. `ratio` is shuffler/sink, the median over
+rounds that alternate between the two. `disk` is the same disk in the same round without anything
+else: 4 MB written and synced, again and again. Peak memory is VmHWM of the shuffler's process.
 
 `blankets` is the shuffler again, in a round that gets as many blankets as reports in expectation,
 made while the reports come in: reports a second until all are acknowledged; how many blankets a
