@@ -35,8 +35,8 @@ experiments: .venv/ready  ## docs/results: hours on 2 cores; what is there alrea
 
 bench: .venv/ready  ## users a second of the vectorised engine and its peers: some ten minutes on 2 cores
 	$(BIN)/python benchmarks/vectorised.py mnist
-	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.users_per_chunk=1000
-	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.users_per_chunk=1000 \
+	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.records_per_chunk=1000
+	$(BIN)/python benchmarks/vectorised.py mnist --flower-rounds 0 --set model.name=mlp --set simulation.records_per_chunk=1000 \
 		--set privacy.check_in_rate=0.5 --set privacy.target_epsilon=1e6 --only plain --only "vectorised, aggregate" --only "opacus, ghost"
 
 load: .venv/ready  ## a shuffler under a flood: 300 nodes, 5 000 bare connections, 20 000 calls; a minute

@@ -182,7 +182,8 @@ class PoisoningNode(Node):
     def __init__(self, settings: ClientSettings, case: Case, attackers: np.ndarray):
         super().__init__(settings)
         self._case, self._attackers = case, np.isin(np.arange(settings.plan.users), attackers)
-        self._everyone = self._records(np.arange(settings.plan.users))  # type: ignore[arg-type]
+        records = map(self._records, range(settings.plan.users))
+        self._everyone = tuple(map(torch.stack, zip(*records, strict=True)))
         self._round = 0
 
     def _reports(self, users: np.ndarray, round: int) -> Iterator[np.ndarray]:

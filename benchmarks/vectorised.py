@@ -82,10 +82,11 @@ def batch_by_batch(experiment: Experiment, batch: Callable[..., None], apart: bo
         apart: each batch on one core, as the engine does it; else on torch's threads together.
     """
     simulation = experiment.config.simulation
-    records, size = experiment.load_users().to(simulation.device), simulation.users_per_chunk
+    records, size = experiment.load_users().to(simulation.device), simulation.records_per_chunk
 
     def of(users: np.ndarray) -> None:
-        batch(*(part.flatten(0, 1) for part in records(users)))
+        features, labels, _ = records.together(users)
+        batch(features, labels)
 
     pool = ThreadPoolExecutor(torch.get_num_threads(), "", torch.set_num_threads, (1,))
 
@@ -375,7 +376,7 @@ def main() -> None:
     table = Table(
         title=f"users a second, {config.name}: {config.model.name}, {experiment.parameters} "
         f"parameters\n{simulation.precision} on {simulation.device}, {torch.get_num_threads()} "
-        f"threads, {simulation.users_per_chunk} users a batch, load {os.getloadavg()[0]:.1f}"
+        f"threads, {simulation.records_per_chunk} records a batch, load {os.getloadavg()[0]:.1f}"
     )
     for column in ("path", "turns", "median/s", "lowest", "highest", "of plain", "peak MB"):
         table.add_column(column, justify="left" if column == "path" else "right")

@@ -116,7 +116,9 @@ def user_updates(
         scores = call(model, parameters, (records,))
         return _mean_loss(scores.to(exact), targets, *counted)
 
-    counted = () if real is None else (torch.arange(labels.shape[1]) < real[:, None],)
+    counted: tuple[torch.Tensor, ...] = ()
+    if real is not None:
+        counted = (torch.arange(labels.shape[1], device=labels.device) < real[:, None],)
     # Faster: everybody's parameters are the same.
     together = vmap(grad(loss), in_dims=(None, 0, 0, *(0 for _ in counted)))
     try:

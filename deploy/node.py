@@ -134,9 +134,7 @@ def _records(
                 f"first_user + users must be at most {plan.users}, the plan's users, "
                 f"got {site.first_user} + {site.users}"
             )
-        return functools.partial(
-            _simulated, records_loader(config, plan.users, site.digest), site.first_user
-        )
+        return functools.partial(_simulated, records_loader(config, site.digest), site.first_user)
     own = functools.partial(_from_folder, folder / site.data)
     if ":" in site.data:
         own = functools.partial(find, "data", site.data, {})

@@ -16,7 +16,7 @@ from shufl.accounting.plan import CheckInRate, Privacy, Rounds, Times, Users
 from shufl.accounting.validation import Count, Positive, read_toml
 from shufl.server.words import Schedule
 from shufl.simulator.engine_table import FlowerKeys, VectorisedKeys
-from shufl.simulator.names import DATASETS, FEATURES, Partition
+from shufl.simulator.names import DATASETS, FEATURES, Scheme
 from shufl.simulator.section import ConfigError, Section
 
 
@@ -32,8 +32,9 @@ class Data(Section):
     """A dataset and a map of its records, by name or `module:callable`; its users.
 
     Attributes:
-        most_records: on real machines, how many records of a user are used at most; left out: as
-            many as a user of this dataset has. A simulation takes no notice of it.
+        users: how many. Default: all whom the dataset names, else as many as it has records.
+        partition: default: `natural` where the dataset says whose each record is, else `iid`.
+        most_records: of a user with more records, so many are used. Default: all.
     """
 
     dataset: str = Field(
@@ -46,7 +47,7 @@ class Data(Section):
         description=f"one of {', '.join(FEATURES)}, or module:callable",
     )
     users: Users | None = None
-    partition: Partition = "iid"
+    partition: Scheme | None = None
     concentration: Positive = 0.5
     most_records: Count | None = None
 

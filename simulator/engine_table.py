@@ -35,7 +35,7 @@ class VectorisedKeys(EngineName):
     noise: Literal["report", "aggregate"] = "report"
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "float32"
-    users_per_chunk: int = Field(
+    records_per_chunk: int = Field(
         default=256, ge=1, le=10**6, description="a whole number from 1 to 10^6"
     )
     workers: Count = 1

@@ -24,8 +24,14 @@ from shufl.shuffler import most_parameters
 from shufl.simulator.config import Config
 from shufl.simulator.data.datasets import Dataset, load_dataset
 from shufl.simulator.data.features import data_digest, load_records
-from shufl.simulator.data.partition import PartitionedRecords, load_user_records, records_per_user
+from shufl.simulator.data.partition import (
+    Partition,
+    PartitionedRecords,
+    load_partition,
+    load_user_records,
+)
 from shufl.simulator.models import build_model
+from shufl.simulator.names import Scheme
 from shufl.simulator.section import Carried, ConfigError
 from shufl.simulator.trial import try_users
 
@@ -67,10 +73,9 @@ class Experiment:
         return load_records(self.config.data.dataset, self.config.data.features)
 
     @property
-    def records(self) -> int:
-        """How many records each user has."""
-        records = len(self.dataset.train_labels)
-        return records_per_user(records, self.plan.users, self.config.data.partition)
+    def partition(self) -> Partition:
+        """Which records belong to which user."""
+        return load_partition(self.config.data.dataset, *_about_users(self.config))
 
     @property
     def shuffler_of(self) -> functools.partial[np.ndarray]:
@@ -93,7 +98,7 @@ class Experiment:
         """Gives access to users' records; picklable."""
         data = self.config.data
         digest = data_digest(data.dataset, data.features)
-        return records_loader(self.config, self.plan.users, digest)
+        return records_loader(self.config, digest)
 
     def load_test(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The test data, on the device that evaluates."""
@@ -134,8 +139,8 @@ def prepare(config: Config) -> Experiment:
         )
     config = _resolve(config, dataset)
     config, plan, unused = plan_of(config)
-    records_per_user(len(dataset.train_labels), plan.users, config.data.partition)  # or refuses
     experiment = Experiment(config, plan, halting_round=0, parameters=0)
+    most_records = experiment.partition.most_records
     parameters = sum(p.numel() for p in experiment.make_model().parameters())
     halting_round = rounds_within_budget(plan)
     if halting_round == 0:
@@ -148,7 +153,7 @@ def prepare(config: Config) -> Experiment:
         experiment,
         halting_round=halting_round,
         parameters=parameters,
-        together=try_users(experiment.make_model, experiment.local_training, experiment.records),
+        together=try_users(experiment.make_model, experiment.local_training, most_records),
         unused=unused,
     )
 
@@ -188,13 +193,19 @@ def model_maker(
     return functools.partial(build_model, config.model.name, *about)
 
 
-def records_loader(
-    config: Config, users: int, digest: str
-) -> functools.partial[PartitionedRecords]:
+def records_loader(config: Config, digest: str) -> functools.partial[PartitionedRecords]:
     """Gives access to the users' records; picklable."""
-    data, seed = config.data, config.data_seed
-    about = users, data.partition, seed, data.concentration, digest
-    return functools.partial(load_user_records, data.dataset, data.features, *about)
+    data = config.data
+    return functools.partial(
+        load_user_records, data.dataset, data.features, *_about_users(config), digest
+    )
+
+
+def _about_users(config: Config) -> tuple[int, Scheme, int, float, int | None]:
+    """What says which of a dataset's records are whose."""
+    data = config.data
+    assert data.users is not None and data.partition is not None
+    return data.users, data.partition, config.data_seed, data.concentration, data.most_records
 
 
 def local_training(config: Config) -> LocalTraining:
@@ -210,13 +221,17 @@ def local_training(config: Config) -> LocalTraining:
 
 def _resolve(config: Config, dataset: Dataset) -> Config:
     """Every value that depends on another one, decided."""
-    users = config.data.users or len(dataset.train_labels)
-    privacy = config.privacy
-    data = config.data.model_copy(update={"users": users})
-    if config.window is not None and data.most_records is None:
-        each = records_per_user(len(dataset.train_labels), users, data.partition)
-        data = data.model_copy(update={"most_records": each})
+    privacy, owners = config.privacy, dataset.users
+    scheme = config.data.partition or ("iid" if owners is None else "natural")
+    natural = owners is not None and scheme == "natural"
+    everybody = len(dataset.train_labels if owners is None or not natural else owners.unique())
+    users = config.data.users or everybody
+    data = config.data.model_copy(update={"users": users, "partition": scheme})
     config = config.model_copy(update={"data": data})
+    partition = load_partition(data.dataset, *_about_users(config))  # or refuses
+    if config.window is not None and data.most_records is None:
+        data = data.model_copy(update={"most_records": partition.most_records})
+        config = config.model_copy(update={"data": data})
     if config.shuffler.number > min(config.simulation.nodes, users):
         raise ConfigError(
             "shuffler.number must be at most the number of nodes and of users, "

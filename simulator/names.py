@@ -14,4 +14,5 @@ DATASETS = {
     "cifar10": "shufl.simulator.data.datasets:cifar10",
 }
 FEATURES = {"scattering": "shufl.simulator.data.features:whitened_scattering"}
-Partition = Literal["iid", "by-label", "dirichlet", "repeated"]
+Scheme = Literal["natural", "iid", "by-label", "dirichlet", "repeated"]
+"""How records come to users."""

@@ -37,7 +37,6 @@ from shufl.server import (
 from shufl.simulator.config import Config, dumps, load
 from shufl.simulator.console import Console
 from shufl.simulator.data.datasets import dataset_digest
-from shufl.simulator.data.partition import sharing
 from shufl.simulator.engines import Engine, engine_of, interrupts
 from shufl.simulator.experiment import Experiment, prepare
 from shufl.simulator.names import DATASETS
@@ -300,8 +299,7 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
     mapped = "" if config.data.features is None else f"{config.data.features} of "
     users = f"{plan.users} users"
     if engine.nodes == "simulated":  # real ones may have data of their own
-        records = len(experiment.dataset.train_labels)
-        users += f", {sharing(records, plan.users, config.data.partition)}"
+        users = str(experiment.partition)
     randomness = "the operating system's entropy" if experiment.seed is None else "the seed"
     facts = {
         "data": f"{mapped}{config.data.dataset}, {users}; "

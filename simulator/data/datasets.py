@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import distribution
 from pathlib import Path
@@ -34,6 +34,8 @@ class Dataset:
         mean, std: of the training records after division by `scale`: one number, or one for each
             channel. They are not protected, so they must not be estimated from users' data; those
             of the datasets here are published constants.
+        users: whose each training record is, any hashable ids; here they become 0 to n - 1, in the
+            order of appearance: int64 of shape (r,). None: the data do not say.
     """
 
     train_features: torch.Tensor
@@ -44,6 +46,7 @@ class Dataset:
     scale: float = 1.0
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+    users: torch.Tensor | None = None
 
     if TYPE_CHECKING:  # a reader may give arrays; `load_dataset` makes tensors of them
 
@@ -57,6 +60,7 @@ class Dataset:
             scale: float = 1.0,
             mean: Sequence[float] = (0.0,),
             std: Sequence[float] = (1.0,),
+            users: Iterable[Hashable] | None = None,
         ) -> None: ...
 
     @property
@@ -224,13 +228,30 @@ def dataset_digest(dataset: Dataset) -> str:
 
 def _without_numpy(dataset: Dataset) -> Dataset:
     """The same, with torch's tensors and Python's numbers where it has arrays."""
-    changes = {}
+    changes: dict[str, Any] = {}
     for name, value in vars(dataset).items():
-        if name in ("classes", "scale", "mean", "std"):
+        if name == "users":
+            changes[name] = None if value is None else _numbered(value)
+        elif name in ("classes", "scale", "mean", "std"):
             changes[name] = value.tolist() if hasattr(value, "tolist") else value
         elif isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
             changes[name] = torch.from_numpy(np.array(value))  # writable, of positive strides
     return replace(dataset, **changes)
+
+
+def _numbered(users: Iterable[Hashable]) -> torch.Tensor:
+    """Numbers in the place of ids, from 0 in the order of appearance.
+
+    Raises:
+        ConfigError: an id is missing (None or NaN).
+    """
+    given = users.tolist() if isinstance(users, (np.ndarray, torch.Tensor)) else users
+    numbers: dict[Hashable, int] = {}
+    own = [numbers.setdefault(user, len(numbers)) for user in given]
+    for user in numbers:
+        if user is None or user != user:
+            raise ConfigError(f"users must say whose each record is, got {user}")
+    return torch.tensor(own, dtype=torch.int64)
 
 
 _TO_FLOAT32 = (
@@ -271,6 +292,11 @@ def _mistake(dataset: Any) -> str | None:
                 f"must have {part}_labels from 0 to {dataset.classes - 1}, got "
                 f"{int(labels.min())} to {int(labels.max())}"
             )
+    if dataset.users is not None and dataset.users.shape != dataset.train_labels.shape:
+        return (
+            f"must have one entry of users for each of {len(dataset.train_labels)} training "
+            f"records, got {len(dataset.users)}"
+        )
     for name in ("train_features", "test_features"):
         features = getattr(dataset, name)
         try:  # what is between these two stays between them

@@ -26,4 +26,5 @@ def held_out(dataset: Dataset, records: int) -> Dataset:
         train_labels=labels[:-records],
         test_features=features[-records:],
         test_labels=labels[-records:],
+        users=None if dataset.users is None else dataset.users[:-records],
     )

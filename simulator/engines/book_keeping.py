@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shufl.simulator.engine_table import Precision
+from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
 
 _T = torch.Tensor
@@ -41,42 +42,49 @@ def names_of(model: nn.Module) -> dict[int, str]:
 @torch.no_grad()
 def gradients_of_users(
     model: nn.Module,
-    known: dict[int, str],
     features: torch.Tensor,
     labels: torch.Tensor,
+    buckets: Sequence[Bucket],
     precision: Precision,
-) -> Gradients:
-    """Each user's gradient of its mean cross-entropy, from one forward and backward.
+) -> Iterator[Gradients]:
+    """Each user's gradient of its mean cross-entropy, bucket by bucket; one forward and backward.
 
     Factors are converted to float32 first, so the norm is that of the gradient that is summed.
 
     Args:
         model, features, labels, precision: see `clipped_sum_of_updates`.
-        known: `names_of` of the model.
+        buckets: of all users.
 
     Raises:
         Unsupported: a parameter is used twice, or with a tensor that is none.
     """
-    users, records = labels.shape
-    exact = features.dtype
+    exact, known = features.dtype, names_of(model)
+    shares = torch.empty(len(labels), dtype=exact, device=features.device)
+    for bucket in buckets:
+        shares[bucket.index] = bucket.sizes.to(exact).reciprocal()[:, None]
     with torch.enable_grad():
         with _Tape() as tape, autocast(features.device, precision):
-            scores = model(features.flatten(0, 1).clone()).to(exact)  # it may change them
-        loss = functional.cross_entropy(scores, labels.flatten(), reduction="sum") / records
+            scores = model(features.clone()).to(exact)  # it may change them
+        loss = functional.cross_entropy(scores, labels, reduction="none") @ shares
     output_gradients = torch.autograd.grad(loss, [output for *_, output in tape.calls])
-    gradients: Gradients = {}
-    used: set[str | None] = {None}
+    layers = []
     for (layer, arguments, _), output_gradient in zip(tape.calls, output_gradients, strict=True):
         inputs, *parameters = arguments
         inputs = inputs.to(exact) if inputs.is_floating_point() else inputs
-        for tensors, part in layer(users, output_gradient.to(exact), inputs, *parameters):
-            names = tuple(known.get(id(tensor)) for tensor in tensors if tensor is not None)
-            if any(names):
-                if used.intersection(names):
-                    raise Unsupported(f"{names}: used twice, or beside a computed one")
-                used.update(names)
-                gradients[tuple(filter(None, names))] = part
-    return gradients
+        layers.append((layer, output_gradient.to(exact), inputs, parameters))
+    for bucket in buckets:
+        gradients: Gradients = {}
+        used: set[str | None] = {None}
+        for layer, output_gradient, inputs, parameters in layers:
+            own = bucket.flat(output_gradient, 0.0), bucket.flat(inputs), *parameters
+            for tensors, part in layer(len(bucket.users), *own):
+                names = tuple(known.get(id(tensor)) for tensor in tensors if tensor is not None)
+                if any(names):
+                    if used.intersection(names):
+                        raise Unsupported(f"{names}: used twice, or beside a computed one")
+                    used.update(names)
+                    gradients[tuple(filter(None, names))] = part
+        yield gradients
 
 
 def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager[Any]:

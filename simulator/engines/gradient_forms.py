@@ -221,7 +221,7 @@ class Clipping:
         return (self.clip_norm / norms).clamp(max=1.0)
 
     def only(self, users: torch.Tensor) -> Clipping:
-        """The same of these users only."""
+        """The same of these users only: bool of shape (k,), or their places."""
         return self
 
 

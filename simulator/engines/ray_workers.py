@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import nn
 
-from shufl.simulator.data.partition import PartitionedRecords
+from shufl.simulator.data.partition import Partition, PartitionedRecords
 from shufl.simulator.engines.base import EngineFailed, running_ray
 from shufl.simulator.engines.report_sum import Blankets, ReportSum, SumReports, VectorisedSettings
 from shufl.simulator.section import make_importable
@@ -43,7 +43,7 @@ def ray_workers(
         EngineFailed: Ray or the workers do not start or fail, one dies in every try of a round, or
             the cluster lacks the GPUs.
     """
-    ends = shards(settings.plan.users, settings.users_per_block, settings.keys.workers)
+    ends = shards(records.partition, settings.records_per_block, settings.keys.workers)
     with running_ray(log_file):
         workers = _start(settings, records, ends)
 
@@ -123,11 +123,15 @@ def needs_of_a_worker(device: str, number: int) -> dict[str, float]:
     return {"num_cpus": 1, "num_gpus": 10_000 // math.ceil(number / gpus) / 10_000}
 
 
-def shards(users: int, block: int, number: int) -> list[tuple[int, int]]:
-    """For each worker the first of its users' ids and the one behind the last: whole blocks."""
-    blocks = -(-users // block)
-    bounds = [min(users, block * (blocks * shard // number)) for shard in range(number + 1)]
-    return list(itertools.pairwise(bounds))
+def shards(partition: Partition, block: int, number: int) -> list[tuple[int, int]]:
+    """For each worker the first of its users' ids and the one behind the last: whole blocks.
+
+    `block` is how many records a block's users have.
+    """
+    (last,) = partition.before(np.array([partition.users - 1])).tolist()
+    blocks = last // block + 1
+    places = (block * (blocks * shard // number) for shard in range(number + 1))
+    return list(itertools.pairwise(map(partition.user_at, places)))
 
 
 def divide(

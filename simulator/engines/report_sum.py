@@ -15,7 +15,7 @@ from torch import nn
 
 from shufl.accounting import PrivacyPlan
 from shufl.accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
-from shufl.clients import LocalTraining, ModuleState, record_orders
+from shufl.clients import LocalTraining, ModuleState
 from shufl.server import RoundFailed
 from shufl.simulator.data.partition import PartitionedRecords
 from shufl.simulator.engine_table import VectorisedKeys
@@ -61,14 +61,18 @@ class VectorisedSettings:
     keys: VectorisedKeys
 
     @property
-    def users_per_block(self) -> int:
-        """How many neighbouring ids a block has: about `users_per_chunk` of them check in."""
-        return min(int(self.keys.users_per_chunk / self.plan.check_in_rate), self.plan.users)
+    def records_per_block(self) -> int:
+        """How many records a block's users have: some `records_per_chunk` are of who checks in."""
+        return int(self.keys.records_per_chunk / self.plan.check_in_rate)
 
 
-def most_at_once(keys: VectorisedKeys) -> int:
-    """The most users whose updates are computed at once: few blocks have more, and are cut."""
-    return keys.users_per_chunk + math.ceil(4 * math.sqrt(keys.users_per_chunk))
+def cut(sizes: np.ndarray, keys: VectorisedKeys) -> np.ndarray:
+    """Where to cut users with so many records into parts that are computed at once.
+
+    Few blocks of users with one record each are cut at all.
+    """
+    most = keys.records_per_chunk + math.ceil(4 * math.sqrt(keys.records_per_chunk))
+    return np.flatnonzero(np.diff((sizes.cumsum() - sizes) // most)) + 1
 
 
 class ReportSum:
@@ -76,10 +80,10 @@ class ReportSum:
 
     With `noise = "aggregate"` it leaves out the noise, and so all of the blankets, which are noise.
 
-    Users are taken in blocks of neighbouring ids, each of about `users_per_chunk` who checked in,
-    and the blocks' sums are rounded to the unit of reports and added as integers: whoever sums
-    which blocks, in whatever order, the sum of all is the same to the bit. (A client rounds each
-    report, which this engine never has; both errors are far below the noise.)
+    Users are taken in blocks of neighbouring ids, each with about `records_per_chunk` records of
+    those who checked in. The blocks' sums are rounded to the unit of reports and added as integers:
+    whoever sums which blocks, in whatever order, the sum of all is the same to the bit. (A client
+    rounds each report, which this engine never has; both errors are far below the noise.)
     """
 
     def __init__(self, settings: VectorisedSettings, records: PartitionedRecords):
@@ -97,8 +101,7 @@ class ReportSum:
         self._seed = settings.seed
         self._randomness = make_randomness(self._seed)
         self._noise_in_reports = settings.keys.noise == "report"
-        self._block = settings.users_per_block
-        self._most_at_once = most_at_once(settings.keys)
+        self._block, self._keys = settings.records_per_block, settings.keys
         keep_freed_memory()
         self._threads = ThreadPoolExecutor(
             torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
@@ -131,7 +134,8 @@ class ReportSum:
         for own, _ in zip(self._models, loads, strict=True):
             self._free.put((own, ModuleState(own)))
         exact_float32()
-        blocks = np.split(users, np.flatnonzero(np.diff(users // self._block)) + 1)
+        block_of = self._records.before(users) // self._block
+        blocks = np.split(users, np.flatnonzero(np.diff(block_of)) + 1) if len(users) else []
         for part in self._threads.map(functools.partial(self._sum_block, round), blocks):
             total += part
         if self._noise_in_reports:
@@ -160,8 +164,8 @@ class ReportSum:
     def _sum_block(self, round: int, users: np.ndarray) -> np.ndarray:
         """The sum of the reports of one block's users, int64 of shape (d,)."""
         total = torch.zeros(self._dimension)
-        for at in range(0, len(users), self._most_at_once):
-            total += self._sum_of_updates(round, users[at : at + self._most_at_once])
+        for part in np.split(users, cut(self._records.sizes(users), self._keys)):
+            total += self._sum_of_updates(round, part)
         if self._noise_in_reports:
             noise = np.zeros(self._dimension)
             scale = self._plan.mechanism.noise_deviation(self._dimension)
@@ -175,14 +179,16 @@ class ReportSum:
 
     def _sum_of_updates(self, round: int, users: np.ndarray) -> torch.Tensor:
         """The sum of these users' clipped updates, float32 of shape (d,)."""
-        features, labels = self._records(users)
-        orders = self._orders(round, users, labels.shape[1])
+        features, labels, sizes = self._records.together(users)
+        seeds = None
+        if self._training.algorithm != "fedsgd":
+            seeds = self._randomness.training_seeds(round, users)
         mechanism = self._plan.mechanism
         clipping = Clipping(mechanism.clip_norm)
         if isinstance(mechanism, LdpSgd):  # `noise = "aggregate"` adds all the rest
             draws = to_normals(self._randomness.standard_normal(round, users, 2))
             clipping = RandomSides.drawn(mechanism, draws, self._dimension, features.device)
-        given = features, labels, self._training, orders, clipping, self._precision
+        given = features, labels, sizes, self._training, seeds, clipping, self._precision
         model, state = self._free.get()
         try:
             try:
@@ -196,10 +202,3 @@ class ReportSum:
             ) from error
         finally:
             self._free.put((model, state))
-
-    def _orders(self, round: int, users: np.ndarray, records: int) -> torch.Tensor | None:
-        """The order of each user's records in its local epochs, as `local_update` has it."""
-        if self._training.algorithm == "fedsgd":
-            return None
-        seeds = self._randomness.training_seeds(round, users)
-        return record_orders(seeds, self._training.local_epochs, records)

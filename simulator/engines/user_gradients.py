@@ -15,13 +15,15 @@ import copy
 from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from shufl.clients import LocalTraining, ModuleState, user_updates
+from shufl.clients import LocalTraining, ModuleState, record_orders, user_updates
 from shufl.simulator.engine_table import Precision
 from shufl.simulator.engines.book_keeping import autocast, gradients_of_users, names_of
+from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import (
     FLOAT32,
     Clipping,
@@ -40,6 +42,7 @@ Method = Literal["book-keeping", "vmap"]
 """How users' gradients are computed."""
 
 _CANCELLATION = 10.0  # see `Products`
+_SIZES = np.full(64, 2)
 _SHOWN = 8  # users whose gradients a trial compares, spread over all that are computed at once
 
 
@@ -49,8 +52,9 @@ def clipped_sum_of_updates(
     model: nn.Module,
     features: torch.Tensor,
     labels: torch.Tensor,
+    sizes: np.ndarray,
     training: LocalTraining,
-    orders: torch.Tensor | None,
+    seeds: np.ndarray | None,
     clipping: Clipping,
     precision: Precision = "float32",
 ) -> torch.Tensor:
@@ -61,29 +65,57 @@ def clipped_sum_of_updates(
     Args:
         method: what `fastest_method` gave for this model and training.
         model: in training mode.
-        features: shape (k, r, ...), r records of each of k users, on the model's device.
-        labels: int64 of shape (k, r), on the model's device.
-        orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
+        features: the users' records, one user after another: shape (n, ...), on the model's device.
+        labels: int64 of shape (n,), on the model's device.
+        sizes: how many records each user has, int64 of shape (k,).
+        seeds: of the users' local training, uint64 of shape (k,); `fedsgd` needs none.
 
     Returns:
         float32 of shape (d,), on the model's device.
     """
+    buckets = Bucket.cut(sizes, features.device)
+    total = features.new_zeros(sum(each.numel() for each in model.parameters()))
     if method == "vmap":
-        updates = user_updates(model, features, labels, training, orders, call_in(precision))
-        return clipped_sum(updates, clipping)
-    names = names_of(model)
-    gradients = gradients_of_users(model, names, features, labels, precision)
-    norms, bounds = lengths(gradients)
-    scales = clipping.scales(norms)
-    # The others may overflow or lose precision in float32, so they take the vmap path.
-    sure = bounds <= min(FLOAT32.max, clipping.clip_norm / FLOAT32.tiny)
-    if bounds is not norms:
-        sure &= scales.abs() * bounds <= _CANCELLATION * clipping.clip_norm
-    if sure.all():
-        return weighted_sum(gradients, scales.float(), names.values())
-    total = weighted_sum(only(gradients, sure), scales[sure].float(), names.values())
-    few = features[~sure], labels[~sure], training, None, clipping.only(~sure), precision
-    return total + clipped_sum_of_updates("vmap", model, *few)
+        for bucket in buckets:
+            updates = _by_vmap(model, features, labels, bucket, training, seeds, precision)
+            total += clipped_sum(updates, clipping.only(bucket.users))
+        return total
+    names = names_of(model).values()
+    gradients = gradients_of_users(model, features, labels, buckets, precision)
+    for bucket, of_bucket in zip(buckets, gradients, strict=True):
+        own = clipping.only(bucket.users)
+        norms, bounds = lengths(of_bucket)
+        scales = own.scales(norms)
+        # The others may overflow or lose precision in float32, so they take the vmap path.
+        sure = bounds <= min(FLOAT32.max, clipping.clip_norm / FLOAT32.tiny)
+        if bounds is not norms:
+            sure &= scales.abs() * bounds <= _CANCELLATION * clipping.clip_norm
+        if not sure.all():
+            few = bucket.only(~sure)
+            updates = _by_vmap(model, features, labels, few, training, None, precision)
+            total += clipped_sum(updates, own.only(~sure))
+            of_bucket, scales = only(of_bucket, sure), scales[sure]
+        total += weighted_sum(of_bucket, scales.float(), names)
+    return total
+
+
+def _by_vmap(
+    model: nn.Module,
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    bucket: Bucket,
+    training: LocalTraining,
+    seeds: np.ndarray | None,
+    precision: Precision = "float32",
+) -> Tensors:
+    """`user_updates` of a bucket's users; the other arguments as `clipped_sum_of_updates` has."""
+    real, orders = (bucket.sizes if bucket.is_padded else None), None
+    if seeds is not None:
+        counts = None if real is None else real.numpy(force=True)
+        own = seeds[bucket.users.numpy(force=True)]
+        orders = record_orders(own, training.local_epochs, bucket.index.shape[1], counts)
+    given = bucket.of(features), bucket.of(labels), training, orders
+    return user_updates(model, *given, call_in(precision), real)
 
 
 def fastest_method(
@@ -93,8 +125,7 @@ def fastest_method(
     training: LocalTraining,
     device: str = "cpu",
     precision: Precision = "float32",
-    users: int = 64,
-    records: int = 2,
+    sizes: np.ndarray = _SIZES,
 ) -> Method:
     """Book-keeping where it does this model, else vmap; found by trying both.
 
@@ -107,19 +138,20 @@ def fastest_method(
     Args:
         model: in training mode, on the CPU; it stays as it is.
         device: where updates will be computed.
-        users: the most that are ever computed at once.
-        records: of each user.
+        sizes: how many records users have, as many users as are computed at once: shape (k,).
 
     Raises:
         RuntimeError: not even vmap does this model.
     """
-    few = min(users, 4)
-    given = made_up(model, input_shape, classes, users * records)
-    features, labels = (each.unflatten(0, (users, records)) for each in given)
-    orders = torch.arange(records).expand(training.local_epochs, few, records)
+    features, labels = made_up(model, input_shape, classes, int(sizes.sum()))
+    few = sizes[:4]
+    count = int(few.sum())
+    longest = made_up(model, input_shape, classes, len(few) * int(few.max()))
     model = copy.deepcopy(model)
     with seeded(0):
-        agrees = agrees_one_by_one(model, features[:few], labels[:few], training)
+        shape = len(few), int(few.max())
+        x, y = (each.reshape(*shape, *each.shape[1:]) for each in longest)
+        agrees = agrees_one_by_one(model, x, y, training)
     if not agrees:
         raise RuntimeError(
             "users computed together get other updates than one by one: the model draws random "
@@ -127,9 +159,11 @@ def fastest_method(
         )
 
     def attempt(method: Method) -> None:
-        x, y = (tensor[:few].to(device) for tensor in (features, labels))
-        own = ready_for(method, model, device)
-        clipped_sum_of_updates(method, own, x, y, training, orders, Clipping(1.0), precision)
+        x, y = (tensor[:count].to(device) for tensor in (features, labels))
+        own, seeds = ready_for(method, model, device), None
+        if training.algorithm != "fedsgd":
+            seeds = np.arange(len(few), dtype=np.uint64)
+        clipped_sum_of_updates(method, own, x, y, few, training, seeds, Clipping(1.0), precision)
 
     attempt("vmap")
     if training.algorithm != "fedsgd":
@@ -137,7 +171,7 @@ def fastest_method(
     try:
         attempt("book-keeping")
         exact = ready_for("book-keeping", model).double()
-        return "book-keeping" if _agrees(exact, features.double(), labels) else "vmap"
+        return "book-keeping" if _agrees(exact, features.double(), labels, sizes) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
 
@@ -154,29 +188,32 @@ def ready_for(method: Method, model: nn.Module, device: str = "cpu") -> nn.Modul
 
 
 @torch.no_grad()
-def _agrees(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> bool:
+def _agrees(
+    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, sizes: np.ndarray
+) -> bool:
     """Whether book-keeping gives each user's gradient at random parameters and keeps no state."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    state = ModuleState(model)
-    most = len(labels)
+    state, names = ModuleState(model), names_of(model).values()
+    most = len(sizes)
     for users in sorted({1, min(4, most), most // 2 + 1, max(1, most - 1), most}):
-        kept = gradients_of_users(
-            model, names_of(model), features[:users], labels[:users], "float32"
-        )
+        count = int(sizes[:users].sum())
+        x, y, buckets = features[:count], labels[:count], Bucket.cut(sizes[:users])
+        given = list(zip(buckets, gradients_of_users(model, x, y, buckets, "float32"), strict=True))
         if state.restore():
             return False
         shown = torch.linspace(0, users - 1, min(users, _SHOWN)).round().long()
-        chosen = torch.zeros(users, dtype=torch.bool)
-        chosen[shown] = True
-        kept = only(kept, chosen)
-        updates = user_updates(model, features[shown], labels[shown], LocalTraining())
-        alone = torch.eye(len(shown), dtype=features.dtype)
-        ours = torch.stack([weighted_sum(kept, one, updates) for one in alone])
-        theirs = torch.cat([update.flatten(1) for update in updates.values()], dim=1)
-        if not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9):
-            return False
+        for bucket, gradients in given:
+            chosen = torch.isin(bucket.users, shown)
+            if not chosen.any():
+                continue
+            kept, alone = only(gradients, chosen), torch.eye(int(chosen.sum()), dtype=x.dtype)
+            ours = torch.stack([weighted_sum(kept, one, names) for one in alone])
+            updates = _by_vmap(model, x, y, bucket.only(chosen), LocalTraining(), None)
+            theirs = torch.cat([update.flatten(1) for update in updates.values()], dim=1)
+            if not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9):
+                return False
     return True
 
 

@@ -36,7 +36,7 @@ from shufl.simulator.engines.report_sum import (
     ReportSum,
     SumReports,
     VectorisedSettings,
-    most_at_once,
+    cut,
 )
 from shufl.simulator.engines.user_gradients import Method, fastest_method
 from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line
@@ -140,12 +140,14 @@ def _method(experiment: Experiment, keys: VectorisedKeys) -> Method:
         ConfigError: torch cannot vectorise the model.
     """
     _, input_shape, classes, *_ = experiment.make_model.args
-    about = input_shape, classes, experiment.local_training, keys.device, keys.precision
-    most = min(most_at_once(keys), experiment.plan.users)
+    partition = experiment.partition
+    sizes = partition.sizes(np.arange(min(2 * keys.records_per_chunk, partition.users)))
+    sizes = np.split(sizes, cut(sizes, keys))[0]  # of users computed at once
+    about = input_shape, classes, experiment.local_training, keys.device, keys.precision, sizes
     try:
         with warnings.catch_warnings():  # of a vmap that is slow, and may not be used
             warnings.simplefilter("ignore", UserWarning)
-            return fastest_method(experiment.make_model().train(), *about, most, experiment.records)
+            return fastest_method(experiment.make_model().train(), *about)
     except READERS_ERRORS as error:
         raise ConfigError(
             f"model {experiment.config.model.name} cannot be vectorised over users in "

@@ -155,11 +155,11 @@ def test_records_and_features_of_one_process_are_refused_in_another(place):
     """Another process is one that imports the module anew."""
     for what in (("blobs:split_at_random", None), ("blobs:blobs", "blobs:projected")):
         here = data_digest(*what)
-        load_user_records(*what, 100, "iid", 1, 0.5, here)
+        load_user_records(*what, 100, "iid", 1, 0.5, digest=here)
         load_dataset.cache_clear()
         del sys.modules["blobs"]
         with pytest.raises(ConfigError, match="differs between calls") as error:
-            load_user_records(*what, 100, "iid", 1, 0.5, here)
+            load_user_records(*what, 100, "iid", 1, 0.5, digest=here)
         assert all(name in str(error.value) for name in what if name)
 
 
@@ -192,5 +192,5 @@ def test_a_run_begins_with_how_the_records_are_shared(place):
     console = Console(record=True, quiet=False, width=200, file=io.StringIO())
     sets = ["simulation.engine=vectorised", "data.users=60", "privacy.rounds=1"]
     Run.new(load(str(tiny_config(place, 1)), sets), place / "runs", console).train()
-    line = "data digits, 60 users, 23 of 1437 records each (57 records are unused); mlp"
+    line = "data digits, 60 users, 23 to 24 records each (median 24), 1 437 in all; mlp"
     assert line in " ".join(console.export_text().split())

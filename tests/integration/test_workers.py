@@ -35,7 +35,7 @@ from shufl.simulator.run import Run
 HERE = Path(__file__).parent
 VECTORISED = "simulation.engine=vectorised"
 SETTINGS = [
-    VECTORISED, "model.name=odd_models:kills_its_worker", "simulation.users_per_chunk=4",
+    VECTORISED, "model.name=odd_models:kills_its_worker", "simulation.records_per_chunk=4",
     "simulation.workers=2",
 ]  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_workers_that_always_die_end_the_run_in_one_line_and_the_cluster_stays(t
 def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
     """Shards of whole blocks: four of sixteen ids here; and blankets of two shufflers."""
     of = engine(
-        tmp_path, f"simulation.noise={noise}", "simulation.users_per_chunk=8",
+        tmp_path, f"simulation.noise={noise}", "simulation.records_per_chunk=8",
         "training.algorithm=fedavg",
     )  # fmt: skip
     model, records = of.settings.make_model(), of.load_users()

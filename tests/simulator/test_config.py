@@ -41,8 +41,8 @@ from shufl.simulator.experiment import prepare
             "cpus_per_node must be a number, at least 0.1, got 1e-09",
         ),
         (
-            "simulation.users_per_chunk=1000001",
-            r"users_per_chunk must be a whole number from 1 to 10\^6, got 1000001",
+            "simulation.records_per_chunk=1000001",
+            r"records_per_chunk must be a whole number from 1 to 10\^6, got 1000001",
         ),
         (
             "privacy.chek_in_rate=0.3",

@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import struct
 import sys
-from typing import get_args
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,11 +17,10 @@ from shufl.shuffler import model_digest
 from shufl.simulator.config import load
 from shufl.simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
 from shufl.simulator.data.held_out import held_out
-from shufl.simulator.data.partition import load_user_records, partition, sharing
+from shufl.simulator.data.partition import deal, load_user_records
 from shufl.simulator.engines import engine_of
 from shufl.simulator.experiment import prepare
 from shufl.simulator.models import build_model
-from shufl.simulator.names import Partition
 from shufl.simulator.section import ConfigError
 
 
@@ -244,7 +243,8 @@ def test_token_ids_as_numbers_of_float32_train_a_model_in_both_engines(monkeypat
     for engine in ("flower", "vectorised"):
         experiment = prepare(load("quickstart", [*sets, f"simulation.engine={engine}"]))
         engine_of(engine)(experiment)
-        features, labels = experiment.load_users()(np.arange(8))
+        records = map(experiment.load_users(), range(8))
+        features, labels = map(torch.stack, zip(*records, strict=True))
         model, training = experiment.make_model(), experiment.local_training
         users = zip(features, labels, strict=True)
         alone = [local_update(model, *each, training, 0) for each in users]
@@ -283,51 +283,114 @@ def test_a_digest_tells_datasets_apart():
     assert dataset_digest(flowers()) == dataset_digest(same) != dataset_digest(other)
 
 
-@pytest.mark.parametrize(
-    "scheme", [scheme for scheme in get_args(Partition) if scheme != "repeated"]
-)
-def test_partitions_are_disjoint_equal_and_reproducible(scheme):
+def rows_of(partition, users):
+    """Every user's records."""
+    return [partition.rows(np.array([user])) for user in range(users)]
+
+
+DEALT = ["iid", "by-label", "dirichlet"]
+
+
+@pytest.mark.parametrize("scheme", DEALT)
+@pytest.mark.parametrize("users", [1, 7, 50, 501])
+def test_every_record_is_dealt_once_in_shares_that_hardly_differ(scheme, users):
     labels = np.arange(1003) % 10
-    parts = partition(labels, 50, scheme, seed=1)
-    assert parts.shape == (50, 20)
-    assert len(np.unique(parts)) == parts.size
-    assert (parts == partition(labels, 50, scheme, seed=1)).all()
-    assert (parts != partition(labels, 50, scheme, seed=2)).any()
+    dealt = deal(labels, None, users, scheme, seed=1)
+    rows = rows_of(dealt, users)
+    assert np.sort(np.concatenate(rows)).tolist() == list(range(1003))
+    assert np.ptp(list(map(len, rows))) <= 2
+    everybody = np.arange(users)
+    assert dealt.sizes(everybody).tolist() == list(map(len, rows))
+    assert dealt.rows(everybody[::-1]).tolist() == np.concatenate(rows[::-1]).tolist()
+    assert (dealt.index == deal(labels, None, users, scheme, seed=1).index).all()
+    assert (dealt.index != deal(labels, None, users, scheme, seed=2).index).any()
 
 
-@pytest.mark.parametrize("scheme", get_args(Partition))
-@pytest.mark.parametrize("users", [1, 7, 60, 300, 301])
-def test_how_records_are_shared_is_said(scheme, users):
-    labels = np.arange(602) % 10
-    users *= 10 if scheme == "repeated" else 1
-    parts = partition(labels, users, scheme, seed=1)
-    held = np.bincount(parts[np.arange(users) % len(parts)].ravel(), minlength=602)
-    expected = f"{parts.shape[1]} of 602 records each"
-    if unused := int((held == 0).sum()):
-        expected += f" ({unused} records are unused)"
-    elif held.max() > 1:
-        holders = " or ".join(map(str, np.unique(held)))
-        expected += f" ({holders} users hold each record)"
-    assert sharing(602, users, scheme) == expected
+OWNERS = ["b", "a", "b", ("a", 1), "a", "b", "c"]
+NUMBERS = np.array([0, 1, 0, 2, 1, 0, 3])
+"""The same, numbered."""
+
+
+@pytest.mark.parametrize("owners", [OWNERS, NUMBERS + 5, torch.from_numpy(7 - NUMBERS)])
+def test_records_belong_to_those_whom_the_data_name(owners, monkeypatch):
+    given = flowers(train_features=torch.rand(7, 3), train_labels=torch.zeros(7).long())
+    loaded = load_dataset(of_this_module(monkeypatch, lambda: replace(given, users=owners)))
+    assert loaded.users.tolist() == NUMBERS.tolist()
+    natural = deal(loaded.train_labels.numpy(), NUMBERS, 4, "natural", seed=1)
+    assert list(map(list, rows_of(natural, 4))) == [[0, 2, 5], [1, 4], [3], [6]]
+    assert str(natural) == "4 users, 1 to 3 records each (median 2), 7 in all"
+    chosen = {
+        tuple(map(tuple, rows_of(deal(NUMBERS, NUMBERS, 2, "natural", seed), 2)))
+        for seed in range(40)
+    }
+    assert len(chosen) == 6  # every pair of the four, each with all its records
+    again = deal(NUMBERS, NUMBERS, 10, "repeated", seed=1)
+    assert sorted(map(len, rows_of(again, 4))) == [1, 1, 2, 3]
+    assert list(map(list, rows_of(again, 10)))[4:8] == list(map(list, rows_of(again, 4)))
+    assert str(again).endswith("7 in all, each held by up to 3 users")
+
+
+@pytest.mark.parametrize(
+    ("users", "message"),
+    [
+        (["a"] * 6, "one entry of users for each of 7 training records, got 6"),
+        (["a", None] * 3 + ["b"], "users must say whose each record is, got None"),
+        ([1.0, float("nan")] * 3 + [1.0], "users must say whose each record is, got nan"),
+        ([["a"]] * 7, "could not be loaded: unhashable"),
+    ],
+)
+def test_records_without_an_owner_are_refused(users, message, monkeypatch):
+    given = flowers(train_features=torch.rand(7, 3), train_labels=torch.zeros(7).long())
+    with pytest.raises(ConfigError, match=message):
+        load_dataset(of_this_module(monkeypatch, lambda: replace(given, users=users)))
+
+
+@pytest.mark.parametrize("scheme", ["natural", "repeated", *DEALT])
+def test_of_a_user_with_more_records_so_many_are_used_and_always_the_same(scheme):
+    owners = np.repeat(np.arange(30), np.arange(30) + 1)
+    args = owners % 10, owners, 30, scheme
+    everything, some = (deal(*args, seed=3, most_records=most) for most in (None, 9))
+    for all_of, used in zip(rows_of(everything, 30), rows_of(some, 30), strict=True):
+        assert len(used) == min(len(all_of), 9) and set(used) <= set(all_of)
+    assert (some.index == deal(*args, seed=3, most_records=9).index).all()
+    assert some.most_records == 9
+    if scheme == "natural":  # not the first ones
+        assert (np.concatenate([row[:9] for row in rows_of(everything, 30)]) != some.index).any()
+
+
+def test_what_is_said_of_equal_users():
+    said = str(deal(np.arange(60_000) % 10, None, 1000, "iid", 0))
+    assert said == "1 000 users, 60 records each, 60 000 in all"
 
 
 def test_skewed_schemes_are_skewed():
     labels = np.arange(5000) % 10
 
     def labels_per_user(scheme):
-        parts = partition(labels, 50, scheme, seed=1, concentration=0.1)
-        return np.mean([len(np.unique(labels[part])) for part in parts])
+        rows = rows_of(deal(labels, None, 50, scheme, seed=1, concentration=0.1), 50)
+        return np.mean([len(np.unique(labels[row])) for row in rows])
 
     assert labels_per_user("iid") > 9.5
     assert labels_per_user("by-label") <= 2.5
     assert labels_per_user("dirichlet") < 6
 
 
-def test_too_many_users_for_the_records():
-    with pytest.raises(ValueError, match=r"users must lie in \[1, 10\]"):
-        partition(np.zeros(10), 11, "iid", seed=0)
-    with pytest.raises(ValueError, match=r"users must lie in \[1, 5\] .* under by-label"):
-        partition(np.zeros(10), 6, "by-label", seed=0)
+@pytest.mark.parametrize(
+    ("users", "scheme", "message"),
+    [
+        (11, "iid", r"users must lie in \[1, 10\]"),
+        (6, "by-label", r"users must lie in \[1, 5\] .* under by-label"),
+        (5, "natural", "needs a dataset that says whose each record is"),
+    ],
+)
+def test_too_many_users_for_the_records(users, scheme, message):
+    with pytest.raises(ConfigError, match=message):
+        deal(np.zeros(10), None, users, scheme, seed=0)
+
+
+def test_more_natural_users_than_there_are_are_refused():
+    with pytest.raises(ConfigError, match=r"users must lie in \[1, 4\].*repeated.*got 5"):
+        deal(NUMBERS, NUMBERS, 5, "natural", seed=0)
 
 
 def test_the_mnist_network_has_the_published_size():
@@ -477,16 +540,34 @@ def test_a_model_that_starts_at_no_number_is_refused(value):
 
 def test_repeated_records_are_held_by_equally_many_users_and_users_take_no_memory():
     everybody = load_user_records("digits", None, 10**12, "repeated", 1, 0.5)
-    features, labels = everybody(np.arange(3_000))
-    same = (features[:1_437] == features[1_437:2_874]).all() and len(
-        features.unique(dim=0)
-    ) == 1_437
-    assert same and features.shape == (3_000, 1, 1, 8, 8) and labels.shape == (3_000, 1)
-    assert torch.equal(everybody(10**12 - 1)[0], features[(10**12 - 1) % 1_437])
-    for first, last in ((0, 5), (1_430, 1_440), (700, 10**9)):
-        some, users = everybody.of(first, last), np.arange(first, min(last, first + 2_000))
-        assert all(map(torch.equal, some(users), everybody(users)))
-        with pytest.raises(IndexError, match="users must lie in"):
-            some(last)
+    features, labels, sizes = everybody.together(np.arange(3_000))
+    assert torch.equal(features[:1_437], features[1_437:2_874]) and (sizes == 1).all()
+    assert len(features.unique(dim=0)) == 1_437
+    assert features.shape == (3_000, 1, 8, 8) and labels.shape == (3_000,)
+    assert torch.equal(everybody(10**12 - 1)[0], features[[(10**12 - 1) % 1_437]])
     few = load_user_records("digits", None, 7, "repeated", 1, 0.5)
-    assert torch.equal(few(np.arange(7))[0], features[:7])
+    assert torch.equal(few.together(np.arange(7))[0], features[:7])
+
+
+@pytest.mark.parametrize("scheme", ["natural", "repeated"])
+@pytest.mark.parametrize("bounds", [(0, 5), (3, 11), (10, 30), (25, 400)])
+def test_the_records_of_some_users_are_those_they_have_among_all(scheme, bounds, monkeypatch):
+    owners = np.repeat(np.arange(30), 1 + np.arange(30) % 7)
+    features, labels = torch.rand(len(owners), 3), torch.from_numpy(owners % 3)
+    dataset = flowers(train_features=features, train_labels=labels, users=owners)
+    name = of_this_module(monkeypatch, lambda: dataset)
+    users, (first, last) = (30 if scheme == "natural" else 1000), bounds
+    last = min(last, users)
+    everybody = load_user_records(name, None, users, scheme, 1, 0.5)
+    some, ids = everybody.of(first, last), np.arange(first, last)
+    for mine, theirs in zip(some.together(ids), everybody.together(ids), strict=True):
+        assert (mine == theirs).all()
+    before = everybody.before(ids)
+    assert (some.before(ids) == before).all()
+    assert (np.diff(before) == everybody.sizes(ids)[:-1]).all()
+    for user, place in zip(ids.tolist(), before.tolist(), strict=True):
+        assert everybody.partition.user_at(place) == user
+        assert everybody.partition.user_at(place + 1) == user + 1
+    for outside in (first - 1, last):
+        with pytest.raises(IndexError, match="users must lie in"):
+            some(outside)

@@ -45,15 +45,11 @@ def one_by_one(model, features, labels, *clip_norms):
 
 
 def together(model, features, labels, clip_norm, device, precision="float32", method=METHODS[0]):
+    """Of users with a tensor of features and one of labels each."""
     own = copy.deepcopy(model).to(device)
-    arguments = (
-        features.to(device),
-        labels.to(device),
-        GRADIENT,
-        None,
-        Clipping(clip_norm),
-        precision,
-    )
+    records = (torch.cat(list(each)).to(device) for each in (features, labels))
+    sizes = np.array(list(map(len, labels)))
+    arguments = *records, sizes, GRADIENT, None, Clipping(clip_norm), precision
     total = clipped_sum_of_updates(method, own, *arguments).cpu().numpy()
     state = model.state_dict()
     assert all(torch.equal(state[name], now.cpu()) for name, now in own.state_dict().items())
@@ -176,6 +172,34 @@ def test_the_sum_is_that_of_one_user_after_another(make, records, device):
     assert_same_sum(model, features, labels, device, 1e-3, 1.0, 1e4)
 
 
+@pytest.mark.parametrize("make", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_users_of_unequal_size_have_the_sum_of_one_after_another(make, device):
+    torch.manual_seed(0)
+    model, sizes = make().train(), np.array([3, 1, 17, 2, 4, 1, 5, 3])
+    given = (1, 14, 14), 10, GRADIENT, device, "float32"
+    assert fastest_method(model, *given, sizes) == "book-keeping"
+    features = [
+        10.0**size * torch.randn(n, 1, 14, 14) for size, n in zip(range(-4, 4), sizes, strict=True)
+    ]
+    labels = [torch.randint(0, 10, (n,)) for n in sizes]
+    assert_same_sum(model, features, labels, device, 1e-3, 1.0, 1e4)
+
+
+@pytest.mark.parametrize("batch", [2, 32])
+def test_local_epochs_of_users_of_unequal_size_are_those_of_one_after_another(batch, device):
+    torch.manual_seed(0)
+    model, sizes = mlp((1, 4, 4), 3).train(), np.array([3, 1, 7, 2, 4, 1, 5, 6])
+    training, seeds = LocalTraining("fedavg", 2, 0.3, batch), np.arange(8, dtype=np.uint64) + 5
+    features = [torch.randn(n, 1, 4, 4) for n in sizes]
+    labels = [torch.randint(0, 3, (n,)) for n in sizes]
+    users = zip(features, labels, seeds.tolist(), strict=True)
+    expected = sum(clip(local_update(model, x, y, training, seed), 0.3) for x, y, seed in users)
+    records = (torch.cat(each).to(device) for each in (features, labels))
+    arguments = *records, sizes, training, seeds, Clipping(0.3)
+    total = clipped_sum_of_updates("vmap", model.to(device), *arguments)
+    np.testing.assert_allclose(total.cpu().numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
 @given(data=st.data())
 def test_convolutions_of_every_kind(device, data):
     draw = data.draw
@@ -269,7 +293,7 @@ class Odd(nn.Module):
 )  # fmt: skip
 def test_other_models_are_left_to_vmap(kind):
     torch.manual_seed(0)
-    real = {"users": 101, "records": 1}
+    real = {"sizes": np.ones(101, dtype=np.int64)}
     assert fastest_method(Odd("plain").train(), (1, 4, 4), 3, GRADIENT, **real) == "book-keeping"
     assert fastest_method(Odd(kind).train(), (1, 4, 4), 3, GRADIENT, **real) == "vmap"
 
@@ -298,8 +322,9 @@ def test_a_parameter_may_be_a_single_number(training):
     model = Tempered().train()
     assert fastest_method(model, (1, 4, 4), 3, training) == "vmap"
     features, labels = torch.randn(5, 2, 1, 4, 4), torch.randint(0, 3, (5, 2))
-    orders = record_orders(np.arange(5, dtype=np.uint64), 1, 2)
-    total = clipped_sum_of_updates("vmap", model, features, labels, training, orders, Clipping(0.5))
+    seeds = np.arange(5, dtype=np.uint64)
+    given = features.flatten(0, 1), labels.flatten(), np.full(5, 2), training, seeds, Clipping(0.5)
+    total = clipped_sum_of_updates("vmap", model, *given)
     updates = [
         local_update(model, features[user], labels[user], training, seed=user) for user in range(5)
     ]
@@ -571,20 +596,22 @@ class OnAnotherDevice(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+@pytest.mark.parametrize("sizes", [np.full(4, 3), np.array([1, 6, 2, 3])], ids=["equal", "unequal"])
 @pytest.mark.parametrize("answer", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("make", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_everything_is_computed_where_the_model_is(make, method, answer, monkeypatch):
+def test_everything_is_computed_where_the_model_is(make, method, answer, sizes, monkeypatch):
     """On "meta", the one device beside the CPU that every build of torch can differentiate on."""
     monkeypatch.setattr(ModuleState, "restore", lambda _: [])  # compares values: there are none
     with OnAnotherDevice(answer), torch.device("meta"):
         model = make().train()
         labels = torch.zeros(4, 3, dtype=torch.int64)
-        arguments = torch.zeros(4, 3, 1, 14, 14), labels, GRADIENT, None, Clipping(1.0)
+        features = torch.zeros(4, 3, 1, 14, 14)
         with torch.device("cpu"):  # what is made anywhere comes from there
-            total = clipped_sum_of_updates(method, model, *arguments)
+            given = features.flatten(0, 1), labels.flatten(), sizes, GRADIENT, None, Clipping(1.0)
+            total = clipped_sum_of_updates(method, model, *given)
             orders = torch.zeros(1, 4, 3, dtype=torch.int64)
             epochs = LocalTraining("fedavg", 1, 0.1, 2)
-            updates = user_updates(model, *arguments[:2], epochs, orders)
+            updates = user_updates(model, features, labels, epochs, orders)
         assert total.device.type == "meta"
         assert {update.device.type for update in updates.values()} == {"meta"}

@@ -102,11 +102,12 @@ def test_a_round_is_the_one_computed_by_hand_whatever_the_chunk(overrides, devic
     total = sum_by_hand(of, users, 2)
     total += NOISE * CLIP * SeededRandomness(5).standard_normal(2, users, settings.dimension).sum(0)
     for size in (1, 7, 1000):
-        keys = settings.keys.model_copy(update={"users_per_chunk": size})
+        keys = settings.keys.model_copy(update={"records_per_chunk": size})
         of.settings = dataclasses.replace(settings, keys=keys)
         round = played(of, 2)
         assert (round.outcome, round.aggregate.reports) == ("released", len(users))
-        blocks = np.unique(users // of.settings.users_per_block).size
+        before = of.load_users().before(users)
+        blocks = np.unique(before // of.settings.records_per_block).size
         np.testing.assert_allclose(
             round.aggregate.estimate,
             total / (USERS * RATE),
@@ -157,9 +158,10 @@ def test_records_are_fetched_where_they_are():
     """Real ones on "meta", where a mixture of devices is an error."""
     records = engine().load_users()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        features, labels = records.to("meta")(np.arange(3))
+        features, labels, sizes = records.to("meta").together(np.arange(3))
     assert (features.device.type, labels.device.type) == ("meta", "meta")
-    assert (features.shape, labels.shape) == ((3, 23, 1, 8, 8), (3, 23))
+    assert (features.shape, labels.shape) == ((71, 1, 8, 8), (71,))
+    assert sizes.tolist() == [23, 24, 24]
 
 
 def test_a_round_is_not_taken_for_reproducible_on_a_gpu(monkeypatch):
@@ -190,7 +192,7 @@ class Busy(nn.Linear):
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [4, *by_night(19)])
 def test_no_two_threads_use_a_model_at_once(rounds):
-    busy = engine(f"model.name={__name__}:Busy", "simulation.users_per_chunk=1")
+    busy = engine(f"model.name={__name__}:Busy", "simulation.records_per_chunk=1")
     reports = reports_of(busy)
     for round in range(1, rounds + 1):
         reports.sum(round, busy.settings.make_model(), np.arange(USERS), [])
@@ -270,14 +272,14 @@ def test_summed_noise_is_reproducible_and_has_the_law_of_a_sum():
 
 
 def test_only_users_who_checked_in_are_touched(monkeypatch):
-    fetch, seen = PartitionedRecords.__call__, []
+    fetch, seen = PartitionedRecords.together, []
 
     def spy(records, users):
         seen.extend(users.tolist())
         return fetch(records, users)
 
-    monkeypatch.setattr(PartitionedRecords, "__call__", spy)
-    played(engine("simulation.users_per_chunk=9"), 3)
+    monkeypatch.setattr(PartitionedRecords, "together", spy)
+    played(engine("simulation.records_per_chunk=9"), 3)
     assert sorted(seen) == checked_in(3).tolist()
 
 
@@ -388,7 +390,7 @@ def with_dropout(input_shape, classes):
         (["simulation.precision=float16"], "precision must be one of float32, bfloat16, got"),
         (["simulation.device=cuda"], 'device must be "cpu" here: .* finds no CUDA device, got'),
         (["simulation.engine=spark"], "simulation.engine must be one of flower, vectorised, got"),
-        (["simulation.users_per_chunk=0"], "simulation.users_per_chunk must be a whole number"),
+        (["simulation.records_per_chunk=0"], "simulation.records_per_chunk must be a whole number"),
         (["data.users=5000"], r"data.users must lie in \[1, 1437\]"),
     ],
 )

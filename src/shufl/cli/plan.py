@@ -79,9 +79,9 @@ def plan_command(
                 f"takes, got {device_megabytes}"
             )
         if write is not None and setting is not None:  # else the file could not be run
-            from shufl.simulator.data.partition import records_per_user  # which needs torch
+            from shufl.simulator.data.partition import check_enough  # which needs torch
 
-            records_per_user(setting.records, users, "iid")
+            check_enough(setting.records, users, "iid")
         plans = find_plans(question)
         if not plans:
             raise ValueError(f"no noise up to 64 and 10^7 blankets reach epsilon {epsilon:g}")
