@@ -19,7 +19,7 @@ import torch
 
 from shufl.accounting import Ledger, PrivacyPlan, accountants_for
 from shufl.simulator.config import load
-from shufl.simulator.plots import plot_accuracy_epsilon
+from shufl.simulator.plots import plot_score_epsilon
 from shufl.simulator.records import read_rows
 from shufl.simulator.tables import epsilon_text
 
@@ -58,7 +58,7 @@ def main() -> None:
     rows[-1]["accuracy"] = json.loads((given.run / "summary.json").read_text())["accuracy"]
     rows = [row for row in rows if row["accuracy"] is not None]
     paths = [given.folder / f"figure-1b.{kind}" for kind in ("png", "svg")]
-    plot_accuracy_epsilon(rows, plan, *paths)
+    plot_score_epsilon(rows, plan, *paths)
     names = [name for name in accountants_for(plan.event()) if rows[-1]["epsilons"][name]]
     last = rows[-1]["round"]
     wanted = sorted({round(last ** (step / 10)) for step in range(3, 11)})

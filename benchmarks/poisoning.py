@@ -182,8 +182,13 @@ class PoisoningNode(Node):
     def __init__(self, settings: ClientSettings, case: Case, attackers: np.ndarray):
         super().__init__(settings)
         self._case, self._attackers = case, np.isin(np.arange(settings.plan.users), attackers)
-        records = map(self._records, range(settings.plan.users))
-        self._everyone = tuple(map(torch.stack, zip(*records, strict=True)))
+        records = list(map(self._records, range(settings.plan.users)))
+        self._sizes = torch.tensor([len(labels) for _, labels in records])
+        longest = torch.arange(int(self._sizes.max()))
+        self._everyone = tuple(  # who has fewer records gets some of them again, without weight
+            torch.stack([each[longest % len(each)] for each in part])
+            for part in zip(*records, strict=True)
+        )
         self._round = 0
 
     def _reports(self, users: np.ndarray, round: int) -> Iterator[np.ndarray]:
@@ -212,7 +217,9 @@ class PoisoningNode(Node):
         if round == self._round:
             return
         clip_norm = self.settings.plan.mechanism.clip_norm
-        updates = user_updates(self._work.model, *self._everyone, self.settings.training)
+        updates = user_updates(
+            self._work.model, *self._everyone, self.settings.training, real=self._sizes
+        )
         self._updates = torch.cat([part.flatten(1) for part in updates.values()], 1).numpy()
         honest = (clip(each, clip_norm) for each in self._updates[~self._attackers])
         total = sum(honest, np.zeros(self._updates.shape[1]))
@@ -270,7 +277,7 @@ def run_case(config: str, overrides: list[str], case: Case) -> tuple[Case, float
                 counts.append((record.reports, record.rejected))
             result = training.finish()
     reports, rejected = np.sum(counts, axis=0)
-    return case, result.accuracy, float(rejected / (reports + rejected))
+    return case, result.metrics["accuracy"], float(rejected / (reports + rejected))
 
 
 def _load_users(experiment: Experiment, case: Case, attackers: np.ndarray) -> UserRecords:
@@ -294,6 +301,8 @@ def _training_settings(experiment: Experiment, ledger: Ledger, folder: Path) -> 
         ledger=ledger,
         make_model=experiment.make_model,
         load_test=experiment.load_test,
+        measure=experiment.task.measure,
+        score=experiment.task.score,
         optimiser=experiment.optimiser,
         folder=folder,
         evaluate_every=rounds,

@@ -1,23 +1,29 @@
+from .algorithms import STEPS, Step
 from .app import make_client_app
 from .device import DeviceLedger, DeviceLimits, RoundRefused, load_device
 from .device_process import serve_device
 from .module_state import ModuleState, StateError
 from .node import Announcement, Node, ReportFailed
-from .settings import ClientSettings, LocalTraining, UserRecords
-from .update import local_update, record_orders, user_updates
+from .settings import ClientSettings, LocalTraining, Loss, UserRecords, cross_entropy
+from .update import in_type, local_update, record_orders, user_updates
 
 __all__ = [
+    "STEPS",
     "Announcement",
     "ClientSettings",
     "DeviceLedger",
     "DeviceLimits",
     "LocalTraining",
+    "Loss",
     "ModuleState",
     "Node",
     "ReportFailed",
     "RoundRefused",
     "StateError",
+    "Step",
     "UserRecords",
+    "cross_entropy",
+    "in_type",
     "load_device",
     "local_update",
     "make_client_app",

@@ -66,7 +66,7 @@ class DeviceNode(Node):
             settings.together,
             users,
             window.most_records,
-            tuple(self._records(0)[0].shape[1:]),
+            self._records(0),
         )
         try:
             self._worker.check(window)

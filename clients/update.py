@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
-from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
+from torch.utils._pytree import tree_map, tree_map_only
 
 from shufl.accounting.mechanisms import split_mix
+from shufl.clients.algorithms import Tensors
 from shufl.clients.module_state import ModuleState
-from shufl.clients.settings import LocalTraining
+from shufl.clients.settings import LocalTraining, Loss
+
+_Made = tuple[Tensors, dict[str, Any]]  # new parameters, and a state
 
 
 def local_update(
@@ -31,14 +36,14 @@ def local_update(
     It is a function of what `model` holds, these records and the seed: whatever the forward changes
     in the module is put back, and it gets a copy of the records.
 
-    `fedsgd`: the gradient of the mean cross-entropy over all the user's records at the model.
-    `fedavg`: old parameters minus the parameters after `local_epochs` epochs of SGD, so that the
-    server steps against it as it would against a gradient (Reddi et al. 2021, "Adaptive federated
-    optimization": the pseudo-gradient).
+    `fedsgd`: the gradient of the mean loss over all the user's records at the model.
+    Any other: old parameters minus the parameters after `local_epochs` epochs of the algorithm's
+    steps, so that the server steps against it as it would against a gradient (Reddi et al. 2021,
+    "Adaptive federated optimization": the pseudo-gradient).
 
     Args:
         features: shape (r, ...), the user's r records.
-        labels: int64 of shape (r,).
+        labels: shape (r, ...).
         seed: in [0, 2^64), of everything random in local training: `record_orders`, dropout, and
             what the model draws from Python's and numpy's own generators.
         state: the model's, if it has been taken already.
@@ -60,7 +65,7 @@ def local_update(
     try:
         counted = () if real is None else (torch.arange(len(labels)) < real,)
         if training.algorithm == "fedsgd":
-            return _gradient(model, features.clone(), labels, *counted)
+            return _gradient(model, features.clone(), labels, training.loss, *counted)
         start = parameters_to_vector(model.parameters()).detach()
         (orders,) = record_orders(
             np.array([seed], dtype=np.uint64),
@@ -90,7 +95,7 @@ def user_updates(
     Args:
         model: the round's model; nobody else's meanwhile.
         features: shape (k, r, ...), r records of each of k users.
-        labels: int64 of shape (k, r).
+        labels: shape (k, r, ...).
         orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
         call: gives the scores as `torch.func.functional_call` does, perhaps in another precision;
             parameters and their gradients stay as they are.
@@ -113,8 +118,8 @@ def user_updates(
         targets: torch.Tensor,
         *counted: torch.Tensor,
     ) -> torch.Tensor:
-        scores = call(model, parameters, (records,))
-        return _mean_loss(scores.to(exact), targets, *counted)
+        outputs = in_type(exact, call(model, parameters, (records,)))
+        return _mean_loss(training.loss(outputs, targets), *counted)
 
     counted: tuple[torch.Tensor, ...] = ()
     if real is not None:
@@ -126,19 +131,19 @@ def user_updates(
             return together(start, features.clone(), labels, *counted)
         apart = vmap(grad(loss))
         everyone = torch.arange(len(labels), device=labels.device)[:, None]
-        local = start
+        local, kept = start, dict[str, Any]()
         assert orders is not None
         for order in orders.to(labels.device):
             for batch in order.split(training.local_batch_size, dim=1):
-                gradients = together if local is start else apart
-                records = (each[everyone, batch] for each in (features, labels, *counted))
-                steps = gradients(local, *records)
+                own = (each[everyone, batch] for each in (features, labels, *counted))
+                gradients = (together if local is start else apart)(local, *own)
                 if changed := state.restore():  # read outside vmap, it would mix users
                     raise RuntimeError(f"the model keeps {changed[0]} from one step to the next")
-                local = {
-                    name: value - training.local_learning_rate * steps[name]
-                    for name, value in local.items()
-                }
+                users = None if local is start else 0
+                step = vmap(training.step, in_dims=(users, 0, None, 0 if kept else None))
+                made = step(local, gradients, start, kept)
+                there = counted[0][everyone, batch].any(1) if counted else None
+                local, kept = _taken(there, made, (local, kept))
         return {name: start[name] - value for name, value in local.items()}
     finally:
         state.restore()
@@ -160,20 +165,46 @@ def record_orders(
     return torch.from_numpy(keys.argsort(axis=2))
 
 
-def _mean_loss(
-    scores: torch.Tensor, labels: torch.Tensor, counted: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The mean cross-entropy; of the records that count, 0 if none does, by the same steps."""
+def in_type(dtype: torch.dtype, outputs: Any) -> Any:
+    """A model's outputs, with numbers of this type."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.to(dtype) if outputs.is_floating_point() else outputs
+    return tree_map_only(torch.Tensor, functools.partial(in_type, dtype), outputs)
+
+
+def _taken(there: torch.Tensor | None, made: _Made, before: _Made) -> _Made:
+    """What a step made; what was before, of users of whom no record was in the batch.
+
+    `there` says of whom one was, bool of shape (k,) or (); None: of everybody.
+    """
+    if there is None:
+        return made
+
+    def merged(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        users = there.reshape(*there.shape, *[1] * (new.dim() - there.dim()))
+        return torch.where(users, new, old)
+
+    parameters: Tensors = tree_map(merged, made[0], before[0])
+    # Before the first step, in which everybody has records, there is no state.
+    return parameters, tree_map(merged, made[1], before[1]) if before[1] else made[1]
+
+
+def _mean_loss(losses: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
+    """Their mean; of the records that count, 0 if none does, by the same steps."""
     if counted is None:
-        return functional.cross_entropy(scores, labels)
+        return losses.mean()
     weights = counted / counted.sum().clamp(min=1)
-    return functional.cross_entropy(scores, labels, reduction="none") @ weights.to(scores.dtype)
+    return losses @ weights.to(losses.dtype)
 
 
 def _gradient(
-    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, *counted: torch.Tensor
+    model: nn.Module,
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    loss_of: Loss,
+    *counted: torch.Tensor,
 ) -> np.ndarray:
-    loss = _mean_loss(model(features), labels, *counted)
+    loss = _mean_loss(loss_of(model(features), labels), *counted)
     gradients = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).numpy()
 
@@ -186,10 +217,19 @@ def _local_epochs(
     orders: torch.Tensor,
     *counted: torch.Tensor,
 ) -> None:
-    optimiser = torch.optim.SGD(model.parameters(), lr=training.local_learning_rate)
+    own = dict(model.named_parameters())
+    start = {name: parameter.detach().clone() for name, parameter in own.items()}
+    kept: dict[str, Any] = {}
     for order in orders:
         for batch in order.split(training.local_batch_size):
-            optimiser.zero_grad()
-            scores = model(features[batch])
-            _mean_loss(scores, labels[batch], *(each[batch] for each in counted)).backward()
-            optimiser.step()
+            losses = training.loss(model(features[batch]), labels[batch])
+            loss = _mean_loss(losses, *(each[batch] for each in counted))
+            found = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
+            before = {name: parameter.detach() for name, parameter in own.items()}
+            gradients = dict(zip(own, found, strict=True))
+            made = training.step(before, gradients, start, kept)
+            there = counted[0][batch].any() if counted else None
+            local, kept = _taken(there, made, (before, kept))
+            with torch.no_grad():
+                for name, parameter in own.items():
+                    parameter.copy_(local[name])

@@ -29,7 +29,7 @@ from torch import nn
 from shufl.accounting.lines import one_line
 from shufl.accounting.plan import Window
 from shufl.clients.settings import LocalTraining, UserRecords
-from shufl.clients.work import Work, log
+from shufl.clients.work import Records, Work, log
 
 TO_DO, AT_WORK, DONE, FAILED = range(4)
 """How far a user's update is."""
@@ -64,7 +64,7 @@ class _Memory:
     """What parent and child share, of u users with m records each.
 
     Attributes:
-        features, labels: shapes (u, m, ...) and (u, m).
+        features, labels: shapes (u, m, ...).
         real: how many of them are not padding, shape (u,).
         updates: shape (u, d).
         states: one of `TO_DO` to `FAILED` of each user, shape (u,).
@@ -99,17 +99,21 @@ class Worker:
         together: bool,
         users: int,
         most_records: int,
-        shape: tuple[int, ...],
+        example: Records,
     ):
-        """Starts it and has it measure the work; `shape` is that of one record's features.
+        """Starts it and has it measure the work; `example` has the form of a user's records.
 
         Raises:
             ValueError: it cannot compute the updates of made-up users.
         """
         dimension = sum(each.numel() for each in make_model().parameters())
+        features, labels = (
+            _Shared((users, most_records, *each.shape[1:]), each.numpy().dtype.type)
+            for each in example
+        )
         self._memory = _Memory(
-            _Shared((users, most_records, *shape), np.float32),
-            _Shared((users, most_records), np.int64),
+            features,
+            labels,
             _Shared((users,), np.int64),
             _Shared((users, dimension), np.float32),
             _Shared((users,), np.uint8),
@@ -306,7 +310,8 @@ def _measure(work: Work, memory: _Memory) -> float:
     """How many seconds the updates of so many users take, of records that are made up."""
     features = torch.from_numpy(memory.features.mapped())
     groups = _groups(work, features)
-    ones = torch.ones(features[0].shape), torch.zeros(features.shape[1], dtype=torch.int64)
+    labels = torch.from_numpy(memory.labels.mapped())
+    ones = torch.ones_like(features[0]), torch.zeros_like(labels[0])
 
     def play(users: range) -> None:
         seeds = np.arange(len(users), dtype=np.uint64)

@@ -17,8 +17,9 @@ from shufl.clients.worker import Worker
 from shufl.deploy.sites import NodeSite, check_cover
 from shufl.shuffler import report_length, sealed_length
 from shufl.simulator.config import Config, load
-from shufl.simulator.data.datasets import wrong_tensor
+from shufl.simulator.data.datasets import number_users, wrong_tensor
 from shufl.simulator.data.features import map_records
+from shufl.simulator.data.files import RecordFile, tensor_of
 from shufl.simulator.experiment import (
     check_report_size,
     local_training,
@@ -27,6 +28,7 @@ from shufl.simulator.experiment import (
     records_loader,
 )
 from shufl.simulator.section import READERS_ERRORS, ConfigError, find, one_line
+from shufl.simulator.tasks import PADDING, TYPES, Form
 from shufl.simulator.trial import try_users
 
 
@@ -63,12 +65,13 @@ def check_data(
     A model that computes a user's update from other users' records is refused.
     """
     plan = agreed_plan(config)
-    make_model = model_maker(config, site.input_shape, site.classes)
+    form = _form(site, config)
+    make_model = model_maker(config, form)
     check_report_size(config, sum(each.numel() for each in make_model().parameters()))
     load_users = _records(site, folder, config, plan)
     records = load_users()
     for user in range(site.users):
-        _check_records(records, user, site)
+        _check_records(records, user, form)
     training = local_training(config)
     together = try_users(make_model, training, training.local_batch_size + 1)
     return plan, make_model, load_users, together
@@ -85,13 +88,18 @@ def check_work(
 
     The arguments are those that `check_data` has found. A window that is too short is refused.
     """
-    window, shape = plan.window, load_users()(0)[0].shape[1:]
+    window, training = plan.window, local_training(load(site.config))
     assert window is not None
-    training = local_training(load(site.config))
-    about = site.users, window.most_records, tuple(shape)
+    about = site.users, window.most_records, load_users()(0)
     with closing(Worker(make_model, training, together, *about)) as worker:
         worker.check(window)
         return worker.seconds
+
+
+def _form(site: NodeSite, config: Config) -> Form:
+    """What a record is made of; no Form's task is left out in a file that provision has made."""
+    about = site.input_shape, site.outputs, site.input_type, site.label_shape, site.label_type
+    return Form(*about, config.data.task or "classification")
 
 
 def link_needed(
@@ -135,10 +143,22 @@ def _records(
                 f"got {site.first_user} + {site.users}"
             )
         return functools.partial(_simulated, records_loader(config, site.digest), site.first_user)
-    own = functools.partial(_from_folder, folder / site.data)
+    types = site.input_type, site.label_type
+    if data.features is not None:
+        types = "float32", site.label_type
+    own = functools.partial(_from_folder, folder / site.data, types)
+    if Path(site.data).suffix in (".csv", ".parquet"):
+        if not isinstance(data.dataset, RecordFile):
+            raise ConfigError(
+                f"data {site.data}: the configuration must name its columns in [data.dataset], "
+                f"got data.dataset {data.dataset}"
+            )
+        own = functools.partial(_from_file, folder / site.data, data.dataset, site.users)
     if ":" in site.data:
         own = functools.partial(find, "data", site.data, {})
-    return own if data.features is None else functools.partial(_mapped, own, data.features)
+    if data.features is None:
+        return own
+    return functools.partial(_mapped, own, data.features, site.label_type)
 
 
 def _simulated(load_users: Callable[[], UserRecords], first: int) -> UserRecords:
@@ -146,66 +166,61 @@ def _simulated(load_users: Callable[[], UserRecords], first: int) -> UserRecords
     return lambda user: records(first + user)
 
 
-def _mapped(own: Callable[[], UserRecords], features: str) -> UserRecords:
+def _mapped(own: Callable[[], UserRecords], features: str, label_type: str) -> UserRecords:
     records = own()
 
     def mapped(user: int) -> tuple[torch.Tensor, torch.Tensor]:
         raw, labels = records(user)
-        if mistake := _mistake(raw, labels):
+        if mistake := _mistake(raw, labels, "float32", label_type):
             raise ValueError(f"they {mistake}")
         return map_records(features, raw), labels
 
     return mapped
 
 
-def _from_folder(folder: Path) -> UserRecords:
+def _from_file(path: Path, columns: RecordFile, users: int) -> UserRecords:
+    """Gives the records of a CSV or Parquet file, by the order in which users appear in it."""
+    features, labels, given = columns.records_in(path)
+    owners = number_users(given)
+    if (there := int(owners.max()) + 1) != users:
+        raise ConfigError(f"users must be {there}, those of {path.name}, got {users}")
+    if columns.mean is not None:
+        features = features.float().sub_(torch.tensor(columns.mean))
+        features = features.div_(torch.tensor(columns.std))
+
     def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with np.load(folder / f"{user}.npz") as arrays:
-            return _tensor("features", arrays["features"]), _tensor("labels", arrays["labels"])
+        return features[owners == user], labels[owners == user]
 
     return read
 
 
-_CASTS: dict[str, tuple[type, str, str, int]] = {
-    "features": (np.float32, "iuf", "whole numbers or floats", 2**24),
-    "labels": (np.int64, "iu", "whole numbers", 2**63 - 1),
-}
-"""What each array of a file becomes, its kinds of numbers, and the largest whole one kept exact."""
+def _from_folder(folder: Path, types: tuple[str, str]) -> UserRecords:
+    def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with np.load(folder / f"{user}.npz") as arrays:
+            features, labels = (
+                tensor_of(name, arrays[name], kind)
+                for name, kind in zip(("features", "labels"), types, strict=True)
+            )
+            return features, labels
+
+    return read
 
 
-def _tensor(name: str, array: np.ndarray) -> torch.Tensor:
-    """An array of a file as a tensor.
-
-    Raises:
-        ValueError: it holds something else than numbers, or whole numbers that the cast changes.
-    """
-    dtype, kinds, allowed, most = _CASTS[name]
-    if array.dtype.kind not in kinds:
-        raise ValueError(f"{name} must be {allowed}, got {array.dtype}")
-    exact = array.dtype.kind == "f" or not array.size
-    if not exact and not -most <= int(array.min()) <= int(array.max()) <= most:
-        raise ValueError(
-            f"{name} must be whole numbers of at most {most}, got {array.min()} to {array.max()}: "
-            f"{dtype.__name__} does not hold them"
-        )
-    with np.errstate(over="ignore"):  # what is infinite then is refused
-        return torch.from_numpy(array.astype(dtype))
-
-
-def _mistake(features: Any, labels: Any) -> str | None:
+def _mistake(features: Any, labels: Any, *types: str) -> str | None:
     """Why no model can be trained on these features and labels, whatever their shapes; or None."""
-    if wrong := wrong_tensor(features, torch.float32):
-        return f"must have features as {wrong}"
-    if wrong := wrong_tensor(labels, torch.int64):
-        return f"must have labels as {wrong}"
-    return None if features.isfinite().all() else "must have finite features, got NaN or infinity"
+    for name, given, kind in zip(("features", "labels"), (features, labels), types, strict=True):
+        if wrong := wrong_tensor(given, TYPES[kind]):
+            return f"must have {name} as {wrong}"
+        if not given.isfinite().all():
+            return f"must have finite {name}, got NaN or infinity"
+    return None
 
 
-def _check_records(records: UserRecords, user: int, site: NodeSite) -> None:
+def _check_records(records: UserRecords, user: int, form: Form) -> None:
     """Refuses records that the model cannot be trained on, before any round."""
     try:
         features, labels = records(user)
-        mistake = _mistake(features, labels)
+        mistake = _mistake(features, labels, form.input_type, form.label_type)
     except READERS_ERRORS as error:
         raise ConfigError(
             f"data: the records of user {user} cannot be read: {one_line(error)}"
@@ -213,16 +228,22 @@ def _check_records(records: UserRecords, user: int, site: NodeSite) -> None:
     if mistake:
         raise ConfigError(f"data: the records of user {user} {mistake}")
     found = tuple(features.shape), tuple(labels.shape)
-    count = found[1][0] if len(found[1]) == 1 else 0
-    if not count or found[0] != (count, *site.input_shape):
-        raise ConfigError(
-            f"data: the records of user {user} must be features of shape "
-            f"(r, {', '.join(map(str, site.input_shape))}) and labels of shape (r,), r at least 1, "
-            f"got {found[0]} and {found[1]}"
+    count = found[1][0] if found[1] else 0
+    if not count or found != ((count, *form.input_shape), (count, *form.label_shape)):
+        features_shape, labels_shape = (
+            "(" + ", ".join(map(str, ("r", *shape))) + (")" if shape else ",)")
+            for shape in (form.input_shape, form.label_shape)
         )
-    lowest, highest = int(labels.min()), int(labels.max())
-    if not 0 <= lowest <= highest < site.classes:
         raise ConfigError(
-            f"data: the labels of user {user} must lie in 0 to {site.classes - 1}, "
+            f"data: the records of user {user} must be features of shape {features_shape} and "
+            f"labels of shape {labels_shape}, r at least 1, got {found[0]} and {found[1]}"
+        )
+    if form.task not in ("classification", "next-token"):
+        return
+    counted = labels[labels != PADDING] if form.task == "next-token" else labels
+    lowest, highest = (int(end) for end in counted.aminmax()) if counted.numel() else (0, 0)
+    if not 0 <= lowest <= highest < form.outputs:
+        raise ConfigError(
+            f"data: the labels of user {user} must lie in 0 to {form.outputs - 1}, "
             f"got {lowest} to {highest}"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import shlex
 import string
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import tomli_w
@@ -198,14 +198,13 @@ class _Sites:
         return self._complete(site, "shuffler.md", address=address)
 
     def _node(self, number: int) -> Site:
-        nodes, dataset = self._deployment.nodes, self._experiment.dataset
+        nodes, form = self._deployment.nodes, self._experiment.form
         entry, superlink = nodes[number], self._deployment.server_address
         about = {
             "number": number,
             "users": entry.users,
             "config": "run.toml",
-            "input_shape": list(dataset.input_shape),
-            "classes": dataset.classes,
+            **{key: value for key, value in asdict(form).items() if key != "task"},
             "data": entry.data,
             "first_user": sum(each.users for each in nodes[:number]),
             "device": "device.toml",
@@ -231,7 +230,9 @@ class _Sites:
     def _modules(self, *others: str) -> dict[str, str]:
         """The modules beside the deployment's file that `module:callable` names, by file name."""
         config = self._experiment.config
-        named = config.data.dataset, config.data.features or "", config.model.name, *others
+        data = config.data
+        own = data.features or "", data.task or "", config.training.algorithm
+        named = str(data.dataset), *own, config.model.name, *others
         files = {name.partition(":")[0].replace(".", "/") + ".py" for name in named if ":" in name}
         return {
             file: (self._base / file).read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -89,10 +89,12 @@ class NodeSite(_Site):
         number: the node's, from 0.
         users: for how many users it speaks.
         config: path of the run's configuration, with the plan that this node agrees to.
-        input_shape: shape of one record, of its features where the configuration maps records.
-        data: what gives a user's records, by the user's number from 0, as features and int64
-            labels: `module:callable`; or a folder with `0.npz` and so on (arrays `features` and
-            `labels`); or `simulated`, the configuration's dataset.
+        input_shape, input_type, outputs, label_shape, label_type: as in `Form`; of features where
+            the configuration maps records.
+        data: what gives a user's records, by the user's number from 0, as features and labels:
+            `module:callable`; or a folder with `0.npz` and so on (arrays `features` and
+            `labels`); or a `.csv` or `.parquet` file with the columns that the configuration names;
+            or `simulated`, the configuration's dataset.
         first_user: of `simulated` data: which of the dataset's users is this node's first.
         device: path of the file with the owner's limits and ledger.
         socket: path of the Unix socket over which Flower's messages come.
@@ -103,7 +105,10 @@ class NodeSite(_Site):
     users: Count
     config: str
     input_shape: tuple[Count, ...] = Field(strict=False, description="a list of whole numbers")
-    classes: Count
+    input_type: Literal["float32", "int64"] = "float32"
+    outputs: Count
+    label_shape: tuple[Count, ...] = Field((), strict=False, description="a list of whole numbers")
+    label_type: Literal["float32", "int64"] = "int64"
     data: str
     first_user: int = Field(0, ge=0, description="a whole number, at least 0")
     device: str

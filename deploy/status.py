@@ -18,6 +18,7 @@ from shufl.shuffler.wire.connection import Connection
 from shufl.shuffler.wire.errors import ShufflerError
 from shufl.simulator.records import read_run
 from shufl.simulator.section import ConfigError
+from shufl.simulator.tables import scores_of
 
 _LATELY = 5  # rounds whose time says how long the rest will take
 _SECONDS = 5.0  # for a shuffler to answer
@@ -35,7 +36,7 @@ class Status:
         epsilon: spent, by the halting accountant.
         target: the budget.
         accountant: the halting one.
-        accuracy: on the test data, the last that was measured; None: none was.
+        score_name, score: on the test data, the last that was measured; None: none was.
         seconds_left: by the last rounds; None: it does not run, or has no round yet.
         nodes: of each node its name, number, users, for how many seconds it has been silent (None:
             it never came), and why.
@@ -51,7 +52,8 @@ class Status:
     epsilon: float
     target: float
     accountant: str
-    accuracy: float | None
+    score_name: str
+    score: float | None
     seconds_left: float | None
     nodes: list[dict[str, Any]]
     shufflers: dict[str, str]
@@ -81,7 +83,8 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
         epsilon=plan.epsilon(rounds=spent),
         target=plan.target_epsilon,
         accountant=plan.accountant,
-        accuracy=next((row["accuracy"] for row in rows[::-1] if row["accuracy"] is not None), None),
+        score_name=rows[-1]["score"] if rows else "",
+        score=next((score for _, score in reversed(scores_of(rows))), None),
         seconds_left=left,
         nodes=[_node(node, now) for node in _read(folder / NODES_FILE, [])],
         shufflers={each: health_of(each, site.credentials) for each in site.shufflers}

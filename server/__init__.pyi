@@ -2,7 +2,7 @@ from .aggregate import Aggregate, Mean, aggregate_reports
 from .app import make_server_app
 from .checkpoint import Checkpoint, load_checkpoint, load_tensors, save_tensors
 from .checkpoint_file import CheckpointError, read_checkpoint, save_atomically
-from .evaluation import Evaluation, evaluate
+from .evaluation import Measure, evaluate
 from .rounds import RoundLoop
 from .settings import (
     MOST_IN_VAIN,
@@ -22,8 +22,8 @@ __all__ = [
     "AgreedNode",
     "Checkpoint",
     "CheckpointError",
-    "Evaluation",
     "Mean",
+    "Measure",
     "NodeFailed",
     "Observe",
     "Optimiser",

@@ -1,35 +1,33 @@
-"""Accuracy and loss of a model on the server's public test data."""
+"""The numbers of a model on the server's public test data."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+Measure = Callable[[Any, torch.Tensor], dict[str, float]]
+"""Numbers by name, of a model's outputs and the labels of all test records; `loss` is one."""
 
 _BATCH = 1000
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Accuracy in [0, 1] and mean cross-entropy."""
-
-    accuracy: float
-    loss: float
-
-
 @torch.no_grad()
-def evaluate(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> Evaluation:
-    """Evaluates a copy in eval mode, in batches, on the device of the data.
+def evaluate(
+    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, measure: Measure
+) -> dict[str, float]:
+    """What `measure` gives of a copy in eval mode, in batches, on the device of the data.
 
-    The model's output has shape (r, classes), the features (r, ...) and the labels, int64, (r,).
+    Features and labels are of shape (r, ...).
     """
     model = copy.deepcopy(model).to(features.device).eval()
-    correct, loss = 0, 0.0
-    for batch, target in zip(features.split(_BATCH), labels.split(_BATCH), strict=True):
-        scores = model(batch.clone())  # which a forward may change in place
-        correct += int((scores.argmax(dim=1) == target).sum())
-        loss += float(functional.cross_entropy(scores, target, reduction="sum"))
-    return Evaluation(correct / len(labels), loss / len(labels))
+    # Of a copy, which a forward may change in place.
+    parts = [model(batch.clone()) for batch in features.split(_BATCH)]
+    outputs = parts[0]
+    if len(parts) > 1:
+        outputs = tree_map(lambda *each: torch.cat(each), *parts)
+    return measure(outputs, labels)

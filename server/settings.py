@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shufl.accounting import Ledger, PrivacyPlan
 from shufl.server.checkpoint import Checkpoint
+from shufl.server.evaluation import Measure
 from shufl.server.words import AgreedNode, Schedule, StoppedBy
 from shufl.shuffler import Credentials, Sealing
 
@@ -35,9 +37,9 @@ class Optimiser:
     """The server's optimiser, from torch.optim; the noisy mean stands where the gradient would.
 
     Attributes:
-        name: `sgd` or `adam`.
+        name: of a class of torch.optim, in lower case.
         learning_rate: step size in the first round.
-        momentum: for `sgd` only.
+        options: what else the class takes.
         schedule: what becomes of the step size until `rounds`: `constant`, or it falls to 0 along a
             line or half a cosine.
         rounds: of the whole run.
@@ -45,24 +47,39 @@ class Optimiser:
             and saved; 0: the last model is.
     """
 
-    name: Literal["sgd", "adam"] = "sgd"
+    name: str = "sgd"
     learning_rate: float = 0.1
-    momentum: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule = "constant"
     rounds: int = 1
     averaging: float = 0.0
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser over the model's parameters."""
-        if self.name == "adam":
-            return torch.optim.Adam(model.parameters(), lr=self.learning_rate)
-        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
+        kinds = {name.lower(): kind for name, kind in vars(torch.optim).items()}
+        made: torch.optim.Optimizer = kinds[self.name](
+            model.parameters(), lr=self.learning_rate, **self.options
+        )
+        return made
 
     def learning_rate_at(self, round: int) -> float:
         """The step size of a round, from 1."""
         done = (round - 1) / self.rounds
         shares = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
         return self.learning_rate * shares[self.schedule]
+
+    def step(
+        self, stepper: torch.optim.Optimizer, model: nn.Module, estimate: np.ndarray, round: int
+    ) -> None:
+        """Takes the step of a round by what `build` gave, with an estimate of shape (d,)."""
+        for group in stepper.param_groups:
+            group["lr"] = self.learning_rate_at(round)
+        gradient, offset = torch.from_numpy(estimate), 0
+        for parameter in model.parameters():
+            part = gradient[offset : offset + parameter.numel()]
+            parameter.grad = part.view_as(parameter).to(parameter.device, copy=True)
+            offset += parameter.numel()
+        stepper.step()
 
     def average_of(self, model: nn.Module) -> AveragedModel | None:
         """The moving average that begins with this model; None where there is to be none."""
@@ -78,7 +95,9 @@ class TrainingSettings:
     Attributes:
         ledger: open, of this plan; its run id is that of the run.
         make_model: builds the initial model.
-        load_test: gives public test data, features (r, ...) and int64 labels of shape (r,).
+        load_test: gives public test data, features and labels of shape (r, ...).
+        measure: gives the numbers of a model's outputs for them.
+        score: the name of the number that stands for the run.
         optimiser: the server's step.
         folder: an existing folder for checkpoints and the final model.
         evaluate_every, checkpoint_every: in rounds; the end of the run always does both.
@@ -92,6 +111,8 @@ class TrainingSettings:
     ledger: Ledger
     make_model: Callable[[], nn.Module]
     load_test: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    measure: Measure
+    score: str
     optimiser: Optimiser
     folder: Path
     evaluate_every: int
@@ -140,11 +161,10 @@ class RunEnd:
         rounds: rounds spent.
         stopped_by: `budget`, `rounds` (the plan's last), `on_round` or `interrupt`.
         epsilon: spent under the halting accountant.
-        accuracy, loss: of the final model on the test data.
+        metrics: numbers of the final model on the test data, by name.
     """
 
     rounds: int
     stopped_by: StoppedBy
     epsilon: float
-    accuracy: float
-    loss: float
+    metrics: dict[str, float]

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from shufl.accounting import PrivacyBudget
 from shufl.server.aggregate import Aggregate
 from shufl.server.checkpoint import Checkpoint, tensor_bytes
 from shufl.server.checkpoint_file import save_atomically
-from shufl.server.evaluation import Evaluation, evaluate
+from shufl.server.evaluation import evaluate
 from shufl.server.settings import RoundFailed, RunEnd, TrainingSettings
 from shufl.server.words import RoundOutcome, RoundRecord, StoppedBy
 from shufl.shuffler import model_digest
@@ -103,7 +102,7 @@ class Training:
         final = self._evaluate()
         save_atomically(self.settings.folder / "model.pt", tensor_bytes(self.result.state_dict()))
         rounds = self.settings.ledger.last_round
-        return RunEnd(rounds, self._stopped_by, self._budget.epsilon, final.accuracy, final.loss)
+        return RunEnd(rounds, self._stopped_by, self._budget.epsilon, final)
 
     def _would_release_the_same(self, round: int) -> bool:
         """Whether a spent round, played again now, gives what it gave."""
@@ -129,7 +128,7 @@ class Training:
         aggregate = played.aggregate
         if aggregate is not None:
             self._step(aggregate, round)
-        result = self._evaluate() if round % self.settings.evaluate_every == 0 else None
+        result = self._evaluate() if round % self.settings.evaluate_every == 0 else {}
         return RoundRecord(
             round=round,
             epsilon=self._budget.epsilon,
@@ -140,8 +139,8 @@ class Training:
             rejected=aggregate.rejected if aggregate else 0,
             reasons=aggregate.reasons if aggregate else {},
             silent_nodes=played.silent_nodes,
-            accuracy=result.accuracy if result else None,
-            loss=result.loss if result else None,
+            score=self.settings.score,
+            metrics={self.settings.score: None, "loss": None, **result},
             seconds=time.monotonic() - self._started,
             doubt=played.doubt,
         )
@@ -153,21 +152,13 @@ class Training:
 
     def _step(self, aggregate: Aggregate, round: int) -> None:
         """One optimiser step, with the estimate in the gradients' place."""
-        for group in self._optimiser.param_groups:
-            group["lr"] = self.settings.optimiser.learning_rate_at(round)
-        gradient = torch.from_numpy(aggregate.estimate)
-        offset = 0
-        for parameter in self.model.parameters():
-            part = gradient[offset : offset + parameter.numel()]
-            parameter.grad = part.view_as(parameter).clone()
-            offset += parameter.numel()
-        self._optimiser.step()
+        self.settings.optimiser.step(self._optimiser, self.model, aggregate.estimate, round)
         if self._average is not None:
             self._average.update_parameters(self.model)
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate(self) -> dict[str, float]:
         try:
-            return evaluate(self.result, *self._test)
+            return evaluate(self.result, *self._test, self.settings.measure)
         except (Exception, SystemExit) as error:  # whatever the model does, sys.exit() with it
             raise RoundFailed(
                 f"the model could not be evaluated: {type(error).__name__}: {error}"

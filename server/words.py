@@ -38,7 +38,9 @@ class RoundRecord:
         rejected: released reports that did not open, or that no honest client could have sent.
         reasons: how many of them for which reason.
         silent_nodes: nodes that did not acknowledge in time or answered with an error.
-        accuracy, loss: on the test data, None in rounds without evaluation.
+        score: the name of the metric that stands for the run.
+        metrics: numbers of the test data by name; the score and `loss` are None in rounds without
+            evaluation.
         seconds: wall-clock time of the round.
         doubt: what the operator should look into, in one line (`server.counts`); mostly nothing.
     """
@@ -52,7 +54,7 @@ class RoundRecord:
     rejected: int
     reasons: dict[str, int]
     silent_nodes: int
-    accuracy: float | None
-    loss: float | None
+    score: str
+    metrics: dict[str, float | None]
     seconds: float
     doubt: str = ""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import importlib.resources
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from shufl.accounting.plan import CheckInRate, Privacy, Rounds, Times, Users
-from shufl.accounting.validation import Count, Positive, read_toml
+from shufl.accounting.validation import Count, Positive, read_toml, shown
 from shufl.server.words import Schedule
+from shufl.simulator.data.files import RecordFile
 from shufl.simulator.engine_table import FlowerKeys, VectorisedKeys
-from shufl.simulator.names import DATASETS, FEATURES, Scheme
+from shufl.simulator.names import ALGORITHMS, DATASETS, FEATURES, TASKS, Optimisers, Scheme
 from shufl.simulator.section import ConfigError, Section
 
 
@@ -28,23 +30,45 @@ class PrivacySection(Privacy):
     rounds: Rounds
 
 
+_DATASET = f"one of {', '.join(DATASETS)}, module:callable, or a table with a file"
+
+
+def _dataset(given: Any) -> str | RecordFile:
+    if isinstance(given, Mapping):
+        return RecordFile.checked("data.dataset", given)
+    if isinstance(given, RecordFile) or (
+        isinstance(given, str) and (given in DATASETS or re.fullmatch(".+:.+", given))
+    ):
+        return given
+    raise ValueError(f"data.dataset must be {_DATASET}, got {shown(given)}")
+
+
+if TYPE_CHECKING:
+    _Dataset = str | RecordFile
+else:  # of a union pydantic would say what each part expects
+    _Dataset = Annotated[Any, PlainValidator(_dataset)]
+
+
 class Data(Section):
     """A dataset and a map of its records, by name or `module:callable`; its users.
 
     Attributes:
+        task: what is learnt. Default: what the dataset says.
         users: how many. Default: all whom the dataset names, else as many as it has records.
         partition: default: `natural` where the dataset says whose each record is, else `iid`.
         most_records: of a user with more records, so many are used. Default: all.
     """
 
-    dataset: str = Field(
-        pattern=f"^({'|'.join(DATASETS)}|.+:.+)$",
-        description=f"one of {', '.join(DATASETS)}, or module:callable",
-    )
+    dataset: _Dataset = Field(description=_DATASET)
     features: str | None = Field(
         None,
         pattern=f"^({'|'.join(FEATURES)}|.+:.+)$",
         description=f"one of {', '.join(FEATURES)}, or module:callable",
+    )
+    task: str | None = Field(
+        None,
+        pattern=f"^({'|'.join(TASKS)}|.+:.+)$",
+        description=f"one of {', '.join(TASKS)}, or module:callable",
     )
     users: Users | None = None
     partition: Scheme | None = None
@@ -72,13 +96,22 @@ LearningRate = Annotated[
 class Training(Section):
     """Local computation and the server's optimiser."""
 
-    algorithm: Literal["fedsgd", "fedavg"] = "fedsgd"
+    algorithm: str = Field(
+        "fedsgd",
+        pattern=f"^({'|'.join(ALGORITHMS)}|.+:.+)$",
+        description=f"one of {', '.join(ALGORITHMS)}, or module:callable",
+    )
+    algorithm_options: dict[str, Any] = Field(
+        default_factory=dict, description="a table of the algorithm's keyword arguments"
+    )
     local_epochs: Count = 1
     local_learning_rate: LearningRate = 0.1
     local_batch_size: Count = 32
-    optimiser: Literal["sgd", "adam"] = "sgd"
+    optimiser: Optimisers = "sgd"
+    optimiser_options: dict[str, Any] = Field(
+        default_factory=dict, description="a table of keyword arguments of torch.optim's class"
+    )
     learning_rate: LearningRate
-    momentum: Decay = 0.0
     schedule: Schedule = "constant"
     averaging: Decay = 0.0
     evaluate_every: Count = 1
@@ -141,6 +174,7 @@ class Config(Section):
         needed = {
             **{"privacy.rounds": 1, "model.name": "histogram", "training.algorithm": "fedsgd"},
             **{"training.learning_rate": 1.0, "training.optimiser": "sgd"},
+            "training.optimiser_options": {},
             **{"training.schedule": "constant", "training.averaging": 0.0},
             **{"simulation.engine": "flower"},
         }
@@ -167,18 +201,33 @@ def load(
         ConfigError: one line naming the key, what it was given, and what is allowed.
     """
     content = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_named(source)
+    if isinstance(source, str):  # paths in a file are relative to it
+        _make_absolute(content, Path(source).parent)
     given = changes.items() if isinstance(changes, Mapping) else map(_parsed, changes or [])
     for key, value in given:
         _change(content, key, value)
+    _make_absolute(content, Path.cwd())
     name = "the configuration" if isinstance(source, Mapping) else source
     config = Config.checked(name, content)
-    try:
-        dumps(config)
-    except TypeError as error:  # only options may hold anything
-        raise ConfigError(
-            f"{name}: model.options must hold values that TOML has: {error}"
-        ) from None
+    training = config.training
+    for key, options in (
+        ("model.options", config.model.options),
+        ("training.algorithm_options", training.algorithm_options),
+        ("training.optimiser_options", training.optimiser_options),
+    ):
+        try:  # only options may hold anything
+            tomli_w.dumps(options)
+        except TypeError as error:
+            raise ConfigError(f"{name}: {key} must hold values that TOML has: {error}") from None
     return config
+
+
+def _make_absolute(content: dict[str, Any], folder: Path) -> None:
+    """Writes the path of a file of records so that it is found from everywhere."""
+    data = content.get("data")
+    dataset = data.get("dataset") if isinstance(data, dict) else None
+    if isinstance(dataset, dict) and isinstance(dataset.get("file"), str):
+        dataset["file"] = str((folder / dataset["file"]).absolute())
 
 
 def dumps(config: Config) -> str:

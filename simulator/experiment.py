@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +20,11 @@ from shufl.accounting import (
     unused_note,
 )
 from shufl.accounting.plan import Privacy, Window
-from shufl.clients import LocalTraining
+from shufl.clients import STEPS, LocalTraining, Step
 from shufl.server import Optimiser
 from shufl.shuffler import most_parameters
 from shufl.simulator.config import Config
-from shufl.simulator.data.datasets import Dataset, load_dataset
+from shufl.simulator.data.datasets import Dataset, check_task, load_dataset
 from shufl.simulator.data.features import data_digest, load_records
 from shufl.simulator.data.partition import (
     Partition,
@@ -31,8 +33,9 @@ from shufl.simulator.data.partition import (
     load_user_records,
 )
 from shufl.simulator.models import build_model
-from shufl.simulator.names import Scheme
-from shufl.simulator.section import Carried, ConfigError
+from shufl.simulator.names import ALGORITHMS, Scheme
+from shufl.simulator.section import Carried, ConfigError, find, readers_code
+from shufl.simulator.tasks import Form, Task, load_task, loss_of
 from shufl.simulator.trial import try_users
 
 
@@ -91,7 +94,17 @@ class Experiment:
     @property
     def make_model(self) -> functools.partial[nn.Module]:
         """Builds the initial model; picklable."""
-        return model_maker(self.config, self.dataset.input_shape, self.dataset.classes)
+        return model_maker(self.config, self.form)
+
+    @property
+    def form(self) -> Form:
+        """What a record is made of."""
+        return self.dataset.form(self.config.data.task)
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        return load_task(self.form.task)
 
     @property
     def load_users(self) -> functools.partial[PartitionedRecords]:
@@ -113,15 +126,7 @@ class Experiment:
     @property
     def optimiser(self) -> Optimiser:
         """The server's optimiser."""
-        training = self.config.training
-        return Optimiser(
-            training.optimiser,
-            training.learning_rate,
-            training.momentum,
-            training.schedule,
-            self.halting_round,
-            training.averaging,
-        )
+        return optimiser(self.config, self.halting_round)
 
 
 def prepare(config: Config) -> Experiment:
@@ -140,6 +145,16 @@ def prepare(config: Config) -> Experiment:
     config = _resolve(config, dataset)
     config, plan, unused = plan_of(config)
     experiment = Experiment(config, plan, halting_round=0, parameters=0)
+    name = config.training.algorithm
+    if config.training.algorithm_options:
+        if name == "fedsgd":
+            raise ConfigError("training.algorithm_options must be empty for fedsgd")
+        step = STEPS.get(name) or find("training.algorithm", name, {})
+        with readers_code(f"training.algorithm_options are none of {name}"):
+            inspect.signature(step).bind(*[None] * 5, **config.training.algorithm_options)
+    name = config.training.optimiser
+    with readers_code(f"training.optimiser_options are none of {name}"):
+        optimiser(config, 1).build(experiment.make_model())
     most_records = experiment.partition.most_records
     parameters = sum(p.numel() for p in experiment.make_model().parameters())
     halting_round = rounds_within_budget(plan)
@@ -185,11 +200,9 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
     return config.model_copy(update={"privacy": privacy}), plan, unused_note(asked, plan)
 
 
-def model_maker(
-    config: Config, input_shape: tuple[int, ...], classes: int
-) -> functools.partial[nn.Module]:
+def model_maker(config: Config, form: Form) -> functools.partial[nn.Module]:
     """Builds the initial model for such records; picklable."""
-    about = input_shape, classes, config.data_seed, config.model.options
+    about = form, config.data_seed, config.model.options
     return functools.partial(build_model, config.model.name, *about)
 
 
@@ -216,17 +229,48 @@ def local_training(config: Config) -> LocalTraining:
         training.local_epochs,
         training.local_learning_rate,
         training.local_batch_size,
+        loss_of(config.data.task or "classification"),
+        training.algorithm_options,
+        None if training.algorithm in ALGORITHMS else _own_step(training.algorithm),
+    )
+
+
+def _own_step(name: str) -> Step:
+    """The reader's step, which every process imports when it is first asked for."""
+    find("training.algorithm", name, {})
+    return functools.partial(_step, name)
+
+
+def _step(name: str, *given: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    made: tuple[dict[str, Any], dict[str, Any]] = find("training.algorithm", name, {})(
+        *given, **options
+    )
+    return made
+
+
+def optimiser(config: Config, rounds: int) -> Optimiser:
+    """The server's optimiser, for so many rounds."""
+    training = config.training
+    return Optimiser(
+        training.optimiser,
+        training.learning_rate,
+        training.optimiser_options,
+        training.schedule,
+        rounds,
+        training.averaging,
     )
 
 
 def _resolve(config: Config, dataset: Dataset) -> Config:
     """Every value that depends on another one, decided."""
     privacy, owners = config.privacy, dataset.users
+    task = dataset.form(config.data.task).task
+    check_task(config.data.dataset, dataset, task)
     scheme = config.data.partition or ("iid" if owners is None else "natural")
     natural = owners is not None and scheme == "natural"
     everybody = len(dataset.train_labels if owners is None or not natural else owners.unique())
     users = config.data.users or everybody
-    data = config.data.model_copy(update={"users": users, "partition": scheme})
+    data = config.data.model_copy(update={"users": users, "partition": scheme, "task": task})
     config = config.model_copy(update={"data": data})
     partition = load_partition(data.dataset, *_about_users(config))  # or refuses
     if config.window is not None and data.most_records is None:

@@ -1,4 +1,4 @@
-"""Models by name, or any `module:callable` that takes (input_shape, classes, **options)."""
+"""Models by name, or any `module:callable` that takes (input_shape, outputs, **options)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from torch import nn
 
 from shufl.clients import ModuleState
 from shufl.simulator.section import ConfigError, find, one_line, readers_code
+from shufl.simulator.tasks import Form, load_task
 
 
-def logistic_regression(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+def logistic_regression(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
     """One linear layer, starting at zero."""
-    linear = nn.Linear(math.prod(input_shape), classes)
+    linear = nn.Linear(math.prod(input_shape), outputs)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return nn.Sequential(nn.Flatten(), linear)
 
 
-def mlp(input_shape: tuple[int, ...], classes: int, hidden: int = 64) -> nn.Module:
+def mlp(input_shape: tuple[int, ...], outputs: int, hidden: int = 64) -> nn.Module:
     """One hidden layer of `hidden` ReLU units."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(math.prod(input_shape), hidden),
         nn.ReLU(),
-        nn.Linear(hidden, classes),
+        nn.Linear(hidden, outputs),
     )
 
 
-def small_cnn(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+def small_cnn(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
     """The two-convolution network of the MNIST experiments: 26 010 parameters at 1x28x28."""
     features = nn.Sequential(
         nn.Conv2d(input_shape[0], 16, kernel_size=8, stride=2, padding=3),
@@ -48,7 +49,23 @@ def small_cnn(input_shape: tuple[int, ...], classes: int) -> nn.Module:
     )
     with torch.no_grad():
         width = features(torch.zeros(1, *input_shape)).shape[1]
-    return nn.Sequential(features, nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, classes))
+    return nn.Sequential(features, nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, outputs))
+
+
+class Additive(nn.Module):
+    """The sum of learnt numbers, one for each id of a record, and a constant; all start at zero."""
+
+    def __init__(self, input_shape: tuple[int, ...], outputs: int, ids: int):
+        """The ids of records, int64, lie in 0 to `ids` - 1."""
+        super().__init__()
+        self.numbers = nn.Embedding(ids, outputs)
+        self.constant = nn.Parameter(torch.zeros(outputs))
+        nn.init.zeros_(self.numbers.weight)
+
+    def forward(self, records: torch.Tensor) -> torch.Tensor:
+        """The sum, for each record: shape (r, outputs)."""
+        total: torch.Tensor = self.numbers(records).sum(1) + self.constant
+        return total
 
 
 class Histogram(nn.Module):
@@ -59,9 +76,9 @@ class Histogram(nn.Module):
     shares of all.
     """
 
-    def __init__(self, input_shape: tuple[int, ...], classes: int):
+    def __init__(self, input_shape: tuple[int, ...], outputs: int):
         super().__init__()
-        self.scores = nn.Parameter(torch.zeros(classes))
+        self.scores = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """The scores, for each record."""
@@ -72,35 +89,51 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "logistic-regression": logistic_regression,
     "mlp": mlp,
     "small-cnn": small_cnn,
+    "additive": Additive,
     "histogram": Histogram,
 }
 
 
 def build_model(
-    name: str,
-    input_shape: tuple[int, ...],
-    classes: int,
-    seed: int,
-    options: dict[str, Any] | None = None,
+    name: str, form: Form, seed: int, options: dict[str, Any] | None = None
 ) -> nn.Module:
     """The model of that name, a key of MODELS or `module:callable`, initialised from `seed`."""
     make = find("model", name, MODELS)
-    failure = f"model {name} could not be built for records of shape {input_shape}"
+    failure = f"model {name} could not be built for records of shape {form.input_shape}"
     with seeded(seed), readers_code(failure):
         if isinstance(make, nn.Module):
             model = copy.deepcopy(make)
         else:
-            model = make(input_shape, classes, **(options or {}))
+            model = make(form.input_shape, form.outputs, **(options or {}))
         with torch.no_grad():
-            shape = tuple(model.eval()(torch.zeros(2, *input_shape)).shape)
-    if shape != (2, classes):
-        raise ConfigError(
-            f"model {name} must give {classes} scores a record, got shape {shape[1:]}"
-        )
+            outputs = model.eval()(form.inputs(2))
+    _refuse_what_has_no_loss(name, outputs, form)
     _refuse_what_cannot_be_sent(name, model)
     _refuse_what_is_not_trained(name, model)
-    _refuse_what_mixes_users(name, model, input_shape)
+    _refuse_what_mixes_users(name, model, form)
     return model
+
+
+def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
+    """The task must give each of two records a loss."""
+    expected: dict[str, tuple[int, ...]] = {
+        "classification": (2, form.outputs),
+        "next-token": (2, *form.label_shape, form.outputs),
+    }
+    shape = tuple(getattr(outputs, "shape", ()))
+    if shape != expected.get(form.task, shape):
+        each = "record" if form.task == "classification" else "token"
+        raise ConfigError(
+            f"model {name} must give {form.outputs} scores a {each}, got shape {shape[1:]}"
+        )
+    with readers_code(f"data.task {form.task} takes no outputs of model {name}"), torch.no_grad():
+        losses = load_task(form.task).loss(outputs, form.labels(2))
+    if not isinstance(losses, torch.Tensor) or losses.shape != (2,):
+        given = tuple(losses.shape) if isinstance(losses, torch.Tensor) else losses
+        raise ConfigError(
+            f"data.task {form.task} must give a loss for each record, a tensor of shape (2,) of "
+            f"two records, got {given}"
+        )
 
 
 @contextmanager
@@ -133,7 +166,7 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
             )
 
 
-def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int, ...]) -> None:
+def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
     """An update must depend on its own user's records only, or clipping bounds nothing."""
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -143,7 +176,7 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, input_shape: tuple[int
             )
     with readers_code(f"model {name} could not be tried on two records"), torch.no_grad():
         state = ModuleState(model.train())
-        model(torch.ones(2, *input_shape))
+        model(form.inputs(2, 1.0))
         changed = state.restore()
     for path, _ in model.named_buffers():
         if path in changed:

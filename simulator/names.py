@@ -12,7 +12,20 @@ DATASETS = {
     "mnist": "shufl.simulator.data.datasets:mnist",
     "fashion-mnist": "shufl.simulator.data.datasets:fashion_mnist",
     "cifar10": "shufl.simulator.data.datasets:cifar10",
+    "insteval": "shufl.simulator.data.natural:insteval",
+    "movielens": "shufl.simulator.data.natural:movielens",
 }
 FEATURES = {"scattering": "shufl.simulator.data.features:whitened_scattering"}
+ALGORITHMS = ("fedsgd", "fedavg", "fedprox")
+Optimisers = Literal[
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam",
+    "rmsprop", "rprop", "sgd",
+]  # fmt: skip
+"""The server's: those of torch.optim that need nothing but gradients."""
+TASKS = {
+    "classification": "shufl.simulator.tasks:CLASSIFICATION",
+    "regression": "shufl.simulator.tasks:REGRESSION",
+    "next-token": "shufl.simulator.tasks:NEXT_TOKEN",
+}
 Scheme = Literal["natural", "iid", "by-label", "dirichlet", "repeated"]
 """How records come to users."""

@@ -18,7 +18,7 @@ import jinja2
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan, epsilon_table
 from shufl.accounting.validation import read_toml
 from shufl.simulator.config import flat
-from shufl.simulator.plots import plot_accuracy_epsilon, plot_rounds
+from shufl.simulator.plots import plot_rounds, plot_score_epsilon
 from shufl.simulator.records import check_ledger, read_run, read_starts, rounds_told
 from shufl.simulator.tables import (
     AS_PLANNED,
@@ -27,6 +27,8 @@ from shufl.simulator.tables import (
     epsilon_rows,
     epsilon_text,
     for_every_pair,
+    score_text,
+    scores_of,
     too_few_present,
 )
 
@@ -100,7 +102,9 @@ def _of_run(folder: Path) -> str:
         epsilons = epsilon_rows(epsilon_table(plan, len(entries), too_few))
     else:
         epsilons = summary["epsilon"]
-    evaluated = [row for row in rows if row["accuracy"] is not None]
+    evaluated = scores_of(rows)
+    score = rows[0]["score"] if rows else "score"
+    scored = score_text(score, evaluated[-1][1]) if evaluated else "not evaluated yet"
     settings = read_toml(folder / "config.toml")
     least = for_every_pair({name: row["epsilon"] for name, row in epsilons.items()})
     stopped = STOPPED[summary["stopped_by"]] if summary else "not finished when this was made"
@@ -111,7 +115,7 @@ def _of_run(folder: Path) -> str:
     if least is not None and least != plan.accountant:
         facts.append(("least ε for every pair", _told(epsilons, least)))
     facts += [
-        ("test accuracy", f"{evaluated[-1]['accuracy']:.2%}" if evaluated else "not evaluated yet"),
+        (f"test {score}", scored),
         ("budget", f"ε ≤ {plan.target_epsilon:g}"),
         ("δ, neighbours", f"{plan.delta:.3g}, {plan.adjacency}"),
         ("end", stopped),
@@ -126,12 +130,12 @@ def _of_run(folder: Path) -> str:
         {"title": "What ε holds for", "note": note, "table": cells},
     ]
     if evaluated:
-        plot = image(plot_accuracy_epsilon, rows, plan)
-        alt = "Test accuracy against ε, a line for each accountant, which ends at the ε above."
-        sections.append({"title": "Accuracy and ε", "plot": plot, "alt": alt})
+        plot = image(plot_score_epsilon, rows, plan)
+        alt = f"Test {score} against ε, a line for each accountant, which ends at the ε above."
+        sections.append({"title": f"{score.capitalize()} and ε", "plot": plot, "alt": alt})
     if rows:
         plot = image(plot_rounds, rows)
-        alt = f"Reports and test accuracy of {len(rows)} rounds."
+        alt = f"Reports and test {score} of {len(rows)} rounds."
         sections.append({"title": "Round by round", "plot": plot, "alt": alt})
     spent = [("rounds spent", len(entries)), *Counter(row["outcome"] for row in rows).items()]
     if without := len(entries) - len(rows):
@@ -162,6 +166,7 @@ def _told(epsilons: dict[str, dict[str, Any]], accountant: str) -> str:
 
 
 _REFERENCES = {"central": "DP-SGD by Opacus", "plain": "SGD without privacy"}
+_OF_USERS = {"central-users": "one noise by a trusted server", "plain-users": "no privacy"}
 
 
 def what_trained(settings: dict[str, Any], trainer: str = "shufl") -> dict[str, str]:
@@ -170,9 +175,14 @@ def what_trained(settings: dict[str, Any], trainer: str = "shufl") -> dict[str, 
     options = ", ".join(f"{name} = {value}" for name, value in model.get("options", {}).items())
     mapped = f"{data['features']} of " if "features" in data else ""
     users = f", {data['users']:,} users" if "users" in data else ""
-    ours = f"{training['algorithm']}, {training['optimiser']}"
+    ours = ", ".join(
+        filter(None, (training["algorithm"], training["optimiser"], _OF_USERS.get(trainer)))
+    )
+    dataset = data["dataset"]
+    named = Path(dataset["file"]).name if isinstance(dataset, dict) else dataset
+    dealt = f", {data['partition']}" if "partition" in data else ""
     return {
-        "data": f"{mapped}{data['dataset']}{users}, {data['partition']}",
+        "data": f"{mapped}{named}{users}{dealt}",
         "model": model["name"] + (f" ({options})" if options else ""),
         "algorithm": _REFERENCES.get(trainer, ours),
     }

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shufl.simulator.tables import score_axis, scores_of
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -70,17 +72,18 @@ def style_of(accountant: str) -> dict[str, Any]:
     return {"label": f"{accountant}, {pairs}", "linestyle": "-" if pairs == "every pair" else "--"}
 
 
-def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Path) -> Figure:
-    """Test accuracy against epsilon, one line an accountant, the budget as a vertical line."""
+def plot_score_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Path) -> Figure:
+    """The test score against epsilon, one line an accountant, the budget as a vertical line."""
     from shufl.accounting import accountants_for
 
-    evaluated = [row for row in rows if row["accuracy"] is not None]
+    evaluated = scores_of(rows)
+    label, unit = score_axis(rows[0]["score"]) if rows else ("", 1.0)
     with draw(*paths) as axes:
         for name in accountants_for(plan.event()):
-            priced = [row for row in evaluated if row["epsilons"][name] is not None]
+            priced = [each for each in evaluated if each[0]["epsilons"][name] is not None]
             axes.plot(
-                [row["epsilons"][name] for row in priced],
-                [100 * row["accuracy"] for row in priced],
+                [row["epsilons"][name] for row, _ in priced],
+                [unit * score for _, score in priced],
                 markevery=0.1,  # of the plot's width: every round would hide the line
                 **style_of(name),
             )
@@ -90,7 +93,7 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths:
         axes.set(
             xscale="log",
             xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
-            ylabel="test accuracy (%)",
+            ylabel=label,
             title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, "
             f"z = {plan.mechanism.noise_multiplier:g}, λ = {plan.shuffler_blankets:g}",
         )
@@ -98,7 +101,7 @@ def plot_accuracy_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths:
 
 
 def plot_rounds(rows: list[dict[str, Any]], path: Path) -> Figure:
-    """Reports and test accuracy, round by round."""
+    """Reports and the test score, round by round."""
     with draw(path) as axes:
         reports = [row["reports"] for row in rows]
         axes.bar(
@@ -106,15 +109,16 @@ def plot_rounds(rows: list[dict[str, Any]], path: Path) -> Figure:
         )
         axes.set(xlabel="round", ylabel="reports")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        evaluated = [row for row in rows if row["accuracy"] is not None]
-        if evaluated:
+        if evaluated := scores_of(rows):
+            name = evaluated[0][0]["score"]
+            label, unit = score_axis(name)
             beside = axes.twinx()
             beside.plot(
-                [row["round"] for row in evaluated],
-                [100 * row["accuracy"] for row in evaluated],
+                [row["round"] for row, _ in evaluated],
+                [unit * score for _, score in evaluated],
                 color="#d40",
                 markevery=0.1,
-                label="test accuracy (right)",
+                label=f"test {name} (right)",
             )
-            beside.set(ylabel="test accuracy (%)")
+            beside.set(ylabel=label)
     return axes.figure

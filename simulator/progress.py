@@ -9,18 +9,18 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from shufl.server import RoundRecord
 from shufl.simulator.console import Console
-from shufl.simulator.tables import epsilon_text
+from shufl.simulator.tables import epsilon_text, score_text
 
 
 class RoundProgress:
-    """Shows round, reports, accuracy, epsilon so far against the budget, speed and time left."""
+    """Shows round, reports, score, epsilon so far against the budget, speed and time left."""
 
     def __init__(self, console: Console, rounds: int, target_epsilon: float):
         self._console = console
         self._rounds = rounds
         self._played = 0
         self._target = target_epsilon
-        self._accuracy = ""
+        self._score = ""
         self._started: float | None = None
         self._every = max(1, rounds // 20)
         self._bar = Progress(
@@ -45,12 +45,12 @@ class RoundProgress:
         `every_pair` is ε so far by `blanket`, where another accountant halts; None is not shown.
         """
         first = self._started is None
-        accuracy = self._accuracy  # of an earlier round, which it names
-        if record.accuracy is not None:
-            accuracy = f"  accuracy {record.accuracy:.1%}"
-            self._accuracy = f"{accuracy} in round {record.round}"
+        score = self._score  # of an earlier round, which it names
+        if (value := record.metrics[record.score]) is not None:
+            score = f"  {record.score} {score_text(record.score, value, 1)}"
+            self._score = f"{score} in round {record.round}"
         reports = f"{record.reports} reports" if record.outcome == "released" else record.outcome
-        status = f"{reports}{accuracy}  ε {epsilon_text(record.epsilon)} of {self._target:g}"
+        status = f"{reports}{score}  ε {epsilon_text(record.epsilon)} of {self._target:g}"
         if every_pair is not None:
             status += f", {epsilon_text(every_pair)} for every pair"
         if self._started is None:  # after the first round, which warms up

@@ -29,7 +29,7 @@ from shufl.accounting import (
 from shufl.server import CheckpointError, RoundRecord, read_checkpoint
 from shufl.simulator.tables import too_few_present
 
-_COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"}
+_COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"} - {"metrics"}
 _TELL_OF_ROUNDS = ("metrics.jsonl", "summary.json", "shuffler*.log")
 _ROUND = re.compile(rb'"rounds?": ?(\d{1,18})')
 
@@ -93,8 +93,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
-            if set(row) != _COLUMNS:
-                raise ValueError(f"a row has {', '.join(sorted(_COLUMNS))}")
+            if not set(row) >= _COLUMNS or row["score"] not in row:
+                raise ValueError(f"a row has {', '.join(sorted(_COLUMNS))}, and its score")
             validation.integer("round", row["round"], 1)
         except (TypeError, ValueError) as error:
             raise MetricsError(
@@ -185,7 +185,9 @@ class RunRecorder:
         if self.rows and record.round <= self.rows[-1]["round"]:
             return
         epsilons: dict[str, float | None] = dict.fromkeys(ACCOUNTANTS)
-        row = {**asdict(record), "epsilons": epsilons}
+        row = asdict(record)
+        metrics = row.pop("metrics")
+        row |= metrics | {"epsilons": epsilons}
         self.rows.append(row)
         too_few = too_few_present(self._plan, self.rows, record.round)
         for name, accountant in self._accountants.items():
@@ -209,8 +211,7 @@ class RunRecorder:
             "rejected": row["rejected"],
             "users_present": row["users_present"],
             "silent_nodes": row["silent_nodes"],
-            "test/accuracy": row["accuracy"],
-            "test/loss": row["loss"],
+            **{f"test/{name}": row[name] for name in row.keys() - _COLUMNS},
             **{f"epsilon/{name}": value for name, value in row["epsilons"].items()},
         }
         for name, value in scalars.items():

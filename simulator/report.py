@@ -14,7 +14,13 @@ from shufl.simulator.console import Console
 from shufl.simulator.engines import Engine
 from shufl.simulator.experiment import Experiment
 from shufl.simulator.records import RunRecorder
-from shufl.simulator.tables import STOPPED, epsilon_rows, print_epsilons, too_few_present
+from shufl.simulator.tables import (
+    STOPPED,
+    epsilon_rows,
+    print_epsilons,
+    score_text,
+    too_few_present,
+)
 
 
 def summarise(
@@ -33,8 +39,8 @@ def summarise(
         "gradients": engine.gradients,
         "rounds": result.rounds,
         "stopped_by": result.stopped_by,
-        "accuracy": result.accuracy,
-        "loss": result.loss,
+        "score": experiment.task.score,
+        **result.metrics,
         "delta": plan.delta,
         "adjacency": plan.adjacency,
         "shuffler_blankets": plan.shuffler_blankets,
@@ -56,7 +62,8 @@ def print_summary(console: Console, summary: dict[str, Any], engine: Engine, fol
     run.add_row("engine", engine.description)
     run.add_row("rounds", str(summary["rounds"]))
     run.add_row("stopped by", STOPPED[summary["stopped_by"]])
-    run.add_row("test accuracy", f"{summary['accuracy']:.2%}")
+    score = summary["score"]
+    run.add_row(f"test {score}", score_text(score, summary[score]))
     run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
     run.add_row("blankets", f"{summary['shuffler_blankets']:g} expected of each shuffler a round")
     run.add_row("δ, adjacency", f"{summary['delta']:.3g}, {summary['adjacency']}")

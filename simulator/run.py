@@ -40,7 +40,7 @@ from shufl.simulator.data.datasets import dataset_digest
 from shufl.simulator.engines import Engine, engine_of, interrupts
 from shufl.simulator.experiment import Experiment, prepare
 from shufl.simulator.names import DATASETS
-from shufl.simulator.plots import plot_accuracy_epsilon
+from shufl.simulator.plots import plot_score_epsilon
 from shufl.simulator.progress import RoundProgress
 from shufl.simulator.records import RunRecorder, check_ledger, note_start, rounds_told
 from shufl.simulator.report import print_summary, summarise
@@ -61,7 +61,7 @@ class Run:
     """A run and its folder `<name>-<time>`: `new` makes one, `of` opens one again, `train` ends it.
 
     The folder gets config.toml, plan.json, starts.jsonl, metrics.jsonl, tensorboard/,
-    ledger.jsonl, checkpoint.pt, model.pt, summary.json, accuracy_epsilon.png, and on Flower the
+    ledger.jsonl, checkpoint.pt, model.pt, summary.json, score_epsilon.png, and on Flower the
     logs.
 
     Attributes:
@@ -149,6 +149,8 @@ class Run:
             ledger=ledger,
             make_model=experiment.make_model,
             load_test=experiment.load_test,
+            measure=experiment.task.measure,
+            score=experiment.task.score,
             optimiser=experiment.optimiser,
             folder=folder,
             evaluate_every=config.training.evaluate_every,
@@ -188,7 +190,7 @@ class Run:
         content = to_json(summary, indent=2, inf_nan_mode="null") + b"\n"
         save_atomically(folder / "summary.json", content)
         print_summary(console, summary, self.engine, folder)
-        plot_accuracy_epsilon(recorder.rows, plan, folder / "accuracy_epsilon.png")
+        plot_score_epsilon(recorder.rows, plan, folder / "score_epsilon.png")
         return result
 
     def _checkpoint(self, ledger: Ledger) -> Checkpoint | None:
@@ -229,7 +231,7 @@ class Run:
         origin = {"config.toml": configuration, "nodes": self.engine.nodes, **versions}
         data = config.data
         if data.dataset not in DATASETS or data.features is not None:  # they may change
-            names = " ".join(filter(None, (data.dataset, data.features)))
+            names = " ".join(filter(None, (str(data.dataset), data.features)))
             origin[f"data.dataset {names}"] = dataset_digest(self.experiment.dataset)[:12]
         return origin
 

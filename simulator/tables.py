@@ -22,6 +22,25 @@ STOPPED = {
 }
 """Why a run ended, by `stopped_by`."""
 
+_SHARES = {"accuracy", "macro_f1"}
+"""Metrics that are shown in percent."""
+
+
+def score_text(name: str, value: float, digits: int = 2) -> str:
+    """A metric's value, as it is shown; `digits` are those of percents."""
+    return f"{value:.{digits}%}" if name in _SHARES else f"{value:.4g}"
+
+
+def score_axis(name: str) -> tuple[str, float]:
+    """A metric's name on a plot's axis, and by what its values are multiplied there."""
+    return (f"test {name} (%)", 100.0) if name in _SHARES else (f"test {name}", 1.0)
+
+
+def scores_of(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
+    """The rows of rounds that were evaluated, each with its score."""
+    return [(row, row[row["score"]]) for row in rows if row[row["score"]] is not None]
+
+
 _MAY_BE_KNOWN = {"released", "lost"}  # the server may have received part of a lost round
 
 
@@ -71,7 +90,7 @@ def for_every_pair(epsilons: dict[str, float | None]) -> str | None:
     from shufl.accounting import ACCOUNTANTS
 
     every = {name for name, each in ACCOUNTANTS.items() if each.holds_for == "every pair"}
-    every.add("opacus")  # of the reference `central`
+    every |= {"opacus", "central"}  # of the references `central` and `central-users`
     given = {name: value for name, value in epsilons.items() if value is not None}
     return min(every.intersection(given), key=lambda name: given[name], default=None)
 

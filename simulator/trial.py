@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import pickle
 import subprocess
 import sys
@@ -21,10 +22,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from shufl.clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
 from shufl.simulator.models import MODELS, build_model, seeded
+from shufl.simulator.names import TASKS
 from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line, readers_code
+from shufl.simulator.tasks import Form, load_task
 
 _Users = list[tuple[torch.Tensor, torch.Tensor, int]]
 _Given = tuple[Callable[[], nn.Module], dict[str, torch.Tensor], LocalTraining, _Users]
@@ -48,22 +52,23 @@ def try_users(
 
     `make_model` is `build_model` with its arguments; `records` is the most that a user has.
     """
-    name, input_shape, classes, _, options = make_model.args
-    if name in MODELS:
+    name, form, _, options = make_model.args
+    if name in MODELS and form.task in TASKS and not (training.own or training.options):
         return True
-    same = functools.partial(build_model, name, input_shape, classes, 0, options)
+    same = functools.partial(build_model, name, form, 0, options)
     return _try(pickle.dumps((same, training, records)))
 
 
 @functools.lru_cache(maxsize=16)
 def _try(given: bytes) -> bool:
     make_model, training, records = pickle.loads(given)
-    name, input_shape, classes, *_ = make_model.args
+    name, form, *_ = make_model.args
     sizes = records, 1, records // 2 + 1, records
     with seeded(0), readers_code(f"model {name} could not be trained on made-up records"):
         model = copy.deepcopy(make_model()).train()  # it is copied for every evaluation
         parameters = model.state_dict()
-        features, labels = made_up(model, input_shape, classes, sum(sizes))
+        features, labels = made_up(model, form, sum(sizes))
+        _check_losses(model, form, features[:3], labels[:3])
         users = list(zip(features.split(sizes), labels.split(sizes), range(4), strict=True))
         for _ in range(max(1, _CALLS // sum(sizes))):
             forwards = _updates(model, training, users)
@@ -94,15 +99,38 @@ def exact_float32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-def made_up(
-    model: nn.Module, input_shape: tuple[int, ...], classes: int, records: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_losses(
+    model: nn.Module, form: Form, features: torch.Tensor, labels: torch.Tensor
+) -> None:
+    """Refuses a task in which a record's loss is not its own."""
+    loss, state = load_task(form.task).loss, ModuleState(model)
+    with torch.no_grad():
+        outputs = model(features.clone())
+        state.restore()
+        together = loss(outputs, labels)
+        for place in range(len(labels)):
+            own = tree_map_only(torch.Tensor, operator.itemgetter(slice(place, place + 1)), outputs)
+            alone = loss(own, labels[place : place + 1])
+            if not torch.allclose(alone, together[place], rtol=1e-4, atol=1e-6, equal_nan=True):
+                raise ConfigError(
+                    f"data.task {form.task} must give each record a loss of its own, got another "
+                    "loss where other records are there"
+                )
+
+
+def made_up(model: nn.Module, form: Form, records: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Records that a model takes: random numbers of very different size, or tokens 0 and 1."""
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(classes, (records,), generator=generator)
-    features = torch.randn(records, *input_shape, generator=generator)
+    shape = records, *form.label_shape
+    if form.label_type == "int64":
+        labels = torch.randint(form.outputs, shape, generator=generator)
+    else:
+        labels = torch.randn(shape, generator=generator)
+    features = torch.randn(records, *form.input_shape, generator=generator)
+    if form.input_type == "int64":
+        return features.gt(0.0).long(), labels
     sizes = 10 ** (3 * torch.rand(records, generator=generator) - 2)
-    features *= sizes.reshape(-1, *[1] * len(input_shape))
+    features *= sizes.reshape(-1, *[1] * len(form.input_shape))
     state = ModuleState(model)
     try:
         with torch.no_grad():

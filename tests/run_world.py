@@ -38,7 +38,7 @@ name = "mlp"
 options = {{ hidden = 8 }}
 [training]
 learning_rate = 0.5
-momentum = 0.9
+optimiser_options.momentum = 0.9
 checkpoint_every = 2
 [simulation]
 nodes = 3

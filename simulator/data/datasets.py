@@ -19,34 +19,42 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from shufl.simulator.data.files import RecordFile
 from shufl.simulator.names import DATASETS
-from shufl.simulator.section import ConfigError, find, one_line, readers_code
+from shufl.simulator.section import Carried, ConfigError, find, is_carried, one_line, readers_code
+from shufl.simulator.tasks import PADDING, Form, Task, load_task
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A classification dataset in memory. A reader's may have arrays of numpy for its tensors.
+    """A dataset in memory. A reader's may have arrays of numpy for its tensors.
 
     Attributes:
-        train_features, test_features: shape (r, ...), uint8 or float32; `inputs` normalises.
-        train_labels, test_labels: int64 of shape (r,), from 0 to `classes` - 1.
+        train_features, test_features: shape (r, ...), uint8 or float32, which `inputs` normalises;
+            or int64, such as the ids of tokens, which a model gets as they are.
+        train_labels, test_labels: shape (r, ...). For classification int64 of shape (r,), from 0 to
+            `classes` - 1; for regression float32; for next-token int64 of shape (r, t), of which
+            -100 does not count; for a task of one's own int64 or float32.
+        classes: how many classes or tokens there are; regression has none.
         scale: what raw values are divided by.
         mean, std: of the training records after division by `scale`: one number, or one for each
             channel. They are not protected, so they must not be estimated from users' data; those
             of the datasets here are published constants.
         users: whose each training record is, any hashable ids; here they become 0 to n - 1, in the
             order of appearance: int64 of shape (r,). None: the data do not say.
+        task: what is learnt: a name (`data.task`), or a `Task`.
     """
 
     train_features: torch.Tensor
     train_labels: torch.Tensor
     test_features: torch.Tensor
     test_labels: torch.Tensor
-    classes: int
+    classes: int | None = None
     scale: float = 1.0
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     users: torch.Tensor | None = None
+    task: str | Task = "classification"
 
     if TYPE_CHECKING:  # a reader may give arrays; `load_dataset` makes tensors of them
 
@@ -56,11 +64,12 @@ class Dataset:
             train_labels: torch.Tensor | np.ndarray,
             test_features: torch.Tensor | np.ndarray,
             test_labels: torch.Tensor | np.ndarray,
-            classes: int,
+            classes: int | None = None,
             scale: float = 1.0,
             mean: Sequence[float] = (0.0,),
             std: Sequence[float] = (1.0,),
             users: Iterable[Hashable] | None = None,
+            task: str | Task = "classification",
         ) -> None: ...
 
     @property
@@ -68,15 +77,45 @@ class Dataset:
         """Shape of one record."""
         return tuple(self.train_features.shape[1:])
 
+    def form(self, task: str | None = None) -> Form:
+        """What a record is made of, for a task or for that of the dataset.
+
+        Of an object a configuration has the name, and this process the object with the dataset.
+        """
+        if task is None or is_carried(task):
+            task = self.task_name
+        labels = self.train_labels
+        tokens = self.train_features.dtype == torch.int64
+        return Form(
+            self.input_shape,
+            self.classes or labels.shape[1:].numel(),
+            "int64" if tokens else "float32",
+            tuple(labels.shape[1:]),
+            "int64" if labels.dtype == torch.int64 else "float32",
+            task,
+        )
+
+    @functools.cached_property
+    def task_name(self) -> str:
+        """What a configuration calls the task."""
+        return Carried("task", self.task) if isinstance(self.task, Task) else self.task
+
     def inputs(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw records as model input, float32 of the same shape, normalised per channel.
 
-        What is normalised already is not copied.
+        What is normalised already is not copied. Records of int64 stay as they are.
         """
-        if (self.scale, self.mean, self.std) == (1.0, (0.0,), (1.0,)):
+        if raw.dtype == torch.int64:
+            return raw
+        if not self.normalises:
             return raw.float()
         mean, std = (each.to(raw.device) for each in self._mean_and_std)
         return (raw / self.scale).sub_(mean).div_(std)
+
+    @property
+    def normalises(self) -> bool:
+        """Whether records are changed before a model gets them."""
+        return (self.scale, self.mean, self.std) != (1.0, (0.0,), (1.0,))
 
     @functools.cached_property
     def _mean_and_std(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,16 +234,16 @@ fashion_mnist = functools.partial(_idx, "FashionMNIST", 0.2860, 0.3530)
 
 
 @functools.lru_cache(maxsize=1)
-def load_dataset(name: str) -> Dataset:
-    """The dataset of that name, kept in memory for the process.
+def load_dataset(name: str | RecordFile) -> Dataset:
+    """The dataset of that name or file, kept in memory for the process.
 
-    It is a key of DATASETS, or `module:callable`. The callable takes nothing and returns a
+    A name is a key of DATASETS, or `module:callable`. The callable takes nothing and returns a
     `Dataset`, the same one at every call: each process that needs it calls it anew.
 
     Raises:
         ConfigError: it is not available, its archive does not verify, or it is no dataset.
     """
-    make = find("data.dataset", name, DATASETS)
+    make = name.load if isinstance(name, RecordFile) else find("data.dataset", name, DATASETS)
     with readers_code(f"data.dataset {name} could not be loaded"):
         dataset = make() if callable(make) else make
         if isinstance(dataset, Dataset):
@@ -220,6 +259,8 @@ def dataset_digest(dataset: Dataset) -> str:
     digest = hashlib.sha256()
     for field in fields(dataset):
         value = getattr(dataset, field.name)
+        if field.name == "task" or value is None:
+            continue
         digest.update(f"{field.name} {getattr(value, 'shape', value)}".encode())
         if isinstance(value, torch.Tensor):
             digest.update(value.contiguous().numpy(force=True).data)
@@ -231,7 +272,7 @@ def _without_numpy(dataset: Dataset) -> Dataset:
     changes: dict[str, Any] = {}
     for name, value in vars(dataset).items():
         if name == "users":
-            changes[name] = None if value is None else _numbered(value)
+            changes[name] = None if value is None else number_users(value)
         elif name in ("classes", "scale", "mean", "std"):
             changes[name] = value.tolist() if hasattr(value, "tolist") else value
         elif isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
@@ -239,7 +280,7 @@ def _without_numpy(dataset: Dataset) -> Dataset:
     return replace(dataset, **changes)
 
 
-def _numbered(users: Iterable[Hashable]) -> torch.Tensor:
+def number_users(users: Iterable[Hashable]) -> torch.Tensor:
     """Numbers in the place of ids, from 0 in the order of appearance.
 
     Raises:
@@ -254,26 +295,53 @@ def _numbered(users: Iterable[Hashable]) -> torch.Tensor:
     return torch.tensor(own, dtype=torch.int64)
 
 
-_TO_FLOAT32 = (
-    'x.float(), or x.astype("float32") in numpy (a model of token ids then begins with x.long())'
-)
+_CONVERT = {
+    torch.float32: 'x.float(), or x.astype("float32") in numpy',
+    torch.int64: 'x.long(), or x.astype("int64") in numpy',
+}
+
+_LABELS: dict[str, tuple[torch.dtype, str]] = {
+    "classification": (torch.int64, "(r,)"),
+    "next-token": (torch.int64, "(r, t)"),
+    "regression": (torch.float32, ""),
+}
+"""Of each task here the type of labels, and their shape if it has but one."""
+
+
+def check_task(name: str | RecordFile, dataset: Dataset, task: str) -> None:
+    """Refuses a dataset whose labels are none of this task.
+
+    `name` is the dataset's.
+
+    Raises:
+        ConfigError: which labels it must have; or there is no such task.
+    """
+    load_task(task)
+    if (mistake := _mistake(replace(dataset, task=task))) is not None:
+        raise ConfigError(f"data.dataset {name} {mistake}, for data.task {task}")
 
 
 def _mistake(dataset: Any) -> str | None:
     """What is wrong with something that should be a dataset, or None."""
     if not isinstance(dataset, Dataset):
         return f"must be a shufl.Dataset or return one, got {type(dataset).__name__}"
-    if type(dataset.classes) is not int or dataset.classes < 1:
-        return f"must have classes, a whole number of at least 1, got {dataset.classes!r}"
+    classes, task = dataset.classes, dataset.task_name
+    types = (_LABELS[task][0],) if task in _LABELS else (torch.int64, torch.float32)
+    if classes is None and torch.int64 in types and task in _LABELS:
+        return "must have classes, a whole number of at least 1, got None"
+    if classes is not None and (type(classes) is not int or classes < 1):
+        return f"must have classes, a whole number of at least 1, got {classes!r}"
+    if classes is not None and torch.int64 not in types:
+        return f"must have no classes, got {classes!r}"
     for part in ("train", "test"):
         features, labels = (getattr(dataset, f"{part}_{what}") for what in ("features", "labels"))
-        for name, tensor, dtypes, remedy in (
-            (f"{part}_features", features, (torch.uint8, torch.float32), _TO_FLOAT32),
-            (f"{part}_labels", labels, (torch.int64,), 'x.long(), or x.astype("int64") in numpy'),
+        for name, tensor, dtypes in (
+            (f"{part}_features", features, (torch.uint8, torch.float32, torch.int64)),
+            (f"{part}_labels", labels, types),
         ):
             if wrong := wrong_tensor(tensor, *dtypes):
                 of_type = not isinstance(tensor, torch.Tensor) or tensor.dtype in dtypes
-                remedy = "" if of_type else f": convert it with {remedy}"
+                remedy = "" if of_type else f": convert it with {_CONVERT[min(dtypes, key=str)]}"
                 return f"must have {name} as {wrong}{remedy}"
         shape = features.shape[1:]
         if features.dim() < 2 or shape != dataset.input_shape or shape.numel() == 0:
@@ -282,23 +350,40 @@ def _mistake(dataset: Any) -> str | None:
                 "least one number a record, got "
                 f"{tuple(dataset.train_features.shape)} and {tuple(dataset.test_features.shape)}"
             )
-        if labels.shape != features.shape[:1] or len(labels) == 0:
+        dims = {"(r,)": 1, "(r, t)": 2}.get(_LABELS.get(task, (None, ""))[1], labels.dim())
+        if labels.shape[:1] != features.shape[:1] or labels.dim() != dims or labels.numel() == 0:
             return (
                 f"must have one {part} label for each of at least one record, got "
                 f"{tuple(labels.shape)} labels and {tuple(features.shape)} features"
             )
-        if not 0 <= labels.min() <= labels.max() < dataset.classes:
+        if labels.shape[1:] != dataset.train_labels.shape[1:]:
             return (
-                f"must have {part}_labels from 0 to {dataset.classes - 1}, got "
-                f"{int(labels.min())} to {int(labels.max())}"
+                "must have labels alike in training and test, got "
+                f"{tuple(dataset.train_labels.shape)} and {tuple(labels.shape)}"
             )
-    if dataset.users is not None and dataset.users.shape != dataset.train_labels.shape:
+        if labels.is_floating_point() and not labels.isfinite().all():
+            return f"must have finite {part}_labels, got NaN or infinity"
+        counted = labels[labels != PADDING] if task == "next-token" else labels
+        if (
+            classes is not None
+            and counted.numel()
+            and not (0 <= counted.min() <= counted.max() < classes)
+        ):
+            return (
+                f"must have {part}_labels from 0 to {classes - 1}, got "
+                f"{int(counted.min())} to {int(counted.max())}"
+            )
+        if features.dtype == torch.int64 and dataset.normalises:
+            return "must have no scale, mean and std with features of int64"
+    if dataset.users is not None and dataset.users.shape != dataset.train_labels.shape[:1]:
         return (
             f"must have one entry of users for each of {len(dataset.train_labels)} training "
             f"records, got {len(dataset.users)}"
         )
     for name in ("train_features", "test_features"):
         features = getattr(dataset, name)
+        if features.dtype == torch.int64:
+            continue
         try:  # what is between these two stays between them
             low, high = features.aminmax()
             inputs = dataset.inputs(

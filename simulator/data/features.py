@@ -27,6 +27,7 @@ from shufl.simulator.data.datasets import (
     load_dataset,
     wrong_tensor,
 )
+from shufl.simulator.data.files import RecordFile
 from shufl.simulator.data.scattering import COEFFICIENTS, scattering
 from shufl.simulator.data.whitening import dead_leaves, whitened, whitening
 from shufl.simulator.names import FEATURES
@@ -60,7 +61,7 @@ _VERSIONS = {"scattering": 2}  # to be raised when a map gives other numbers: fi
 _RECORDS_AT_ONCE = 32  # what a thread works on stays in its core's cache
 
 
-def load_records(dataset: str, features: str | None) -> Dataset:
+def load_records(dataset: str | RecordFile, features: str | None) -> Dataset:
     """The dataset of that name, its records mapped to features if there is a map.
 
     `features` is a key of FEATURES, `module:callable`, or None. Several threads call the callable
@@ -73,7 +74,7 @@ def load_records(dataset: str, features: str | None) -> Dataset:
     return loaded if features is None else _mapped(loaded, features)
 
 
-def data_digest(dataset: str, features: str | None) -> str:
+def data_digest(dataset: str | RecordFile, features: str | None) -> str:
     """The digest of what `load_records` gives, to compare what processes have loaded.
 
     Features of the maps here are left out: machines may round them differently.
@@ -81,7 +82,7 @@ def data_digest(dataset: str, features: str | None) -> str:
     return dataset_digest(load_records(dataset, None if features in FEATURES else features))
 
 
-def check_digest(dataset: str, features: str | None, digest: str | None) -> None:
+def check_digest(dataset: str | RecordFile, features: str | None, digest: str | None) -> None:
     """Refuses data that are not those of another process, unless its digest is None or empty.
 
     With another split this process would train on records that the other one tests on.

@@ -10,6 +10,7 @@ import torch
 
 from shufl.simulator.data.datasets import Dataset, load_dataset
 from shufl.simulator.data.features import check_digest, load_records
+from shufl.simulator.data.files import RecordFile
 from shufl.simulator.names import Scheme
 from shufl.simulator.section import ConfigError
 
@@ -266,7 +267,7 @@ class PartitionedRecords:
 
 @functools.lru_cache(maxsize=1)
 def load_partition(
-    dataset: str,
+    dataset: str | RecordFile,
     users: int,
     scheme: Scheme,
     seed: int,
@@ -281,7 +282,7 @@ def load_partition(
 
 
 def load_user_records(
-    dataset: str,
+    dataset: str | RecordFile,
     features: str | None,
     users: int,
     scheme: Scheme,

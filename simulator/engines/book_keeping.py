@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shufl.clients import Loss, in_type
 from shufl.simulator.engine_table import Precision
 from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
@@ -45,27 +46,29 @@ def gradients_of_users(
     features: torch.Tensor,
     labels: torch.Tensor,
     buckets: Sequence[Bucket],
+    loss_of: Loss,
     precision: Precision,
 ) -> Iterator[Gradients]:
-    """Each user's gradient of its mean cross-entropy, bucket by bucket; one forward and backward.
+    """Each user's gradient of its mean loss, bucket by bucket; one forward and backward.
 
     Factors are converted to float32 first, so the norm is that of the gradient that is summed.
 
     Args:
         model, features, labels, precision: see `clipped_sum_of_updates`.
         buckets: of all users.
+        loss_of: gives each record's loss.
 
     Raises:
         Unsupported: a parameter is used twice, or with a tensor that is none.
     """
-    exact, known = features.dtype, names_of(model)
+    exact, known = next(model.parameters()).dtype, names_of(model)
     shares = torch.empty(len(labels), dtype=exact, device=features.device)
     for bucket in buckets:
         shares[bucket.index] = bucket.sizes.to(exact).reciprocal()[:, None]
     with torch.enable_grad():
         with _Tape() as tape, autocast(features.device, precision):
-            scores = model(features.clone()).to(exact)  # it may change them
-        loss = functional.cross_entropy(scores, labels, reduction="none") @ shares
+            outputs = in_type(exact, model(features.clone()))  # it may change them
+        loss = loss_of(outputs, labels) @ shares
     output_gradients = torch.autograd.grad(loss, [output for *_, output in tape.calls])
     layers = []
     for (layer, arguments, _), output_gradient in zip(tape.calls, output_gradients, strict=True):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from shufl.clients import LocalTraining, ModuleState, record_orders, user_updates
+from shufl.clients import LocalTraining, ModuleState, in_type, record_orders, user_updates
 from shufl.simulator.engine_table import Precision
 from shufl.simulator.engines.book_keeping import autocast, gradients_of_users, names_of
 from shufl.simulator.engines.buckets import Bucket
@@ -36,6 +36,7 @@ from shufl.simulator.engines.gradient_forms import (
     weighted_sum,
 )
 from shufl.simulator.models import seeded
+from shufl.simulator.tasks import Form
 from shufl.simulator.trial import agrees_one_by_one, made_up
 
 Method = Literal["book-keeping", "vmap"]
@@ -66,7 +67,7 @@ def clipped_sum_of_updates(
         method: what `fastest_method` gave for this model and training.
         model: in training mode.
         features: the users' records, one user after another: shape (n, ...), on the model's device.
-        labels: int64 of shape (n,), on the model's device.
+        labels: shape (n, ...), on the model's device.
         sizes: how many records each user has, int64 of shape (k,).
         seeds: of the users' local training, uint64 of shape (k,); `fedsgd` needs none.
 
@@ -74,14 +75,15 @@ def clipped_sum_of_updates(
         float32 of shape (d,), on the model's device.
     """
     buckets = Bucket.cut(sizes, features.device)
-    total = features.new_zeros(sum(each.numel() for each in model.parameters()))
+    first, *_ = model.parameters()
+    total = first.new_zeros(sum(each.numel() for each in model.parameters()))
     if method == "vmap":
         for bucket in buckets:
             updates = _by_vmap(model, features, labels, bucket, training, seeds, precision)
             total += clipped_sum(updates, clipping.only(bucket.users))
         return total
     names = names_of(model).values()
-    gradients = gradients_of_users(model, features, labels, buckets, precision)
+    gradients = gradients_of_users(model, features, labels, buckets, training.loss, precision)
     for bucket, of_bucket in zip(buckets, gradients, strict=True):
         own = clipping.only(bucket.users)
         norms, bounds = lengths(of_bucket)
@@ -120,8 +122,7 @@ def _by_vmap(
 
 def fastest_method(
     model: nn.Module,
-    input_shape: tuple[int, ...],
-    classes: int,
+    form: Form,
     training: LocalTraining,
     device: str = "cpu",
     precision: Precision = "float32",
@@ -137,16 +138,17 @@ def fastest_method(
 
     Args:
         model: in training mode, on the CPU; it stays as it is.
+        form: of its records.
         device: where updates will be computed.
         sizes: how many records users have, as many users as are computed at once: shape (k,).
 
     Raises:
         RuntimeError: not even vmap does this model.
     """
-    features, labels = made_up(model, input_shape, classes, int(sizes.sum()))
+    features, labels = made_up(model, form, int(sizes.sum()))
     few = sizes[:4]
     count = int(few.sum())
-    longest = made_up(model, input_shape, classes, len(few) * int(few.max()))
+    longest = made_up(model, form, len(few) * int(few.max()))
     model = copy.deepcopy(model)
     with seeded(0):
         shape = len(few), int(few.max())
@@ -171,7 +173,8 @@ def fastest_method(
     try:
         attempt("book-keeping")
         exact = ready_for("book-keeping", model).double()
-        return "book-keeping" if _agrees(exact, features.double(), labels, sizes) else "vmap"
+        records = in_type(torch.float64, features), in_type(torch.float64, labels)
+        return "book-keeping" if _agrees(exact, *records, sizes, training) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
 
@@ -189,7 +192,11 @@ def ready_for(method: Method, model: nn.Module, device: str = "cpu") -> nn.Modul
 
 @torch.no_grad()
 def _agrees(
-    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, sizes: np.ndarray
+    model: nn.Module,
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    sizes: np.ndarray,
+    training: LocalTraining,
 ) -> bool:
     """Whether book-keeping gives each user's gradient at random parameters and keeps no state."""
     generator = torch.Generator().manual_seed(1)
@@ -200,7 +207,8 @@ def _agrees(
     for users in sorted({1, min(4, most), most // 2 + 1, max(1, most - 1), most}):
         count = int(sizes[:users].sum())
         x, y, buckets = features[:count], labels[:count], Bucket.cut(sizes[:users])
-        given = list(zip(buckets, gradients_of_users(model, x, y, buckets, "float32"), strict=True))
+        found = gradients_of_users(model, x, y, buckets, training.loss, "float32")
+        given = list(zip(buckets, found, strict=True))
         if state.restore():
             return False
         shown = torch.linspace(0, users - 1, min(users, _SHOWN)).round().long()
@@ -208,9 +216,9 @@ def _agrees(
             chosen = torch.isin(bucket.users, shown)
             if not chosen.any():
                 continue
-            kept, alone = only(gradients, chosen), torch.eye(int(chosen.sum()), dtype=x.dtype)
+            kept, alone = only(gradients, chosen), torch.eye(int(chosen.sum()), dtype=torch.float64)
             ours = torch.stack([weighted_sum(kept, one, names) for one in alone])
-            updates = _by_vmap(model, x, y, bucket.only(chosen), LocalTraining(), None)
+            updates = _by_vmap(model, x, y, bucket.only(chosen), training, None)
             theirs = torch.cat([update.flatten(1) for update in updates.values()], dim=1)
             if not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9):
                 return False

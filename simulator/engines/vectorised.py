@@ -139,11 +139,10 @@ def _method(experiment: Experiment, keys: VectorisedKeys) -> Method:
     Raises:
         ConfigError: torch cannot vectorise the model.
     """
-    _, input_shape, classes, *_ = experiment.make_model.args
     partition = experiment.partition
     sizes = partition.sizes(np.arange(min(2 * keys.records_per_chunk, partition.users)))
     sizes = np.split(sizes, cut(sizes, keys))[0]  # of users computed at once
-    about = input_shape, classes, experiment.local_training, keys.device, keys.precision, sizes
+    about = experiment.form, experiment.local_training, keys.device, keys.precision, sizes
     try:
         with warnings.catch_warnings():  # of a vmap that is slow, and may not be used
             warnings.simplefilter("ignore", UserWarning)

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shufl.server import Optimiser, evaluate
+from shufl.server import evaluate
 from shufl.simulator.config import Config
 from shufl.simulator.data.features import load_records
-from shufl.simulator.experiment import model_maker
+from shufl.simulator.experiment import model_maker, optimiser
 from shufl.simulator.section import ConfigError, readers_code
+from shufl.simulator.tasks import CLASSIFICATION
 
 
 class Reference:
@@ -38,22 +39,20 @@ class Reference:
                 number, or there are fewer users than records.
         """
         self._config, self._private = config, private
-        privacy, training = config.privacy, config.training
+        privacy = config.privacy
         torch.manual_seed(config.data_seed)
         self._data = load_records(config.data.dataset, config.data.features)
         records = len(self._data.train_labels)
         if private:
-            _check(config, records)
-        make_model = model_maker(config, self._data.input_shape, self._data.classes)
-        self._model = make_model().to(config.simulation.device).train()
-        self._optimiser = Optimiser(
-            training.optimiser,
-            training.learning_rate,
-            training.momentum,
-            training.schedule,
-            privacy.rounds,
-            training.averaging,
-        )
+            _check(config, records, self._data.users is not None)
+        form = self._data.form(config.data.task)
+        if form.task != "classification":
+            raise ConfigError(
+                f"data.task must be classification with trainer {'central' if private else 'plain'}"
+                f", got {form.task}"
+            )
+        self._model = model_maker(config, form)().to(config.simulation.device).train()
+        self._optimiser = optimiser(config, privacy.rounds)
         size = -(-records // max(1, round(1 / privacy.check_in_rate)))
         loader = DataLoader(TensorDataset(torch.arange(records)), batch_size=size, shuffle=True)
         # Fewer than 1/γ, where they do not divide the records; Opacus draws by these.
@@ -85,10 +84,12 @@ class Reference:
             if average is not None:
                 average.update_parameters(model)
         test = data.inputs(data.test_features.to(device)), data.test_labels.to(device)
-        result = evaluate(model if average is None else average.module, *test)
+        trained = model if average is None else average.module
+        metrics = evaluate(trained, *test, CLASSIFICATION.measure)
         return {
-            "accuracy": result.accuracy,
-            "loss": result.loss,
+            "score_name": CLASSIFICATION.score,
+            "score": metrics[CLASSIFICATION.score],
+            "loss": metrics["loss"],
             "rounds": privacy.rounds,
             **self._promise,
             "delta": privacy.delta if self._private else None,
@@ -99,11 +100,16 @@ class Reference:
         }
 
 
-def _check(config: Config, records: int) -> None:
+def _check(config: Config, records: int, owned: bool) -> None:
     """Refuses a configuration that central training cannot be compared with."""
     if config.privacy.delta == "1/n":
         raise ConfigError('privacy.delta must be a number with trainer central, got "1/n"')
     users = config.data.users
+    if owned:
+        raise ConfigError(
+            "trainer central protects single records, and this dataset says whose they are: take "
+            "trainer central-users"
+        )
     if users is not None and users < records and config.data.partition != "repeated":
         raise ConfigError(
             "data.users must be left out with trainer central, which protects single records: a "

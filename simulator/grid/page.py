@@ -20,7 +20,7 @@ from shufl.simulator.grid.rows import write_rows
 from shufl.simulator.grid.settings import Grid, Point, Series, shown
 from shufl.simulator.pages import Part, Table, image, origin, render, what_trained
 from shufl.simulator.plots import draw
-from shufl.simulator.tables import epsilon_text, for_every_pair
+from shufl.simulator.tables import epsilon_text, for_every_pair, score_axis, score_text
 
 Result = dict[str, Any]
 """A point's `result.json`."""
@@ -72,6 +72,7 @@ def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
     """A line a series through the means, the range over seeds around it; its ε, dashed."""
     words = any(isinstance(value, str) for value in grid.values)
     places: list[Any] = list(range(len(grid.values)) if words else grid.values)
+    axis, unit = score_axis(results[0]["score_name"])
     with draw(*paths) as axes:
         beside = None if grid.across == "privacy.target_epsilon" else axes.twinx()
         for series in grid.series:
@@ -92,15 +93,15 @@ def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
         axes.set(
             xscale="log" if min(places) > 0 and max(places) / min(places) > 4 else "linear",
             xlabel=grid.label,
-            ylabel="test accuracy (%)",
+            ylabel=axis,
             title=grid.title,
         )
         lowest, highest = axes.get_ylim()
-        if highest - lowest > _WIDE:  # else the best series would be one line
+        if unit == 100.0 and highest - lowest > _WIDE:  # else the best series would be one line
             axes.set_yscale("function", functions=(_by_error, _from_error))
             axes.set_yticks([tick for tick in _TICKS if lowest < tick < highest])
             axes.set_ylim(lowest, min(highest, 100 - _LEAST_ERROR))
-            axes.set_ylabel("test accuracy (%), log scale of the error")
+            axes.set_ylabel(f"{axis}, log scale of the error")
         axes.set_xticks(places, list(map(shown, grid.values)))
         axes.minorticks_off()
 
@@ -142,11 +143,12 @@ def _sections(
     ]
     sections: list[Part] = [{"facts": facts}, {"note": grid.about.strip()}]
     if results:
-        alt = f"Accuracy and ε against {grid.label}, a line for each series; numbers are below."
-        accuracies = accuracy_table(grid, results)
+        axis, _ = score_axis(results[0]["score_name"])
+        alt = f"Score and ε against {grid.label}, a line for each series; numbers are below."
+        scores = score_table(grid, results)
         sections += [
             {"title": grid.label, "plot": plot, "alt": alt},
-            {"title": "Test accuracy in percent, mean and range", "table": accuracies},
+            {"title": f"{axis.capitalize()}, mean and range", "table": scores},
             {
                 "title": "What each run did",
                 "note": _EVERY_PAIR,
@@ -170,7 +172,7 @@ def _sections(
     return sections
 
 
-def accuracy_table(grid: Grid, results: list[Result]) -> Table:
+def score_table(grid: Grid, results: list[Result]) -> Table:
     """Mean and range of each series at each value."""
     rows = [[grid.label, *map(shown, grid.values)]]
     for series in grid.series:
@@ -203,10 +205,12 @@ def plan_table(grid: Grid, results: list[Result]) -> Table:
 def _head_facts(results: list[Result]) -> Iterator[tuple[str, str]]:
     """What matters first: from the least to the largest of all runs."""
     runs = [
-        (*_first_epsilons([result]), (result["accuracy"], f"{result['accuracy']:.2%}"))
+        (*_first_epsilons([result]), (score, score_text(name, score)))
         for result in results
+        for name, score in ((result["score_name"], result["score"]),)
     ]
-    for head, values in zip((*_FIRST, "test accuracy"), zip(*runs, strict=True), strict=False):
+    name = f"test {results[0]['score_name']}" if results else "score"
+    for head, values in zip((*_FIRST, name), zip(*runs, strict=True), strict=False):
         given = [each for each in values if each[0] is not None]
         ends = [end(given)[1] for end in (min, max)] if given else ["none"]
         yield head, " to ".join(dict.fromkeys(ends))
@@ -246,15 +250,16 @@ def _largest_epsilon(results: list[Result], accountant: str) -> float | None:
 def _coverage_table(results: list[Result]) -> Table:
     """What the ε of each accountant that priced a result holds for."""
     priced = {name for result in results for name in result["epsilon"]}
-    covers = {name: each.covers for name, each in ACCOUNTANTS.items()} | {"opacus": _OPACUS_COVERS}
+    covers = {name: each.covers for name, each in ACCOUNTANTS.items()} | _TRUSTED
     rows = [[name, text] for name, text in covers.items() if name in priced]
     return [["accountant", "its ε holds for"], *rows]
 
 
-_OPACUS_COVERS = (
-    "every pair of datasets of which one has a record more; assumes that the server, which sees "
-    "every gradient, is trusted"
-)
+_TRUSTED = {
+    name: f"every pair of datasets of which one has a {whose} more; assumes that the server, which "
+    f"sees every {what}, is trusted"
+    for name, whose, what in (("opacus", "record", "gradient"), ("central", "user", "update"))
+}
 _NUMBERS = ("check_in_rate", "noise_multiplier", "shuffler_blankets", "rounds", "delta")
 
 
@@ -276,15 +281,18 @@ def _made(grid: Grid, results: list[Result], series: Series, value: float | str)
 
 
 def _summary(results: list[Result]) -> tuple[float, float, float, float]:
-    """Mean, lowest and highest accuracy in percent; the largest ε, not a number if none."""
-    accuracies = [100 * result["accuracy"] for result in results]
+    """Mean, lowest and highest score as plots show it; the largest ε, not a number if none."""
+    _, unit = score_axis(results[0]["score_name"])
+    scores = [unit * result["score"] for result in results]
     epsilon = _largest_epsilon(results, results[0]["accountant"])
-    lowest, highest = min(accuracies), max(accuracies)
-    return statistics.fmean(accuracies), lowest, highest, math.nan if epsilon is None else epsilon
+    lowest, highest = min(scores), max(scores)
+    return statistics.fmean(scores), lowest, highest, math.nan if epsilon is None else epsilon
 
 
 def _cell(results: list[Result]) -> str:
     if not results:
         return "–"
     mean, lowest, highest, _ = _summary(results)
-    return f"{mean:.2f}" + (f" ({lowest:.2f} to {highest:.2f})" if len(results) > 1 else "")
+    digits = 2 if score_axis(results[0]["score_name"])[1] == 100.0 else 4
+    between = f" ({lowest:.{digits}f} to {highest:.{digits}f})" if len(results) > 1 else ""
+    return f"{mean:.{digits}f}{between}"

@@ -19,6 +19,7 @@ from shufl.simulator.console import Console
 from shufl.simulator.engines import engine_of
 from shufl.simulator.experiment import prepare
 from shufl.simulator.grid.central import Reference
+from shufl.simulator.grid.central_users import UserReference
 from shufl.simulator.grid.settings import Point
 from shufl.simulator.records import MetricsError, provenance, read_rows
 from shufl.simulator.run import Run
@@ -47,8 +48,9 @@ def check(point: Point) -> None:
         engine_of(point.config.simulation.engine)(prepare(point.config))
 
 
-def _reference(point: Point) -> Reference:
-    return Reference(point.config, private=point.trainer == "central")
+def _reference(point: Point) -> Reference | UserReference:
+    made = UserReference if point.trainer.endswith("-users") else Reference
+    return made(point.config, private=point.trainer.startswith("central"))
 
 
 def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
@@ -70,8 +72,9 @@ class _Result(Record):
     series: str
     value: int | float | str
     seed: int
-    accuracy: Annotated[float, Field(ge=0, le=1, description="a number in [0, 1]")]
-    loss: NotNegative | None
+    score_name: str
+    score: Annotated[float, Field(allow_inf_nan=False, description="a number")]
+    loss: Annotated[float, Field(allow_inf_nan=False, description="a number")] | None
     rounds: Annotated[int, Field(ge=0, description="a whole number, at least 0")]
     delta: Probability | None
     check_in_rate: CheckInRate
@@ -124,7 +127,8 @@ def _outcome(played: Path) -> dict[str, Any]:
     summary = json.loads((played / "summary.json").read_bytes())
     plan = json.loads((played / "plan.json").read_bytes())
     return {
-        "accuracy": summary["accuracy"],
+        "score_name": summary["score"],
+        "score": summary[summary["score"]],
         "loss": summary["loss"],
         "rounds": summary["rounds"],
         "epsilon": {name: row["epsilon"] for name, row in summary["epsilon"].items()},

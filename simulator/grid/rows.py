@@ -14,9 +14,9 @@ from shufl.simulator.grid.settings import Point
 from shufl.simulator.section import one_line
 
 _POINT = ("series", "value", "seed", "digest")
-_WORDS = ("adjacency", "accountant", "command", "commit", "date")
+_WORDS = ("score_name", "adjacency", "accountant", "command", "commit", "date")
 _NUMBERS = (
-    "accuracy",
+    "score",
     "loss",
     "rounds",
     "delta",
@@ -77,7 +77,7 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
     for point in points:
         row = rows.get((point.series, point.digest))
         config = point.config
-        named = (config.data.dataset, config.data.features or "", config.model.name)
+        named = (str(config.data.dataset), config.data.features or "", config.model.name)
         if row is None or ":" in "".join(named) or read_result(folder / point.key) is not None:
             continue
         try:

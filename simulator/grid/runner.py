@@ -19,6 +19,7 @@ from shufl.simulator.grid.points import check, play, read_result
 from shufl.simulator.grid.rows import take_over_rows
 from shufl.simulator.grid.settings import Point, load_grid
 from shufl.simulator.section import ConfigError, make_importable, one_line
+from shufl.simulator.tables import score_text
 
 _POLL_SECONDS = 0.5  # between looks at whether an interrupt came
 
@@ -152,7 +153,8 @@ def _outcome(done: Any, point: Point, folder: Path, failed: dict[str, str]) -> s
     try:
         ray.get(done)
         result = read_result(folder / point.key) or {}
-        return f"accuracy {result['accuracy']:.2%} in {result['seconds']:.0f} s"
+        name, score = result["score_name"], result["score"]
+        return f"{name} {score_text(name, score)} in {result['seconds']:.0f} s"
     except Exception as error:  # whatever the run raised, or Ray of a worker that died
         failed[str(point)] = one_line(getattr(error, "cause", None) or error)[:300]
         return f"failed: {failed[str(point)]}"

@@ -27,15 +27,17 @@ class Series(Section):
         settings: that it has beside the grid's.
         each: further settings, one table for each of the grid's values, or none.
         trainer: `shufl` plays the rounds of the configuration. `central` is the reference for a
-            server that everybody trusts: DP-SGD by Opacus with the same data, model and ε. `plain`
-            is SGD without privacy: along an axis that changes nothing but the privacy of a run,
-            one run of each seed stands for all values.
+            server that everybody trusts: DP-SGD by Opacus with the same data, model and ε, of
+            single records; `central-users` sums our updates of users, with one noise. `plain` is
+            SGD without privacy, `plain-users` our algorithm without clipping or noise: along an
+            axis that changes nothing but the privacy of a run, one run of each seed stands for
+            all values.
     """
 
     name: str
     settings: Settings = Field(default_factory=dict)
     each: tuple[Settings, ...] = Field((), strict=False)
-    trainer: Literal["shufl", "central", "plain"] = "shufl"
+    trainer: Literal["shufl", "central", "central-users", "plain", "plain-users"] = "shufl"
 
 
 class Grid(Section):
@@ -90,7 +92,7 @@ class Grid(Section):
         """Whether the axis changes what the series' runs do."""
         trains = ("privacy.rounds", "privacy.check_in_rate")
         private = self.across.startswith("privacy.") and self.across not in trains
-        return series.trainer != "plain" or bool(series.each) or not private
+        return not series.trainer.startswith("plain") or bool(series.each) or not private
 
     def points(self) -> list[Point]:
         """All points, seed by seed, so that the first of each comes early."""

@@ -4,6 +4,7 @@ from .accounting.search import calibrate
 from .accounting.validation import ConfigError
 from .api import STOP, RunResult, grid, load_run, resume, run
 from .simulator.data.datasets import Dataset
+from .simulator.tasks import Task
 
 __all__ = [
     "STOP",
@@ -11,6 +12,7 @@ __all__ = [
     "Dataset",
     "PrivacyPlan",
     "RunResult",
+    "Task",
     "accounting",
     "calibrate",
     "grid",

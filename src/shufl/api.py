@@ -20,7 +20,7 @@ from shufl.simulator.console import Console
 from shufl.simulator.data.datasets import Dataset
 from shufl.simulator.experiment import Experiment
 from shufl.simulator.grid.runner import play_grid
-from shufl.simulator.plots import plot_accuracy_epsilon
+from shufl.simulator.plots import plot_score_epsilon
 from shufl.simulator.records import MetricsError, read_run
 from shufl.simulator.run import Run, config_of
 from shufl.simulator.section import (
@@ -31,7 +31,7 @@ from shufl.simulator.section import (
     one_line,
     readers_code,
 )
-from shufl.simulator.tables import too_few_present
+from shufl.simulator.tables import scores_of, too_few_present
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,8 +62,6 @@ class RunResult:
             `interrupt`; None before the end, and of a run that failed.
     """
 
-    score_name = "accuracy"
-
     def __init__(
         self,
         folder: Path,
@@ -75,8 +73,9 @@ class RunResult:
         stopped_by: StoppedBy | None = None,
     ):
         self.folder, self.plan, self.metrics = folder, plan, metrics
-        scores = [row["accuracy"] for row in metrics if row["accuracy"] is not None]
-        self.score = scores[-1] if score is None and scores else score
+        self.score_name: str = metrics[0]["score"] if metrics else ""
+        scores = scores_of(metrics)
+        self.score = scores[-1][1] if score is None and scores else score
         self.stopped_by = stopped_by
         self._config, self._rounds = config, rounds
 
@@ -127,7 +126,7 @@ class RunResult:
 
     def plot(self) -> Figure:
         """The score against ε, a curve for each accountant."""
-        return plot_accuracy_epsilon(self.metrics, self.plan)
+        return plot_score_epsilon(self.metrics, self.plan)
 
     def __repr__(self) -> str:
         score = "none" if self.score is None else f"{self.score:.4f}"
@@ -257,7 +256,7 @@ def load_run(
     if (summary := folder / "summary.json").exists():
         try:
             read = json.loads(summary.read_bytes())
-            ended = [float(read["accuracy"]), read["stopped_by"]]
+            ended = [float(read[read["score"]]), read["stopped_by"]]
         except (ValueError, KeyError, TypeError) as error:
             raise MetricsError(f"{summary} is damaged: {one_line(error)}") from error
     return RunResult(folder, config, ledger.plan, len(ledger.entries), rows, *ended)
@@ -303,7 +302,7 @@ def _train(run: Run, on_round: OnRound | None) -> RunResult:
     ended = run.train() if on_round is None else run.train(told)
     if ended.stopped_by == "interrupt":
         raise KeyboardInterrupt(f"shufl.resume goes on with the run in {run.folder}")
-    return result(ended.rounds, ended.accuracy, ended.stopped_by)
+    return result(ended.rounds, ended.metrics[run.experiment.task.score], ended.stopped_by)
 
 
 def _path(name: str, given: Any) -> Path:

@@ -16,6 +16,7 @@ from shufl.clients import LocalTraining, ModuleState, StateError, local_update, 
 from shufl.clients.work import Work
 from shufl.simulator.models import build_model
 from shufl.simulator.section import ConfigError
+from shufl.simulator.tasks import Form
 from shufl.simulator.trial import agrees_one_by_one, try_users
 
 TRAININGS = [LocalTraining(), LocalTraining("fedavg", local_epochs=2, local_batch_size=2)]
@@ -101,7 +102,7 @@ def test_a_trial_says_which_models_may_be_computed_together():
 
 
 def make_model(name):
-    return functools.partial(build_model, name, (4,), 3, 0, {})
+    return functools.partial(build_model, name, Form((4,), 3), 0, {})
 
 
 def test_restoring_names_what_had_changed():

@@ -56,7 +56,14 @@ each = [{}, {"simulation.silent" = 0.5}]
 
 
 CAME_TO = {
-    **{"accuracy": 0.25, "loss": None, "rounds": 3, "delta": None, "check_in_rate": 0.5},
+    **{
+        "score_name": "accuracy",
+        "score": 0.25,
+        "loss": None,
+        "rounds": 3,
+        "delta": None,
+        "check_in_rate": 0.5,
+    },
     **{"noise_multiplier": 1.0, "shuffler_blankets": 0.0, "seconds": 0.5, "epsilon": {"pld": 2.0}},
     **{"adjacency": "replace", "accountant": "pld", "command": "a, b", "commit": "0123"},
     "date": "2026-11-26 00:45+00:00",
@@ -114,7 +121,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_ad
         for z in ("1.0", "2.0")
         for seed in ("3", "4")
     } - {("[red]impossible", "2.0", "3"), ("[red]impossible", "2.0", "4")}
-    mean = sum(float(row["accuracy"]) for row in rows if row["value"] == "2.0") / 2
+    mean = sum(float(row["score"]) for row in rows if row["value"] == "2.0") / 2
     assert f"{100 * mean:.2f} (" in next(
         line for line in page.splitlines() if line.startswith("| Fast! | ")
     )
@@ -135,7 +142,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_ad
     (other,) = runs.iterdir()
     assert same_model(same.parent, other)
     (row,) = (row for row in rows if (row["value"], row["seed"]) == ("2.0", "4"))
-    assert float(row["accuracy"]) == json.loads((other / "summary.json").read_text())["accuracy"]
+    assert float(row["score"]) == json.loads((other / "summary.json").read_text())["accuracy"]
 
     table = pages / "tiny-grid.csv"
     published = table.read_text()
@@ -144,7 +151,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_ad
     assert "8 runs, 6 of them already there" in went_on.stdout
     assert table.read_text() == published
     command[3] = tmp_path / "of-another"
-    table.write_text(published.replace(row["accuracy"], "much"))
+    table.write_text(published.replace(row["score"], "much"))
     damaged = CliRunner().invoke(app, list(map(str, command)))
     assert damaged.exit_code == 1
     assert damaged.stderr.startswith(f"error: {table}: the row of Fast!, 2, seed 4 is damaged: ")
@@ -227,9 +234,9 @@ def test_a_table_gives_results_to_points_of_its_very_configuration_alone(tmp_pat
 @pytest.mark.parametrize(
     ("replaced", "message"),
     [
-        ({"0.25": "7"}, "is damaged: accuracy must be a number in [0, 1], got 7.0"),
-        ({"0.25": "nan"}, "is damaged: accuracy must be a number in [0, 1], got nan"),
-        ({"0.25": ""}, "is damaged: accuracy must be"),
+        ({"0.25": "inf"}, "is damaged: score must be a number, got inf"),
+        ({"0.25": "nan"}, "is damaged: score must be a number, got nan"),
+        ({"0.25": ""}, "is damaged: score must be"),
         ({",2.0,": ",-2.0,"}, "is damaged: epsilon"),
         ({"series,": "serie,"}, "must be a table that shufl experiment wrote; it has no column"),
         ({"0123": 'x"' + "y" * 200_000}, "must be a table that shufl experiment wrote"),
@@ -257,8 +264,8 @@ def test_a_result_that_is_damaged_is_played_anew(tmp_path):
     (point, *_) = load_grid(str(write_grid(tmp_path, 3)))[1].points()
     write_result(tmp_path, point, CAME_TO)
     good = read_result(tmp_path)
-    assert good is not None and good["accuracy"] == 0.25
-    for damaged in ({}, [], good | {"accuracy": None}, good | {"epsilon": []}):
+    assert good is not None and good["score"] == 0.25
+    for damaged in ({}, [], good | {"score": None}, good | {"epsilon": []}):
         (tmp_path / "result.json").write_text(json.dumps(damaged))
         assert read_result(tmp_path) is None
 

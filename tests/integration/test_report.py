@@ -17,7 +17,7 @@ from shufl.simulator.grid.page import keep_grid
 from shufl.simulator.grid.points import play
 from shufl.simulator.grid.settings import Grid
 from shufl.simulator.pages import page_of
-from shufl.simulator.plots import plot_accuracy_epsilon, plot_rounds
+from shufl.simulator.plots import plot_rounds, plot_score_epsilon
 from shufl.simulator.records import note_start, read_rows, read_starts
 from shufl.simulator.tables import AS_PLANNED, epsilon_text
 
@@ -148,7 +148,7 @@ def test_plots_can_be_read_without_colour_and_no_legend_covers_a_curve(run_folde
     plan = PrivacyPlan.from_json((run_folder / "plan.json").read_bytes())
     rows = read_rows(run_folder / "metrics.jsonl")
     figures = [
-        plot_accuracy_epsilon(rows, plan, tmp_path / "plot.svg"),
+        plot_score_epsilon(rows, plan, tmp_path / "plot.svg"),
         plot_rounds(rows, tmp_path / "rounds.svg"),
     ]
     for figure in figures:
@@ -218,7 +218,7 @@ def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
     played = [json.loads(path.read_bytes()) for path in sorted(results.glob("*/result.json"))]
     assert len(played) == 2
     for result in played:
-        assert f"{100 * result['accuracy']:.2f}" in text
+        assert f"{100 * result['score']:.2f}" in text
         assert epsilon_text(result["epsilon"]["blanket"]) in text
     assert "2 of 4" in text and "shufl experiment '<tiny>'" in text
     halting, every_pair = (
@@ -232,7 +232,7 @@ def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
     ):
         least, most = map(epsilon_text, ends)
         assert f"{told} {least} ({name}) to {most} ({name})" in head
-    assert "data digits, 200 users, iid model logistic-regression algorithm fedsgd" in head
+    assert "data digits, 200 users model logistic-regression algorithm fedsgd" in head
     assert re.search(rf"commit .* date {played[0]['date'][:10]}", head)
     assert "other, 1, seed 3: no <i>luck</i>" in text
     assert re.search(r"missing\s*other, 3, seed 3", text)

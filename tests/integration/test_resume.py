@@ -30,7 +30,7 @@ ROUNDS = 90
 SETTINGS = [
     "simulation.engine=vectorised", "privacy.target_epsilon=1e9", f"privacy.rounds={ROUNDS}",
     "training.checkpoint_every=7", "training.evaluate_every=3",
-    "training.optimiser=adam", "training.learning_rate=0.01", "training.momentum=0.0",
+    "training.optimiser=adam", "training.learning_rate=0.01", "training.optimiser_options={}",
     "training.schedule=cosine", "training.averaging=0.5",
     "training.algorithm=fedavg", "training.local_epochs=2",
 ]  # fmt: skip

@@ -219,9 +219,9 @@ def test_the_run_folder_is_complete_and_names_no_user(finished):
         "checkpoint.pt",
         "model.pt",
         "summary.json",
-        "accuracy_epsilon.png",
+        "score_epsilon.png",
     } <= names
-    assert (folder / "accuracy_epsilon.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "score_epsilon.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     _, *log = (folder / "shuffler.log").read_text().splitlines()  # the first is its configuration
     assert "node" not in "".join(log) and "user" not in "".join(log)

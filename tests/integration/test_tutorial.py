@@ -80,7 +80,7 @@ def test_every_command_prints_what_the_page_says(place):
             check_printed(shown, done.stdout, command)
             played += 1
     assert played == 9
-    (plot,) = place.glob("runs/*/accuracy_epsilon.png")
+    (plot,) = place.glob("runs/*/score_epsilon.png")
     assert plot.stat().st_size > 10_000
     results = (place / "results/over-epsilon/over-epsilon.md").read_text()
     private, plain = re.findall(r"^\| (?:every pair|no privacy).*?\| (.*) \|$", results, re.M)[:2]

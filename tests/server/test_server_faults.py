@@ -31,6 +31,7 @@ from shufl.server import Optimiser, ServerSettings, load_checkpoint
 from shufl.server.rounds import RoundLoop
 from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.keys import Authority
+from shufl.simulator.tasks import CLASSIFICATION
 from tiny_disk import fill, tiny_disk_at
 
 NODES, USERS, WIDTH = 3, 12, 5
@@ -135,6 +136,7 @@ class Run:
             settings = ServerSettings(
                 plan=self.plan, ledger=opened, make_model=self.make_model,
                 load_test=lambda: self.test,
+                measure=CLASSIFICATION.measure, score="accuracy",
                 optimiser=Optimiser("sgd", RATE), folder=self.folder, evaluate_every=1,
                 checkpoint_every=1, origin={}, reproducible=False,
                 checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,

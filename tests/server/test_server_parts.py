@@ -12,6 +12,7 @@ from shufl.server import (
     load_checkpoint,
     read_checkpoint,
 )
+from shufl.simulator.tasks import CLASSIFICATION
 
 
 def test_evaluation_counts_every_record_across_batches(device):
@@ -21,14 +22,16 @@ def test_evaluation_counts_every_record_across_batches(device):
         model.bias.zero_()
     features = torch.cat([torch.ones(1500, 1), -torch.ones(601, 1)])
     labels = torch.zeros(2101, dtype=torch.long)
-    result = evaluate(model, features.to(device), labels.to(device))
+    result = evaluate(model, features.to(device), labels.to(device), CLASSIFICATION.measure)
     assert model.training and model.weight.device.type == "cpu"
-    assert result.accuracy == pytest.approx(1500 / 2101)
+    assert result["accuracy"] == pytest.approx(1500 / 2101)
     right, wrong = (torch.log1p(torch.exp(torch.tensor(s * 2.0))).item() for s in (-1, 1))
-    assert result.loss == pytest.approx((1500 * right + 601 * wrong) / 2101, rel=1e-5)
+    assert result["loss"] == pytest.approx((1500 * right + 601 * wrong) / 2101, rel=1e-5)
 
 
-@pytest.mark.parametrize("optimiser", [Optimiser("adam"), Optimiser("sgd", momentum=0.9)])
+@pytest.mark.parametrize(
+    "optimiser", [Optimiser("adam"), Optimiser("sgd", options={"momentum": 0.9})]
+)
 def test_a_checkpoint_brings_model_and_optimiser_back(tmp_path, optimiser):
     def steps(model, stepper, count):
         for _ in range(count):

@@ -16,6 +16,7 @@ from shufl.server import (
     TrainingSettings,
     load_checkpoint,
 )
+from shufl.simulator.tasks import CLASSIFICATION
 
 PLAN = make_plan(
     users=50, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=2.0, rounds=20, delta=0.02,
@@ -63,6 +64,7 @@ def train(
         settings = TrainingSettings(
             plan=PLAN, ledger=ledger, make_model=make_model,
             load_test=lambda: (torch.ones(1, 2), torch.zeros(1, dtype=torch.int64)),
+            measure=CLASSIFICATION.measure, score="accuracy",
             optimiser=Optimiser("adam"), folder=folder, evaluate_every=1,
             checkpoint_every=5, origin={}, reproducible=reproducible,
             checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,

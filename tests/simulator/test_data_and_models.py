@@ -22,6 +22,7 @@ from shufl.simulator.engines import engine_of
 from shufl.simulator.experiment import prepare
 from shufl.simulator.models import build_model
 from shufl.simulator.section import ConfigError
+from shufl.simulator.tasks import Form
 
 
 def test_digits_are_scikit_learns_split_in_fifths():
@@ -158,11 +159,18 @@ def test_a_readers_callable_is_a_dataset(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train_features": torch.zeros(8, 3, dtype=torch.float64)}, "uint8 or float32 .*float64"),
+        (
+            {"train_features": torch.zeros(8, 3, dtype=torch.float64)},
+            "float32 or int64 .*float64",
+        ),
         ({"train_features": np.zeros((8, 3))}, r"got float64: convert it with x.float\(\)"),
         (
+            {"train_features": torch.zeros(8, 3).int()},
+            r"float32 or int64 .* got int32: .* x.float\(\), .*numpy",
+        ),
+        (
             {"train_features": torch.zeros(8, 3).long()},
-            r"float32 .* got int64: .* x.float\(\), .*numpy \(a model of token ids then begins",
+            "must have no scale, mean and std with features of int64",
         ),
         ({"train_features": [[0.0] * 3] * 8}, "a dense tensor of .* got list"),
         ({"train_features": torch.zeros(8, 3).to_sparse()}, "got float32, sparse_coo, on cpu"),
@@ -394,13 +402,13 @@ def test_more_natural_users_than_there_are_are_refused():
 
 
 def test_the_mnist_network_has_the_published_size():
-    model = build_model("small-cnn", (1, 28, 28), 10, seed=0)
+    model = build_model("small-cnn", Form((1, 28, 28), 10), seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == 26_010
 
 
 def test_initial_parameters_depend_on_the_seed_only():
     torch.manual_seed(99)
-    first, again, other = (build_model("mlp", (1, 8, 8), 10, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (build_model("mlp", Form((1, 8, 8), 10), seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first[1].weight, again[1].weight)
     assert not torch.equal(first[1].weight, other[1].weight)
 
@@ -471,7 +479,7 @@ def net_of_wrong_width(input_shape, classes):
 
 
 def test_any_module_and_callable_is_a_model():
-    model = build_model(f"{__name__}:custom_net", (1, 8, 8), 10, 0, {"width": 7})
+    model = build_model(f"{__name__}:custom_net", Form((1, 8, 8), 10), 0, {"width": 7})
     assert model[1].out_features == 7
 
 
@@ -495,7 +503,7 @@ def test_any_module_and_callable_is_a_model():
 )
 def test_models_that_cannot_be_used_say_why(name, message):
     with pytest.raises(ConfigError, match=message) as error:
-        build_model(name, (1, 8, 8), 10, 0)
+        build_model(name, Form((1, 8, 8), 10), 0)
     assert "\n" not in str(error.value)
 
 
@@ -522,20 +530,20 @@ class NetWithBuffer(nn.Module):
 )
 def test_a_buffer_that_numpy_cannot_hold_is_refused(value):
     with pytest.raises(ConfigError, match="must keep mask as a dense tensor of a type") as error:
-        build_model(f"{__name__}:NetWithBuffer", (1, 8, 8), 10, 0, {"value": value})
+        build_model(f"{__name__}:NetWithBuffer", Form((1, 8, 8), 10), 0, {"value": value})
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("value", [torch.tensor([torch.nan, -torch.inf]), torch.ones(0)])
 def test_other_buffers_are_taken(value):
-    model = build_model(f"{__name__}:NetWithBuffer", (1, 8, 8), 10, 0, {"value": value})
+    model = build_model(f"{__name__}:NetWithBuffer", Form((1, 8, 8), 10), 0, {"value": value})
     assert model_digest(model.state_dict())
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_model_that_starts_at_no_number_is_refused(value):
     with pytest.raises(ConfigError, match="must start with finite numbers, got others in 3"):
-        build_model(f"{__name__}:net_that_starts_at", (1, 8, 8), 10, 0, {"value": value})
+        build_model(f"{__name__}:net_that_starts_at", Form((1, 8, 8), 10), 0, {"value": value})
 
 
 def test_repeated_records_are_held_by_equally_many_users_and_users_take_no_memory():
@@ -553,7 +561,7 @@ def test_repeated_records_are_held_by_equally_many_users_and_users_take_no_memor
 @pytest.mark.parametrize("bounds", [(0, 5), (3, 11), (10, 30), (25, 400)])
 def test_the_records_of_some_users_are_those_they_have_among_all(scheme, bounds, monkeypatch):
     owners = np.repeat(np.arange(30), 1 + np.arange(30) % 7)
-    features, labels = torch.rand(len(owners), 3), torch.from_numpy(owners % 3)
+    features, labels = torch.rand(len(owners), 3), torch.from_numpy(owners % 2)
     dataset = flowers(train_features=features, train_labels=labels, users=owners)
     name = of_this_module(monkeypatch, lambda: dataset)
     users, (first, last) = (30 if scheme == "natural" else 1000), bounds

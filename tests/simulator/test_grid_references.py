@@ -16,7 +16,7 @@ def train(config, private):
 
 def test_plain_training_has_neither_noise_nor_a_promise():
     result = train(load("quickstart", DIGITS), private=False)
-    assert result["accuracy"] > 0.93
+    assert result["score"] > 0.93
     assert (result["rounds"], result["noise_multiplier"], result["epsilon"]) == (40, 0.0, {})
 
 
@@ -26,7 +26,7 @@ def test_central_training_spends_its_budget_and_learns_less():
     config = load("quickstart", [*DIGITS, "privacy.target_epsilon = 1.0"])
     result = train(config, private=True)
     assert 0.95 < result["epsilon"]["opacus"] <= 1.0
-    assert 0.5 < result["accuracy"] < plain["accuracy"]
+    assert 0.5 < result["score"] < plain["score"]
     # The noise is what dp-accounting's own composition needs too, within its error.
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant

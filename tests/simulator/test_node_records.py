@@ -1,15 +1,15 @@
 """What a deployed node takes as its users' records: nothing that a cast would change."""
 
-import types
-
 import numpy as np
 import pytest
 import torch
 
 from shufl.deploy.node import _check_records, _from_folder, _mapped
 from shufl.simulator.section import ConfigError
+from shufl.simulator.tasks import Form
 
-SITE = types.SimpleNamespace(input_shape=(3,), classes=4)
+SITE = Form((3,), 4)
+TYPES = "float32", "int64"
 FEATURES, LABELS = np.ones((2, 3)), np.array([0, 3])
 
 
@@ -53,7 +53,7 @@ FEATURES, LABELS = np.ones((2, 3)), np.array([0, 3])
 def test_records_of_a_folder_are_checked_before_they_are_cast(tmp_path, features, labels, message):
     np.savez(tmp_path / "0.npz", features=features, labels=labels)
     with pytest.raises(ConfigError, match=message) as error:
-        _check_records(_from_folder(tmp_path), 0, SITE)
+        _check_records(_from_folder(tmp_path, TYPES), 0, SITE)
     assert "of user 0 " in str(error.value) and "\n" not in str(error.value)
 
 
@@ -61,7 +61,7 @@ def test_records_of_a_folder_are_checked_before_they_are_cast(tmp_path, features
 def test_numbers_of_any_type_that_the_cast_keeps_are_taken(tmp_path, kind):
     labels = LABELS.astype("i8" if "f" in kind else kind)
     np.savez(tmp_path / "0.npz", features=FEATURES.astype(kind) * 3, labels=labels)
-    read = _from_folder(tmp_path)
+    read = _from_folder(tmp_path, TYPES)
     _check_records(read, 0, SITE)
     found = read(0)
     assert torch.equal(found[0], torch.full((2, 3), 3.0)) and found[1].tolist() == [0, 3]
@@ -101,7 +101,7 @@ def test_records_are_checked_before_they_are_mapped(tmp_path, monkeypatch):
         "def of(records):\n    return records.nan_to_num().float()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    records = _mapped(lambda: lambda user: (user[0], NAMED), "a_map:of")
+    records = _mapped(lambda: lambda user: (user[0], NAMED), "a_map:of", "int64")
     assert torch.equal(records([GIVEN])[0], GIVEN)
     for wrong in (GIVEN * torch.nan, GIVEN.long(), GIVEN.numpy()):
         with pytest.raises(ValueError, match="they must have "):

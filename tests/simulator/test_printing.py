@@ -79,7 +79,7 @@ def test_a_run_and_its_status_name_a_folder_with_brackets(tmp_path, monkeypatch)
 
 def of_round(round, accuracy):
     return RoundRecord(
-        round, 0.5, "released", 9, 9, 9, 0, {}, 0, accuracy, None if accuracy is None else 1.0, 1.0
+        round, 0.5, "released", 9, 9, 9, 0, {}, 0, "accuracy", {"accuracy": accuracy}, 1.0
     )  # fmt: skip
 
 

@@ -397,3 +397,40 @@ def test_what_is_there_and_would_be_another_is_named(base):
     kept = provisioned(base).kept
     assert {"server/run.toml", "ward-1/run.toml", "ward-2/device.toml"} <= set(kept)
     assert "ward-1/README.md" not in kept
+
+
+@pytest.mark.slow
+def test_a_node_reads_a_file_whose_columns_the_configuration_names(base):
+    """The server's file is public; a ward's has patients of its own."""
+    dataset = {
+        "file": "public.csv", "user": "patient", "label": "ill", "features": ["age"],
+        "classes": 2, "mean": [50.0], "std": [10.0],
+    }  # fmt: skip
+    lines = [f"{number // 2},{40 + number % 21},{number % 2}" for number in range(100)]
+    (base / "public.csv").write_text("patient,age,ill\n" + "\n".join(lines) + "\n")
+    run = RUN | {"data": {"dataset": dataset, "users": 40}, "model": {"name": "mlp"}}
+    (base / "run.toml").write_text(tomli_w.dumps(run))
+    nodes = [{"name": "ward-1", "users": 3, "data": "ward.csv"}, {"name": "ward-2", "users": 37}]
+    provisioned(base, nodes=nodes)
+    request_everything(base, "ward-1", "ward-2")
+    provisioned(base, nodes=nodes)
+    folder = base / "sites/ward-1"
+
+    def records(*lines):
+        (folder / "ward.csv").write_text("\n".join(["ill,patient,other,age", *lines]))
+        site = load_site(folder / "node.toml", NodeSite)
+        return node_settings(site, folder).load_users()
+
+    read = records("1,b,x,60", "0,a,y,40", "1,c,z,50", "0,b,x,55")
+    assert [labels.tolist() for _, labels in map(read, range(3))] == [[1, 0], [0], [1]]
+    assert [features.flatten().tolist() for features, _ in map(read, range(3))] == [
+        [1.0, 0.5], [-1.0], [0.0]
+    ]  # fmt: skip
+    for lines, message in (
+        (["1,b,x,60", "0,a,y,40"], "users must be 2, those of ward.csv, got 3"),
+        (["1,a,x,60", "0,b,y,", "0,c,y,50"], "ward.csv: column age must have no empty cells"),
+        (["1,a,x,60", "2,b,y,50", "0,c,y,50"], "labels of user 1 must lie in 0 to 1, got 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            records(*lines)
+    assert load_site(base / "sites/ward-2/node.toml", NodeSite).data == "simulated"

@@ -15,7 +15,8 @@ PLAN = make_plan(
 def record(outcome, crowd):
     return RoundRecord(
         round=1, epsilon=1.0, outcome=outcome, users_present=crowd, smallest_crowd=crowd,
-        reports=0, rejected=0, reasons={}, silent_nodes=0, accuracy=None, loss=None, seconds=1.0,
+        reports=0, rejected=0, reasons={}, silent_nodes=0, seconds=1.0,
+        score="accuracy", metrics={"accuracy": None, "loss": None},
     )  # fmt: skip
 
 

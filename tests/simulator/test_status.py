@@ -32,7 +32,9 @@ def test_a_run_that_has_ended_says_how(folder):
     found = json.loads(status(folder, "--json").stdout)
     assert (found["state"], found["why"], found["rounds"]) == ("ended", "rounds", 2)
     assert 0 < found["epsilon"] <= found["target"]
-    assert found["seconds_left"] is None and found["accuracy"] > 0
+    assert (
+        found["seconds_left"] is None and found["score_name"] == "accuracy" and found["score"] > 0
+    )
     shown = status(folder).stdout
     assert "nodes: none known" in shown
 

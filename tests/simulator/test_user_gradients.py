@@ -23,6 +23,7 @@ from shufl.simulator.engines.user_gradients import (
     fastest_method,
 )
 from shufl.simulator.models import logistic_regression, mlp, small_cnn
+from shufl.simulator.tasks import Form
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +167,7 @@ ARCHITECTURES = {
 def test_the_sum_is_that_of_one_user_after_another(make, records, device):
     torch.manual_seed(records)
     model = make().train()
-    assert fastest_method(model, (1, 14, 14), 10, GRADIENT, device) == "book-keeping"
+    assert fastest_method(model, Form((1, 14, 14), 10), GRADIENT, device) == "book-keeping"
     features, labels = torch.randn(7, records, 1, 14, 14), torch.randint(0, 10, (7, records))
     features *= torch.logspace(-6, 6, 7).reshape(7, 1, 1, 1, 1)
     assert_same_sum(model, features, labels, device, 1e-3, 1.0, 1e4)
@@ -176,7 +177,7 @@ def test_the_sum_is_that_of_one_user_after_another(make, records, device):
 def test_users_of_unequal_size_have_the_sum_of_one_after_another(make, device):
     torch.manual_seed(0)
     model, sizes = make().train(), np.array([3, 1, 17, 2, 4, 1, 5, 3])
-    given = (1, 14, 14), 10, GRADIENT, device, "float32"
+    given = Form((1, 14, 14), 10), GRADIENT, device, "float32"
     assert fastest_method(model, *given, sizes) == "book-keeping"
     features = [
         10.0**size * torch.randn(n, 1, 14, 14) for size, n in zip(range(-4, 4), sizes, strict=True)
@@ -224,7 +225,10 @@ def test_convolutions_of_every_kind(device, data):
     features = torch.randn(users, records, layer["in_channels"], height, 5)
     model(features[0])
     labels = torch.randint(0, 3, (users, records))
-    assert fastest_method(model, features.shape[2:], 3, GRADIENT, device) == "book-keeping"
+    assert (
+        fastest_method(model, Form(tuple(features.shape[2:]), 3), GRADIENT, device)
+        == "book-keeping"
+    )
     assert_same_sum(model, features, labels, device, 0.5)
 
 
@@ -293,9 +297,9 @@ class Odd(nn.Module):
 )  # fmt: skip
 def test_other_models_are_left_to_vmap(kind):
     torch.manual_seed(0)
-    real = {"sizes": np.ones(101, dtype=np.int64)}
-    assert fastest_method(Odd("plain").train(), (1, 4, 4), 3, GRADIENT, **real) == "book-keeping"
-    assert fastest_method(Odd(kind).train(), (1, 4, 4), 3, GRADIENT, **real) == "vmap"
+    given = Form((1, 4, 4), 3), GRADIENT, "cpu", "float32", np.ones(101, dtype=np.int64)
+    assert fastest_method(Odd("plain").train(), *given) == "book-keeping"
+    assert fastest_method(Odd(kind).train(), *given) == "vmap"
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
@@ -305,7 +309,7 @@ def test_models_that_draw_random_numbers_are_refused(draw):
             return super().forward(records * draw())
 
     with pytest.raises(RuntimeError, match="other updates than one by one"):
-        fastest_method(Draws(4, 3).train(), (4,), 3, GRADIENT)
+        fastest_method(Draws(4, 3).train(), Form((4,), 3), GRADIENT)
 
 
 @pytest.mark.parametrize("training", [GRADIENT, LocalTraining("fedavg", local_epochs=1)])
@@ -320,7 +324,7 @@ def test_a_parameter_may_be_a_single_number(training):
 
     torch.manual_seed(0)
     model = Tempered().train()
-    assert fastest_method(model, (1, 4, 4), 3, training) == "vmap"
+    assert fastest_method(model, Form((1, 4, 4), 3), training) == "vmap"
     features, labels = torch.randn(5, 2, 1, 4, 4), torch.randint(0, 3, (5, 2))
     seeds = np.arange(5, dtype=np.uint64)
     given = features.flatten(0, 1), labels.flatten(), np.full(5, 2), training, seeds, Clipping(0.5)
@@ -335,12 +339,12 @@ def test_a_parameter_may_be_a_single_number(training):
 def test_attention_whose_sequence_is_not_the_second_axis_is_left_to_vmap():
     torch.manual_seed(0)
     model = Attention(batch_first=False).train()
-    assert fastest_method(model, (1, 14, 14), 10, GRADIENT) == "vmap"
+    assert fastest_method(model, Form((1, 14, 14), 10), GRADIENT) == "vmap"
 
 
 def test_local_epochs_are_left_to_vmap():
     model = mlp((1, 4, 4), 3).train()
-    assert fastest_method(model, (1, 4, 4), 3, LocalTraining("fedavg")) == "vmap"
+    assert fastest_method(model, Form((1, 4, 4), 3), LocalTraining("fedavg")) == "vmap"
 
 
 @pytest.mark.parametrize("records", [1, 2])
@@ -409,7 +413,7 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_words_cancel(differe
     model = Words()
     with torch.no_grad():
         model[0].weight *= difference
-    assert fastest_method(model, (6,), 2, GRADIENT, device) == "book-keeping"
+    assert fastest_method(model, Form((6,), 2), GRADIENT, device) == "book-keeping"
     features = torch.randint(5, (9, 1, 6)).repeat(1, 4, 1).float()
     labels = torch.arange(2).repeat(9, 2)
     assert_same_sum(model, features, labels, device, 0.01)
@@ -524,7 +528,7 @@ def test_a_share_is_at_most_the_clip_norm_where_gradients_are_hardly_float32(
             return self[1](self[0](x.flatten(1)) * 1e-20 * 1e-20)
 
     model = Faint(nn.Linear(784, 64), nn.Linear(64, 3)).train()
-    assert fastest_method(model, (784,), 3, GRADIENT) == "book-keeping"
+    assert fastest_method(model, Form((784,), 3), GRADIENT) == "book-keeping"
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -563,9 +567,9 @@ def test_a_model_that_cannot_take_bfloat16_is_found(device):
             return torch.zeros_like(scores, dtype=x.dtype).scatter(1, column, scores)
 
     model = OnlyFloat32(4, 3).train()
-    assert fastest_method(model, (4,), 3, GRADIENT, device) == "book-keeping"
+    assert fastest_method(model, Form((4,), 3), GRADIENT, device) == "book-keeping"
     with pytest.raises(RuntimeError, match="scatter"):
-        fastest_method(model, (4,), 3, GRADIENT, device, "bfloat16")
+        fastest_method(model, Form((4,), 3), GRADIENT, device, "bfloat16")
 
 
 class OnAnotherDevice(FakeTensorMode):

@@ -231,7 +231,7 @@ def test_a_run_reports_who_does_not_price_its_rounds(tmp_path, fixed_size_only):
         "covers": LocalAccountant.covers,
         "warning": "does not price these rounds",
     }
-    assert (folder / "accuracy_epsilon.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "score_epsilon.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

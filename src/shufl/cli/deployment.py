@@ -18,7 +18,7 @@ from rich.table import Table
 from shufl.cli import options
 from shufl.simulator.console import Console
 from shufl.simulator.logs import log_handler
-from shufl.simulator.tables import epsilon_text
+from shufl.simulator.tables import epsilon_text, score_text
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -164,8 +164,9 @@ def status_command(
     facts.add_row("rounds", f"{status.rounds} of {status.allowed}")
     spent = epsilon_text(status.epsilon)
     facts.add_row("ε", f"{spent} of {status.target:g} by {status.accountant}")
-    if status.accuracy is not None:
-        facts.add_row("last test accuracy", f"{100 * status.accuracy:.2f}%")
+    if status.score is not None:
+        name = status.score_name
+        facts.add_row(f"last test {name}", score_text(name, status.score))
     for address, trouble in status.shufflers.items():
         facts.add_row(f"shuffler {address}", trouble or "well")
     if status.doubt:

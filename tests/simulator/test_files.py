@@ -1,0 +1,154 @@
+"""Records of a CSV or Parquet file: whose they are, what is learnt, what is refused."""
+
+import json
+import os
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tomli_w
+import torch
+from pyarrow import csv, parquet
+
+import shufl
+from shufl.simulator.config import dumps, load
+from shufl.simulator.experiment import prepare
+from shufl.simulator.section import ConfigError
+
+PATIENTS, MEAN, STD = 40, [50.0, 25.0], [10.0, 4.0]
+
+
+def visits():
+    """Patients come 1 to 13 times; who is old and heavy is ill."""
+    random = np.random.default_rng(0)
+    times = 1 + np.arange(PATIENTS) % 13
+    patient = random.permutation(np.repeat([f"p-{n}" for n in range(PATIENTS)], times))
+    age, weight = (random.normal(*each, size=len(patient)) for each in zip(MEAN, STD, strict=True))
+    ill = (age - MEAN[0]) / STD[0] + (weight - MEAN[1]) / STD[1] > 0
+    return {"patient": patient, "age": age, "weight": weight, "ill": ill, "days": 0.1 * age}
+
+
+COLUMNS = {
+    "file": "visits.csv", "user": "patient", "label": "ill", "features": ["age", "weight"],
+    "classes": 2, "mean": MEAN, "std": STD,
+}  # fmt: skip
+PRIVACY = {
+    "check_in_rate": 0.8, "clip_norm": 1.0, "noise_multiplier": 0.6, "rounds": 8, "cover": True,
+    "target_epsilon": 100.0, "accountant": "blanket", "shuffler_blankets": 20.0, "delta": 1e-5,
+    "adjacency": "replace", "minimum_batch": 1,
+}  # fmt: skip
+
+
+def write(folder, columns=None, table=None, **changes):
+    """A configuration and its file; its path."""
+    table = pa.table(visits() | (table or {}))
+    file = folder / (COLUMNS | changes)["file"]
+    if file.suffix == ".parquet":
+        parquet.write_table(table, file)
+    else:
+        csv.write_csv(table, file)
+    config = {
+        "name": "visits",
+        "privacy": PRIVACY,
+        "data": {"dataset": COLUMNS | changes},
+        "model": {"name": "logistic-regression"},
+        "training": {"learning_rate": 1.0},
+        "simulation": {"engine": "vectorised"},
+    }
+    path = folder / "visits.toml"
+    path.write_text(tomli_w.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", ["visits.csv", "visits.parquet"])
+def test_a_run_learns_from_a_file_wherever_it_is_started(name, tmp_path, monkeypatch):
+    path = write(tmp_path, file=name)
+    monkeypatch.chdir(os.sep)
+    run = shufl.run(path, runs=tmp_path / "runs", progress=False)
+    assert (run.score_name, run.plan.users) == ("accuracy", 32)  # eight are for testing
+    assert run.score > 0.8
+    again = shufl.run(run.folder / "config.toml", runs=tmp_path / "runs", progress=False)
+    assert again.score == run.score
+    assert json.loads((run.folder / "starts.jsonl").read_text())  # of a whole run
+
+
+def test_whole_users_are_for_testing_or_records_of_everybody(tmp_path):
+    given = visits()
+    records = len(given["patient"])
+    for test_of, users in (("users", 32), ("records", None)):
+        data = prepare(load(str(write(tmp_path, test_of=test_of)))).dataset
+        assert len(data.train_labels) + len(data.test_labels) == records
+        everything = torch.cat([data.train_features, data.test_features])[:, 0].sort().values
+        assert everything.tolist() == sorted(np.float32(given["age"]).tolist())
+        if users:
+            assert data.users.max() == users - 1
+        else:
+            assert len(data.test_labels) == round(0.2 * records)
+    age = {float(np.float32(a)): p for a, p in zip(given["age"], given["patient"], strict=True)}
+    data = prepare(load(str(write(tmp_path)))).dataset
+    owner = [age[a] for a in data.train_features[:, 0].tolist()]
+    tested = {age[a] for a in data.test_features[:, 0].tolist()}
+    assert len(tested) == 8 and not tested & set(owner)
+    names = list(dict.fromkeys(owner))
+    assert [names[number] for number in data.users.tolist()] == owner
+
+
+def test_columns_may_be_numbers_to_learn_and_ids(tmp_path):
+    about = {"label": ["age", "days"], "features": ["weight"], "mean": [25.0], "std": [4.0]}
+    config = load(str(write(tmp_path, **about)), ["data.dataset.classes="])
+    experiment = prepare(config)
+    assert experiment.form.task == "regression" and experiment.form.label_shape == (2,)
+    torch.testing.assert_close(
+        experiment.dataset.train_labels[:, 1], 0.1 * experiment.dataset.train_labels[:, 0]
+    )
+    assert load(dumps_to(tmp_path, config)) == config
+    ids = {"features": ["code"], "input_type": "int64"}
+    table = {"code": np.arange(len(visits()["age"])) % 2**40 + 2**30}
+    path = write(tmp_path, table=table, **ids)
+    data = load(str(path), ["data.dataset.mean=", "data.dataset.std="]).data.dataset.load()
+    assert data.train_features.dtype == torch.int64 and data.train_features.min() >= 2**30
+
+
+def dumps_to(folder, config):
+    (folder / "again.toml").write_text(dumps(config))
+    return str(folder / "again.toml")
+
+
+def missing(values, place=3):
+    return pa.array([None if number == place else value for number, value in enumerate(values)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "table", "message"),
+    [
+        ({"user": "patent"}, {}, "a column must be one of patient, age, weight, ill, days, got"),
+        ({"features": ["age", "patient"]}, {}, "column patient must be whole numbers or floats"),
+        ({}, {"age": missing(visits()["age"])}, "column age must have no empty cells, got 1 in"),
+        ({}, {"patient": missing(visits()["patient"])}, "column patient must have no empty cells"),
+        ({"label": "age"}, {}, "column age must be whole numbers, got float64"),
+        ({"classes": 1}, {}, "must have train_labels from 0 to 0, got 0 to 1"),
+        ({"mean": [1.0]}, {}, "data.dataset: mean and std must both be there, of equal length"),
+        ({"mean": [1.0], "std": [1.0]}, {}, "mean and std must have 2 numbers, one for each"),
+        ({"std": [1.0, 0.0]}, {}, "data.dataset: std must be above 0, got 0.0"),
+        ({"test": 0.001}, {}, "must leave users for both training and testing, got 0.001 of 40"),
+        ({"test": 1.5}, {}, "data.dataset: test must be a number in (0, 1), got 1.5"),
+        ({"lable": "ill"}, {}, "data.dataset: unknown key lable; did you mean label?"),
+        ({}, {"age": np.full(len(visits()["age"]), np.nan)}, "column age must have no empty cells"),
+        ({}, {"age": np.full(len(visits()["age"]), 2**30)}, "must be whole numbers of at most"),
+    ],
+)
+def test_what_is_no_use_is_one_line(changes, table, message, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        prepare(load(str(write(tmp_path, table=table, **changes))))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"a,b\n1\n1,2,3\n", None])
+def test_a_file_that_cannot_be_read_is_one_line(content, tmp_path):
+    path = write(tmp_path)
+    (tmp_path / "visits.csv").unlink()
+    if content is not None:
+        (tmp_path / "visits.csv").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"visits.csv cannot be read as CSV or Parq") as error:
+        prepare(load(str(path)))
+    assert "\n" not in str(error.value)

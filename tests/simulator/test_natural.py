@@ -1,0 +1,149 @@
+"""Datasets with natural users, and the references that protect users: a trusted server, nobody."""
+
+import gzip
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from shufl.server import Optimiser
+from shufl.simulator.config import load
+from shufl.simulator.data.datasets import load_dataset
+from shufl.simulator.grid.central import Reference
+from shufl.simulator.grid.central_users import UserReference
+from shufl.simulator.models import Additive
+from shufl.simulator.section import ConfigError
+from task_world import SETTINGS, SIZES, USERS
+
+FILES = {
+    "insteval.csv.gz": "s,d,studage,lectage,service,dept,y\n"
+    + "".join(f"{100 - n // 3},{n % 7 * 10},2,{n % 2},0,{n % 3},{n % 5 + 1}\n" for n in range(30)),
+    "movielens-ratings.csv.gz": "userId,movieId,rating,timestamp\n"
+    + "".join(f"{n // 4},{(3, 50, 8)[n % 3]},{n % 9 / 2 + 0.5},1\n" for n in range(40)),
+    "movielens-movies.csv.gz": 'movieId,title,year,genres\n50,"A, B",1995,Action|Drama\n'
+    "8,C,,(no genres listed)\n3,D,2012,Drama\n",
+}
+
+
+@pytest.fixture
+def natural(tmp_path, monkeypatch):
+    """A folder with small files of the same form."""
+    (tmp_path / "natural").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / "natural" / name).write_bytes(gzip.compress(content.encode()))
+    monkeypatch.setenv("SHUFL_DATA", str(tmp_path))
+    load_dataset.cache_clear()
+    yield tmp_path / "natural"
+    load_dataset.cache_clear()
+
+
+def test_ratings_of_lecturers_are_rows_of_ids_with_their_students(natural):
+    data = load_dataset("insteval")
+    assert data.users.unique().tolist() == list(range(8))  # of ten: a fifth is for testing
+    assert (len(data.train_labels), len(data.test_labels)) == (24, 6)
+    features = torch.cat([data.train_features, data.test_features])
+    starts = [0, 7, 8, 10, 11]  # of lecturers, one age, two of lectures, one service, departments
+    assert [int(column.min()) for column in features.T] == starts
+    assert [int(column.max()) for column in features.T] == [6, 7, 9, 10, 13]
+    labels = torch.cat([data.train_labels, data.test_labels])
+    assert labels.unique().tolist() == [-2, -1, 0, 1, 2] and data.task == "regression"
+
+
+def test_ratings_of_films_have_the_films_decade_and_genres(natural):
+    data = load_dataset("movielens")
+    films = {tuple(row) for row in torch.cat([data.train_features, data.test_features]).tolist()}
+    decade, action, drama = 3, 3 + 12, 3 + 12 + 2
+    assert films == {
+        (0, decade + 9, action + 1, drama + 1),  # of 1995
+        (1, decade + 0, action + 0, drama + 0),  # nobody knows when
+        (2, decade + 11, action + 0, drama + 1),
+    }
+
+
+def test_a_missing_file_or_column_is_one_line(natural, monkeypatch):
+    (natural / "movielens-movies.csv.gz").write_bytes(gzip.compress(b"movieId,genres\n1,a\n"))
+    with pytest.raises(ConfigError, match=r"movielens-movies.csv.gz must have a column year"):
+        load_dataset("movielens")
+    (natural / "insteval.csv.gz").unlink()
+    with pytest.raises(ConfigError, match=r"insteval.csv.gz must be in the folder natural .*lme4"):
+        load_dataset("insteval")
+    monkeypatch.delenv("SHUFL_DATA")
+    with pytest.raises(ConfigError, match="got no SHUFL_DATA"):
+        load_dataset("insteval")
+
+
+def test_additive_models_add_the_numbers_of_a_records_ids():
+    model = Additive((3,), 1, ids=9)
+    records = torch.tensor([[0, 4, 8], [0, 5, 8]])
+    assert not model(records).any()
+    with torch.no_grad():
+        model.numbers.weight.copy_(2.0 ** torch.arange(9)[:, None])
+        model.constant.fill_(0.5)
+    assert model(records).tolist() == [[1 + 16 + 256 + 0.5], [1 + 32 + 256 + 0.5]]
+
+
+def reference(private, *sets):
+    named = "data.dataset=task_world:houses", "model.name=logistic-regression"
+    own = "simulation.engine=vectorised", "simulation.noise=aggregate", "privacy.delta=1e-5"
+    config = load("quickstart", [*SETTINGS, *named, *own, *sets])
+    return UserReference(config, private)
+
+
+def test_a_trusted_server_adds_the_noise_that_it_accounts_for(monkeypatch):
+    estimates = []
+    monkeypatch.setattr(Optimiser, "step", lambda self, _, __, made, round: estimates.append(made))
+    monkeypatch.setattr(UserReference, "_sum", lambda self, round, model: np.zeros(8))
+    noise = reference(
+        True, "privacy.rounds=400", "privacy.clip_norm=0.5", "privacy.target_epsilon=9"
+    ).train()
+    deviation = 0.5 * noise["noise_multiplier"] / (0.9 * USERS)
+    assert np.std(estimates) == pytest.approx(deviation, rel=0.05)  # 4 standard errors
+    assert np.unique(estimates).size == 400 * 8
+
+
+def test_the_noise_of_a_trusted_server_has_the_epsilon_that_is_told():
+    """With γ = 1 the mechanism is Gaussian, whose δ(ε) is known (Balle and Wang 2018)."""
+    sets = "privacy.check_in_rate=1.0", "privacy.rounds=9", "privacy.target_epsilon=20.0"
+    private = reference(True, *sets)
+    (epsilon,) = private._promise["epsilon"].values()
+    mean = 3.0 / private._noise  # of nine rounds
+    normal = stats.norm.cdf
+    delta = normal(mean / 2 - epsilon / mean) - math.exp(epsilon) * normal(
+        -mean / 2 - epsilon / mean
+    )
+    assert delta == pytest.approx(1e-5, rel=0.02) and epsilon <= 20.0
+
+
+def test_without_privacy_users_count_equally_and_nothing_is_clipped():
+    plain = reference(False, "privacy.check_in_rate=1.0", "privacy.clip_norm=1e-9")
+    model = plain._experiment.make_model().train()
+    total = plain._sum(1, model)
+    records = plain._experiment.load_users()
+    expected = np.zeros(plain._experiment.parameters)
+    for user in range(USERS):
+        features, labels = records(user)
+        assert len(labels) in SIZES
+        loss = (model(features) - labels).square().mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        expected += torch.cat([gradient.flatten() for gradient in gradients]).numpy()
+    np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-6)
+    sets = "privacy.check_in_rate=1.0", "privacy.clip_norm=0.1", "privacy.target_epsilon=9"
+    private = reference(True, *sets)
+    assert np.linalg.norm(private._sum(1, model)) <= 0.1 * USERS * (1 + 1e-5)
+
+
+def test_training_without_privacy_learns_and_with_little_learns_less():
+    sets = "privacy.rounds=60", "training.learning_rate=0.3"
+    plain = reference(False, *sets).train()
+    private = reference(True, *sets, "privacy.target_epsilon=0.05").train()
+    assert plain["score_name"] == "rmse" and plain["score"] < 0.2 < 0.6 < private["score"]
+    assert plain["epsilon"] == {} and private["epsilon"]["central"] <= 0.05
+    assert private["adjacency"] == "add or remove" and private["noise_multiplier"] > 10
+
+
+def test_opacus_is_no_reference_for_records_that_have_owners():
+    named = "data.dataset=task_world:owned", "model.name=logistic-regression"
+    with pytest.raises(ConfigError, match="take trainer central-users"):
+        Reference(load("quickstart", [*SETTINGS, *named, "privacy.delta=1e-5"]), private=True)
