@@ -23,11 +23,13 @@ class Partition:
         index: the records of all rows, one row after another, int64 of shape (r,).
         starts: where each of k rows starts, and r: int64 of shape (k + 1,).
         users: n. User u has the records of row u modulo k.
+        left: how many records of the dataset are in no row.
     """
 
     index: np.ndarray
     starts: np.ndarray
     users: int
+    left: int = 0
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -66,6 +68,8 @@ class Partition:
         if sizes.min() < sizes.max():
             each = f"{_spaced(sizes.min())} to {each} (median {_spaced(np.median(sizes))})"
         total = f"{_spaced(len(self.index))} in all"
+        if self.left:
+            total += f" ({_spaced(self.left)} more are left out)"
         if self.users > len(self):
             total += f", each held by up to {_spaced(-(-self.users // len(self)))} users"
         return f"{_spaced(self.users)} users, {each}, {total}"
@@ -115,7 +119,7 @@ def deal(
         ]
         index = np.concatenate(rows)
         starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
-    return Partition(index, starts, users)
+    return Partition(index, starts, users, len(labels) - len(index))
 
 
 def _of_owners(

@@ -331,6 +331,7 @@ def test_records_belong_to_those_whom_the_data_name(owners, monkeypatch):
         tuple(map(tuple, rows_of(deal(NUMBERS, NUMBERS, 2, "natural", seed), 2)))
         for seed in range(40)
     }
+    assert str(deal(NUMBERS, NUMBERS, 2, "natural", 0)).endswith(" more are left out)")
     assert len(chosen) == 6  # every pair of the four, each with all its records
     again = deal(NUMBERS, NUMBERS, 10, "repeated", seed=1)
     assert sorted(map(len, rows_of(again, 4))) == [1, 1, 2, 3]
