@@ -40,7 +40,8 @@ def test_a_round_is_in_the_ledger_before_any_client_works_on_it(tmp_path):
         "--set", "model.name=odd_models:reads_ledger",
         "--set", f"model.options={{folder='{tmp_path}'}}",
         "--set", "training.algorithm=fedavg", "--set", "training.local_epochs=2",
-        "--set", "training.optimiser=adam", "--set", "seed=system",
+        "--set", "training.optimiser=adam", "--set", "training.optimiser_options={}",
+        "--set", "seed=system",
         cwd=Path(__file__).parent,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
