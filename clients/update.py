@@ -226,8 +226,10 @@ def _local_epochs(
             loss = _mean_loss(losses, *(each[batch] for each in counted))
             found = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
             before = {name: parameter.detach() for name, parameter in own.items()}
+            # Copies, which a step may change in place.
+            given = {name: value.clone() for name, value in before.items()}
             gradients = dict(zip(own, found, strict=True))
-            made = training.step(before, gradients, start, kept)
+            made = training.step(given, gradients, dict(start), tree_map(torch.clone, kept))
             there = counted[0][batch].any() if counted else None
             local, kept = _taken(there, made, (before, kept))
             with torch.no_grad():

@@ -27,7 +27,7 @@ from shufl.simulator.experiment import (
     plan_of,
     records_loader,
 )
-from shufl.simulator.section import READERS_ERRORS, ConfigError, find, one_line
+from shufl.simulator.section import READERS_ERRORS, ConfigError, find, one_line, readers_code
 from shufl.simulator.tasks import PADDING, TYPES, Form
 from shufl.simulator.trial import try_users
 
@@ -69,7 +69,8 @@ def check_data(
     make_model = model_maker(config, form)
     check_report_size(config, sum(each.numel() for each in make_model().parameters()))
     load_users = _records(site, folder, config, plan)
-    records = load_users()
+    with readers_code("data: the records cannot be read"):
+        records = load_users()
     for user in range(site.users):
         _check_records(records, user, form)
     training = local_training(config)
@@ -188,8 +189,11 @@ def _from_file(path: Path, columns: RecordFile, users: int) -> UserRecords:
         features = features.float().sub_(torch.tensor(columns.mean))
         features = features.div_(torch.tensor(columns.std))
 
+    order = owners.argsort(stable=True)
+    rows = order.split(owners.bincount().tolist())
+
     def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return features[owners == user], labels[owners == user]
+        return features[rows[user]], labels[rows[user]]
 
     return read
 

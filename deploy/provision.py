@@ -34,7 +34,7 @@ from shufl.shuffler.keys import Authority, Request, write_new
 from shufl.simulator.config import dumps, load
 from shufl.simulator.data.features import data_digest
 from shufl.simulator.experiment import Experiment
-from shufl.simulator.section import ConfigError
+from shufl.simulator.section import ConfigError, is_carried
 
 _AGREED = "nodes/agreed.toml"
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -199,6 +199,11 @@ class _Sites:
 
     def _node(self, number: int) -> Site:
         nodes, form = self._deployment.nodes, self._experiment.form
+        if is_carried(form.task):
+            raise ConfigError(
+                "data.task must be a name or module:callable on real machines, got a Task that the "
+                "dataset holds"
+            )
         entry, superlink = nodes[number], self._deployment.server_address
         about = {
             "number": number,

@@ -21,7 +21,7 @@ from shufl.accounting import (
 )
 from shufl.accounting.plan import Privacy, Window
 from shufl.clients import STEPS, LocalTraining, Step
-from shufl.server import Optimiser
+from shufl.server import Optimiser, evaluate
 from shufl.shuffler import most_parameters
 from shufl.simulator.config import Config
 from shufl.simulator.data.datasets import Dataset, check_task, load_dataset
@@ -145,6 +145,7 @@ def prepare(config: Config) -> Experiment:
     config = _resolve(config, dataset)
     config, plan, unused = plan_of(config)
     experiment = Experiment(config, plan, halting_round=0, parameters=0)
+    _try_task(experiment)
     name = config.training.algorithm
     if config.training.algorithm_options:
         if name == "fedsgd":
@@ -154,7 +155,9 @@ def prepare(config: Config) -> Experiment:
             inspect.signature(step).bind(*[None] * 5, **config.training.algorithm_options)
     name = config.training.optimiser
     with readers_code(f"training.optimiser_options are none of {name}"):
-        optimiser(config, 1).build(experiment.make_model())
+        model, own = experiment.make_model(), optimiser(config, 1)
+        nothing = np.zeros(sum(each.numel() for each in model.parameters()), dtype=np.float32)
+        own.step(own.build(model), model, nothing, 1)
     most_records = experiment.partition.most_records
     parameters = sum(p.numel() for p in experiment.make_model().parameters())
     halting_round = rounds_within_budget(plan)
@@ -171,6 +174,32 @@ def prepare(config: Config) -> Experiment:
         together=try_users(experiment.make_model, experiment.local_training, most_records),
         unused=unused,
     )
+
+
+_NO_METRICS = {
+    *("round", "rounds", "epsilon", "epsilons", "outcome", "users_present", "smallest_crowd"),
+    *("reports", "rejected", "reasons", "silent_nodes", "score", "seconds", "doubt", "loss"),
+    *("engine", "noise", "device", "precision", "gradients", "stopped_by", "delta", "adjacency"),
+    *("shuffler_blankets", "least_present", "fewest_users_present", "accountant", "versions"),
+    "target_epsilon",
+}
+"""What else a row of metrics.jsonl and a summary have."""
+
+
+def _try_task(experiment: Experiment) -> None:
+    """Refuses a task that does not measure what a model gives for the first test records."""
+    task, name = experiment.task, experiment.form.task
+    features, labels = (each[:10].cpu() for each in experiment.load_test())
+    with readers_code(f"data.task {name} cannot measure the model on test records"):
+        found = evaluate(experiment.make_model(), features, labels, task.metrics)
+        numbers = {str(metric): float(value) for metric, value in found.items()}
+    if task.score not in numbers:
+        raise ConfigError(
+            f"data.task {name} must have its score, {task.score}, among its metrics, got "
+            f"{', '.join(numbers)}"
+        )
+    if taken := _NO_METRICS.intersection(numbers):
+        raise ConfigError(f"data.task {name} must name its metric {min(taken)} otherwise")
 
 
 def check_report_size(config: Config, parameters: int) -> None:

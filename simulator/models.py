@@ -126,6 +126,11 @@ def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
         raise ConfigError(
             f"model {name} must give {form.outputs} scores a {each}, got shape {shape[1:]}"
         )
+    numbers = 2 * max(form.outputs, 1)
+    if form.task == "regression" and getattr(outputs, "numel", lambda: numbers)() != numbers:
+        raise ConfigError(
+            f"model {name} must give {form.outputs} numbers a record, got shape {shape[1:]}"
+        )
     with readers_code(f"data.task {form.task} takes no outputs of model {name}"), torch.no_grad():
         losses = load_task(form.task).loss(outputs, form.labels(2))
     if not isinstance(losses, torch.Tensor) or losses.shape != (2,):

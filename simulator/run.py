@@ -230,7 +230,8 @@ class Run:
         versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
         origin = {"config.toml": configuration, "nodes": self.engine.nodes, **versions}
         data = config.data
-        if data.dataset not in DATASETS or data.features is not None:  # they may change
+        fixed = set(DATASETS) - {"insteval", "movielens"}  # the others may change
+        if data.dataset not in fixed or data.features is not None:
             names = " ".join(filter(None, (str(data.dataset), data.features)))
             origin[f"data.dataset {names}"] = dataset_digest(self.experiment.dataset)[:12]
         return origin

@@ -325,6 +325,8 @@ def _mistake(dataset: Any) -> str | None:
     """What is wrong with something that should be a dataset, or None."""
     if not isinstance(dataset, Dataset):
         return f"must be a shufl.Dataset or return one, got {type(dataset).__name__}"
+    if not isinstance(dataset.task, str | Task):
+        return f"must have a task, the name of one or a shufl.Task, got {dataset.task!r}"
     classes, task = dataset.classes, dataset.task_name
     types = (_LABELS[task][0],) if task in _LABELS else (torch.int64, torch.float32)
     if classes is None and torch.int64 in types and task in _LABELS:

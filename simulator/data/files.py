@@ -113,12 +113,20 @@ class RecordFile(Section):
         """Features of shape (r, f), labels and owners of all records in such a file."""
         import torch
 
-        table = read_table(path)
+        table = read_table(path, self.user)
         labels = (self.label,) if isinstance(self.label, str) else self.label
         features = self.features
         if features is None:
             features = tuple(n for n in table.column_names if n not in (self.user, *labels))
-        for name in (self.user, *labels, *features):
+        named = (self.user, *labels, *features)
+        if twice := {name for name in named if named.count(name) > 1}:
+            raise ConfigError(
+                f"{path.name}: user, label and features must be different columns, got "
+                f"{min(twice)} twice"
+            )
+        for name in named:
+            if table.column_names.count(name) > 1:
+                raise ConfigError(f"{path.name}: only one column may be called {name}")
             if name not in table.column_names:
                 raise ConfigError(
                     f"{path.name}: a column must be one of {', '.join(table.column_names)}, "
@@ -146,8 +154,8 @@ class RecordFile(Section):
         return torch.stack([found[name] for name in features], dim=1), label, owners
 
 
-def read_table(path: Path) -> pyarrow.Table:
-    """The columns of a CSV or Parquet file.
+def read_table(path: Path, user: str = "") -> pyarrow.Table:
+    """The columns of a CSV or Parquet file; those who are users are text, so that 007 is not 7.
 
     Raises:
         ConfigError: it cannot be read.
@@ -158,7 +166,9 @@ def read_table(path: Path) -> pyarrow.Table:
     try:
         if path.suffix == ".parquet":
             return parquet.read_table(path)
-        return csv.read_csv(path, convert_options=csv.ConvertOptions(strings_can_be_null=True))
+        given = {user: pyarrow.string()} if user else {}
+        options = csv.ConvertOptions(strings_can_be_null=True, column_types=given)
+        return csv.read_csv(path, convert_options=options)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read as CSV or Parquet: {one_line(error)}") from error
 

@@ -64,7 +64,7 @@ class Partition:
     def __str__(self) -> str:
         """How many users and records there are, for the start of a run."""
         sizes = np.diff(self.starts)
-        each = f"{_spaced(sizes.max())} records each"
+        each = f"{_spaced(sizes.max())} record{'s' * int(sizes.max() > 1)} each"
         if sizes.min() < sizes.max():
             each = f"{_spaced(sizes.min())} to {each} (median {_spaced(np.median(sizes))})"
         total = f"{_spaced(len(self.index))} in all"

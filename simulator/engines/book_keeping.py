@@ -74,6 +74,8 @@ def gradients_of_users(
     for (layer, arguments, _), output_gradient in zip(tape.calls, output_gradients, strict=True):
         inputs, *parameters = arguments
         inputs = inputs.to(exact) if inputs.is_floating_point() else inputs
+        if len(output_gradient) % len(labels):
+            raise Unsupported("a layer whose first axis is not that of the records")
         layers.append((layer, output_gradient.to(exact), inputs, parameters))
     for bucket in buckets:
         gradients: Gradients = {}

@@ -75,6 +75,20 @@ def cut(sizes: np.ndarray, keys: VectorisedKeys) -> np.ndarray:
     return np.flatnonzero(np.diff((sizes.cumsum() - sizes) // most)) + 1
 
 
+def sizes_to_try(sizes: np.ndarray, users: int, keys: VectorisedKeys) -> np.ndarray:
+    """How many records users have in a trial, of as many users as are ever computed at once.
+
+    Users of unequal size are computed another way than equal ones: then the trial has the smallest,
+    the largest, and some that need padding.
+    """
+    sizes = np.sort(sizes)
+    smallest = np.resize(sizes, min(users, 2 * keys.records_per_chunk))
+    at_once = np.split(np.sort(smallest), cut(np.sort(smallest), keys))[0]
+    if sizes[0] == sizes[-1]:
+        return at_once
+    return np.concatenate([[3, 4], at_once, sizes[-1:], [3, 5, 4]])
+
+
 class ReportSum:
     """Sums reports of users whose records it has, and blankets.
 

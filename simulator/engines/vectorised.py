@@ -36,7 +36,7 @@ from shufl.simulator.engines.report_sum import (
     ReportSum,
     SumReports,
     VectorisedSettings,
-    cut,
+    sizes_to_try,
 )
 from shufl.simulator.engines.user_gradients import Method, fastest_method
 from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line
@@ -139,9 +139,7 @@ def _method(experiment: Experiment, keys: VectorisedKeys) -> Method:
     Raises:
         ConfigError: torch cannot vectorise the model.
     """
-    partition = experiment.partition
-    sizes = partition.sizes(np.arange(min(2 * keys.records_per_chunk, partition.users)))
-    sizes = np.split(sizes, cut(sizes, keys))[0]  # of users computed at once
+    sizes = sizes_to_try(np.diff(experiment.partition.starts), experiment.plan.users, keys)
     about = experiment.form, experiment.local_training, keys.device, keys.precision, sizes
     try:
         with warnings.catch_warnings():  # of a vmap that is slow, and may not be used

@@ -20,12 +20,14 @@ from shufl.simulator.engines.gradient_forms import Clipping
 from shufl.simulator.engines.report_sum import cut
 from shufl.simulator.engines.user_gradients import clipped_sum_of_updates, ready_for
 from shufl.simulator.experiment import optimiser, prepare
+from shufl.simulator.section import ConfigError
+from shufl.simulator.trial import exact_float32
 
 _ANY_PLAN = {
     **{"accountant": "local", "target_epsilon": 1e9, "noise_multiplier": 1.0},
     "shuffler_blankets": 0.0,
 }
-_LEAST_NOISE = 0.25
+_LEAST_NOISE, _MOST_NOISE = 0.25, 1024.0
 _NOISE_KEY = 0xCE47  # sets the server's noise apart from all else of the same seed
 
 
@@ -40,7 +42,12 @@ def _least_noise(plan: PrivacyPlan, target: float) -> tuple[float, float]:
     def epsilon(noise: float) -> float:
         return float(pld.PLDAccountant().compose(rounds(noise)).get_epsilon(plan.delta))
 
-    upper = 1024.0  # from above, because the law of little noise takes long to compute
+    if epsilon(_MOST_NOISE) > target:
+        raise ConfigError(
+            f"privacy.target_epsilon must be at least {epsilon(_MOST_NOISE):.3g} with trainer "
+            f"central-users and noise of {_MOST_NOISE:g} times the clip norm, got {target:g}"
+        )
+    upper = _MOST_NOISE  # from above, because the law of little noise takes long to compute
     while epsilon(upper / 2) <= target:
         upper /= 2
         if upper < _LEAST_NOISE:
@@ -84,7 +91,10 @@ class UserReference:
         device = experiment.config.simulation.device
         model = ready_for(self._engine.gradients, experiment.make_model(), device)
         stepper, average, begun = ours.build(model), ours.average_of(model), time.monotonic()
-        random = np.random.default_rng([_NOISE_KEY, experiment.config.data_seed])
+        random = np.random.default_rng(
+            None if experiment.seed is None else [_NOISE_KEY, experiment.seed]
+        )
+        exact_float32()
         for round in range(1, plan.rounds + 1):
             total = self._sum(round, model)
             scale = self._noise * plan.mechanism.clip_norm

@@ -77,8 +77,10 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
     for point in points:
         row = rows.get((point.series, point.digest))
         config = point.config
-        named = (str(config.data.dataset), config.data.features or "", config.model.name)
-        if row is None or ":" in "".join(named) or read_result(folder / point.key) is not None:
+        data, algorithm = config.data, config.training.algorithm
+        named = [data.features or "", data.task or "", config.model.name, algorithm]
+        own = ":" in "".join([*named, str(data.dataset)]) or not isinstance(data.dataset, str)
+        if row is None or own or read_result(folder / point.key) is not None:
             continue
         try:
             came_to = _came_to(row)

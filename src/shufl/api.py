@@ -168,7 +168,7 @@ def run(
         changes: values by `section.key`, as `shufl run --set` takes them.
         dataset: the data themselves, or what makes them, instead of `data.dataset`.
         model: the model itself, which is copied, or what makes it of the shape of a record and the
-            number of classes, instead of `model.name` and `model.options`.
+            number of outputs, instead of `model.name` and `model.options`.
         on_round: is called after every round with the result so far and a copy of the model, and
             may return `STOP`. What it raises ends the run, and comes out as it is. On Flower it is
             called in another thread.

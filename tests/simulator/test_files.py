@@ -12,6 +12,7 @@ from pyarrow import csv, parquet
 
 import shufl
 from shufl.simulator.config import dumps, load
+from shufl.simulator.data.files import RecordFile
 from shufl.simulator.experiment import prepare
 from shufl.simulator.section import ConfigError
 
@@ -109,6 +110,15 @@ def test_columns_may_be_numbers_to_learn_and_ids(tmp_path):
     assert data.train_features.dtype == torch.int64 and data.train_features.min() >= 2**30
 
 
+def test_users_are_text_so_that_007_is_not_7(tmp_path):
+    lines = ["user,x,y", "007,1,2", "7,2,3", "7,3,4", "18446744073709551617,4,5"]
+    lines.append("18446744073709551618,5,6")
+    (tmp_path / "ids.csv").write_text("\n".join(lines) + "\n")
+    given = {"file": str(tmp_path / "ids.csv"), "user": "user", "label": "y"}
+    _, _, users = RecordFile.checked("it", given).records_in(tmp_path / "ids.csv")
+    assert users == ["007", "7", "7", "18446744073709551617", "18446744073709551618"]
+
+
 def dumps_to(folder, config):
     (folder / "again.toml").write_text(dumps(config))
     return str(folder / "again.toml")
@@ -122,14 +132,19 @@ def missing(values, place=3):
     ("changes", "table", "message"),
     [
         ({"user": "patent"}, {}, "a column must be one of patient, age, weight, ill, days, got"),
-        ({"features": ["age", "patient"]}, {}, "column patient must be whole numbers or floats"),
+        (
+            {"features": ["age", "city"]},
+            {"city": ["Bath"] * len(visits()["age"])},
+            "column city must be whole numbers or floats",
+        ),
         ({}, {"age": missing(visits()["age"])}, "column age must have no empty cells, got 1 in"),
         ({}, {"patient": missing(visits()["patient"])}, "column patient must have no empty cells"),
-        ({"label": "age"}, {}, "column age must be whole numbers, got float64"),
+        ({"label": "days"}, {}, "column days must be whole numbers, got float64"),
         ({"classes": 1}, {}, "must have train_labels from 0 to 0, got 0 to 1"),
         ({"mean": [1.0]}, {}, "data.dataset: mean and std must both be there, of equal length"),
         ({"mean": [1.0], "std": [1.0]}, {}, "mean and std must have 2 numbers, one for each"),
         ({"std": [1.0, 0.0]}, {}, "data.dataset: std must be above 0, got 0.0"),
+        ({"features": ["age", "ill"]}, {}, "must be different columns, got ill twice"),
         ({"test": 0.001}, {}, "must leave users for both training and testing, got 0.001 of 40"),
         ({"test": 1.5}, {}, "data.dataset: test must be a number in (0, 1), got 1.5"),
         ({"lable": "ill"}, {}, "data.dataset: unknown key lable; did you mean label?"),

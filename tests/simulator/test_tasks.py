@@ -108,6 +108,17 @@ def no_errors(outputs, labels):
     return {"error": 0.0}
 
 
+def of_each(outputs, labels):
+    return (outputs - labels).abs().sum(1)
+
+
+def raises(outputs, labels):
+    raise ValueError("no metrics")
+
+
+NO_SCORE = shufl.Task(of_each, no_errors, "mae")
+TAKEN = shufl.Task(of_each, lambda outputs, labels: {"error": 1.0, "score": 2.0}, "error")
+RAISES = shufl.Task(of_each, raises, "error")
 MEAN_OF_ALL = shufl.Task(mean_of_all, no_errors, "error")
 LESS_THE_MEAN = shufl.Task(less_the_mean, no_errors, "error")
 NOT_A_TASK = {"loss": mean_of_all}
@@ -122,6 +133,13 @@ NOT_A_TASK = {"loss": mean_of_all}
         ("houses", f"{__name__}:NOT_A_TASK", "must be a shufl.Task or return one, got {'loss'"),
         ("houses", f"{__name__}:MEAN_OF_ALL", "must give a loss for each record"),
         ("houses", f"{__name__}:LESS_THE_MEAN", "must give each record a loss of its own"),
+        (
+            "houses",
+            f"{__name__}:NO_SCORE",
+            "must have its score, mae, among its metrics",
+        ),
+        ("houses", f"{__name__}:TAKEN", "must name its metric score otherwise"),
+        ("houses", f"{__name__}:RAISES", "cannot measure the model on test records: no metrics"),
         ("houses", "next-token", "must have classes"),
         ("sentences", "regression", "must have no classes, got 7, for data.task regression"),
         ("sentences", "classification", "must have one train label for each"),

@@ -15,7 +15,10 @@ from torch.nn import functional
 from nights import by_night
 from shufl.accounting.mechanisms import clip
 from shufl.clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
+from shufl.simulator.engine_table import VectorisedKeys
+from shufl.simulator.engines.book_keeping import Unsupported
 from shufl.simulator.engines.gradient_forms import Clipping, squared_lengths_of
+from shufl.simulator.engines.report_sum import sizes_to_try
 from shufl.simulator.engines.user_gradients import (
     call_in,
     clipped_sum,
@@ -619,3 +622,33 @@ def test_everything_is_computed_where_the_model_is(make, method, answer, sizes, 
             updates = user_updates(model, features, labels, epochs, orders)
         assert total.device.type == "meta"
         assert {update.device.type for update in updates.values()} == {"meta"}
+
+
+class FirstAxis(nn.Linear):
+    def forward(self, records):
+        return super().forward(records.unsqueeze(0)).squeeze(0)
+
+
+class LessTheMean(nn.Linear):
+    def forward(self, records):
+        return super().forward(records - records.mean(0))
+
+
+@pytest.mark.parametrize("kind", [FirstAxis, LessTheMean])
+@pytest.mark.parametrize(
+    "sizes", [[500, *[5] * 30], [*[1] * 400, 2, 3], [*[3] * 9, 4]], ids=["large", "small", "few"]
+)
+def test_the_trial_of_unequal_users_has_several_at_once(kind, sizes):
+    """Whoever comes first in the data: a model that mixes users would pass with one alone."""
+    keys = VectorisedKeys()
+    tried = sizes_to_try(np.array(sizes), len(sizes), keys)
+    given = Form((4,), 3), GRADIENT, "cpu", "float32", tried
+    assert fastest_method(nn.Linear(4, 3).train(), *given) == "book-keeping"
+    assert fastest_method(kind(4, 3).train(), *given) == "vmap"
+
+
+def test_a_layer_whose_first_axis_is_not_that_of_records_is_no_gradient_of_anybody():
+    records = torch.randn(3, 4), torch.zeros(3, dtype=torch.int64)
+    given = FirstAxis(4, 3), *records, np.array([1, 2]), GRADIENT, None, Clipping(1.0)
+    with pytest.raises(Unsupported, match="first axis"):
+        clipped_sum_of_updates("book-keeping", *given)
