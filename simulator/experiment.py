@@ -187,7 +187,7 @@ _NO_METRICS = {
 
 
 def _try_task(experiment: Experiment) -> None:
-    """Refuses a task of the reader's that does not measure what a model gives for the first test records."""
+    """Refuses a task of the reader's that does not measure a model on test records."""
     task, name = experiment.task, experiment.form.task
     if name in TASKS:
         return
