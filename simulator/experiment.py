@@ -158,8 +158,7 @@ def prepare(config: Config) -> Experiment:
         model, own = experiment.make_model(), optimiser(config, 1)
         nothing = np.zeros(sum(each.numel() for each in model.parameters()), dtype=np.float32)
         own.step(own.build(model), model, nothing, 1)
-    most_records = experiment.partition.most_records
-    parameters = sum(p.numel() for p in experiment.make_model().parameters())
+    most_records, parameters = experiment.partition.most_records, nothing.size
     halting_round = rounds_within_budget(plan)
     if halting_round == 0:
         one = plan.make_accountant().compose(plan.event()).get_epsilon(plan.delta)
@@ -297,7 +296,9 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
     """Every value that depends on another one, decided."""
     privacy, owners = config.privacy, dataset.users
     task = dataset.form(config.data.task).task
-    check_task(config.data.dataset, dataset, task)
+    if task != dataset.task_name:
+        check_task(config.data.dataset, dataset, task)
+    load_task(task)
     scheme = config.data.partition or ("iid" if owners is None else "natural")
     natural = owners is not None and scheme == "natural"
     everybody = len(dataset.train_labels if owners is None or not natural else owners.unique())

@@ -230,7 +230,7 @@ class Run:
         versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
         origin = {"config.toml": configuration, "nodes": self.engine.nodes, **versions}
         data = config.data
-        fixed = set(DATASETS) - {"insteval", "movielens"}  # the others may change
+        fixed = set(DATASETS) - {"insteval", "movielens"}  # the files of these are the reader's
         if data.dataset not in fixed or data.features is not None:
             names = " ".join(filter(None, (str(data.dataset), data.features)))
             origin[f"data.dataset {names}"] = dataset_digest(self.experiment.dataset)[:12]

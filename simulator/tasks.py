@@ -27,13 +27,11 @@ class Task:
             (r,), that of a record a function of this record alone. A user's loss is their mean.
         metrics: numbers by name, of the outputs and labels of all test records.
         score: which of them stands for the run.
-        higher_is_better: whether a larger score is a better one.
     """
 
     loss: Loss
     metrics: Callable[[Any, torch.Tensor], dict[str, float]]
     score: str
-    higher_is_better: bool = True
 
     def measure(self, outputs: Any, labels: torch.Tensor) -> dict[str, float]:
         """All metrics, and the mean loss as `loss`."""
@@ -143,5 +141,5 @@ def _tokens_told(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]
 
 
 CLASSIFICATION = Task(cross_entropy, _accuracy, "accuracy")
-REGRESSION = Task(_squared_error, _errors, "rmse", higher_is_better=False)
+REGRESSION = Task(_squared_error, _errors, "rmse")
 NEXT_TOKEN = Task(_token_loss, _tokens_told, "accuracy")

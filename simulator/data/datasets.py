@@ -22,7 +22,7 @@ import torch
 from shufl.simulator.data.files import RecordFile
 from shufl.simulator.names import DATASETS
 from shufl.simulator.section import Carried, ConfigError, find, is_carried, one_line, readers_code
-from shufl.simulator.tasks import PADDING, Form, Task, load_task
+from shufl.simulator.tasks import PADDING, Form, Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,12 +300,12 @@ _CONVERT = {
     torch.int64: 'x.long(), or x.astype("int64") in numpy',
 }
 
-_LABELS: dict[str, tuple[torch.dtype, str]] = {
-    "classification": (torch.int64, "(r,)"),
-    "next-token": (torch.int64, "(r, t)"),
-    "regression": (torch.float32, ""),
+_LABELS: dict[str, tuple[torch.dtype, int | None]] = {
+    "classification": (torch.int64, 1),
+    "next-token": (torch.int64, 2),
+    "regression": (torch.float32, None),
 }
-"""Of each task here the type of labels, and their shape if it has but one."""
+"""Of each task here the type of labels, and how many axes they must have; None: any number."""
 
 
 def check_task(name: str | RecordFile, dataset: Dataset, task: str) -> None:
@@ -314,9 +314,8 @@ def check_task(name: str | RecordFile, dataset: Dataset, task: str) -> None:
     `name` is the dataset's.
 
     Raises:
-        ConfigError: which labels it must have; or there is no such task.
+        ConfigError: which labels it must have.
     """
-    load_task(task)
     if (mistake := _mistake(replace(dataset, task=task))) is not None:
         raise ConfigError(f"data.dataset {name} {mistake}, for data.task {task}")
 
@@ -352,8 +351,8 @@ def _mistake(dataset: Any) -> str | None:
                 "least one number a record, got "
                 f"{tuple(dataset.train_features.shape)} and {tuple(dataset.test_features.shape)}"
             )
-        dims = {"(r,)": 1, "(r, t)": 2}.get(_LABELS.get(task, (None, ""))[1], labels.dim())
-        if labels.shape[:1] != features.shape[:1] or labels.dim() != dims or labels.numel() == 0:
+        axes = _LABELS.get(task, (None, None))[1] or labels.dim()
+        if labels.shape[:1] != features.shape[:1] or labels.dim() != axes or labels.numel() == 0:
             return (
                 f"must have one {part} label for each of at least one record, got "
                 f"{tuple(labels.shape)} labels and {tuple(features.shape)} features"

@@ -155,7 +155,7 @@ class RecordFile(Section):
 
 
 def read_table(path: Path, user: str = "") -> pyarrow.Table:
-    """The columns of a CSV or Parquet file; those who are users are text, so that 007 is not 7.
+    """The columns of a CSV or Parquet file. In CSV the column `user` is text: 007 is not 7.
 
     Raises:
         ConfigError: it cannot be read.

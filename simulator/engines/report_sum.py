@@ -81,12 +81,12 @@ def sizes_to_try(sizes: np.ndarray, users: int, keys: VectorisedKeys) -> np.ndar
     Users of unequal size are computed another way than equal ones: then the trial has the smallest,
     the largest, and some that need padding.
     """
-    sizes = np.sort(sizes)
-    smallest = np.resize(sizes, min(users, 2 * keys.records_per_chunk))
-    at_once = np.split(np.sort(smallest), cut(np.sort(smallest), keys))[0]
-    if sizes[0] == sizes[-1]:
+    count = min(users, 2 * keys.records_per_chunk)
+    smallest = np.sort(np.resize(np.sort(sizes), count))
+    at_once = np.split(smallest, cut(smallest, keys))[0]
+    if sizes.min() == sizes.max():
         return at_once
-    return np.concatenate([[3, 4], at_once, sizes[-1:], [3, 5, 4]])
+    return np.concatenate([[3, 4], at_once, [sizes.max()], [3, 5, 4]])
 
 
 class ReportSum:

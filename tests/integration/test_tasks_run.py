@@ -8,6 +8,7 @@ from torch import nn
 
 import shufl
 from shufl.simulator.config import load
+from shufl.simulator.experiment import _NO_METRICS
 from task_world import SETTINGS, TASKS
 
 
@@ -26,6 +27,8 @@ def test_both_engines_train_alike(task, tmp_path):
         assert {"score", score, "loss"} <= set(run.metrics[0])
         summary = json.loads((run.folder / "summary.json").read_bytes())
         assert summary["score"] == score and summary[score] == run.score
+        metrics = {score, "macro_f1", "mae", "worst", "perplexity"}
+        assert (set(summary) | set(run.metrics[0])) - metrics <= _NO_METRICS
         assert shufl.load_run(run.folder).score == run.score
         ends.append(run)
     one, other = (nn.utils.parameters_to_vector(run.model.parameters()) for run in ends)

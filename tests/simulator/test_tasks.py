@@ -163,9 +163,7 @@ def test_a_model_of_too_few_scores_a_token_is_refused():
 
 def test_a_task_of_a_notebook_needs_no_name(tmp_path):
     dataset = houses()
-    own = shufl.Task(
-        lambda outputs, labels: (outputs - labels).abs().sum(1), no_errors, "error", False
-    )
+    own = shufl.Task(lambda outputs, labels: (outputs - labels).abs().sum(1), no_errors, "error")
     given = shufl.Dataset(
         *(getattr(dataset, part) for part in PARTS), users=dataset.users, task=own
     )
