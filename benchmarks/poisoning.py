@@ -28,13 +28,21 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from rich.table import Table
-from scipy import linalg
 from torch import nn
 
-from shufl.accounting import Ledger, PrivacyPlan
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from shufl.accounting import Ledger
 from shufl.accounting.mechanisms import clip, to_normals
 from shufl.clients import Announcement, ClientSettings, Node, UserRecords, user_updates
-from shufl.server import Mean, PlayedRound, Training, TrainingSettings, aggregate_reports
+from shufl.server import (
+    MakeAggregator,
+    Mean,
+    PlayedRound,
+    Training,
+    TrainingSettings,
+    aggregate_reports,
+)
 from shufl.shuffler import (
     ControlClient,
     Outcome,
@@ -49,6 +57,7 @@ from shufl.shuffler import (
 from shufl.simulator.config import load
 from shufl.simulator.console import Console
 from shufl.simulator.experiment import Experiment, prepare
+from spectral_filter import SpectralFilter
 
 ATTACKS = {
     "none": "nobody attacks",
@@ -62,105 +71,7 @@ ATTACKS = {
 
 _LARGEST = 2**15 - 1  # entry of a report
 
-# Of the spectral filter:
-_DEVIATIONS = 3.0  # of the noise, beyond which a report counts as poisoned
-_FOLDS = 4  # parts of a block, each measured along directions of the others
-_MOST_DIRECTIONS = 32  # looked for in a block
-_MOST_REPORTS, _MOST_ENTRIES = 1024, 2**26  # of a block; two are held, in 16 bits an entry
-_ENTRIES_AT_ONCE = 2**12  # of each report, as float32
-
-
-class SpectralFilter(Mean):
-    """The mean without reports that lie further along a direction they share than noise explains.
-
-    A single poisoned report hides in the noise, whose length zC sqrt(d) is many clip norms. But
-    that noise is independent from report to report and, along any one direction, only zC strong.
-    Many reports with the same large part make theirs the direction in which reports are longest,
-    and lie there beyond C + 3zC, the clip norm and three standard deviations. They are left out,
-    and the next such direction is looked for, until no report lies beyond. This is the filter of
-    Diakonikolas et al. 2017, "Being robust (in high dimensions) can be practical", for noise of
-    known strength.
-
-    The direction comes from three quarters of the reports, and those of the other quarter are
-    measured, so that no report's own noise counts for it. Where nobody attacks, a report is left
-    out with probability at most 0.0027 for each direction that it is measured along.
-
-    The reports' inner products decide, of up to 2048 reports at once: their release in random order
-    makes every such block a fair sample. What a block kept is added to the sum of `Mean`, and
-    divided as there.
-    """
-
-    def __init__(self, plan: PrivacyPlan, dimension: int):
-        super().__init__(plan, dimension)
-        self.left_out = 0
-        self._block = max(_FOLDS, min(_MOST_REPORTS, _MOST_ENTRIES // dimension))
-        self._reports = np.empty((2 * self._block, dimension), dtype=np.int16)
-        self._held = 0
-        mechanism = plan.mechanism
-        longest = mechanism.clip_norm * (1 + _DEVIATIONS * mechanism.noise_multiplier)
-        self._limit = (
-            longest / mechanism.unit(dimension) + math.sqrt(dimension) / 2
-        )  # rounding's own length
-
-    def add(self, report: np.ndarray) -> None:
-        """Keeps the report until two blocks are full, then filters the first of them."""
-        self._reports[self._held] = report
-        self._held += 1
-        if self._held == 2 * self._block:
-            self._filter(self._reports[: self._block])
-            self._reports[: self._block] = self._reports[self._block :]
-            self._held = self._block
-
-    def result(self, users: int) -> np.ndarray:
-        """The mean of what is kept; the last block is all the rest, never a few reports alone."""
-        self._filter(self._reports[: self._held])
-        self._held = 0
-        return super().result(users)
-
-    def _filter(self, block: np.ndarray) -> None:
-        kept = _without_outliers(_inner_products(block), self._limit)
-        super().add(block.sum(0, dtype=np.float64, where=kept[:, None]))
-        self.left_out += len(block) - int(kept.sum())
-
-
-def _inner_products(reports: np.ndarray) -> np.ndarray:
-    """Of each of k reports, int16 of shape (k, d), with each: float64 of shape (k, k)."""
-    count, dimension = reports.shape
-    products = np.zeros((count, count))
-    for first in range(0, dimension, _ENTRIES_AT_ONCE):
-        part = reports[:, first : first + _ENTRIES_AT_ONCE].astype(np.float32)
-        products += part @ part.T
-    return products
-
-
-def _without_outliers(products: np.ndarray, limit: float) -> np.ndarray:
-    """Which of k reports are kept, by their inner products, of shape (k, k).
-
-    `limit` is how far a report may lie along a direction of others, in the reports' units.
-    """
-    kept = np.ones(len(products), dtype=bool)
-    fold = np.arange(len(products)) % _FOLDS
-    for _ in range(_MOST_DIRECTIONS):
-        far = np.zeros_like(kept)
-        for number in range(_FOLDS):
-            measured = np.flatnonzero(kept & (fold == number))
-            others = np.flatnonzero(kept & (fold != number))
-            if len(others) == 0:
-                continue
-            last = len(others) - 1
-            # v: their longest direction is sum(v_i report_i) / sqrt(eigenvalue).
-            (eigenvalue,), v = linalg.eigh(
-                products[np.ix_(others, others)], subset_by_index=[last, last]
-            )
-            along = products[np.ix_(measured, others)] @ v[:, 0]
-            far[measured] = np.abs(along) > limit * math.sqrt(max(eigenvalue, 0.0))
-        kept &= ~far
-        if not far.any():
-            break
-    return kept
-
-
-AGGREGATORS = {"mean": Mean, "spectral-filter": SpectralFilter}
+AGGREGATORS: dict[str, MakeAggregator] = {"mean": Mean, "spectral-filter": SpectralFilter}
 
 
 @dataclass(frozen=True)
@@ -315,7 +226,7 @@ def _training_settings(experiment: Experiment, ledger: Ledger, folder: Path) -> 
 
 def _play(
     experiment: Experiment,
-    make_aggregator: type[Mean],
+    make_aggregator: MakeAggregator,
     node: Node,
     control: ControlClient,
     round: int,
@@ -334,14 +245,9 @@ def _play(
         return PlayedRound("below-minimum", None, len(users), 0)
     aggregator = make_aggregator(plan, experiment.parameters)
     batch = dataclasses.replace(header, nonce=nonce), control.release(header.run_id, round)
-    aggregate = aggregate_reports([batch], private_key, aggregator, len(users))
+    about = private_key, plan, experiment.parameters
+    aggregate = aggregate_reports([batch], *about, aggregator, len(users))
     control.end_round(header.run_id, round)
-    if isinstance(aggregator, SpectralFilter):
-        aggregate = dataclasses.replace(
-            aggregate,
-            reports=aggregate.reports - aggregator.left_out,
-            rejected=aggregate.rejected + aggregator.left_out,
-        )
     return PlayedRound("released", aggregate, len(users), len(users))
 
 

@@ -234,10 +234,7 @@ class _Sites:
 
     def _modules(self, *others: str) -> dict[str, str]:
         """The modules beside the deployment's file that `module:callable` names, by file name."""
-        config = self._experiment.config
-        data = config.data
-        own = data.features or "", data.task or "", config.training.algorithm
-        named = str(data.dataset), *own, config.model.name, *others
+        named = *self._experiment.config.own_code, *others
         files = {name.partition(":")[0].replace(".", "/") + ".py" for name in named if ":" in name}
         return {
             file: (self._base / file).read_text(encoding="utf-8")

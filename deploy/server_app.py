@@ -158,6 +158,7 @@ class DeployedEngine:
         self.description = f"flower, real nodes; shufflers at {', '.join(site.shufflers)}"
         self._site, self._grid, self._tell = site, grid, tell
         self._sealing = experiment.config.shuffler.sealing
+        self._make_aggregator = experiment.make_aggregator
 
     def run(self, training: TrainingSettings, observe: Observe, stop: threading.Event) -> RunEnd:
         """Plays rounds until the budget, the plan's last round, or the file that asks to stop."""
@@ -171,6 +172,7 @@ class DeployedEngine:
             patience=site.patience,
             agreed=lambda: site.agreed,
             tell=self._tell,
+            make_aggregator=self._make_aggregator,
         )
 
         def stopped() -> bool:

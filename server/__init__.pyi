@@ -1,4 +1,4 @@
-from .aggregate import Aggregate, Mean, aggregate_reports
+from .aggregate import Aggregate, Aggregator, MakeAggregator, Mean, aggregate_reports
 from .app import make_server_app
 from .checkpoint import Checkpoint, load_checkpoint, load_tensors, save_tensors
 from .checkpoint_file import CheckpointError, read_checkpoint, save_atomically
@@ -19,9 +19,11 @@ from .words import AgreedNode, RoundRecord, Schedule, StoppedBy
 __all__ = [
     "MOST_IN_VAIN",
     "Aggregate",
+    "Aggregator",
     "AgreedNode",
     "Checkpoint",
     "CheckpointError",
+    "MakeAggregator",
     "Mean",
     "Measure",
     "NodeFailed",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -22,6 +22,23 @@ from shufl.shuffler import (
 
 if TYPE_CHECKING:
     from shufl.accounting import PrivacyPlan
+
+
+class Aggregator(Protocol):
+    """Makes an estimate of the mean update of one batch's reports; `Mean` is the usual one.
+
+    It may have an attribute `left_out`: how many of the reports that it was given do not count.
+    """
+
+    def add(self, report: np.ndarray) -> None:
+        """Takes a report, whole numbers of units of shape (d,), in the order of the release."""
+
+    def result(self, users: int) -> np.ndarray:
+        """The estimate, float32 of shape (d,), where so many users flipped coins."""
+
+
+MakeAggregator = Callable[["PrivacyPlan", int], Aggregator]
+"""Begins the batch of a plan, whose model has so many parameters."""
 
 
 class Mean:
@@ -57,9 +74,8 @@ class Aggregate:
 
     Attributes:
         estimate: float32 of shape (d,).
-        reports: how many were summed: users' reports and shufflers' blankets alike, and no empty
-            ones.
-        rejected: how many did not open, or no honest client could have sent.
+        reports: how many count: users' reports and shufflers' blankets alike, and no empty ones.
+        rejected: how many did not open, no honest client could have sent, or do not count.
         reasons: how many of them for which reason (`RejectReason`).
     """
 
@@ -72,17 +88,18 @@ class Aggregate:
 def aggregate_reports(
     batches: Iterable[tuple[RoundHeader, Iterable[bytes]]],
     private_key: PrivateKey,
-    mean: Mean,
+    plan: PrivacyPlan,
+    dimension: int,
+    aggregator: Aggregator,
     users: int,
 ) -> Aggregate:
     """Opens, validates and aggregates the batches of a round, one report after the other.
 
-    A report that was sealed under another header than its batch's does not open. `mean` is of this
-    round alone, and `users` is how many were present.
+    A report that was sealed under another header than its batch's does not open. `aggregator` is of
+    this round alone, and `users` is how many were present.
     """
-    dimension = mean.dimension
-    empty = empty_report(dimension) if mean.plan.cover else None
-    limit = mean.plan.mechanism.largest_honest_norm(dimension)
+    empty = empty_report(dimension) if plan.cover else None
+    limit = plan.mechanism.largest_honest_norm(dimension)
     opener = ReportOpener(private_key)
     reports = 0
     reasons: Counter[str] = Counter()
@@ -99,6 +116,9 @@ def aggregate_reports(
         if math.sqrt(np.einsum("i,i->", report, report)) > limit:
             reasons[RejectReason.TOO_LONG] += 1
             continue
-        mean.add(report)
+        aggregator.add(report)
         reports += 1
-    return Aggregate(mean.result(users), reports, reasons.total(), dict(reasons))
+    estimate = aggregator.result(users)
+    if left_out := getattr(aggregator, "left_out", 0):
+        reasons[RejectReason.LEFT_OUT] += left_out
+    return Aggregate(estimate, reports - left_out, reasons.total(), dict(reasons))

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from shufl.server.aggregate import Aggregate, Mean, aggregate_reports
+from shufl.server.aggregate import Aggregate, aggregate_reports
 from shufl.server.broadcast import Exchange, broadcast
 from shufl.server.counts import Counts
 from shufl.server.fleet import START_SECONDS, Fleet
@@ -242,12 +242,12 @@ class RoundLoop:
         there = self._fleet.users_of(answers.received)
         if plan.cover and self._patient:
             there = Counter({number: each.senders for number, each in closed.items()})
-        mean, parts = Mean(plan, self._training.dimension), {}
+        parts: dict[int, Aggregate] = {}
         for number, each in closed.items():
             if each.outcome is Outcome.RELEASABLE:
                 with self._passing(number, lost):
                     own = dataclasses.replace(header, nonce=nonces[number])
-                    parts[number] = self._fetch(number, own, private_key, mean, there[number])
+                    parts[number] = self._fetch(number, own, private_key, there[number])
         del private_key  # overwritten: nobody can open this round's reports again
         outcomes = [_OUTCOMES[each.outcome] for each in closed.values()]
         outcome: RoundOutcome = "released" if parts else "lost" if lost else min(outcomes)
@@ -255,7 +255,7 @@ class RoundLoop:
         users = sum(there[number] for number in parts) or there.total()
         silent = len(self._fleet.known) - len(answers.received)
         smallest = min((there[number] for number in parts), default=0)
-        aggregate = _together(list(parts.values()), mean.result(users)) if parts else None
+        aggregate = _together([(part, there[number]) for number, part in parts.items()])
         for number, part in parts.items():
             self._counts.add(number, part.reports + part.rejected, there[number])
         if doubt := self._counts.doubt:
@@ -292,14 +292,15 @@ class RoundLoop:
         return closed
 
     def _fetch(
-        self, number: int, header: RoundHeader, private_key: PrivateKey, mean: Mean, users: int
+        self, number: int, header: RoundHeader, private_key: PrivateKey, users: int
     ) -> Aggregate:
-        """Adds a shuffler's whole batch to the mean, or nothing; the shuffler then destroys it."""
-        shuffler, own = self._shufflers[number], Mean(mean.plan, mean.dimension)
+        """What a shuffler's whole batch comes to; the shuffler then destroys it."""
+        shuffler, settings = self._shufflers[number], self.settings
+        about = settings.plan, self._training.dimension
         patience = _SHUFFLER_SECONDS if self._patient else 0.0
         batch = header, shuffler.release(header.run_id, header.round, patience)
-        aggregate = aggregate_reports([batch], private_key, own, users)
-        mean.add(own.total)
+        own = settings.make_aggregator(*about)
+        aggregate = aggregate_reports([batch], private_key, *about, own, users)
         with self._passing(number, {}):
             shuffler.end_round(header.run_id, header.round)
             del self._unended[number]
@@ -329,8 +330,15 @@ class RoundLoop:
             )
 
 
-def _together(parts: list[Aggregate], estimate: np.ndarray) -> Aggregate:
-    """What several shufflers released, with the estimate from all of it."""
-    reasons = sum((Counter(each.reasons) for each in parts), Counter[str]())
-    reports = sum(each.reports for each in parts)
+def _together(parts: list[tuple[Aggregate, int]]) -> Aggregate | None:
+    """What several shufflers released, each estimate weighed by how many users were there."""
+    if not parts:
+        return None
+    aggregates, users = zip(*parts, strict=True)
+    estimate = aggregates[0].estimate
+    if len(parts) > 1:
+        estimates = np.stack([each.estimate for each in aggregates])
+        estimate = np.average(estimates, axis=0, weights=users).astype(np.float32)
+    reasons = sum((Counter(each.reasons) for each in aggregates), Counter[str]())
+    reports = sum(each.reports for each in aggregates)
     return Aggregate(estimate, reports, reasons.total(), dict(reasons))

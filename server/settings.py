@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shufl.accounting import Ledger, PrivacyPlan
+from shufl.server.aggregate import MakeAggregator, Mean
 from shufl.server.checkpoint import Checkpoint
 from shufl.server.evaluation import Measure
 from shufl.server.words import AgreedNode, Schedule, StoppedBy
@@ -142,6 +143,7 @@ class ServerSettings(TrainingSettings):
         agreed: gives what was agreed with each node, by its number; asked whenever a node comes,
             because others may be added. None: in simulation, where nodes share the plan's users.
         tell: takes a line for the operator.
+        make_aggregator: begins what estimates the mean update of a shuffler's batch.
     """
 
     nodes: int
@@ -151,6 +153,7 @@ class ServerSettings(TrainingSettings):
     patience: float = 0.0
     agreed: Callable[[], dict[int, AgreedNode]] | None = None
     tell: Callable[[str], None] = lambda line: None
+    make_aggregator: MakeAggregator = Mean
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def canary_rounds(
                 continue
             mean = _MeanAndReports(plan, DIMENSION)
             batch = replace(header, nonce=nonce), control.release(header.run_id, number)
-            aggregate = aggregate_reports([batch], private_key, mean, len(users))
+            aggregate = aggregate_reports([batch], private_key, plan, DIMENSION, mean, len(users))
             control.end_round(header.run_id, number)
             yield CanaryRound(unit * np.stack(mean.reports), aggregate)
         control.end_run(run_id)

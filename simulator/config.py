@@ -114,6 +114,9 @@ class Training(Section):
     learning_rate: LearningRate
     schedule: Schedule = "constant"
     averaging: Decay = 0.0
+    aggregator: str = Field(
+        "mean", pattern="^(mean|.+:.+)$", description="mean, or module:callable"
+    )
     evaluate_every: Count = 1
     checkpoint_every: Count = 10
 
@@ -166,6 +169,13 @@ class Config(Section):
         """Seed of the partition and the initial model, which no privacy rests on."""
         return 0 if self.seed == "system" else self.seed
 
+    @property
+    def own_code(self) -> list[str]:
+        """What is the reader's own, in place of a name: each is `module:callable`."""
+        data, training = self.data, self.training
+        own = data.dataset, data.features, data.task, training.algorithm, training.aggregator
+        return [name for name in (*own, self.model.name) if isinstance(name, str) and ":" in name]
+
     @model_validator(mode="after")
     def _one_step(self) -> Config:
         """With randomised response the estimate is one gradient step of the model `histogram`."""
@@ -176,7 +186,7 @@ class Config(Section):
             **{"training.learning_rate": 1.0, "training.optimiser": "sgd"},
             "training.optimiser_options": {},
             **{"training.schedule": "constant", "training.averaging": 0.0},
-            **{"simulation.engine": "flower"},
+            **{"training.aggregator": "mean", "simulation.engine": "flower"},
         }
         for key, value in needed.items():
             section, name = key.split(".")

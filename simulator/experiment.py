@@ -21,7 +21,7 @@ from shufl.accounting import (
 )
 from shufl.accounting.plan import Privacy, Window
 from shufl.clients import STEPS, LocalTraining, Step
-from shufl.server import Optimiser, evaluate
+from shufl.server import MakeAggregator, Mean, Optimiser, evaluate
 from shufl.shuffler import most_parameters
 from shufl.simulator.config import Config
 from shufl.simulator.data.datasets import Dataset, check_task, load_dataset
@@ -124,6 +124,13 @@ class Experiment:
         return local_training(self.config)
 
     @property
+    def make_aggregator(self) -> MakeAggregator:
+        """Begins what estimates the mean update of a shuffler's batch."""
+        known = {"mean": Mean}
+        made: MakeAggregator = find("training.aggregator", self.config.training.aggregator, known)
+        return made
+
+    @property
     def optimiser(self) -> Optimiser:
         """The server's optimiser."""
         return optimiser(self.config, self.halting_round)
@@ -158,6 +165,7 @@ def prepare(config: Config) -> Experiment:
         model, own = experiment.make_model(), optimiser(config, 1)
         nothing = np.zeros(sum(each.numel() for each in model.parameters()), dtype=np.float32)
         own.step(own.build(model), model, nothing, 1)
+    _try_aggregator(experiment, nothing.size)
     most_records, parameters = experiment.partition.most_records, nothing.size
     halting_round = rounds_within_budget(plan)
     if halting_round == 0:
@@ -202,6 +210,22 @@ def _try_task(experiment: Experiment) -> None:
         )
     if taken := _NO_METRICS.intersection(numbers):
         raise ConfigError(f"data.task {name} must name its metric {min(taken)} otherwise")
+
+
+def _try_aggregator(experiment: Experiment, parameters: int) -> None:
+    """Refuses an aggregator that makes no estimate of three reports."""
+    name, plan = experiment.config.training.aggregator, experiment.plan
+    make = experiment.make_aggregator
+    with readers_code(f"training.aggregator {name} cannot aggregate reports"):
+        aggregator = make(plan, parameters)
+        for report in (0.0, 1.0, -1.0):
+            aggregator.add(np.full(parameters, report))
+        estimate = np.asarray(aggregator.result(plan.users))
+    if estimate.shape != (parameters,) or estimate.dtype != np.float32:
+        raise ConfigError(
+            f"training.aggregator {name} must make an estimate of shape ({parameters},) and type "
+            f"float32, got {estimate.shape} and {estimate.dtype}"
+        )
 
 
 def check_report_size(config: Config, parameters: int) -> None:

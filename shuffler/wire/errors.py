@@ -124,6 +124,7 @@ class RejectReason(StrEnum):
     REPLAYED = "replayed"
     WRONG_LENGTH = "wrong-length"
     TOO_LONG = "too-long"
+    LEFT_OUT = "left-out"  # by the aggregator
 
 
 class ReportRejected(Exception):

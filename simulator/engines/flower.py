@@ -82,6 +82,7 @@ class FlowerEngine:
         check_cluster()
         self._keys, self._shuffler = simulation, experiment.config.shuffler
         self._carried = experiment.carried
+        self._make_aggregator = experiment.make_aggregator
         self._seed = experiment.seed
         self._client_settings = functools.partial(
             ClientSettings,
@@ -127,6 +128,7 @@ class FlowerEngine:
                     shufflers=tuple((each.address, each.control) for each in shufflers),
                     round_timeout=keys.round_timeout,
                     sealing=self._shuffler.sealing,
+                    make_aggregator=self._make_aggregator,
                 ),
                 observe,
                 results.append,

@@ -61,6 +61,11 @@ class VectorisedEngine:
         names = VectorisedKeys.model_fields
         keys = VectorisedKeys(**{name: getattr(simulation, name) for name in names})
         _check_machine(keys)
+        if (aggregator := experiment.config.training.aggregator) != "mean":
+            raise ConfigError(
+                "training.aggregator must be mean with engine vectorised, which has the sum of a "
+                f"round's reports alone, got {aggregator}"
+            )
         mechanism = experiment.plan.mechanism
         if keys.noise == "report" and isinstance(mechanism, LdpSgd):
             raise ConfigError(

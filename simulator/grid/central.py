@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import time
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ class Reference:
             ConfigError: Opacus is not installed or cannot train the model, δ is left to the users'
                 number, or there are fewer users than records.
         """
-        self._config, self._private = config, private
+        self._config = config
         privacy = config.privacy
         torch.manual_seed(config.data_seed)
         self._data = load_records(config.data.dataset, config.data.features)
@@ -59,19 +58,16 @@ class Reference:
         self._batches = len(loader)
         stepper = self._optimiser.build(self._model)
         self._learner: Any = self._model, stepper, nn.CrossEntropyLoss(), loader
-        self._promise: dict[str, Any] = {"epsilon": {}, "adjacency": "–", "accountant": "–"}
-        self._noise = 0.0
+        self._promise: dict[str, Any] = {}
         if private:
             with readers_code(f"Opacus cannot train model {config.model.name} as configured"):
-                self._learner, self._promise, self._noise = _with_opacus(
-                    config, self._batches, *self._learner
-                )
+                self._learner, self._promise = _with_opacus(config, self._batches, *self._learner)
 
     def train(self) -> dict[str, Any]:
-        """Trains, and tells what `result.json` has."""
+        """Trains, and tells what came of it."""
         config, data, model = self._config, self._data, self._model
         privacy, device = config.privacy, config.simulation.device
-        average, begun = self._optimiser.average_of(model), time.monotonic()
+        average = self._optimiser.average_of(model)
         network, stepper, criterion, loader = self._learner
         drawn = itertools.chain.from_iterable(itertools.repeat(loader))
         for step, (batch,) in enumerate(itertools.islice(drawn, privacy.rounds), start=1):
@@ -90,13 +86,8 @@ class Reference:
             "score_name": CLASSIFICATION.score,
             "score": metrics[CLASSIFICATION.score],
             "loss": metrics["loss"],
-            "rounds": privacy.rounds,
-            **self._promise,
-            "delta": privacy.delta if self._private else None,
             "check_in_rate": 1 / self._batches,
-            "noise_multiplier": self._noise,
-            "shuffler_blankets": 0.0,
-            "seconds": time.monotonic() - begun,
+            **self._promise,
         }
 
 
@@ -126,8 +117,8 @@ def _with_opacus(
     stepper: torch.optim.Optimizer,
     criterion: nn.Module,
     loader: Any,
-) -> tuple[tuple[Any, ...], dict[str, Any], float]:
-    """What Opacus makes of model, optimiser, loss and loader; what that promises; and its z."""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What Opacus makes of model, optimiser, loss and loader, and what that promises."""
     from opacus import PrivacyEngine
     from opacus.accountants import PRVAccountant
     from opacus.accountants.utils import get_noise_multiplier
@@ -152,5 +143,7 @@ def _with_opacus(
     accountant = PRVAccountant()
     accountant.history = [(noise, 1 / batches, privacy.rounds)]
     epsilon = float(accountant.get_epsilon(privacy.delta))
-    promise = {"epsilon": {"opacus": epsilon}, "adjacency": "add or remove", "accountant": "opacus"}
-    return learner, promise, noise
+    return learner, {
+        **{"epsilon": {"opacus": epsilon}, "delta": privacy.delta},
+        **{"adjacency": "add or remove", "accountant": "opacus", "noise_multiplier": noise},
+    }

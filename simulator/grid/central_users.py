@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import dp_accounting
@@ -77,20 +76,24 @@ class UserReference:
         self._experiment = experiment = prepare(config.model_copy(update={"privacy": privacy}))
         self._engine = engine_of("vectorised")(experiment)
         self._records = experiment.load_users().to(config.simulation.device)
-        self._promise: dict[str, Any] = {"epsilon": {}, "adjacency": "–", "accountant": "–"}
+        self._promise: dict[str, Any] = {}
         self._noise, self._private = 0.0, private
         if private:
-            self._noise, epsilon = _least_noise(experiment.plan, config.privacy.target_epsilon)
-            self._promise["epsilon"] = {"central": epsilon}
-            self._promise |= {"adjacency": "add or remove", "accountant": "central"}
+            plan = experiment.plan
+            self._noise, epsilon = _least_noise(plan, config.privacy.target_epsilon)
+            self._promise = {
+                **{"epsilon": {"central": epsilon}, "delta": plan.delta},
+                **{"adjacency": "add or remove", "accountant": "central"},
+                "noise_multiplier": self._noise,
+            }
 
     def train(self) -> dict[str, Any]:
-        """Trains, and tells what `result.json` has."""
+        """Trains, and tells what came of it."""
         experiment, plan = self._experiment, self._experiment.plan
         ours = optimiser(experiment.config, plan.rounds)
         device = experiment.config.simulation.device
         model = ready_for(self._engine.gradients, experiment.make_model(), device)
-        stepper, average, begun = ours.build(model), ours.average_of(model), time.monotonic()
+        stepper, average = ours.build(model), ours.average_of(model)
         random = np.random.default_rng(
             None if experiment.seed is None else [_NOISE_KEY, experiment.seed]
         )
@@ -109,13 +112,7 @@ class UserReference:
             "score_name": task.score,
             "score": metrics[task.score],
             "loss": metrics["loss"],
-            "rounds": plan.rounds,
             **self._promise,
-            "delta": plan.delta if self._private else None,
-            "check_in_rate": plan.check_in_rate,
-            "noise_multiplier": self._noise,
-            "shuffler_blankets": 0.0,
-            "seconds": time.monotonic() - begun,
         }
 
     def _sum(self, round: int, model: torch.nn.Module) -> np.ndarray:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import shutil
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Field, ValidationError
@@ -23,6 +25,7 @@ from shufl.simulator.grid.central_users import UserReference
 from shufl.simulator.grid.settings import Point
 from shufl.simulator.records import MetricsError, provenance, read_rows
 from shufl.simulator.run import Run
+from shufl.simulator.section import find, readers_code
 
 _RESULT = "result.json"
 
@@ -34,23 +37,53 @@ def play(point: Point, folder: Path, threads: int) -> None:
     """
     torch.set_num_threads(threads)
     ours = point.trainer == "shufl"
-    came_to = _outcome(_played(point, folder)) if ours else _reference(point).train()
+    came_to = _outcome(_played(point, folder)) if ours else _by_another(point)
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    write_result(folder, point, came_to | provenance() | {"versions": versions})
+    came_to = came_to | provenance() | {"versions": versions}
+    checked_result(point, came_to)
+    write_result(folder, point, came_to)
 
 
 def check(point: Point) -> None:
     """Makes ready to play a point."""
     if point.trainer != "shufl":
-        _reference(point)
+        _trainer(point)
     else:
         engine_of(point.config.simulation.engine)(prepare(point.config))
 
 
-def _reference(point: Point) -> Reference | UserReference:
-    made = UserReference if point.trainer.endswith("-users") else Reference
-    return made(point.config, private=point.trainer.startswith("central"))
+class Trainer(Protocol):
+    """Trains a point in another way than ours."""
+
+    def train(self) -> dict[str, Any]:
+        """Trains, and tells `score_name`, `score` and what else `_by_another` does not know."""
+
+
+_TRAINERS = {
+    "central": functools.partial(Reference, private=True),
+    "central-users": functools.partial(UserReference, private=True),
+    "plain": functools.partial(Reference, private=False),
+    "plain-users": functools.partial(UserReference, private=False),
+}
+
+
+def _trainer(point: Point) -> Trainer:
+    """The trainer of a point, made with its configuration, which checks it."""
+    make = find("trainer", point.trainer, _TRAINERS)
+    with readers_code(f"trainer {point.trainer} does not take the configuration"):
+        made: Trainer = make(point.config)
+    return made
+
+
+def _by_another(point: Point) -> dict[str, Any]:
+    privacy, trainer, begun = point.config.privacy, _trainer(point), time.monotonic()
+    usual: dict[str, Any] = {
+        **{"loss": None, "rounds": privacy.rounds, "check_in_rate": privacy.check_in_rate},
+        **{"epsilon": {}, "delta": None, "adjacency": "–", "accountant": "–"},
+        **{"noise_multiplier": 0.0, "shuffler_blankets": 0.0},
+    }
+    return usual | trainer.train() | {"seconds": time.monotonic() - begun}
 
 
 def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:

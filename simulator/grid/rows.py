@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shufl.simulator.config import flat
+from shufl.simulator.data.files import RecordFile
 from shufl.simulator.grid.points import checked_result, read_result, write_result
 from shufl.simulator.grid.settings import Point
 from shufl.simulator.section import one_line
@@ -76,10 +77,7 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
         )
     for point in points:
         row = rows.get((point.series, point.digest))
-        config = point.config
-        data, algorithm = config.data, config.training.algorithm
-        named = [data.features or "", data.task or "", config.model.name, algorithm]
-        own = ":" in "".join([*named, str(data.dataset)]) or not isinstance(data.dataset, str)
+        own = point.own_code or isinstance(point.config.data.dataset, RecordFile)
         if row is None or own or read_result(folder / point.key) is not None:
             continue
         try:

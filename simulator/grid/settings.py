@@ -6,7 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -31,13 +31,17 @@ class Series(Section):
             single records; `central-users` sums our updates of users, with one noise. `plain` is
             SGD without privacy, `plain-users` our algorithm without clipping or noise: along an
             axis that changes nothing but the privacy of a run, one run of each seed stands for
-            all values.
+            all values. Or `module:callable`: see `Trainer`.
     """
 
     name: str
     settings: Settings = Field(default_factory=dict)
     each: tuple[Settings, ...] = Field((), strict=False)
-    trainer: Literal["shufl", "central", "central-users", "plain", "plain-users"] = "shufl"
+    trainer: str = Field(
+        "shufl",
+        pattern="^(shufl|central|central-users|plain|plain-users|.+:.+)$",
+        description="shufl, central, central-users, plain, plain-users, or module:callable",
+    )
 
 
 class Grid(Section):
@@ -146,6 +150,11 @@ class Point:
         )
         own = hashlib.sha256(f"{self.series} {self.digest}".encode()).hexdigest()[:10]
         return f"{words}_{value}_{self.seed}_{own}"
+
+    @property
+    def own_code(self) -> list[str]:
+        """What is the reader's own, `module:callable`, in configuration and trainer."""
+        return self.config.own_code + [self.trainer] * (":" in self.trainer)
 
     @property
     def digest(self) -> str:

@@ -108,7 +108,8 @@ def test_empty_reports_are_left_out_of_the_sum_and_are_no_mistake(shuffler, cont
         control.close_round(round.header.run_id, 1)
         mean = Mean(round.plan, round.dimension)
         batches = [(round.header, control.release(round.header.run_id, 1))]
-        aggregate = aggregate_reports(batches, round.private_key, mean, USERS)
+        about = batches, round.private_key, round.plan, round.dimension
+        aggregate = aggregate_reports(*about, mean, USERS)
         assert aggregate.rejected == 0
         sums.append((aggregate.reports, aggregate.estimate.tobytes()))
     assert sums[0] == sums[1]
@@ -122,5 +123,6 @@ def test_without_cover_in_the_plan_an_empty_report_is_rejected(shuffler, control
     control.close_round("uninvited", 1)
     mean = Mean(round.plan, round.dimension)
     batches = [(round.header, control.release("uninvited", 1))]
-    aggregate = aggregate_reports(batches, round.private_key, mean, USERS)
+    about = batches, round.private_key, round.plan, round.dimension
+    aggregate = aggregate_reports(*about, mean, USERS)
     assert aggregate.reasons == {"too-long": 1}

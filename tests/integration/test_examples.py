@@ -11,15 +11,34 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+def printed_by(name, folder):
+    """What an example prints that is started in its folder."""
+    shutil.copy(EXAMPLES / f"{name}.py", folder)
+    command = [sys.executable, f"{name}.py"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "score", "least", "most"),
     [("visits", "accuracy", 0.75, 1.0), ("own_algorithm", "coverage", 0.75, 0.98)],
 )
 def test_an_example_learns_and_keeps_its_budget(name, score, least, most, tmp_path):
-    shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
-    command = [sys.executable, f"{name}.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    told = re.search(rf"^{score} (0\.\d+), ε = (\d[\d.]*)", ended.stdout, re.MULTILINE)
+    printed = printed_by(name, tmp_path)
+    told = re.search(rf"^{score} (0\.\d+), ε = (\d[\d.]*)", printed, re.MULTILINE)
     assert told and least < float(told[1]) < most and float(told[2]) <= 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
+def test_an_aggregator_of_ones_own_gets_every_report(tmp_path):
+    printed = printed_by("spectral_filter", tmp_path)
+    left_out, reports = re.search(r", (\d+) of (\d+) reports left out$", printed).groups()
+    assert int(left_out) < 10 and 2100 < int(reports) < 2500  # of 3 (1437/2 + 50) expected
+
+
+@pytest.mark.slow
+def test_a_tracker_gets_every_round(tmp_path):
+    assert re.search(r"^5 rounds, the last with ε = \d", printed_by("tracker", tmp_path), re.M)

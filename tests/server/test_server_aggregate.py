@@ -29,7 +29,9 @@ def sealed(reports, header=HEADER, key=PUBLIC):
 
 
 def aggregate(batch, users=50):
-    return aggregate_reports([(HEADER, batch)], PRIVATE, Mean(PLAN, DIMENSION), users)
+    return aggregate_reports(
+        [(HEADER, batch)], PRIVATE, PLAN, DIMENSION, Mean(PLAN, DIMENSION), users
+    )
 
 
 @pytest.fixture
@@ -102,6 +104,6 @@ def test_a_report_counts_in_the_batch_of_its_own_shuffler_alone_and_once(reports
     expected = aggregate(sealed(reports)).estimate
     for extra, reasons in (([], {}), (halves[0], {"not-opened": 5}), (halves[1], {"replayed": 7})):
         batches = zip(headers, (halves[0], [*halves[1], *extra]), strict=True)
-        result = aggregate_reports(batches, PRIVATE, Mean(PLAN, DIMENSION), 50)
+        result = aggregate_reports(batches, PRIVATE, PLAN, DIMENSION, Mean(PLAN, DIMENSION), 50)
         assert (result.reports, result.reasons) == (12, reasons)
         assert (result.estimate == expected).all()
