@@ -30,6 +30,7 @@ from shufl.clients.device import RoundRefused
 from shufl.clients.device_node import DeviceNode
 from shufl.clients.relay import SERVICE
 from shufl.clients.settings import ClientSettings
+from shufl.trained import sent
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class _Reader:
     """Reads messages that are no longer than a server can need for this node's model."""
 
     def __init__(self, settings: ClientSettings):
-        model = RecordDict({"model": ArrayRecord(settings.make_model().state_dict())})
+        model = RecordDict({"model": ArrayRecord(sent(settings.make_model()))})
         own = recorddict_to_proto(model)
         self.most_bytes = own.ByteSize() + _MOST_SAID_BYTES
         self._arrays = len(own.items[0].array_record.items)

@@ -32,6 +32,7 @@ from shufl.shuffler import (
     model_digest,
     seal,
 )
+from shufl.trained import frozen_digest, sent
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +72,14 @@ class Question(_Said):
     """What the server asks before the first round: whether a node agrees.
 
     Attributes:
+        frozen: the `frozen_digest` of the server's model.
     """
 
     _name = "run's announcement"
 
     run_id: _RunId
     plan_digest: _Digest
+    frozen: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
 
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -129,6 +132,7 @@ class Node:
             raise ValueError("a client whose coins nobody can repeat needs a device's ledger")
         self.settings = settings
         self._plan_digest = settings.plan.digest()
+        self._frozen: str | None = None  # their digest
         self._randomness = randomness or make_randomness(settings.seed)
         self._work = Work(settings.make_model, settings.training, settings.together)
         self._records = settings.load_users()
@@ -159,6 +163,18 @@ class Node:
             raise RoundRefused(f"run must be {self.settings.run_id}, got {run_id}")
         if plan_digest != self._plan_digest:
             raise RoundRefused(f"privacy plan must be {self._plan_digest}, got {plan_digest}")
+
+    def check_frozen(self, digest: str) -> None:
+        """Refuses a run of a model whose frozen parameters are others than this client's.
+
+        Raises:
+            RoundRefused: they are.
+        """
+        if self._frozen is None:
+            self._frozen = frozen_digest(self._work.model)
+        own = self._frozen
+        if digest != own:
+            raise RoundRefused(f"frozen parameters must be {own or 'none'}, got {digest or 'none'}")
 
     def prepare(self, announced: Announcement, model: ArrayRecord, node: int = 0) -> PreparedRound:
         """Agrees to a round, or refuses it. Depends on no coin and no data.
@@ -273,7 +289,7 @@ class Node:
             given: dict[str, torch.Tensor] = dict(model.to_torch_state_dict())
         except Exception as error:
             raise RoundRefused("the model received cannot be read") from error
-        own = self._work.model.state_dict()
+        own = sent(self._work.model)
         if _shapes(given) != _shapes(own):
             raise RoundRefused("the model received has other parameters than this client's")
         return given

@@ -18,6 +18,7 @@ from shufl.accounting.mechanisms import split_mix
 from shufl.clients.algorithms import Tensors
 from shufl.clients.module_state import ModuleState
 from shufl.clients.settings import LocalTraining, Loss
+from shufl.trained import trained
 
 _Made = tuple[Tensors, dict[str, Any]]  # new parameters, and a state
 
@@ -51,7 +52,7 @@ def local_update(
             much work and have no weight. Default: all count.
 
     Returns:
-        float32 of shape (d,), d the number of parameters.
+        float32 of shape (d,), d the number of trained parameters.
 
     Raises:
         StateError: the model changes something in itself that cannot be put back.
@@ -66,7 +67,7 @@ def local_update(
         counted = () if real is None else (torch.arange(len(labels)) < real,)
         if training.algorithm == "fedsgd":
             return _gradient(model, features.clone(), labels, training.loss, *counted)
-        start = parameters_to_vector(model.parameters()).detach()
+        start = parameters_to_vector(trained(model).values()).detach()
         (orders,) = record_orders(
             np.array([seed], dtype=np.uint64),
             training.local_epochs,
@@ -74,7 +75,7 @@ def local_update(
             None if real is None else np.array([real]),
         ).unbind(1)
         _local_epochs(model, features, labels, training, orders, *counted)
-        return (start - parameters_to_vector(model.parameters()).detach()).numpy()
+        return (start - parameters_to_vector(trained(model).values()).detach()).numpy()
     finally:
         state.restore()
 
@@ -102,14 +103,14 @@ def user_updates(
         real: as for `local_update`, of every user: int64 of shape (k,).
 
     Returns:
-        Shape (k, ...) for every parameter.
+        Shape (k, ...) for every trained parameter.
 
     Raises:
         RuntimeError: the model draws random numbers, keeps something of one step of local training
             until the next, or torch cannot vectorise it.
     """
     state = ModuleState(model)
-    start = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    start = {name: parameter.detach() for name, parameter in trained(model).items()}
     exact = next(iter(start.values())).dtype
 
     def loss(
@@ -205,7 +206,7 @@ def _gradient(
     *counted: torch.Tensor,
 ) -> np.ndarray:
     loss = _mean_loss(loss_of(model(features), labels), *counted)
-    gradients = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+    gradients = torch.autograd.grad(loss, [*trained(model).values()], materialize_grads=True)
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).numpy()
 
 
@@ -217,7 +218,7 @@ def _local_epochs(
     orders: torch.Tensor,
     *counted: torch.Tensor,
 ) -> None:
-    own = dict(model.named_parameters())
+    own = trained(model)
     start = {name: parameter.detach().clone() for name, parameter in own.items()}
     kept: dict[str, Any] = {}
     for order in orders:

@@ -13,6 +13,7 @@ from torch import nn
 from shufl.clients.module_state import ModuleState, StateError
 from shufl.clients.settings import LocalTraining
 from shufl.clients.update import local_update, record_orders, user_updates
+from shufl.trained import dimension, load_sent, sent
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +36,11 @@ class Work:
     ):
         self._make_model, self._training, self._together = make_model, training, together
         self.model = make_model()
-        self.dimension = sum(each.numel() for each in self.model.parameters())
+        self.dimension = dimension(self.model)
 
     def load(self, parameters: dict[str, torch.Tensor]) -> None:
-        """Begins with the model that a server has broadcast."""
-        self.model.load_state_dict(parameters)
+        """Begins with what a server has broadcast of its model."""
+        load_sent(self.model, parameters)
         self.model.train()
 
     def most_at_once(self, features: torch.Tensor) -> int:
@@ -106,7 +107,7 @@ class Work:
         """Makes the model anew where it could not be put back, so that nobody else sees what is."""
         if not isinstance(error, StateError):
             return False
-        parameters = {name: value.clone() for name, value in self.model.state_dict().items()}
+        parameters = {name: value.clone() for name, value in sent(self.model).items()}
         self.model = self._make_model()
         self.load(parameters)
         return True

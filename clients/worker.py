@@ -30,6 +30,7 @@ from shufl.accounting.lines import one_line
 from shufl.accounting.plan import Window
 from shufl.clients.settings import LocalTraining, UserRecords
 from shufl.clients.work import Records, Work, log
+from shufl.trained import dimension
 
 TO_DO, AT_WORK, DONE, FAILED = range(4)
 """How far a user's update is."""
@@ -106,7 +107,7 @@ class Worker:
         Raises:
             ValueError: it cannot compute the updates of made-up users.
         """
-        dimension = sum(each.numel() for each in make_model().parameters())
+        numbers = dimension(make_model())
         features, labels = (
             _Shared((users, most_records, *each.shape[1:]), each.numpy().dtype.type)
             for each in example
@@ -115,7 +116,7 @@ class Worker:
             features,
             labels,
             _Shared((users,), np.int64),
-            _Shared((users, dimension), np.float32),
+            _Shared((users, numbers), np.float32),
             _Shared((users,), np.uint8),
         )
         self._about = make_model, training, together, max(1, len(os.sched_getaffinity(0)) - 1)

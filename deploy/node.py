@@ -30,6 +30,7 @@ from shufl.simulator.experiment import (
 from shufl.simulator.section import READERS_ERRORS, ConfigError, find, one_line, readers_code
 from shufl.simulator.tasks import PADDING, TYPES, Form
 from shufl.simulator.trial import try_users
+from shufl.trained import dimension
 
 
 def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
@@ -67,7 +68,7 @@ def check_data(
     plan = agreed_plan(config)
     form = _form(site, config)
     make_model = model_maker(config, form)
-    check_report_size(config, sum(each.numel() for each in make_model().parameters()))
+    check_report_size(config, dimension(make_model()))
     load_users = _records(site, folder, config, plan)
     with readers_code("data: the records cannot be read"):
         records = load_users()
@@ -108,8 +109,7 @@ def link_needed(
 ) -> float:
     """Mbit/s at which the users' reports leave within half of `grace`."""
     assert plan.window is not None
-    dimension = sum(each.numel() for each in make_model().parameters())
-    length = sealed_length(report_length(dimension), config.shuffler.sealing)
+    length = sealed_length(report_length(dimension(make_model())), config.shuffler.sealing)
     return site.users * length * 8e-6 / (plan.window.grace / 2)
 
 

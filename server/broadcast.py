@@ -99,14 +99,13 @@ class Exchange:
             self.hear()
 
 
-def greet(grid: Grid, nodes: list[int], run_id: str, plan_digest: str, seconds: float) -> Exchange:
-    """Asks nodes to get ready (load their data) and whether they agree to the run's plan.
+def greet(grid: Grid, nodes: list[int], about: dict[str, Any], seconds: float) -> Exchange:
+    """Asks nodes to get ready (load their data) and whether they agree to the run, plan and model.
 
     Nothing has been spent yet. Each answer says which `number` the node has, for how many `users`
     it speaks, and to which `shuffler` they report.
     """
-    about = ConfigRecord({"run_id": run_id, "plan_digest": plan_digest})
-    content = RecordDict({"round": about})
+    content = RecordDict({"round": ConfigRecord(about)})
     return Exchange(grid, nodes, content, MessageType.QUERY, 0, seconds)
 
 

@@ -21,7 +21,8 @@ class Checkpoint:
         run_id: the run it belongs to, as in that run's ledger.
         origin: what else decides a run's numbers, as text by name: configuration, versions.
         round: the last round that the model knows of, 0 before the first.
-        model, optimiser, average: their state dicts; `average` None where there is none.
+        model, average: what `sent` gives of them; `average` None where there is none.
+        optimiser: its state dict.
     """
 
     run_id: str

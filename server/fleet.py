@@ -91,17 +91,19 @@ class Fleet:
         known: all that ever agreed, by Flower's id; some may be away, or have failed since.
     """
 
-    def __init__(self, settings: ServerSettings, grid: Grid, over: Callable[[], bool]):
+    def __init__(
+        self, settings: ServerSettings, grid: Grid, over: Callable[[], bool], frozen: str = ""
+    ):
         """Begins without any.
 
-        Once `over` turns true, nobody is waited for.
+        Once `over` turns true, nobody is waited for. `frozen` is the model's `frozen_digest`.
         """
         self.settings = settings
         self.known: dict[int, NodeState] = {}
         self._in: set[int] = set()
         self._prompt: set[int] | None = None  # who answered the last time
         self._grid = grid
-        self._over = over
+        self._over, self._frozen = over, frozen
         self._questions: list[Exchange] = []
         self._refused: dict[int, tuple[float, str]] = {}  # when, and why
         self._agreed = settings.agreed() if settings.agreed else {}
@@ -248,8 +250,9 @@ class Fleet:
         if new := connected - done:
             settings = self.settings
             seconds = max(START_SECONDS, settings.round_timeout)
-            digest = settings.plan.digest()
-            self._questions.append(greet(self._grid, sorted(new), settings.run_id, digest, seconds))
+            about = {"run_id": settings.run_id, "plan_digest": settings.plan.digest()}
+            about["frozen"] = self._frozen
+            self._questions.append(greet(self._grid, sorted(new), about, seconds))
 
     def _take(self, greeting: Exchange, connected: set[int]) -> None:
         """Takes those in that have agreed; remembers why others are not."""

@@ -46,6 +46,7 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.wire.errors import Closed
 from shufl.shuffler.wire.retries import Retries
+from shufl.trained import frozen_digest, sent
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
@@ -92,7 +93,8 @@ class RoundLoop:
         self._counts = Counts(settings.plan)
         self._in_vain = 0  # rounds in a row that were not released
         self._shufflers = [ControlClient(*shuffler) for shuffler in settings.shufflers]
-        self._fleet = Fleet(settings, grid, self._waiting_is_over)
+        frozen = frozen_digest(self._training.model)
+        self._fleet = Fleet(settings, grid, self._waiting_is_over, frozen)
         self._away: set[int] = set()  # shufflers that did not hold the last round
         self._ready: dict[int, set[int]] = {}
         """Nodes of the next round, or of the one under way, by the shuffler that has booked it."""
@@ -217,8 +219,7 @@ class RoundLoop:
         which a node failed, which ends the run.
         """
         settings, plan = self.settings, self.settings.plan
-        model = ArrayRecord(trained.state_dict())
-        digest = model_digest(trained.state_dict())
+        model, digest = ArrayRecord(sent(trained)), model_digest(sent(trained))
         private_key, public_key = generate_key_pair(settings.sealing)
         header = RoundHeader(settings.run_id, round, digest, plan.digest(), key_digest(public_key))
         lost: dict[int, ShufflerError] = {}

@@ -19,6 +19,7 @@ from shufl.server.checkpoint import Checkpoint
 from shufl.server.evaluation import Measure
 from shufl.server.words import AgreedNode, Schedule, StoppedBy
 from shufl.shuffler import Credentials, Sealing
+from shufl.trained import trained
 
 
 class RoundFailed(RuntimeError):
@@ -56,10 +57,10 @@ class Optimiser:
     averaging: float = 0.0
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimiser over the model's parameters."""
+        """The optimiser over the parameters that are trained."""
         kinds = {name.lower(): kind for name, kind in vars(torch.optim).items()}
         made: torch.optim.Optimizer = kinds[self.name](
-            model.parameters(), lr=self.learning_rate, **self.options
+            trained(model).values(), lr=self.learning_rate, **self.options
         )
         return made
 
@@ -76,7 +77,7 @@ class Optimiser:
         for group in stepper.param_groups:
             group["lr"] = self.learning_rate_at(round)
         gradient, offset = torch.from_numpy(estimate), 0
-        for parameter in model.parameters():
+        for parameter in trained(model).values():
             part = gradient[offset : offset + parameter.numel()]
             parameter.grad = part.view_as(parameter).to(parameter.device, copy=True)
             offset += parameter.numel()

@@ -23,6 +23,7 @@ from shufl.server.evaluation import evaluate
 from shufl.server.settings import RoundFailed, RunEnd, TrainingSettings
 from shufl.server.words import RoundOutcome, RoundRecord, StoppedBy
 from shufl.shuffler import model_digest
+from shufl.trained import dimension, load_sent, sent
 
 _MODEL = "model_digest"  # of the model a round was played with, in its ledger line
 
@@ -54,7 +55,7 @@ class Training:
     def __init__(self, settings: TrainingSettings):
         self.settings = settings
         self.model = settings.make_model()
-        self.dimension = sum(p.numel() for p in self.model.parameters())
+        self.dimension = dimension(self.model)
         self._optimiser = settings.optimiser.build(self.model)
         self._average = settings.optimiser.average_of(self.model)
         self._test = settings.load_test()
@@ -65,10 +66,10 @@ class Training:
         if settings.checkpoint is None:
             self._save()
         else:
-            self.model.load_state_dict(settings.checkpoint.model)
+            load_sent(self.model, settings.checkpoint.model)
             self._optimiser.load_state_dict(settings.checkpoint.optimiser)
             if self._average is not None:
-                self._average.load_state_dict(settings.checkpoint.average or {})
+                load_sent(self._average, settings.checkpoint.average or {})
             self._done = settings.checkpoint.round
 
     def rounds(self) -> Iterator[int]:
@@ -100,7 +101,7 @@ class Training:
         """
         self._save()  # first: the model may fail
         final = self._evaluate()
-        save_atomically(self.settings.folder / "model.pt", tensor_bytes(self.result.state_dict()))
+        save_atomically(self.settings.folder / "model.pt", tensor_bytes(sent(self.result)))
         rounds = self.settings.ledger.last_round
         return RunEnd(rounds, self._stopped_by, self._budget.epsilon, final)
 
@@ -110,7 +111,7 @@ class Training:
         return self.settings.reproducible and before == self._model_digest()
 
     def _model_digest(self) -> str:
-        return model_digest(self.model.state_dict())
+        return model_digest(sent(self.model))
 
     def begin(self, round: int) -> nn.Module:
         """Spends a round, on disk before anybody works on it; gives the model, to be left as is."""
@@ -170,7 +171,7 @@ class Training:
             settings.run_id,
             settings.origin,
             self._done,
-            self.model.state_dict(),
+            sent(self.model),
             self._optimiser.state_dict(),
-            None if self._average is None else self._average.state_dict(),
+            None if self._average is None else sent(self._average),
         ).save(settings.folder / "checkpoint.pt")

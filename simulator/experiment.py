@@ -37,6 +37,7 @@ from shufl.simulator.names import ALGORITHMS, TASKS, Scheme
 from shufl.simulator.section import Carried, ConfigError, find, readers_code
 from shufl.simulator.tasks import Form, Task, load_task, loss_of
 from shufl.simulator.trial import try_users
+from shufl.trained import dimension
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def prepare(config: Config) -> Experiment:
     name = config.training.optimiser
     with readers_code(f"training.optimiser_options are none of {name}"):
         model, own = experiment.make_model(), optimiser(config, 1)
-        nothing = np.zeros(sum(each.numel() for each in model.parameters()), dtype=np.float32)
+        nothing = np.zeros(dimension(model), dtype=np.float32)
         own.step(own.build(model), model, nothing, 1)
     _try_aggregator(experiment, nothing.size)
     most_records, parameters = experiment.partition.most_records, nothing.size

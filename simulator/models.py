@@ -16,6 +16,7 @@ from torch import nn
 from shufl.clients import ModuleState
 from shufl.simulator.section import ConfigError, find, one_line, readers_code
 from shufl.simulator.tasks import Form, load_task
+from shufl.trained import sent, trained
 
 
 def logistic_regression(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -157,18 +158,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
-    """Every parameter is in every report, with noise on it."""
-    parameters = dict(model.named_parameters())
-    if not parameters:
+    """Something must be trained, and all be numbers."""
+    if not trained(model):
         raise ConfigError(f"model {name} has no parameters to train")
-    for path, parameter in parameters.items():
+    for path, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ConfigError(f"model {name} must start with finite numbers, got others in {path}")
-        if not parameter.requires_grad:
-            raise ConfigError(
-                f"model {name} freezes {path}: noise would be added to it all the same; make what "
-                "is not trained a buffer"
-            )
 
 
 def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
@@ -192,14 +187,14 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
 
 
 def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
-    """The server steps by float32, broadcasts all of a model's state and compares digests of it."""
-    for path, parameter in model.named_parameters():
+    """The server steps by float32, broadcasts what is not frozen and compares digests of it."""
+    for path, parameter in trained(model).items():
         if parameter.dtype != torch.float32:
             raise ConfigError(
                 f"model {name} keeps {path} as {parameter.dtype}: keep it as torch.float32, and "
                 "compute in what you like"
             )
-    for path, value in model.state_dict().items():
+    for path, value in sent(model).items():
         try:
             value.numpy(force=True)
         except (TypeError, RuntimeError, AttributeError) as error:

@@ -46,6 +46,7 @@ from shufl.simulator.records import RunRecorder, check_ledger, note_start, round
 from shufl.simulator.report import print_summary, summarise
 from shufl.simulator.section import ConfigError
 from shufl.simulator.tables import epsilon_text
+from shufl.trained import frozen_digest, load_sent
 
 MakeEngine = Callable[[Experiment], Engine]
 OnRound = Callable[[nn.Module], bool]
@@ -210,7 +211,7 @@ class Run:
                     f"checkpoint {path} was made with {name} {before}, it cannot go on with {here}"
                 )
         try:
-            experiment.make_model().load_state_dict(checkpoint.model)
+            load_sent(experiment.make_model(), checkpoint.model)
         except RuntimeError as error:
             raise CheckpointError(
                 f"checkpoint {path} does not fit model {experiment.config.model.name}: its code "
@@ -229,6 +230,8 @@ class Run:
         configuration = hashlib.sha256(numbers.encode()).hexdigest()[:12]
         versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
         origin = {"config.toml": configuration, "nodes": self.engine.nodes, **versions}
+        if frozen := frozen_digest(self.experiment.make_model()):
+            origin["frozen parameters"] = frozen[:12]
         data = config.data
         fixed = set(DATASETS) - {"insteval", "movielens"}  # the files of these are the reader's
         if data.dataset not in fixed or data.features is not None:

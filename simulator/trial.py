@@ -29,6 +29,7 @@ from shufl.simulator.models import MODELS, build_model, seeded
 from shufl.simulator.names import TASKS
 from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line, readers_code
 from shufl.simulator.tasks import Form, load_task
+from shufl.trained import load_sent, sent
 
 _Users = list[tuple[torch.Tensor, torch.Tensor, int]]
 _Given = tuple[Callable[[], nn.Module], dict[str, torch.Tensor], LocalTraining, _Users]
@@ -66,7 +67,7 @@ def _try(given: bytes) -> bool:
     sizes = records, 1, records // 2 + 1, records
     with seeded(0), readers_code(f"model {name} could not be trained on made-up records"):
         model = copy.deepcopy(make_model()).train()  # it is copied for every evaluation
-        parameters = model.state_dict()
+        parameters = sent(model)
         features, labels = made_up(model, form, sum(sizes))
         _check_losses(model, form, features[:3], labels[:3])
         users = list(zip(features.split(sizes), labels.split(sizes), range(4), strict=True))
@@ -193,7 +194,7 @@ def _write_updates(path: Path, given: _Given) -> None:
     try:
         make_model, parameters, training, users = given
         model = make_model().train()
-        model.load_state_dict(parameters)
+        load_sent(model, parameters)
         updates: list[np.ndarray] | str = _updates(model, training, users)
     except READERS_ERRORS as error:
         updates = one_line(error)

@@ -34,6 +34,7 @@ from shufl.shuffler import (
     seal,
     sealed_length,
 )
+from shufl.trained import dimension, sent
 
 USERS, WIDTH = 12, 40
 DIMENSION = 2 * WIDTH + 2
@@ -116,13 +117,13 @@ class Round:
         )
         self.settings = dataclasses.replace(self.settings, **changes)
         model = self.settings.make_model()
-        self.dimension = sum(values.numel() for values in model.parameters())
-        self.model = ArrayRecord(model.state_dict())
+        self.dimension = dimension(model)
+        self.model = ArrayRecord(sent(model))
         self.private_key, self.public_key = generate_key_pair()
         self.header = RoundHeader(
             run_id,
             1,
-            model_digest(model.state_dict()),
+            model_digest(sent(model)),
             self.plan.digest(),
             key_digest(self.public_key),
         )

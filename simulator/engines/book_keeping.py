@@ -24,6 +24,7 @@ from shufl.clients import Loss, in_type
 from shufl.simulator.engine_table import Precision
 from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
+from shufl.trained import trained
 
 _T = torch.Tensor
 _P = torch.Tensor | None  # a parameter, if there is one
@@ -36,8 +37,8 @@ class Unsupported(Exception):
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The parameters' names by the parameters' `id`, in the model's order."""
-    return {id(parameter): name for name, parameter in model.named_parameters()}
+    """The trained parameters' names by their `id`, in the model's order."""
+    return {id(parameter): name for name, parameter in trained(model).items()}
 
 
 @torch.no_grad()
@@ -61,12 +62,12 @@ def gradients_of_users(
     Raises:
         Unsupported: a parameter is used twice, or with a tensor that is none.
     """
-    exact, known = next(model.parameters()).dtype, names_of(model)
+    exact, known = next(iter(trained(model).values())).dtype, names_of(model)
     shares = torch.empty(len(labels), dtype=exact, device=features.device)
     for bucket in buckets:
         shares[bucket.index] = bucket.sizes.to(exact).reciprocal()[:, None]
     with torch.enable_grad():
-        with _Tape() as tape, autocast(features.device, precision):
+        with _Tape(known) as tape, autocast(features.device, precision):
             outputs = in_type(exact, model(features.clone()))  # it may change them
         loss = loss_of(outputs, labels) @ shares
     output_gradients = torch.autograd.grad(loss, [output for *_, output in tape.calls])
@@ -100,10 +101,12 @@ def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractC
 
 
 class _Tape(TorchFunctionMode):
-    """While entered, keeps every call of a layer with parameters that this thread makes."""
+    """While entered, keeps every call of a layer with trained parameters that this thread makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: dict[int, str]) -> None:
+        """Gets the trained parameters by their `id`."""
         super().__init__()
+        self._known = known
         self.calls: list[tuple[_Layer, tuple[Any, ...], GradientEdge]] = []
 
     def __torch_function__(
@@ -117,9 +120,8 @@ class _Tape(TorchFunctionMode):
         if func is functional.multi_head_attention_forward:
             return self._attention(args, kwargs or {})
         output = func(*args, **(kwargs or {}))
-        if func in _SUMS and not any(isinstance(each, nn.Parameter) for each in args):
-            return output
-        if func in _LAYERS and output.requires_grad:
+        given = *args, *(kwargs or {}).values()
+        if func in _LAYERS and any(id(each) in self._known for each in given):
             layer = functools.partial(_LAYERS[func], **(kwargs or {}))
             self.calls.append((layer, args, get_gradient_edge(output)))
         return output

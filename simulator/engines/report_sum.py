@@ -24,6 +24,7 @@ from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.user_gradients import Method, clipped_sum_of_updates, ready_for
 from shufl.simulator.section import READERS_ERRORS, one_line
 from shufl.simulator.trial import exact_float32
+from shufl.trained import load_sent, sent
 
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 
@@ -143,7 +144,7 @@ class ReportSum:
         """
         total = np.zeros(self._dimension, dtype=np.int64)
         # Not in this thread: its OpenMP threads would copy too, and then wait on busy cores.
-        loads = self._threads.map(lambda own: own.load_state_dict(model.state_dict()), self._models)
+        loads = self._threads.map(lambda own: load_sent(own, sent(model)), self._models)
         self._free = queue.SimpleQueue()
         for own, _ in zip(self._models, loads, strict=True):
             self._free.put((own, ModuleState(own)))

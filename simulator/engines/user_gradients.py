@@ -38,6 +38,7 @@ from shufl.simulator.engines.gradient_forms import (
 from shufl.simulator.models import seeded
 from shufl.simulator.tasks import Form
 from shufl.simulator.trial import agrees_one_by_one, made_up
+from shufl.trained import dimension, trained
 
 Method = Literal["book-keeping", "vmap"]
 """How users' gradients are computed."""
@@ -75,8 +76,8 @@ def clipped_sum_of_updates(
         float32 of shape (d,), on the model's device.
     """
     buckets = Bucket.cut(sizes, features.device)
-    first, *_ = model.parameters()
-    total = first.new_zeros(sum(each.numel() for each in model.parameters()))
+    first, *_ = trained(model).values()
+    total = first.new_zeros(dimension(model))
     if method == "vmap":
         for bucket in buckets:
             updates = _by_vmap(model, features, labels, bucket, training, seeds, precision)
@@ -200,7 +201,7 @@ def _agrees(
 ) -> bool:
     """Whether book-keeping gives each user's gradient at random parameters and keeps no state."""
     generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
+    for parameter in trained(model).values():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     state, names = ModuleState(model), names_of(model).values()
     most = len(sizes)

@@ -32,6 +32,7 @@ from shufl.simulator.section import (
     readers_code,
 )
 from shufl.simulator.tables import scores_of, too_few_present
+from shufl.trained import load_sent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -117,7 +118,7 @@ class RunResult:
         except Exception as error:
             raise RoundFailed(f"{path} cannot be read: {one_line(error)}") from error
         try:
-            model.load_state_dict(state)
+            load_sent(model, state)
         except RuntimeError as error:
             raise ConfigError(
                 f"{path} is of another model than {self._config.model.name}"

@@ -444,12 +444,6 @@ def nothing_to_train(input_shape, classes):
     return nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(classes))
 
 
-def frozen_net(input_shape, classes):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
-    model[1].bias.requires_grad_(False)
-    return model
-
-
 class HalfPrecisionNet(nn.Module):
     dtype = torch.bfloat16
 
@@ -490,7 +484,6 @@ def test_any_module_and_callable_is_a_model():
         (f"{__name__}:NetWithMemory", "changes its buffer seen in training"),
         (f"{__name__}:NetThatFailsInTraining", "could not be tried on two records: it fails"),
         (f"{__name__}:nothing_to_train", "has no parameters to train"),
-        (f"{__name__}:frozen_net", "freezes 1.bias"),
         (f"{__name__}:HalfPrecisionNet", "keeps linear.weight as torch.bfloat16: keep it as"),
         (f"{__name__}:DoublePrecisionNet", "keeps linear.weight as torch.float64: keep it as"),
         ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
