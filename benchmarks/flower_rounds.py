@@ -61,7 +61,9 @@ def plain_flower(experiment: Experiment, rounds: int, folder: Path, together: bo
         for first in range(0, coins.sum(), 256):
             given = [records(user) for user in mine[coins][first : first + 256].tolist()]
             if together:
-                updates = user_updates(model, *map(torch.stack, zip(*given, strict=True)), training)
+                features, labels = map(torch.stack, zip(*given, strict=True))
+                seeds = torch.arange(len(given))  # of nothing that is drawn
+                updates = user_updates(model, features, labels, training, seeds)
                 total += torch.cat([each.flatten(1).sum(0) for each in updates.values()]).numpy()
             else:
                 total += sum(local_update(model, *each, training, seed=0) for each in given)

@@ -128,9 +128,9 @@ class PoisoningNode(Node):
         if round == self._round:
             return
         clip_norm = self.settings.plan.mechanism.clip_norm
-        updates = user_updates(
-            self._work.model, *self._everyone, self.settings.training, real=self._sizes
-        )
+        seeds = torch.arange(len(self._sizes))  # of nothing that is drawn
+        given = *self._everyone, self.settings.training, seeds
+        updates = user_updates(self._work.model, *given, real=self._sizes)
         self._updates = torch.cat([part.flatten(1) for part in updates.values()], 1).numpy()
         honest = (clip(each, clip_norm) for each in self._updates[~self._attackers])
         total = sum(honest, np.zeros(self._updates.shape[1]))

@@ -2,10 +2,11 @@ from .algorithms import STEPS, Step
 from .app import make_client_app
 from .device import DeviceLedger, DeviceLimits, RoundRefused, load_device
 from .device_process import serve_device
+from .dropout import SeededDropout, unfolded_attention
 from .module_state import ModuleState, StateError
 from .node import Announcement, Node, ReportFailed
 from .settings import ClientSettings, LocalTraining, Loss, UserRecords, cross_entropy
-from .update import in_type, local_update, record_orders, user_updates
+from .update import as_keys, in_type, local_update, record_orders, user_updates
 
 __all__ = [
     "STEPS",
@@ -19,9 +20,11 @@ __all__ = [
     "Node",
     "ReportFailed",
     "RoundRefused",
+    "SeededDropout",
     "StateError",
     "Step",
     "UserRecords",
+    "as_keys",
     "cross_entropy",
     "in_type",
     "load_device",
@@ -29,5 +32,6 @@ __all__ = [
     "make_client_app",
     "record_orders",
     "serve_device",
+    "unfolded_attention",
     "user_updates",
 ]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from shufl.accounting.mechanisms import split_mix
 from shufl.clients.algorithms import Tensors
+from shufl.clients.dropout import SeededDropout
 from shufl.clients.module_state import ModuleState
 from shufl.clients.settings import LocalTraining, Loss
 from shufl.trained import trained
@@ -46,7 +47,7 @@ def local_update(
         features: shape (r, ...), the user's r records.
         labels: shape (r, ...).
         seed: in [0, 2^64), of everything random in local training: `record_orders`, dropout, and
-            what the model draws from Python's and numpy's own generators.
+            what the model draws from torch's, Python's and numpy's own generators.
         state: the model's, if it has been taken already.
         real: how many of the records count, the first ones. The others are padding: they cost as
             much work and have no weight. Default: all count.
@@ -57,7 +58,8 @@ def local_update(
     Raises:
         StateError: the model changes something in itself that cannot be put back.
     """
-    state = state or ModuleState(model)
+    state, seeds = state or ModuleState(model), np.array([seed], dtype=np.uint64)
+    (key,) = as_keys(seeds)
     # Not torch.manual_seed: for every kind of accelerator not in use it also queues a call with its
     # stack trace, for ever.
     torch.default_generator.manual_seed(seed)
@@ -66,15 +68,15 @@ def local_update(
     try:
         counted = () if real is None else (torch.arange(len(labels)) < real,)
         if training.algorithm == "fedsgd":
-            return _gradient(model, features.clone(), labels, training.loss, *counted)
+            return _gradient(model, features.clone(), labels, training.loss, key, *counted)
         start = parameters_to_vector(trained(model).values()).detach()
         (orders,) = record_orders(
-            np.array([seed], dtype=np.uint64),
+            seeds,
             training.local_epochs,
             len(labels),
             None if real is None else np.array([real]),
         ).unbind(1)
-        _local_epochs(model, features, labels, training, orders, *counted)
+        _local_epochs(model, features, labels, training, orders, key, *counted)
         return (start - parameters_to_vector(trained(model).values()).detach()).numpy()
     finally:
         state.restore()
@@ -85,7 +87,7 @@ def user_updates(
     features: torch.Tensor,
     labels: torch.Tensor,
     training: LocalTraining,
-    orders: torch.Tensor | None = None,
+    seeds: torch.Tensor,
     call: Callable[..., torch.Tensor] = functional_call,
     real: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -97,7 +99,7 @@ def user_updates(
         model: the round's model; nobody else's meanwhile.
         features: shape (k, r, ...), r records of each of k users.
         labels: shape (k, r, ...).
-        orders: for local epochs: the records' order by epoch and user, int64 of shape (e, k, r).
+        seeds: of every user, as `as_keys` gives them: int64 of shape (k,).
         call: gives the scores as `torch.func.functional_call` does, perhaps in another precision;
             parameters and their gradients stay as they are.
         real: as for `local_update`, of every user: int64 of shape (k,).
@@ -106,38 +108,45 @@ def user_updates(
         Shape (k, ...) for every trained parameter.
 
     Raises:
-        RuntimeError: the model draws random numbers, keeps something of one step of local training
-            until the next, or torch cannot vectorise it.
+        RuntimeError: the model draws random numbers other than `SeededDropout`'s, keeps something
+            of one step of local training until the next, or torch cannot vectorise it.
     """
     state = ModuleState(model)
     start = {name: parameter.detach() for name, parameter in trained(model).items()}
     exact = next(iter(start.values())).dtype
 
+    keys, steps = seeds.to(labels.device), 0
+
     def loss(
         parameters: dict[str, torch.Tensor],
+        key: torch.Tensor,
         records: torch.Tensor,
         targets: torch.Tensor,
         *counted: torch.Tensor,
     ) -> torch.Tensor:
-        outputs = in_type(exact, call(model, parameters, (records,)))
+        with _dropout(key, targets, steps):
+            outputs = in_type(exact, call(model, parameters, (records,)))
         return _mean_loss(training.loss(outputs, targets), *counted)
 
     counted: tuple[torch.Tensor, ...] = ()
     if real is not None:
         counted = (torch.arange(labels.shape[1], device=labels.device) < real[:, None],)
     # Faster: everybody's parameters are the same.
-    together = vmap(grad(loss), in_dims=(None, 0, 0, *(0 for _ in counted)))
+    together = vmap(grad(loss), in_dims=(None, 0, 0, 0, *(0 for _ in counted)))
     try:
         if training.algorithm == "fedsgd":
-            return together(start, features.clone(), labels, *counted)
+            return together(start, keys, features.clone(), labels, *counted)
         apart = vmap(grad(loss))
         everyone = torch.arange(len(labels), device=labels.device)[:, None]
         local, kept = start, dict[str, Any]()
-        assert orders is not None
+        real_of = None if real is None else real.numpy(force=True)
+        of_users = seeds.numpy(force=True).view(np.uint64)
+        orders = record_orders(of_users, training.local_epochs, labels.shape[1], real_of)
         for order in orders.to(labels.device):
             for batch in order.split(training.local_batch_size, dim=1):
                 own = (each[everyone, batch] for each in (features, labels, *counted))
-                gradients = (together if local is start else apart)(local, *own)
+                gradients = (together if local is start else apart)(local, keys, *own)
+                steps += 1
                 if changed := state.restore():  # read outside vmap, it would mix users
                     raise RuntimeError(f"the model keeps {changed[0]} from one step to the next")
                 users = None if local is start else 0
@@ -164,6 +173,16 @@ def record_orders(
     keys = split_mix(seeds[:, None], epoch * each[:, None] + place)
     keys[:, place >= each[:, None]] = np.iinfo(np.uint64).max
     return torch.from_numpy(keys.argsort(axis=2))
+
+
+def _dropout(seed: torch.Tensor, labels: torch.Tensor, step: int = 0) -> SeededDropout:
+    """That of one user's records with these labels."""
+    return SeededDropout(seed, torch.arange(len(labels), device=labels.device), step)
+
+
+def as_keys(seeds: np.ndarray) -> torch.Tensor:
+    """Seeds in [0, 2^64), uint64, as int64 of the same bits."""
+    return torch.from_numpy(seeds.view(np.int64))
 
 
 def in_type(dtype: torch.dtype, outputs: Any) -> Any:
@@ -203,9 +222,12 @@ def _gradient(
     features: torch.Tensor,
     labels: torch.Tensor,
     loss_of: Loss,
+    key: torch.Tensor,
     *counted: torch.Tensor,
 ) -> np.ndarray:
-    loss = _mean_loss(loss_of(model(features), labels), *counted)
+    with _dropout(key, labels):
+        outputs = model(features)
+    loss = _mean_loss(loss_of(outputs, labels), *counted)
     gradients = torch.autograd.grad(loss, [*trained(model).values()], materialize_grads=True)
     return torch.cat([gradient.reshape(-1) for gradient in gradients]).numpy()
 
@@ -216,14 +238,19 @@ def _local_epochs(
     labels: torch.Tensor,
     training: LocalTraining,
     orders: torch.Tensor,
+    key: torch.Tensor,
     *counted: torch.Tensor,
 ) -> None:
     own = trained(model)
     start = {name: parameter.detach().clone() for name, parameter in own.items()}
     kept: dict[str, Any] = {}
+    step = 0
     for order in orders:
         for batch in order.split(training.local_batch_size):
-            losses = training.loss(model(features[batch]), labels[batch])
+            with _dropout(key, batch, step):
+                outputs = model(features[batch])
+            step += 1
+            losses = training.loss(outputs, labels[batch])
             loss = _mean_loss(losses, *(each[batch] for each in counted))
             found = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
             before = {name: parameter.detach() for name, parameter in own.items()}

@@ -12,7 +12,7 @@ from torch import nn
 
 from shufl.clients.module_state import ModuleState, StateError
 from shufl.clients.settings import LocalTraining
-from shufl.clients.update import local_update, record_orders, user_updates
+from shufl.clients.update import as_keys, local_update, user_updates
 from shufl.trained import dimension, load_sent, sent
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Work:
             begin(list(range(len(records))))
             try:
                 updates = self._at_once(records, seeds, real)
-            except ERRORS as error:  # above all: a model with dropout
+            except ERRORS as error:  # above all: a model that draws random numbers
                 self._renew(error)
                 log.info("updates are computed one by one: %s", error)
             else:
@@ -94,13 +94,11 @@ class Work:
         """`local_update` of users with equally many records, by vmap: shape (k, d)."""
         training = self._training
         features, labels = map(torch.stack, zip(*records, strict=True))
-        orders = None
-        if training.algorithm != "fedsgd":
-            orders = record_orders(seeds, training.local_epochs, labels.shape[1], real)
         counts = None if real is None else torch.from_numpy(real)
         with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
             warnings.simplefilter("ignore", UserWarning)
-            updates = user_updates(self.model, features, labels, training, orders, real=counts)
+            given = features, labels, training, as_keys(seeds)
+            updates = user_updates(self.model, *given, real=counts)
         return torch.cat([each.flatten(1) for each in updates.values()], dim=1).numpy()
 
     def _renew(self, error: BaseException) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shufl.clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
+from shufl.clients import LocalTraining, ModuleState, as_keys, local_update, user_updates
 from shufl.simulator.models import MODELS, build_model, seeded
 from shufl.simulator.names import TASKS
 from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line, readers_code
@@ -153,10 +153,9 @@ def agrees_one_by_one(
     """
     exact_float32()
     seeds = np.arange(len(labels), dtype=np.uint64)
-    orders = record_orders(seeds, training.local_epochs, labels.shape[1])
     with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
         warnings.simplefilter("ignore", UserWarning)
-        together = user_updates(model, features, labels, training, orders).values()
+        together = user_updates(model, features, labels, training, as_keys(seeds)).values()
     users = zip(features, labels, seeds.tolist(), strict=True)
     alone = (local_update(model, x, y, training, seed) for x, y, seed in users)
     flat = torch.cat([update.reshape(len(labels), -1) for update in together], dim=1).numpy()

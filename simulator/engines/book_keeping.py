@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shufl.clients import Loss, in_type
+from shufl.clients import Loss, SeededDropout, in_type, unfolded_attention
 from shufl.simulator.engine_table import Precision
 from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
@@ -48,6 +47,7 @@ def gradients_of_users(
     labels: torch.Tensor,
     buckets: Sequence[Bucket],
     loss_of: Loss,
+    masks: SeededDropout,
     precision: Precision,
 ) -> Iterator[Gradients]:
     """Each user's gradient of its mean loss, bucket by bucket; one forward and backward.
@@ -58,6 +58,7 @@ def gradients_of_users(
         model, features, labels, precision: see `clipped_sum_of_updates`.
         buckets: of all users.
         loss_of: gives each record's loss.
+        masks: the users' dropout.
 
     Raises:
         Unsupported: a parameter is used twice, or with a tensor that is none.
@@ -67,7 +68,7 @@ def gradients_of_users(
     for bucket in buckets:
         shares[bucket.index] = bucket.sizes.to(exact).reciprocal()[:, None]
     with torch.enable_grad():
-        with _Tape(known) as tape, autocast(features.device, precision):
+        with masks, _Tape(known) as tape, autocast(features.device, precision):
             outputs = in_type(exact, model(features.clone()))  # it may change them
         loss = loss_of(outputs, labels) @ shares
     output_gradients = torch.autograd.grad(loss, [output for *_, output in tape.calls])
@@ -118,39 +119,15 @@ class _Tape(TorchFunctionMode):
     ) -> Any:
         """Calls `func`; keeps a layer's arguments, and its output before any change in place."""
         if func is functional.multi_head_attention_forward:
-            return self._attention(args, kwargs or {})
+            with self:  # so that its linear layers are seen
+                if (made := unfolded_attention(args, kwargs or {})) is not None:
+                    return made
         output = func(*args, **(kwargs or {}))
         given = *args, *(kwargs or {}).values()
         if func in _LAYERS and any(id(each) in self._known for each in given):
             layer = functools.partial(_LAYERS[func], **(kwargs or {}))
             self.calls.append((layer, args, get_gradient_edge(output)))
         return output
-
-    def _attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """torch's own attention of a sequence to itself, so that its linear layers are seen."""
-        given = _ATTENTION.bind(*args, **kwargs)
-        given.apply_defaults()
-        the = given.arguments
-        unusual = (
-            not the["query"] is the["key"] is the["value"]
-            or (the["attn_mask"] is not None and not the["is_causal"])
-            or the["dropout_p"]
-            or any(the[name] is not None for name in ("key_padding_mask", "bias_k"))
-            or any(the[n] for n in ("add_zero_attn", "need_weights", "use_separate_proj_weight"))
-        )
-        if unusual:
-            return functional.multi_head_attention_forward(*args, **kwargs)
-        with self:
-            x = the["query"].transpose(0, 1)  # positions first until here
-            x = functional.linear(x, the["in_proj_weight"], the["in_proj_bias"])
-            q, k, v = x.unflatten(2, (3, the["num_heads"], -1)).permute(2, 0, 3, 1, 4)
-            x = functional.scaled_dot_product_attention(q, k, v, is_causal=the["is_causal"])
-            x = x.transpose(1, 2).flatten(2)
-            x = functional.linear(x, the["out_proj_weight"], the["out_proj_bias"])
-            return x.transpose(0, 1), None
-
-
-_ATTENTION = inspect.signature(functional.multi_head_attention_forward)
 
 
 def _linear(users: int, g: _T, x: _T, weight: _T, bias: _P = None) -> _Parts:

@@ -195,9 +195,7 @@ class ReportSum:
     def _sum_of_updates(self, round: int, users: np.ndarray) -> torch.Tensor:
         """The sum of these users' clipped updates, float32 of shape (d,)."""
         features, labels, sizes = self._records.together(users)
-        seeds = None
-        if self._training.algorithm != "fedsgd":
-            seeds = self._randomness.training_seeds(round, users)
+        seeds = self._randomness.training_seeds(round, users)
         mechanism = self._plan.mechanism
         clipping = Clipping(mechanism.clip_norm)
         if isinstance(mechanism, LdpSgd):  # `noise = "aggregate"` adds all the rest

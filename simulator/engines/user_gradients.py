@@ -20,7 +20,14 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from shufl.clients import LocalTraining, ModuleState, in_type, record_orders, user_updates
+from shufl.clients import (
+    LocalTraining,
+    ModuleState,
+    SeededDropout,
+    as_keys,
+    in_type,
+    user_updates,
+)
 from shufl.simulator.engine_table import Precision
 from shufl.simulator.engines.book_keeping import autocast, gradients_of_users, names_of
 from shufl.simulator.engines.buckets import Bucket
@@ -56,7 +63,7 @@ def clipped_sum_of_updates(
     labels: torch.Tensor,
     sizes: np.ndarray,
     training: LocalTraining,
-    seeds: np.ndarray | None,
+    seeds: np.ndarray,
     clipping: Clipping,
     precision: Precision = "float32",
 ) -> torch.Tensor:
@@ -70,21 +77,23 @@ def clipped_sum_of_updates(
         features: the users' records, one user after another: shape (n, ...), on the model's device.
         labels: shape (n, ...), on the model's device.
         sizes: how many records each user has, int64 of shape (k,).
-        seeds: of the users' local training, uint64 of shape (k,); `fedsgd` needs none.
+        seeds: of the users' local training, uint64 of shape (k,).
 
     Returns:
         float32 of shape (d,), on the model's device.
     """
-    buckets = Bucket.cut(sizes, features.device)
+    buckets, keys = Bucket.cut(sizes, features.device), as_keys(seeds).to(features.device)
     first, *_ = trained(model).values()
     total = first.new_zeros(dimension(model))
     if method == "vmap":
         for bucket in buckets:
-            updates = _by_vmap(model, features, labels, bucket, training, seeds, precision)
+            updates = _by_vmap(model, features, labels, bucket, training, keys, precision)
             total += clipped_sum(updates, clipping.only(bucket.users))
         return total
     names = names_of(model).values()
-    gradients = gradients_of_users(model, features, labels, buckets, training.loss, precision)
+    masks = _dropout(sizes, keys)
+    given = model, features, labels, buckets, training.loss, masks, precision
+    gradients = gradients_of_users(*given)
     for bucket, of_bucket in zip(buckets, gradients, strict=True):
         own = clipping.only(bucket.users)
         norms, bounds = lengths(of_bucket)
@@ -95,7 +104,7 @@ def clipped_sum_of_updates(
             sure &= scales.abs() * bounds <= _CANCELLATION * clipping.clip_norm
         if not sure.all():
             few = bucket.only(~sure)
-            updates = _by_vmap(model, features, labels, few, training, None, precision)
+            updates = _by_vmap(model, features, labels, few, training, keys, precision)
             total += clipped_sum(updates, own.only(~sure))
             of_bucket, scales = only(of_bucket, sure), scales[sure]
         total += weighted_sum(of_bucket, scales.float(), names)
@@ -108,17 +117,20 @@ def _by_vmap(
     labels: torch.Tensor,
     bucket: Bucket,
     training: LocalTraining,
-    seeds: np.ndarray | None,
+    keys: torch.Tensor,
     precision: Precision = "float32",
 ) -> Tensors:
     """`user_updates` of a bucket's users; the other arguments as `clipped_sum_of_updates` has."""
-    real, orders = (bucket.sizes if bucket.is_padded else None), None
-    if seeds is not None:
-        counts = None if real is None else real.numpy(force=True)
-        own = seeds[bucket.users.numpy(force=True)]
-        orders = record_orders(own, training.local_epochs, bucket.index.shape[1], counts)
-    given = bucket.of(features), bucket.of(labels), training, orders
+    real = bucket.sizes if bucket.is_padded else None
+    given = bucket.of(features), bucket.of(labels), training, keys[bucket.users]
     return user_updates(model, *given, call_in(precision), real)
+
+
+def _dropout(sizes: np.ndarray, keys: torch.Tensor) -> SeededDropout:
+    """That of users with so many records and these keys, one user after another."""
+    places = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
+    users = np.repeat(np.arange(len(sizes)), sizes)
+    return SeededDropout(keys[torch.from_numpy(users)], torch.from_numpy(places).to(keys.device))
 
 
 def fastest_method(
@@ -163,9 +175,7 @@ def fastest_method(
 
     def attempt(method: Method) -> None:
         x, y = (tensor[:count].to(device) for tensor in (features, labels))
-        own, seeds = ready_for(method, model, device), None
-        if training.algorithm != "fedsgd":
-            seeds = np.arange(len(few), dtype=np.uint64)
+        own, seeds = ready_for(method, model, device), np.arange(len(few), dtype=np.uint64)
         clipped_sum_of_updates(method, own, x, y, few, training, seeds, Clipping(1.0), precision)
 
     attempt("vmap")
@@ -208,7 +218,9 @@ def _agrees(
     for users in sorted({1, min(4, most), most // 2 + 1, max(1, most - 1), most}):
         count = int(sizes[:users].sum())
         x, y, buckets = features[:count], labels[:count], Bucket.cut(sizes[:users])
-        found = gradients_of_users(model, x, y, buckets, training.loss, "float32")
+        keys = torch.arange(users)
+        masks = _dropout(sizes[:users], keys)
+        found = gradients_of_users(model, x, y, buckets, training.loss, masks, "float32")
         given = list(zip(buckets, found, strict=True))
         if state.restore():
             return False
@@ -219,7 +231,7 @@ def _agrees(
                 continue
             kept, alone = only(gradients, chosen), torch.eye(int(chosen.sum()), dtype=torch.float64)
             ours = torch.stack([weighted_sum(kept, one, names) for one in alone])
-            updates = _by_vmap(model, x, y, bucket.only(chosen), training, None)
+            updates = _by_vmap(model, x, y, bucket.only(chosen), training, keys)
             theirs = torch.cat([update.flatten(1) for update in updates.values()], dim=1)
             if not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9):
                 return False

@@ -126,9 +126,7 @@ class UserReference:
             if not len(part):
                 continue
             features, labels, sizes = self._records.together(part)
-            seeds = None
-            if settings.training.algorithm != "fedsgd":
-                seeds = randomness.training_seeds(round, part)
+            seeds = randomness.training_seeds(round, part)
             given = features, labels, sizes, settings.training, seeds, clipping
             total += clipped_sum_of_updates(
                 settings.method, model, *given, settings.keys.precision

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from shufl.accounting.mechanisms import clip
-from shufl.clients import LocalTraining, local_update, record_orders, user_updates
+from shufl.clients import LocalTraining, as_keys, local_update, record_orders, user_updates
 from shufl.simulator.config import load
 from shufl.simulator.engines.gradient_forms import Clipping
 from shufl.simulator.engines.user_gradients import clipped_sum_of_updates
@@ -72,8 +72,7 @@ def test_updates_are_those_of_a_usual_loop_alone_and_together(training):
         own = (part[seed] for part in padded)
         alone = local_update(model, *own, training, seed, real=SIZES[seed])
         np.testing.assert_allclose(alone, expected[seed], rtol=1e-4, atol=1e-6)
-    orders = record_orders(seeds, training.local_epochs, longest, real)
-    updates = user_updates(model, *padded, training, orders, real=torch.from_numpy(real))
+    updates = user_updates(model, *padded, training, as_keys(seeds), real=torch.from_numpy(real))
     together = torch.cat([each.flatten(1) for each in updates.values()], dim=1)
     np.testing.assert_allclose(together.numpy(), np.stack(expected), rtol=1e-4, atol=1e-6)
     flat = [torch.cat([own[part] for own in records]) for part in (0, 1)]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from shufl.clients import LocalTraining, local_update, record_orders, user_updates
+from shufl.clients import LocalTraining, local_update, user_updates
 
 
 @pytest.fixture
@@ -79,12 +79,9 @@ def test_padding_has_no_weight(model, algorithm, real):
     expected = local_update(model, features[:real], labels[:real], training, 7)
     padded = local_update(model, features, labels, training, 7, real=real)
     np.testing.assert_allclose(padded, expected, rtol=0, atol=1e-6)
-    seeds, counts = np.array([5, 7], dtype=np.uint64), torch.tensor([8, real])
-    orders = None
-    if algorithm == "fedavg":
-        orders = record_orders(seeds, 3, 8, counts.numpy())
+    seeds, counts = torch.tensor([5, 7]), torch.tensor([8, real])
     both = torch.stack([features, features]), torch.stack([labels, labels])
-    together = user_updates(model, *both, training, orders, real=counts)
+    together = user_updates(model, *both, training, seeds, real=counts)
     flat = torch.cat([each.flatten(1) for each in together.values()], dim=1).numpy()
     np.testing.assert_allclose(flat[1], expected, rtol=0, atol=1e-6)
     whole = local_update(model, features, labels, training, 5)

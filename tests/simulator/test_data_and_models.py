@@ -256,7 +256,8 @@ def test_token_ids_as_numbers_of_float32_train_a_model_in_both_engines(monkeypat
         model, training = experiment.make_model(), experiment.local_training
         users = zip(features, labels, strict=True)
         alone = [local_update(model, *each, training, 0) for each in users]
-        together = user_updates(model, features, labels, training)["embedding.weight"]
+        seeds = torch.zeros(len(labels), dtype=torch.int64)
+        together = user_updates(model, features, labels, training, seeds)["embedding.weight"]
         assert np.allclose(np.stack(alone)[:, :48], together.flatten(1), atol=1e-6)
         assert [row.any(1).nonzero()[:, 0].tolist() for row in together] == features[:, 0].tolist()
 

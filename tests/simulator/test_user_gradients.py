@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from nights import by_night
 from shufl.accounting.mechanisms import clip
-from shufl.clients import LocalTraining, ModuleState, local_update, record_orders, user_updates
+from shufl.clients import LocalTraining, ModuleState, local_update, user_updates
+from shufl.clients import update as client_update
 from shufl.simulator.engine_table import VectorisedKeys
 from shufl.simulator.engines.book_keeping import Unsupported
 from shufl.simulator.engines.gradient_forms import Clipping, squared_lengths_of
@@ -39,11 +40,15 @@ def flat(updates):
     return torch.cat([update.flatten(1) for update in updates.values()], dim=1)
 
 
+def seeds_of(users):
+    return np.arange(len(users), dtype=np.uint64) + 7
+
+
 def one_by_one(model, features, labels, *clip_norms):
     """The same sums as the clients of the Flower engine would make them."""
     updates = [
-        local_update(model, *records, GRADIENT, seed=0)
-        for records in zip(features, labels, strict=True)
+        local_update(model, *records, GRADIENT, seed)
+        for *records, seed in zip(features, labels, seeds_of(labels).tolist(), strict=True)
     ]
     return [sum(clip(update, clip_norm) for update in updates) for clip_norm in clip_norms]
 
@@ -53,7 +58,7 @@ def together(model, features, labels, clip_norm, device, precision="float32", me
     own = copy.deepcopy(model).to(device)
     records = (torch.cat(list(each)).to(device) for each in (features, labels))
     sizes = np.array(list(map(len, labels)))
-    arguments = *records, sizes, GRADIENT, None, Clipping(clip_norm), precision
+    arguments = *records, sizes, GRADIENT, seeds_of(sizes), Clipping(clip_norm), precision
     total = clipped_sum_of_updates(method, own, *arguments).cpu().numpy()
     state = model.state_dict()
     assert all(torch.equal(state[name], now.cpu()) for name, now in own.state_dict().items())
@@ -76,9 +81,9 @@ def test_user_updates_are_those_of_local_update(make, epochs, device):
     model = make((1, 28, 28), 10)
     features, labels = torch.randn(4, 5, 1, 28, 28), torch.randint(0, 10, (4, 5))
     training = LocalTraining("fedavg" if epochs else "fedsgd", epochs, 0.2, 2)
-    orders = record_orders(np.arange(4, dtype=np.uint64), epochs, 5)
+    seeds = torch.arange(4)
     own, records = copy.deepcopy(model).to(device), (features.to(device), labels.to(device))
-    updates = flat(user_updates(own, *records, training, orders)).cpu()
+    updates = flat(user_updates(own, *records, training, seeds)).cpu()
     assert all(map(torch.equal, own.cpu().parameters(), model.parameters()))
     for user in range(4):
         alone = local_update(model, features[user], labels[user], training, seed=user)
@@ -115,12 +120,12 @@ class Functional(nn.Module):
 class Attention(nn.Module):
     """torch's own transformer: positions, a first token, an encoder's layer."""
 
-    def __init__(self, batch_first=True):
+    def __init__(self, batch_first=True, dropout=0.0):
         super().__init__()
         self.patches, self.last = nn.Linear(14, 16), nn.Linear(16, 10)
         self.first = nn.Parameter(torch.randn(1, 1, 16))
         self.positions = nn.Parameter(torch.randn(15, 16))
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=batch_first)
         self.batch_first = batch_first
 
     def forward(self, records):
@@ -180,6 +185,11 @@ ARCHITECTURES = {
         nn.Linear(96, 10),
     ),
     "attention": Attention,
+    "attention with dropout": lambda: Attention(dropout=0.2),
+    "mlp with dropout": lambda: nn.Sequential(
+        nn.Flatten(), nn.Dropout(0.1), nn.Linear(196, 32), nn.Dropout(0.5, inplace=True), nn.Tanh(),
+        nn.Linear(32, 10),
+    ),
     "tokens": lambda: Tokens(padding=2),
     "tokens, the last for padding": lambda: Tokens(padding=-1),
 }  # fmt: skip
@@ -578,7 +588,7 @@ def test_bfloat16_gives_float32_updates_near_those_of_float32(make, method, devi
     assert near.dtype == np.float32
     assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 0.1
     own, records = model.to(device), (features.to(device), labels.to(device))
-    updates = user_updates(own, *records, GRADIENT, None, call_in("bfloat16"))
+    updates = user_updates(own, *records, GRADIENT, torch.arange(64), call_in("bfloat16"))
     assert {update.dtype for update in updates.values()} == {torch.float32}
 
 
@@ -635,11 +645,13 @@ def test_everything_is_computed_where_the_model_is(make, method, answer, sizes, 
         labels = torch.zeros(4, 3, dtype=torch.int64)
         features = torch.zeros(4, 3, 1, 14, 14)
         with torch.device("cpu"):  # what is made anywhere comes from there
-            given = features.flatten(0, 1), labels.flatten(), sizes, GRADIENT, None, Clipping(1.0)
-            total = clipped_sum_of_updates(method, model, *given)
-            orders = torch.zeros(1, 4, 3, dtype=torch.int64)
+            given = features.flatten(0, 1), labels.flatten(), sizes, GRADIENT, seeds_of(sizes)
+            total = clipped_sum_of_updates(method, model, *given, Clipping(1.0))
             epochs = LocalTraining("fedavg", 1, 0.1, 2)
-            updates = user_updates(model, features, labels, epochs, orders)
+            order = torch.zeros(1, 4, 3, dtype=torch.int64)  # made of the seeds' values
+            monkeypatch.setattr(client_update, "record_orders", lambda *_: order)
+            monkeypatch.setattr(torch.Tensor, "numpy", lambda *_, **__: np.zeros(4, dtype=np.int64))
+            updates = user_updates(model, features, labels, epochs, torch.arange(4))
         assert total.device.type == "meta"
         assert {update.device.type for update in updates.values()} == {"meta"}
 
@@ -669,6 +681,7 @@ def test_the_trial_of_unequal_users_has_several_at_once(kind, sizes):
 
 def test_a_layer_whose_first_axis_is_not_that_of_records_is_no_gradient_of_anybody():
     records = torch.randn(3, 4), torch.zeros(3, dtype=torch.int64)
-    given = FirstAxis(4, 3), *records, np.array([1, 2]), GRADIENT, None, Clipping(1.0)
+    sizes = np.array([1, 2])
+    given = FirstAxis(4, 3), *records, sizes, GRADIENT, seeds_of(sizes), Clipping(1.0)
     with pytest.raises(Unsupported, match="first axis"):
         clipped_sum_of_updates("book-keeping", *given)
