@@ -82,7 +82,8 @@ def batch_by_batch(experiment: Experiment, batch: Callable[..., None], apart: bo
         apart: each batch on one core, as the engine does it; else on torch's threads together.
     """
     simulation = experiment.config.simulation
-    records, size = experiment.load_users().to(simulation.device), simulation.records_per_chunk
+    records = experiment.load_users().to(simulation.device)
+    size = simulation.records_per_chunk or 256
 
     def of(users: np.ndarray) -> None:
         features, labels, _ = records.together(users)
@@ -201,15 +202,17 @@ def pfl_simulator(config: str) -> tuple:
     sampler = get_user_sampler("random", list(range(plan.users)))
     data = FederatedDataset(lambda user: Dataset(raw_data=records(user), user_id=user), sampler)
     mechanism = GaussianMechanism(plan.mechanism.clip_norm, plan.mechanism.noise_multiplier)
+    training, local = experiment.config.training, NNTrainHyperParams(1, 1.0, None)
+    if training.algorithm == "fedavg":
+        about = training.local_epochs, training.local_learning_rate, training.local_batch_size
+        local = NNTrainHyperParams(*about)
     context = functools.partial(
         CentralContext,
         current_central_iteration=0,
         do_evaluation=False,
         population=Population.TRAIN,
         algorithm_params=NNAlgorithmParams(1, 0, 1, None),
-        model_train_params=NNTrainHyperParams(
-            local_batch_size=None, local_num_epochs=1, local_learning_rate=1.0
-        ),
+        model_train_params=local,
         model_eval_params=None,
     )
     return SimulatedBackend(data, data, [mechanism]), model, FederatedAveraging(), context
@@ -269,31 +272,36 @@ def checked_in(experiment: Experiment, round: int) -> np.ndarray:
     return np.flatnonzero(coins)
 
 
-def measure(config: Config, paths: list[str], turns: int) -> dict[str, list[tuple[float, float]]]:
-    """Speed and peak memory of each path's turns, but for a first that warms up."""
+def measure(
+    cases: dict[str, tuple[str, Config]], turns: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Speed and peak memory of each case's turns, but for a first that warms up.
+
+    A case is a path with its configuration.
+    """
     spawn = multiprocessing.get_context("spawn")
     ends, processes = {}, []
-    for path in paths:
-        ends[path], theirs = spawn.Pipe()
+    for case, (path, config) in cases.items():
+        ends[case], theirs = spawn.Pipe()
         processes.append(spawn.Process(target=serve, args=(path, config, theirs)))
         processes[-1].start()
         theirs.close()
-    found: dict[str, list[tuple[float, float]]] = {path: [] for path in paths}
+    found: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
     try:
         for turn in range(1, turns + 2):
-            for path, end in ends.items():
+            for case, end in ends.items():
                 time.sleep(_PAUSE_SECONDS)
                 end.send(turn)
-                found[path].append(end.recv())
+                found[case].append(end.recv())
     except EOFError:
-        raise SystemExit(f"{path} failed; its error is above") from None
+        raise SystemExit(f"{case} failed; its error is above") from None
     finally:
         for end in ends.values():
             with contextlib.suppress(BrokenPipeError):
                 end.send(None)
         for process in processes:
             process.join()
-    return {path: each[1:] for path, each in found.items()}
+    return {case: each[1:] for case, each in found.items()}
 
 
 def on_flower(config: Config, rounds: int) -> list[tuple[float, float]]:
@@ -370,13 +378,14 @@ def main() -> None:
             console.print("pfl is timed on CPUs only: left out")
         else:
             paths.append(path)
-    found = measure(config, paths, arguments.rounds)
+    found = measure({path: (path, config) for path in paths}, arguments.rounds)
     if arguments.flower_rounds and not on_gpu:
         found["Flower engine"] = on_flower(config, arguments.flower_rounds)
     table = Table(
         title=f"users a second, {config.name}: {config.model.name}, {experiment.parameters} "
         f"parameters\n{simulation.precision} on {simulation.device}, {torch.get_num_threads()} "
-        f"threads, {simulation.records_per_chunk} records a batch, load {os.getloadavg()[0]:.1f}"
+        f"threads, {simulation.records_per_chunk or 'the usual'} records a batch, load "
+        f"{os.getloadavg()[0]:.1f}"
     )
     for column in ("path", "turns", "median/s", "lowest", "highest", "of plain", "peak MB"):
         table.add_column(column, justify="left" if column == "path" else "right")

@@ -6,7 +6,7 @@ from .dropout import SeededDropout, unfolded_attention
 from .module_state import ModuleState, StateError
 from .node import Announcement, Node, ReportFailed
 from .settings import ClientSettings, LocalTraining, Loss, UserRecords, cross_entropy
-from .update import as_keys, in_type, local_update, record_orders, user_updates
+from .update import as_keys, epochs_of_users, in_type, local_update, record_orders, user_updates
 
 __all__ = [
     "STEPS",
@@ -26,6 +26,7 @@ __all__ = [
     "UserRecords",
     "as_keys",
     "cross_entropy",
+    "epochs_of_users",
     "in_type",
     "load_device",
     "local_update",

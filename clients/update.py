@@ -87,7 +87,7 @@ def user_updates(
     features: torch.Tensor,
     labels: torch.Tensor,
     training: LocalTraining,
-    seeds: torch.Tensor,
+    keys: torch.Tensor,
     call: Callable[..., torch.Tensor] = functional_call,
     real: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ def user_updates(
         model: the round's model; nobody else's meanwhile.
         features: shape (k, r, ...), r records of each of k users.
         labels: shape (k, r, ...).
-        seeds: of every user, as `as_keys` gives them: int64 of shape (k,).
+        keys: of every user, what `as_keys` gives of its seed: int64 of shape (k,).
         call: gives the scores as `torch.func.functional_call` does, perhaps in another precision;
             parameters and their gradients stay as they are.
         real: as for `local_update`, of every user: int64 of shape (k,).
@@ -111,52 +111,114 @@ def user_updates(
         RuntimeError: the model draws random numbers other than `SeededDropout`'s, keeps something
             of one step of local training until the next, or torch cannot vectorise it.
     """
+    if training.algorithm != "fedsgd":
+        places = torch.arange(labels.shape[:2].numel()).reshape(labels.shape[:2])
+        flat = features.flatten(0, 1), labels.flatten(0, 1), places.to(labels.device)
+        sizes = labels.new_full(labels.shape[:1], labels.shape[1]) if real is None else real
+        return epochs_of_users(model, *flat, sizes, training, keys, call, real is not None)
     state = ModuleState(model)
-    start = {name: parameter.detach() for name, parameter in trained(model).items()}
-    exact = next(iter(start.values())).dtype
+    counted: tuple[torch.Tensor, ...] = ()
+    if real is not None:
+        counted = (torch.arange(labels.shape[1], device=labels.device) < real[:, None],)
+    one = _gradients(model, training.loss, call)
+    try:
+        start = {name: parameter.detach() for name, parameter in trained(model).items()}
+        axes = None, None, 0, 0, 0, *(0 for _ in counted)  # faster: all have the same parameters
+        return vmap(one, axes)(start, 0, keys.to(labels.device), features.clone(), labels, *counted)
+    finally:
+        state.restore()
 
-    keys, steps = seeds.to(labels.device), 0
+
+def epochs_of_users(
+    model: nn.Module,
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    places: torch.Tensor,
+    sizes: torch.Tensor,
+    training: LocalTraining,
+    keys: torch.Tensor,
+    call: Callable[..., torch.Tensor] = functional_call,
+    constant: bool = False,
+) -> dict[str, torch.Tensor]:
+    """`user_updates` of k users with local epochs, whose records lie anywhere among n.
+
+    Each user takes as many steps as it has batches. Those who have none left are left out, or with
+    `constant` compute on for nothing, so that all the work is that of r records each.
+
+    Args:
+        features, labels: shape (n, ...).
+        places: where each user's records are, int64 of shape (k, r); behind its own any others.
+        sizes: how many records each has, int64 of shape (k,), in 1 to r.
+        model, training, keys, call: as for `user_updates`, as is what comes back and is raised.
+    """
+    state, device, epochs = ModuleState(model), labels.device, training.local_epochs
+    start = {name: parameter.detach() for name, parameter in trained(model).items()}
+    one, most = _gradients(model, training.loss, call), places.shape[1]
+    size = min(training.local_batch_size, most)
+    counts = sizes.numpy(force=True)
+    batches = -(-counts // size)  # of an epoch
+    order = (-batches).argsort(kind="stable")  # who has most steps comes first
+    ends, longest = epochs * batches[order], -(-most // size) if constant else int(batches.max())
+    users = torch.from_numpy(order).to(device)
+    seeds = keys.numpy(force=True).view(np.uint64)
+    turns = record_orders(seeds, epochs, most, counts).to(device)[:, users]
+    places, keys, sizes = places[users], keys.to(device)[users], sizes.to(device)[users]
+    each = torch.from_numpy(batches).to(device)[users]
+    local, kept = start, dict[str, Any]()
+    try:
+        for step in range(epochs * longest):
+            active = len(order) if constant else int((ends > step).sum())
+            number, epoch = step % each[:active], step // each[:active]
+            place = number[:, None] * size + torch.arange(size, device=device)
+            counted = (place < sizes[:active, None]) & (epoch < epochs)[:, None]
+            turn = turns[epoch.clamp(max=epochs - 1), torch.arange(active, device=device)]
+            rows = places[:active].gather(1, turn.gather(1, place.clamp(max=most - 1)))
+            given = keys[:active], features[rows], labels[rows], counted
+            axis = 0 if step else None  # faster: at first all have the same parameters
+            before = _first((local, kept), active) if step else (start, kept)
+            found = vmap(one, (axis, None, 0, 0, 0, 0))(before[0], step, *given)
+            if changed := state.restore():  # read outside vmap, it would mix users
+                raise RuntimeError(f"the model keeps {changed[0]} from one step to the next")
+            own = axis if kept else None
+            made = vmap(training.step, (axis, 0, None, own))(before[0], found, start, before[1])
+            if constant:
+                local, kept = _taken(counted.any(1), made, (local, kept))
+            elif step == 0:
+                local, kept = tree_map(torch.clone, made)
+            else:
+                tree_map(torch.Tensor.copy_, before, made)
+        back = torch.from_numpy(order.argsort()).to(device)
+        return {name: start[name] - value[back] for name, value in local.items()}
+    finally:
+        state.restore()
+
+
+def _first(tree: _Made, users: int) -> _Made:
+    """Of so many users, the first ones, what they have: views."""
+    made: _Made = tree_map(lambda each: each[:users], tree)
+    return made
+
+
+def _gradients(
+    model: nn.Module, loss_of: Loss, call: Callable[..., torch.Tensor]
+) -> Callable[..., Tensors]:
+    """Gives the gradient of one user's mean loss, at a step, of the records that count."""
+    exact = next(iter(trained(model).values())).dtype
 
     def loss(
-        parameters: dict[str, torch.Tensor],
+        parameters: Tensors,
+        step: int,
         key: torch.Tensor,
         records: torch.Tensor,
         targets: torch.Tensor,
         *counted: torch.Tensor,
     ) -> torch.Tensor:
-        with _dropout(key, targets, steps):
+        with _dropout(key, targets, step):
             outputs = in_type(exact, call(model, parameters, (records,)))
-        return _mean_loss(training.loss(outputs, targets), *counted)
+        return _mean_loss(loss_of(outputs, targets), *counted)
 
-    counted: tuple[torch.Tensor, ...] = ()
-    if real is not None:
-        counted = (torch.arange(labels.shape[1], device=labels.device) < real[:, None],)
-    # Faster: everybody's parameters are the same.
-    together = vmap(grad(loss), in_dims=(None, 0, 0, 0, *(0 for _ in counted)))
-    try:
-        if training.algorithm == "fedsgd":
-            return together(start, keys, features.clone(), labels, *counted)
-        apart = vmap(grad(loss))
-        everyone = torch.arange(len(labels), device=labels.device)[:, None]
-        local, kept = start, dict[str, Any]()
-        real_of = None if real is None else real.numpy(force=True)
-        of_users = seeds.numpy(force=True).view(np.uint64)
-        orders = record_orders(of_users, training.local_epochs, labels.shape[1], real_of)
-        for order in orders.to(labels.device):
-            for batch in order.split(training.local_batch_size, dim=1):
-                own = (each[everyone, batch] for each in (features, labels, *counted))
-                gradients = (together if local is start else apart)(local, keys, *own)
-                steps += 1
-                if changed := state.restore():  # read outside vmap, it would mix users
-                    raise RuntimeError(f"the model keeps {changed[0]} from one step to the next")
-                users = None if local is start else 0
-                step = vmap(training.step, in_dims=(users, 0, None, 0 if kept else None))
-                made = step(local, gradients, start, kept)
-                there = counted[0][everyone, batch].any(1) if counted else None
-                local, kept = _taken(there, made, (local, kept))
-        return {name: start[name] - value for name, value in local.items()}
-    finally:
-        state.restore()
+    gradients: Callable[..., Tensors] = grad(loss)
+    return gradients
 
 
 def record_orders(
@@ -244,12 +306,12 @@ def _local_epochs(
     own = trained(model)
     start = {name: parameter.detach().clone() for name, parameter in own.items()}
     kept: dict[str, Any] = {}
-    step = 0
-    for order in orders:
-        for batch in order.split(training.local_batch_size):
-            with _dropout(key, batch, step):
+    size = training.local_batch_size
+    batches = -(-(int(counted[0].sum()) if counted else len(labels)) // size)  # with records
+    for epoch, order in enumerate(orders):
+        for number, batch in enumerate(order.split(size)):
+            with _dropout(key, batch, epoch * batches + number):
                 outputs = model(features[batch])
-            step += 1
             losses = training.loss(outputs, labels[batch])
             loss = _mean_loss(losses, *(each[batch] for each in counted))
             found = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)

@@ -35,8 +35,8 @@ class VectorisedKeys(EngineName):
     noise: Literal["report", "aggregate"] = "report"
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "float32"
-    records_per_chunk: int = Field(
-        default=256, ge=1, le=10**6, description="a whole number from 1 to 10^6"
+    records_per_chunk: int | None = Field(
+        default=None, ge=1, le=10**6, description="a whole number from 1 to 10^6"
     )
     workers: Count = 1
     silent: float = Field(default=0.0, ge=0, lt=1, description="a number in [0, 1)")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import is_hypothesis_test, settings
 
+from run_world import ray_of_its_own
 from shufl import accounting
 
 # How many examples hypothesis tries, and that no example has a deadline. They are the same each
@@ -81,6 +82,20 @@ def device(request):
 
     exact_float32()
     return request.param
+
+
+@pytest.fixture(scope="session")
+def ray_address():
+    with ray_of_its_own(num_cpus=1) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def shared_ray(ray_address):
+    """Has Flower's runs of a module use one Ray: its start takes as long as a short run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray_address)
+        yield
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-_RATIO = 1.4  # of the most records of a bucket's users to the fewest, at most
+RATIO = 1.4  # of the most records of a bucket's users to the fewest, usually
 
 _Given = TypeVar("_Given")
 
@@ -34,13 +34,22 @@ class Bucket:
     is_padded: bool
 
     @classmethod
-    def cut(cls, sizes: np.ndarray, device: torch.device | str = "cpu") -> list[Bucket]:
-        """Buckets of all users with so many records, int of shape (k,)."""
+    def cut(
+        cls,
+        sizes: np.ndarray,
+        device: torch.device | str = "cpu",
+        ratio: float = RATIO,
+        most: int | None = None,
+    ) -> list[Bucket]:
+        """Buckets of all users with so many records, int of shape (k,).
+
+        Of `most` users at most, whose sizes lie within `ratio`.
+        """
         starts = sizes.cumsum() - sizes
         order = sizes.argsort(kind="stable")
         cuts, least = [0], 0
         for place, size in enumerate(sizes[order].tolist()):
-            if place and size > _RATIO * least:
+            if place and (size > ratio * least or place - cuts[-1] == most):
                 cuts.append(place)
             if cuts[-1] == place:
                 least = size

@@ -49,6 +49,7 @@ class VectorisedSettings:
         crowds: how many users report to each shuffler.
         shuffler_of: to which shuffler, from 0, each of some users reports.
         keys: the engine's keys of the configuration.
+        chunk: about how many records are computed at once.
     """
 
     plan: PrivacyPlan
@@ -60,31 +61,32 @@ class VectorisedSettings:
     crowds: tuple[int, ...]
     shuffler_of: Callable[[np.ndarray], np.ndarray]
     keys: VectorisedKeys
+    chunk: int
 
     @property
     def records_per_block(self) -> int:
-        """How many records a block's users have: some `records_per_chunk` are of who checks in."""
-        return int(self.keys.records_per_chunk / self.plan.check_in_rate)
+        """How many records a block's users have: some `chunk` are of who checks in."""
+        return int(self.chunk / self.plan.check_in_rate)
 
 
-def cut(sizes: np.ndarray, keys: VectorisedKeys) -> np.ndarray:
+def cut(sizes: np.ndarray, chunk: int) -> np.ndarray:
     """Where to cut users with so many records into parts that are computed at once.
 
     Few blocks of users with one record each are cut at all.
     """
-    most = keys.records_per_chunk + math.ceil(4 * math.sqrt(keys.records_per_chunk))
+    most = chunk + math.ceil(4 * math.sqrt(chunk))
     return np.flatnonzero(np.diff((sizes.cumsum() - sizes) // most)) + 1
 
 
-def sizes_to_try(sizes: np.ndarray, users: int, keys: VectorisedKeys) -> np.ndarray:
+def sizes_to_try(sizes: np.ndarray, users: int, chunk: int) -> np.ndarray:
     """How many records users have in a trial, of as many users as are ever computed at once.
 
     Users of unequal size are computed another way than equal ones: then the trial has the smallest,
     the largest, and some that need padding.
     """
-    count = min(users, 2 * keys.records_per_chunk)
+    count = min(users, 2 * chunk)
     smallest = np.sort(np.resize(np.sort(sizes), count))
-    at_once = np.split(smallest, cut(smallest, keys))[0]
+    at_once = np.split(smallest, cut(smallest, chunk))[0]
     if sizes.min() == sizes.max():
         return at_once
     return np.concatenate([[3, 4], at_once, [sizes.max()], [3, 5, 4]])
@@ -95,7 +97,7 @@ class ReportSum:
 
     With `noise = "aggregate"` it leaves out the noise, and so all of the blankets, which are noise.
 
-    Users are taken in blocks of neighbouring ids, each with about `records_per_chunk` records of
+    Users are taken in blocks of neighbouring ids, each with about `chunk` records of
     those who checked in. The blocks' sums are rounded to the unit of reports and added as integers:
     whoever sums which blocks, in whatever order, the sum of all is the same to the bit. (A client
     rounds each report, which this engine never has; both errors are far below the noise.)
@@ -116,7 +118,7 @@ class ReportSum:
         self._seed = settings.seed
         self._randomness = make_randomness(self._seed)
         self._noise_in_reports = settings.keys.noise == "report"
-        self._block, self._keys = settings.records_per_block, settings.keys
+        self._block, self._chunk = settings.records_per_block, settings.chunk
         keep_freed_memory()
         self._threads = ThreadPoolExecutor(
             torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
@@ -179,7 +181,7 @@ class ReportSum:
     def _sum_block(self, round: int, users: np.ndarray) -> np.ndarray:
         """The sum of the reports of one block's users, int64 of shape (d,)."""
         total = torch.zeros(self._dimension)
-        for part in np.split(users, cut(self._records.sizes(users), self._keys)):
+        for part in np.split(users, cut(self._records.sizes(users), self._chunk)):
             total += self._sum_of_updates(round, part)
         if self._noise_in_reports:
             noise = np.zeros(self._dimension)

@@ -12,12 +12,14 @@ normalisation layers, and costs about what plain SGD does.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from shufl.clients import (
@@ -25,12 +27,13 @@ from shufl.clients import (
     ModuleState,
     SeededDropout,
     as_keys,
+    epochs_of_users,
     in_type,
     user_updates,
 )
 from shufl.simulator.engine_table import Precision
 from shufl.simulator.engines.book_keeping import autocast, gradients_of_users, names_of
-from shufl.simulator.engines.buckets import Bucket
+from shufl.simulator.engines.buckets import RATIO, Bucket
 from shufl.simulator.engines.gradient_forms import (
     FLOAT32,
     Clipping,
@@ -52,6 +55,7 @@ Method = Literal["book-keeping", "vmap"]
 
 _CANCELLATION = 10.0  # see `Products`
 _SIZES = np.full(64, 2)
+_NUMBERS = 2**22  # that are computed at once: what caches hold
 _SHOWN = 8  # users whose gradients a trial compares, spread over all that are computed at once
 
 
@@ -82,9 +86,12 @@ def clipped_sum_of_updates(
     Returns:
         float32 of shape (d,), on the model's device.
     """
-    buckets, keys = Bucket.cut(sizes, features.device), as_keys(seeds).to(features.device)
+    keys, numbers = as_keys(seeds).to(features.device), dimension(model)
     first, *_ = trained(model).values()
-    total = first.new_zeros(dimension(model))
+    total = first.new_zeros(numbers)
+    most = max(1, _NUMBERS // numbers) if method == "vmap" else None
+    ratio = RATIO if training.algorithm == "fedsgd" else math.inf  # who has no steps left waits
+    buckets = Bucket.cut(sizes, features.device, ratio, most)
     if method == "vmap":
         for bucket in buckets:
             updates = _by_vmap(model, features, labels, bucket, training, keys, precision)
@@ -121,9 +128,12 @@ def _by_vmap(
     precision: Precision = "float32",
 ) -> Tensors:
     """`user_updates` of a bucket's users; the other arguments as `clipped_sum_of_updates` has."""
+    own, called = keys[bucket.users], call_in(precision)
+    if training.algorithm != "fedsgd":
+        places = bucket.index, bucket.sizes
+        return epochs_of_users(model, features, labels, *places, training, own, called)
     real = bucket.sizes if bucket.is_padded else None
-    given = bucket.of(features), bucket.of(labels), training, keys[bucket.users]
-    return user_updates(model, *given, call_in(precision), real)
+    return user_updates(model, bucket.of(features), bucket.of(labels), training, own, called, real)
 
 
 def _dropout(sizes: np.ndarray, keys: torch.Tensor) -> SeededDropout:
@@ -188,6 +198,32 @@ def fastest_method(
         return "book-keeping" if _agrees(exact, *records, sizes, training) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
+
+
+def usual_chunk(model: nn.Module, form: Form, training: LocalTraining, device: str = "cpu") -> int:
+    """About how many records are computed at once, unless the configuration says it: 16 to 4096.
+
+    So many that what a forward keeps of them for its backward is about what caches hold. With local
+    epochs, which take few of a user's records at a time, so many that memory holds them easily.
+    """
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    kept, state = 1, ModuleState(model)
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += 0 if tensor.data_ptr() in own else tensor.numel()
+        return tensor
+
+    features, _ = made_up(model, form, _SHOWN)
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(count, lambda tensor: tensor):
+            model(features)
+    finally:
+        state.restore()
+    most = 2 * _NUMBERS if device == "cpu" else 64 * _NUMBERS
+    if training.algorithm != "fedsgd":
+        kept, most = features.numel(), 8 * most
+    return min(max(len(features) * most // kept, 16), 4096)
 
 
 def ready_for(method: Method, model: nn.Module, device: str = "cpu") -> nn.Module:

@@ -38,7 +38,7 @@ from shufl.simulator.engines.report_sum import (
     VectorisedSettings,
     sizes_to_try,
 )
-from shufl.simulator.engines.user_gradients import Method, fastest_method
+from shufl.simulator.engines.user_gradients import Method, fastest_method, usual_chunk
 from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class VectorisedEngine:
                 'simulation.noise must be "aggregate" with engine vectorised and mechanism '
                 f'{mechanism.name}, got "{keys.noise}"'
             )
-        self.gradients = _method(experiment, keys)
+        self.gradients, chunk = _method(experiment, keys)
         drawn = "for each report" if keys.noise == "report" else "once a round, for their sum"
         by = "" if keys.workers == 1 else f" by {keys.workers} Ray workers"
         self.description = (
@@ -91,6 +91,7 @@ class VectorisedEngine:
             crowds=experiment.crowds,
             shuffler_of=experiment.shuffler_of,
             keys=keys,
+            chunk=chunk,
         )
 
     def run(
@@ -138,18 +139,22 @@ def _check_machine(keys: VectorisedKeys) -> None:
     check_cluster()
 
 
-def _method(experiment: Experiment, keys: VectorisedKeys) -> Method:
-    """How users' gradients are computed fastest.
+def _method(experiment: Experiment, keys: VectorisedKeys) -> tuple[Method, int]:
+    """How users' gradients are computed fastest, and of about how many records at once.
 
     Raises:
         ConfigError: torch cannot vectorise the model.
     """
-    sizes = sizes_to_try(np.diff(experiment.partition.starts), experiment.plan.users, keys)
-    about = experiment.form, experiment.local_training, keys.device, keys.precision, sizes
+    sizes, form = np.diff(experiment.partition.starts), experiment.form
     try:
+        model = experiment.make_model().train()
+        training, chunk = experiment.local_training, keys.records_per_chunk
+        chunk = chunk or usual_chunk(model, form, training, keys.device)
+        tried = sizes_to_try(sizes, experiment.plan.users, chunk)
+        about = form, training, keys.device, keys.precision, tried
         with warnings.catch_warnings():  # of a vmap that is slow, and may not be used
             warnings.simplefilter("ignore", UserWarning)
-            return fastest_method(experiment.make_model().train(), *about)
+            return fastest_method(model, *about), chunk
     except READERS_ERRORS as error:
         raise ConfigError(
             f"model {experiment.config.model.name} cannot be vectorised over users in "

@@ -122,7 +122,7 @@ class UserReference:
         users = randomness.checked_in(round, plan.users, plan.check_in_rate)
         clipping = Clipping(plan.mechanism.clip_norm if self._private else math.inf)
         total = np.zeros(settings.dimension)
-        for part in np.split(users, cut(self._records.sizes(users), settings.keys)):
+        for part in np.split(users, cut(self._records.sizes(users), settings.chunk)):
             if not len(part):
                 continue
             features, labels, sizes = self._records.together(part)

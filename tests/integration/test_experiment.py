@@ -159,6 +159,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_ad
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize(
     "interrupt", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
 )
@@ -271,6 +272,7 @@ def test_a_result_that_is_damaged_is_played_anew(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
     """Each setting is allowed, and that of `central` alone does not fit."""
     central = 'name = "central"\ntrainer = "central"\n[series.settings]\n"privacy.delta" = 1e-5'
@@ -286,6 +288,7 @@ def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 def test_more_processors_than_there_are_is_one_line(tmp_path):
     grid = write_grid(tmp_path, 3, **{"each = [{}, ": "each = [{}, "})
     asked = shufl("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)

@@ -66,6 +66,7 @@ def test_reports_of_their_own_are_refused_where_only_sums_are_made():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize(("engine", "noise"), [("vectorised", "aggregate"), ("flower", "report")])
 def test_a_run_learns_and_keeps_its_budget(tmp_path, engine, noise):
     finished = shufl(

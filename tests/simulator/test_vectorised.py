@@ -102,8 +102,7 @@ def test_a_round_is_the_one_computed_by_hand_whatever_the_chunk(overrides, devic
     total = sum_by_hand(of, users, 2)
     total += NOISE * CLIP * SeededRandomness(5).standard_normal(2, users, settings.dimension).sum(0)
     for size in (1, 7, 1000):
-        keys = settings.keys.model_copy(update={"records_per_chunk": size})
-        of.settings = dataclasses.replace(settings, keys=keys)
+        of.settings = dataclasses.replace(settings, chunk=size)
         round = played(of, 2)
         assert (round.outcome, round.aggregate.reports) == ("released", len(users))
         before = of.load_users().before(users)
