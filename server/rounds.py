@@ -300,8 +300,15 @@ class RoundLoop:
         about = settings.plan, self._training.dimension
         patience = _SHUFFLER_SECONDS if self._patient else 0.0
         batch = header, shuffler.release(header.run_id, header.round, patience)
-        own = settings.make_aggregator(*about)
-        aggregate = aggregate_reports([batch], private_key, *about, own, users)
+        try:
+            own = settings.make_aggregator(*about)
+            aggregate = aggregate_reports([batch], private_key, *about, own, users)
+        except ShufflerError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever the reader's aggregator does
+            raise RoundFailed(
+                f"round {header.round}: the aggregator failed: {type(error).__name__}: {error}"
+            ) from error
         with self._passing(number, {}):
             shuffler.end_round(header.run_id, header.round)
             del self._unended[number]

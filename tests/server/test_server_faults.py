@@ -27,7 +27,7 @@ from shuffler_world import ShufflerHere
 from shufl.accounting import Ledger
 from shufl.accounting.plan import Window
 from shufl.clients import ClientSettings, LocalTraining, make_client_app
-from shufl.server import Optimiser, ServerSettings, load_checkpoint
+from shufl.server import Mean, Optimiser, RoundFailed, ServerSettings, load_checkpoint
 from shufl.server.rounds import RoundLoop
 from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.keys import Authority
@@ -124,7 +124,9 @@ class Run:
             )
         )  # fmt: skip
 
-    def play(self, rounds, tell=lambda line: None, control=lambda number, client: client):
+    def play(
+        self, rounds, tell=lambda line: None, control=lambda number, client: client, **settings
+    ):
         """Plays until so many rounds are over; `control` puts faults into a shuffler's client."""
         ledger, checkpoint = self.folder / "ledger.jsonl", self.folder / "checkpoint.pt"
         opened = (
@@ -141,7 +143,7 @@ class Run:
                 checkpoint_every=1, origin={}, reproducible=False,
                 checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
                 nodes=0, shufflers=tuple((each.address, each.control) for each in self.shufflers),
-                round_timeout=60.0, patience=600.0, tell=tell,
+                round_timeout=60.0, patience=600.0, tell=tell, **settings,
             )  # fmt: skip
             done = len(self.rows) + rounds
             loop = RoundLoop(
@@ -187,6 +189,40 @@ def test_undisturbed_rounds_make_steps_of_the_length_of_an_update(run):
     run.play(2)
     assert [(row.outcome, row.users_present) for row in run.rows] == [("released", USERS)] * 2
     assert run.steps_are_whole()
+
+
+class LeavesOut(Mean):
+    """An aggregator that leaves all reports out."""
+
+    left_out = 0
+
+    def add(self, report):
+        self.left_out += 1
+
+
+def test_an_aggregator_gets_the_reports_of_every_shuffler_apart(tmp_path, shufflers):
+    made = []
+
+    def make(plan, dimension):
+        made.append(LeavesOut(plan, dimension))
+        return made[-1]
+
+    run = Run(tmp_path, shufflers)
+    run.play(2, make_aggregator=make)
+    given = [aggregator.left_out for aggregator in made]
+    assert len(given) == 4 and min(given) > 0
+    for row, of_round in zip(run.rows, (given[:2], given[2:]), strict=True):
+        assert (row.reports, row.reasons) == (0, {"left-out": sum(of_round)})
+
+
+def test_an_aggregator_that_fails_ends_the_run_in_one_line(run):
+    class Fails(Mean):
+        def add(self, report):
+            raise ValueError("no such report")
+
+    with pytest.raises(RoundFailed, match=r"^round 1: the aggregator failed: ValueError: no such"):
+        run.play(2, make_aggregator=Fails)
+    assert run.spent == [1]
 
 
 def killed_before_it_answers(network, node, deliver):
