@@ -124,7 +124,8 @@ class _Tape(TorchFunctionMode):
                     return made
         output = func(*args, **(kwargs or {}))
         given = *args, *(kwargs or {}).values()
-        if func in _LAYERS and any(id(each) in self._known for each in given):
+        known = any(id(each) in self._known for each in given)
+        if known and func in _LAYERS and output.requires_grad:
             layer = functools.partial(_LAYERS[func], **(kwargs or {}))
             self.calls.append((layer, args, get_gradient_edge(output)))
         return output
