@@ -112,9 +112,10 @@ def user_updates(
             of one step of local training until the next, or torch cannot vectorise it.
     """
     if training.algorithm != "fedsgd":
-        places = torch.arange(labels.shape[:2].numel()).reshape(labels.shape[:2])
-        flat = features.flatten(0, 1), labels.flatten(0, 1), places.to(labels.device)
-        sizes = labels.new_full(labels.shape[:1], labels.shape[1]) if real is None else real
+        users, records = labels.shape[:2]
+        places = torch.arange(users * records, device=labels.device).reshape(users, records)
+        flat = features.flatten(0, 1), labels.flatten(0, 1), places
+        sizes = torch.full((users,), records) if real is None else real
         return epochs_of_users(model, *flat, sizes, training, keys, call, real is not None)
     state = ModuleState(model)
     counted: tuple[torch.Tensor, ...] = ()

@@ -83,6 +83,16 @@ def with_dropout():
     return nn.Sequential(make_model(), nn.Dropout(0.5))
 
 
+class Draws(nn.Linear):
+    """Its own kind of dropout, by torch's generator."""
+
+    def __init__(self):
+        super().__init__(WIDTH, 2)
+
+    def forward(self, records):
+        return super().forward(records * torch.rand_like(records))
+
+
 class Caching(nn.Module):
     """Keeps what it computed last, for as long as the records are as many."""
 
@@ -94,6 +104,12 @@ class Caching(nn.Module):
         if self.kept is None or self.kept.shape != records.shape:
             self.kept = torch.ones_like(records)
         return self.inner(records * self.kept)
+
+
+def make_drawing():
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return Draws()
 
 
 def of_several_records(user):
@@ -110,9 +126,10 @@ EPOCHS = {"load_users": lambda: of_several_records, "training": LocalTraining("f
         (EPOCHS, [3]),
         ({"load_users": lambda: of_several_sizes}, []),
         ({"make_model": with_dropout}, [3]),
+        ({"make_model": make_drawing}, [3]),
         ({"make_model": Caching}, [3]),
     ],
-    ids=["gradients", "epochs", "of several sizes", "dropout", "caching"],
+    ids=["gradients", "epochs", "of several sizes", "dropout", "draws", "caching"],
 )
 def test_a_report_is_that_of_its_user_alone_whoever_is_computed_with_it(
     make_round, changes, sizes, caplog, monkeypatch
@@ -131,7 +148,7 @@ def test_a_report_is_that_of_its_user_alone_whoever_is_computed_with_it(
     round = make_round(rate=1.0, **changes).open()
     round.announce()
     assert together == sizes
-    assert ("one by one" in caplog.text) is (changes.get("make_model") is with_dropout)
+    assert ("one by one" in caplog.text) is (changes.get("make_model") is make_drawing)
     settings, mechanism = round.settings, round.plan.mechanism
     users = np.array([1, 4, 7, 10])
     noises = SeededRandomness(3).standard_normal(1, users, DIMENSION)
