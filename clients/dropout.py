@@ -101,6 +101,7 @@ def unfolded_attention(
     the = given.arguments
     unusual = (
         not the["query"] is the["key"] is the["value"]
+        or the["query"].dim() != 3
         or (the["attn_mask"] is not None and not the["is_causal"])
         or any(the[name] is not None for name in ("key_padding_mask", "bias_k"))
         or any(the[n] for n in ("add_zero_attn", "need_weights", "use_separate_proj_weight"))

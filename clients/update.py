@@ -182,16 +182,23 @@ def epochs_of_users(
                 raise RuntimeError(f"the model keeps {changed[0]} from one step to the next")
             own = axis if kept else None
             made = vmap(training.step, (axis, 0, None, own))(before[0], found, start, before[1])
+            made = tree_map(torch.clone, made)  # it may be, or hold, what it was given
             if constant:
                 local, kept = _taken(counted.any(1), made, (local, kept))
-            elif step == 0:
-                local, kept = tree_map(torch.clone, made)
+            elif active == len(order):
+                local, kept = made
             else:
-                tree_map(torch.Tensor.copy_, before, made)
+                tree_map(_write, before, made)
         back = torch.from_numpy(order.argsort()).to(device)
         return {name: start[name] - value[back] for name, value in local.items()}
     finally:
         state.restore()
+
+
+def _write(old: torch.Tensor, new: torch.Tensor) -> None:
+    if old.dtype != new.dtype:
+        raise RuntimeError(f"a step makes {new.dtype} of what was {old.dtype}")
+    old.copy_(new)
 
 
 def _first(tree: _Made, users: int) -> _Made:

@@ -46,8 +46,7 @@ class Mean:
 
     Dividing by the expected number of users' reports, not the realised one, keeps the estimate
     unbiased whatever the coins, and says nothing of how many reports are blankets. The sum is one
-    of integers below 2^53, so it does not depend on the (random) order of the release, nor on how
-    the batch was divided.
+    of integers below 2^53, so it does not depend on the (random) order of the release.
 
     Attributes:
         total: what was added so far, whole numbers of units of shape (d,).

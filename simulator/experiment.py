@@ -214,19 +214,25 @@ def _try_task(experiment: Experiment) -> None:
 
 
 def _try_aggregator(experiment: Experiment, parameters: int) -> None:
-    """Refuses an aggregator that makes no estimate of three reports."""
+    """Refuses an aggregator that makes no estimate of three reports, or of none."""
     name, plan = experiment.config.training.aggregator, experiment.plan
     make = experiment.make_aggregator
     with readers_code(f"training.aggregator {name} cannot aggregate reports"):
-        aggregator = make(plan, parameters)
-        for report in (0.0, 1.0, -1.0):
-            aggregator.add(np.full(parameters, report))
-        estimate = np.asarray(aggregator.result(plan.users))
-    if estimate.shape != (parameters,) or estimate.dtype != np.float32:
-        raise ConfigError(
-            f"training.aggregator {name} must make an estimate of shape ({parameters},) and type "
-            f"float32, got {estimate.shape} and {estimate.dtype}"
-        )
+        estimates = []
+        for reports in ((), (0.0, 1.0, -1.0)):
+            aggregator = make(plan, parameters)
+            for report in reports:
+                aggregator.add(np.full(parameters, report))
+            estimates.append(aggregator.result(plan.users))
+    for estimate in estimates:
+        got = f"{type(estimate).__name__}"
+        if isinstance(estimate, np.ndarray):
+            got = f"{estimate.shape} and {estimate.dtype}"
+        if got != f"({parameters},) and float32":
+            raise ConfigError(
+                f"training.aggregator {name} must make an array of shape ({parameters},) and type "
+                f"float32 (also of no reports), got {got}"
+            )
 
 
 def check_report_size(config: Config, parameters: int) -> None:

@@ -75,7 +75,7 @@ def _try(given: bytes) -> bool:
             forwards = _updates(model, training, users)
     backwards = _in_another_process(name, (make_model, parameters, training, users[::-1]))[::-1]
     for one, other in zip(forwards, backwards, strict=True):
-        if not _close(one, other, 1e-5):
+        if not close(one, other, 1e-5):
             raise ConfigError(
                 f"model {name} gives a user another update in another process, where other users "
                 "came before: it must keep nothing outside itself (in its class, a global, a cache "
@@ -159,7 +159,7 @@ def agrees_one_by_one(
     users = zip(features, labels, seeds.tolist(), strict=True)
     alone = (local_update(model, x, y, training, seed) for x, y, seed in users)
     flat = torch.cat([update.reshape(len(labels), -1) for update in together], dim=1).numpy()
-    return all(_close(*pair, 1e-3) for pair in zip(flat, alone, strict=True))
+    return all(close(*pair, 1e-3) for pair in zip(flat, alone, strict=True))
 
 
 def _updates(model: nn.Module, training: LocalTraining, users: _Users) -> list[np.ndarray]:
@@ -200,7 +200,7 @@ def _write_updates(path: Path, given: _Given) -> None:
     path.write_bytes(pickle.dumps(updates))
 
 
-def _close(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
+def close(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
     """Whether two updates differ by this part of their length at most; NaN equals NaN."""
     scale = np.linalg.norm(np.nan_to_num(one.astype(float)))
     return np.allclose(one, other, rtol=0, atol=tolerance * scale + 1e-12, equal_nan=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-RATIO = 1.4  # of the most records of a bucket's users to the fewest, usually
+_RATIO = 1.4  # of the most records of a bucket's users to the fewest, usually
 
 _Given = TypeVar("_Given")
 
@@ -38,18 +38,20 @@ class Bucket:
         cls,
         sizes: np.ndarray,
         device: torch.device | str = "cpu",
-        ratio: float = RATIO,
         most: int | None = None,
+        batch: int | None = None,
     ) -> list[Bucket]:
         """Buckets of all users with so many records, int of shape (k,).
 
-        Of `most` users at most, whose sizes lie within `ratio`.
+        A bucket has `most` users at most, where that is given. Whoever has a `batch` of records or
+        more counts as having a batch, where that is given: they take several steps.
         """
         starts = sizes.cumsum() - sizes
         order = sizes.argsort(kind="stable")
+        steps = sizes if batch is None else np.minimum(sizes, batch)
         cuts, least = [0], 0
-        for place, size in enumerate(sizes[order].tolist()):
-            if place and (size > ratio * least or place - cuts[-1] == most):
+        for place, size in enumerate(steps[order].tolist()):
+            if place and (size > _RATIO * least or place - cuts[-1] == most):
                 cuts.append(place)
             if cuts[-1] == place:
                 least = size

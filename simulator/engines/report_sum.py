@@ -24,7 +24,7 @@ from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.user_gradients import Method, clipped_sum_of_updates, ready_for
 from shufl.simulator.section import READERS_ERRORS, one_line
 from shufl.simulator.trial import exact_float32
-from shufl.trained import load_sent, sent
+from shufl.trained import frozen_digest, load_sent, sent
 
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 
@@ -50,6 +50,7 @@ class VectorisedSettings:
         shuffler_of: to which shuffler, from 0, each of some users reports.
         keys: the engine's keys of the configuration.
         chunk: about how many records are computed at once.
+        frozen: the `frozen_digest` of the model.
     """
 
     plan: PrivacyPlan
@@ -62,6 +63,7 @@ class VectorisedSettings:
     shuffler_of: Callable[[np.ndarray], np.ndarray]
     keys: VectorisedKeys
     chunk: int
+    frozen: str
 
     @property
     def records_per_block(self) -> int:
@@ -114,6 +116,10 @@ class ReportSum:
         self._models = [
             ready_for(self._method, settings.make_model(), device) for _ in range(copies)
         ]
+        if (own := frozen_digest(self._models[0])) != settings.frozen:  # on another machine
+            raise RoundFailed(
+                f"a worker's frozen parameters must be {settings.frozen[:12]}, got {own[:12]}"
+            )
         self._free: queue.SimpleQueue[tuple[nn.Module, ModuleState]] = queue.SimpleQueue()
         self._seed = settings.seed
         self._randomness = make_randomness(self._seed)

@@ -12,9 +12,8 @@ normalisation layers, and costs about what plain SGD does.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,11 +28,12 @@ from shufl.clients import (
     as_keys,
     epochs_of_users,
     in_type,
+    local_update,
     user_updates,
 )
 from shufl.simulator.engine_table import Precision
 from shufl.simulator.engines.book_keeping import autocast, gradients_of_users, names_of
-from shufl.simulator.engines.buckets import RATIO, Bucket
+from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import (
     FLOAT32,
     Clipping,
@@ -47,7 +47,7 @@ from shufl.simulator.engines.gradient_forms import (
 )
 from shufl.simulator.models import seeded
 from shufl.simulator.tasks import Form
-from shufl.simulator.trial import agrees_one_by_one, made_up
+from shufl.simulator.trial import agrees_one_by_one, close, made_up
 from shufl.trained import dimension, trained
 
 Method = Literal["book-keeping", "vmap"]
@@ -89,9 +89,9 @@ def clipped_sum_of_updates(
     keys, numbers = as_keys(seeds).to(features.device), dimension(model)
     first, *_ = trained(model).values()
     total = first.new_zeros(numbers)
-    most = max(1, _NUMBERS // numbers) if method == "vmap" else None
-    ratio = RATIO if training.algorithm == "fedsgd" else math.inf  # who has no steps left waits
-    buckets = Bucket.cut(sizes, features.device, ratio, most)
+    most = max(1, _worth(features.device.type) // numbers) if method == "vmap" else None
+    batch = None if training.algorithm == "fedsgd" else training.local_batch_size
+    buckets = Bucket.cut(sizes, features.device, most, batch)
     if method == "vmap":
         for bucket in buckets:
             updates = _by_vmap(model, features, labels, bucket, training, keys, precision)
@@ -171,12 +171,16 @@ def fastest_method(
     features, labels = made_up(model, form, int(sizes.sum()))
     few = sizes[:4]
     count = int(few.sum())
-    longest = made_up(model, form, len(few) * int(few.max()))
+    most = int(few.max())
+    if training.algorithm != "fedsgd":  # several steps, of as many as anybody takes
+        most = max(most, min(int(sizes.max()), 3 * training.local_batch_size + 1))
+    longest = made_up(model, form, len(few) * most)
     model = copy.deepcopy(model)
     with seeded(0):
-        shape = len(few), int(few.max())
-        x, y = (each.reshape(*shape, *each.shape[1:]) for each in longest)
+        x, y = (each.reshape(len(few), most, *each.shape[1:]) for each in longest)
         agrees = agrees_one_by_one(model, x, y, training)
+        if training.algorithm != "fedsgd":
+            agrees &= _unequal_agree(model, x, y, training)
     if not agrees:
         raise RuntimeError(
             "users computed together get other updates than one by one: the model draws random "
@@ -200,29 +204,56 @@ def fastest_method(
         return "vmap"
 
 
+def _unequal_agree(
+    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, training: LocalTraining
+) -> bool:
+    """Whether users who take unequally many steps together have the updates of each alone."""
+    users, most = labels.shape[:2]
+    sizes = np.resize([most, 1, most // 2 + 1], users)
+    seeds = np.arange(users, dtype=np.uint64)
+    places = torch.arange(users * most).reshape(users, most)
+    flat = features.flatten(0, 1), labels.flatten(0, 1), places, torch.from_numpy(sizes)
+    together = epochs_of_users(model, *flat, training, as_keys(seeds))
+    ours = torch.cat([each.reshape(users, -1) for each in together.values()], dim=1).numpy()
+    records = zip(features, labels, sizes.tolist(), seeds.tolist(), strict=True)
+    alone = [local_update(model, x[:n], y[:n], training, seed) for x, y, n, seed in records]
+    return all(close(*pair, 1e-3) for pair in zip(ours, alone, strict=True))
+
+
+def _worth(device: str) -> int:
+    """How many numbers are worth a computation: on CPUs what caches hold."""
+    return _NUMBERS if device == "cpu" else 64 * _NUMBERS
+
+
 def usual_chunk(model: nn.Module, form: Form, training: LocalTraining, device: str = "cpu") -> int:
     """About how many records are computed at once, unless the configuration says it: 16 to 4096.
 
-    So many that what a forward keeps of them for its backward is about what caches hold. With local
-    epochs, which take few of a user's records at a time, so many that memory holds them easily.
+    So many that what a forward keeps of them for its backward, or its largest output, is what is
+    worth a computation; with local epochs, whose steps take some of them only, some more.
     """
-    own = {parameter.data_ptr() for parameter in model.parameters()}
-    kept, state = 1, ModuleState(model)
+    copied, kept = copy.deepcopy(model), 1
+    own = {parameter.data_ptr() for parameter in copied.parameters()}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal kept
         kept += 0 if tensor.data_ptr() in own else tensor.numel()
         return tensor
 
+    largest = 1
+
+    def look(
+        module: nn.Module, given: Any, output: Any
+    ) -> None:  # of frozen layers nothing is kept
+        nonlocal largest
+        largest = max(largest, output.numel() if isinstance(output, torch.Tensor) else 1)
+
     features, _ = made_up(model, form, _SHOWN)
-    try:
-        with torch.enable_grad(), saved_tensors_hooks(count, lambda tensor: tensor):
-            model(features)
-    finally:
-        state.restore()
-    most = 2 * _NUMBERS if device == "cpu" else 64 * _NUMBERS
-    if training.algorithm != "fedsgd":
-        kept, most = features.numel(), 8 * most
+    for each in copied.modules():
+        each.register_forward_hook(look)
+    with seeded(0), torch.enable_grad(), saved_tensors_hooks(count, lambda tensor: tensor):
+        copied(features)
+    kept = max(kept, largest)
+    most = (2 if training.algorithm == "fedsgd" else 16) * _worth(device)
     return min(max(len(features) * most // kept, 16), 4096)
 
 

@@ -40,6 +40,7 @@ from shufl.simulator.engines.report_sum import (
 )
 from shufl.simulator.engines.user_gradients import Method, fastest_method, usual_chunk
 from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line
+from shufl.trained import frozen_digest
 
 if TYPE_CHECKING:
     from shufl.simulator.experiment import Experiment
@@ -92,6 +93,7 @@ class VectorisedEngine:
             shuffler_of=experiment.shuffler_of,
             keys=keys,
             chunk=chunk,
+            frozen=frozen_digest(experiment.make_model()),
         )
 
     def run(

@@ -144,3 +144,26 @@ def test_a_configuration_names_the_algorithm_and_its_options():
     one, zero = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
     parameters, state = own.step(zero, one, zero, {})
     assert parameters["w"].tolist() == pytest.approx([-0.1] * 2) and state["w"].tolist() == [1, 1]
+
+
+def heavy_ball(parameters, gradients, start, state, learning_rate):
+    """Its state is what it was given: the parameters before the last step."""
+    old = state["old"] if state else parameters
+    new = {n: p - learning_rate * gradients[n] + 0.9 * (p - old[n]) for n, p in parameters.items()}
+    return new, {"old": parameters}
+
+
+def test_a_state_that_is_what_the_step_was_given_is_kept_when_users_leave():
+    torch.manual_seed(3)
+    training = LocalTraining("x:y", 2, 0.3, 2, own=heavy_ball)
+    sizes, model = np.array([9, 1, 4, 12, 2]), nn.Linear(6, 3).train()
+    features, labels = torch.randn(sizes.sum(), 6), torch.randint(3, (sizes.sum(),))
+    seeds = np.arange(5, dtype=np.uint64)
+    given = features, labels, sizes, training, seeds, Clipping(10.0)
+    total = clipped_sum_of_updates("vmap", model, *given)
+    ends = sizes.cumsum()
+    alone = [
+        local_update(model, features[e - n : e], labels[e - n : e], training, seed)
+        for seed, (n, e) in enumerate(zip(sizes.tolist(), ends.tolist(), strict=True))
+    ]
+    np.testing.assert_allclose(total, sum(alone), rtol=1e-4, atol=1e-5)

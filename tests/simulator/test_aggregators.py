@@ -28,7 +28,7 @@ class Median(Nothing):
     """Of few reports, and without a base class."""
 
     def __init__(self, plan, dimension):
-        self.reports, self.plan = [], plan
+        self.reports, self.plan = [np.zeros(dimension)], plan
 
     def add(self, report):
         self.reports.append(report)
@@ -48,7 +48,10 @@ def loud(plan, dimension):
         ("median", "training.aggregator must be mean, or module:callable, got"),
         ("nowhere:filter", "training.aggregator nowhere:filter could not be imported"),
         ("test_aggregators:loud", "loud cannot aggregate reports: no reports please"),
-        ("test_aggregators:Nothing", r"shape (650,) and type float32, got (650,) and float64"),
+        (
+            "test_aggregators:Nothing",
+            r"shape (650,) and type float32 (also of no reports), got (650,) and float64",
+        ),
     ],
 )
 def test_one_that_cannot_be_used_is_one_line(name, message):
