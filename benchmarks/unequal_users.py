@@ -1,8 +1,8 @@
 """What users of unequal size cost the vectorised engine: records a second beside equal sizes.
 
-The records are MNIST's 60 000, of 2 378 users. Unequal users have as many as the students of
-InstEval have ratings, from 1 to 64 (median 22), scaled to all records; equal ones have 25. All else
-is the same: model, mean number of records a round, algorithm, one thread. Each case is a process of
+The records are MNIST's 60 000, of 2 378 users. Unequal users have numbers of records in proportion
+to the ratings of InstEval's students; equal ones have 25. All else is the same: model, expected
+number of records a round, algorithm, one thread. Each case is a process of
 its own, and they take turns, as in `vectorised.py`. pfl 0.6.0 has the same unequal users, algorithm
 and clipping; its noise is that of each user, drawn on the CPU.
 
@@ -29,11 +29,11 @@ from vectorised import measure
 
 MODELS = {"logistic-regression": {}, "mlp": {"hidden": 64}, "small-cnn": {}}
 ALGORITHMS = {"fedsgd": {}, "fedavg": {"local_epochs": 1, "local_batch_size": 8}}
-RATES = 0.03, 0.25, 1.0  # 72, 600 and 2 378 users a round
+RATES = 0.03, 0.25, 1.0  # 71, 594 and 2 378 users a round
 
 
 def owned() -> shufl.Dataset:
-    """MNIST, of users with as many records as InstEval's students have, and some more."""
+    """MNIST, of users with records in proportion to the ratings of InstEval's students."""
     dataset = load_dataset("mnist")
     share = np.unique(load_dataset("insteval").users, return_counts=True)[1].cumsum()
     place = np.arange(len(dataset.train_labels)) / len(dataset.train_labels)

@@ -83,7 +83,7 @@ def batch_by_batch(experiment: Experiment, batch: Callable[..., None], apart: bo
     """
     simulation = experiment.config.simulation
     records = experiment.load_users().to(simulation.device)
-    size = simulation.records_per_chunk or 256
+    size = simulation.records_per_chunk
 
     def of(users: np.ndarray) -> None:
         features, labels, _ = records.together(users)
@@ -363,7 +363,8 @@ def main() -> None:
         "--only", action="append", help="beside plain, the paths that start so; several times"
     )
     arguments = parser.parse_args()
-    settings = ["training.algorithm=fedsgd", "simulation.engine=vectorised", *arguments.set]
+    usual = "training.algorithm=fedsgd", "simulation.engine=vectorised"
+    settings = [*usual, "simulation.records_per_chunk=256", *arguments.set]
     config = load(arguments.config, settings)
     experiment, console, simulation = prepare(config), Console(), config.simulation
     on_gpu = simulation.device == "cuda"
@@ -384,8 +385,7 @@ def main() -> None:
     table = Table(
         title=f"users a second, {config.name}: {config.model.name}, {experiment.parameters} "
         f"parameters\n{simulation.precision} on {simulation.device}, {torch.get_num_threads()} "
-        f"threads, {simulation.records_per_chunk or 'the usual'} records a batch, load "
-        f"{os.getloadavg()[0]:.1f}"
+        f"threads, {simulation.records_per_chunk} records a batch, load {os.getloadavg()[0]:.1f}"
     )
     for column in ("path", "turns", "median/s", "lowest", "highest", "of plain", "peak MB"):
         table.add_column(column, justify="left" if column == "path" else "right")

@@ -18,7 +18,8 @@ class SeededDropout(TorchFunctionMode):
     """While entered, masks of dropout are a function of seed, step, record and place in it.
 
     It knows `functional.dropout`, and attention with dropout. The first axis of what is masked must
-    be that of the records; any other dropout draws from torch's own generator.
+    be that of the records; any other dropout draws from torch's own generator. So does one within
+    `torch.utils.checkpoint`, which puts that generator back before it computes again.
     """
 
     def __init__(self, seeds: torch.Tensor, places: torch.Tensor, step: int = 0):
@@ -57,6 +58,8 @@ class SeededDropout(TorchFunctionMode):
         self, given: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor | None:
         if not training or not 0 < p < 1 or given.dim() == 0 or len(given) != len(self._records):
+            return None
+        if _is_computed_again():
             return None
         self._calls += 1
         numbers = torch.arange(given[0].numel(), device=given.device) * _ODD
@@ -125,6 +128,11 @@ _ATTENTION = inspect.signature(functional.multi_head_attention_forward)
 def _drops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     the = _ATTENTION.bind(*args, **kwargs).arguments
     return bool(the["dropout_p"] and the.get("training", True))
+
+
+def _is_computed_again() -> bool:
+    """Whether this forward is computed again in the backward, by `torch.utils.checkpoint`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _key(number: int) -> int:

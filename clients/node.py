@@ -132,7 +132,6 @@ class Node:
             raise ValueError("a client whose coins nobody can repeat needs a device's ledger")
         self.settings = settings
         self._plan_digest = settings.plan.digest()
-        self._frozen: str | None = None  # their digest
         self._randomness = randomness or make_randomness(settings.seed)
         self._work = Work(settings.make_model, settings.training, settings.together)
         self._records = settings.load_users()
@@ -153,6 +152,10 @@ class Node:
 
         return rounds_within_budget(self.settings.plan)
 
+    @functools.cached_property
+    def _frozen(self) -> str:
+        return frozen_digest(self._work.model)
+
     def agree(self, run_id: str, plan_digest: str) -> None:
         """Refuses a run or a plan that is not this client's.
 
@@ -170,10 +173,7 @@ class Node:
         Raises:
             RoundRefused: they are.
         """
-        if self._frozen is None:
-            self._frozen = frozen_digest(self._work.model)
-        own = self._frozen
-        if digest != own:
+        if digest != (own := self._frozen):
             raise RoundRefused(f"frozen parameters must be {own or 'none'}, got {digest or 'none'}")
 
     def prepare(self, announced: Announcement, model: ArrayRecord, node: int = 0) -> PreparedRound:

@@ -31,7 +31,10 @@ class Aggregator(Protocol):
     """
 
     def add(self, report: np.ndarray) -> None:
-        """Takes a report, whole numbers of units of shape (d,), in the order of the release."""
+        """Takes the next report of the release: whole numbers of units, float64 of shape (d,).
+
+        The array is the aggregator's to keep.
+        """
 
     def result(self, users: int) -> np.ndarray:
         """The estimate, float32 of shape (d,), where so many users flipped coins."""
@@ -96,6 +99,10 @@ def aggregate_reports(
 
     A report that was sealed under another header than its batch's does not open. `aggregator` is of
     this round alone, and `users` is how many were present.
+
+    Raises:
+        ValueError: the aggregator has left more out than it was given.
+        Exception: what the aggregator raises.
     """
     empty = empty_report(dimension) if plan.cover else None
     limit = plan.mechanism.largest_honest_norm(dimension)
@@ -119,5 +126,7 @@ def aggregate_reports(
         reports += 1
     estimate = aggregator.result(users)
     if left_out := getattr(aggregator, "left_out", 0):
+        if not 0 < left_out <= reports:
+            raise ValueError(f"left_out must lie in 0 to {reports}, the reports, got {left_out}")
         reasons[RejectReason.LEFT_OUT] += left_out
     return Aggregate(estimate, reports - left_out, reasons.total(), dict(reasons))

@@ -91,9 +91,7 @@ class Fleet:
         known: all that ever agreed, by Flower's id; some may be away, or have failed since.
     """
 
-    def __init__(
-        self, settings: ServerSettings, grid: Grid, over: Callable[[], bool], frozen: str = ""
-    ):
+    def __init__(self, settings: ServerSettings, grid: Grid, over: Callable[[], bool], frozen: str):
         """Begins without any.
 
         Once `over` turns true, nobody is waited for. `frozen` is the model's `frozen_digest`.
@@ -250,8 +248,10 @@ class Fleet:
         if new := connected - done:
             settings = self.settings
             seconds = max(START_SECONDS, settings.round_timeout)
-            about = {"run_id": settings.run_id, "plan_digest": settings.plan.digest()}
-            about["frozen"] = self._frozen
+            about = {
+                **{"run_id": settings.run_id, "plan_digest": settings.plan.digest()},
+                "frozen": self._frozen,
+            }
             self._questions.append(greet(self._grid, sorted(new), about, seconds))
 
     def _take(self, greeting: Exchange, connected: set[int]) -> None:

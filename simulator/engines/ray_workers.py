@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from torch import nn
 
 from shufl.simulator.data.partition import Partition, PartitionedRecords
 from shufl.simulator.engines.base import EngineFailed, running_ray
@@ -48,9 +47,9 @@ def ray_workers(
         workers = _start(settings, records, ends)
 
         def sum_reports(
-            round: int, model: nn.Module, users: np.ndarray, blankets: list[Blankets]
+            round: int, state: Mapping[str, Any], users: np.ndarray, blankets: list[Blankets]
         ) -> np.ndarray:
-            shared = ray.put(model)
+            shared = ray.put(state)
             parts = [
                 worker.sum.remote(held, round, shared, *part)
                 for (worker, held), part in zip(workers, divide(users, blankets, ends), strict=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +25,14 @@ from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.user_gradients import Method, clipped_sum_of_updates, ready_for
 from shufl.simulator.section import READERS_ERRORS, one_line
 from shufl.simulator.trial import exact_float32
-from shufl.trained import frozen_digest, load_sent, sent
+from shufl.trained import frozen_digest, load_sent
 
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 
 Blankets = tuple[int, int, int]
 """Some blankets of a round: which shuffler's, and the numbers of the first and behind the last."""
 
-SumReports = Callable[[int, nn.Module, np.ndarray, list[Blankets]], np.ndarray]
+SumReports = Callable[[int, Mapping[str, Any], np.ndarray, list[Blankets]], np.ndarray]
 """A call with the arguments and the result of `ReportSum.sum`."""
 
 
@@ -131,7 +132,7 @@ class ReportSum:
         )
 
     def sum(
-        self, round: int, model: nn.Module, users: np.ndarray, blankets: list[Blankets]
+        self, round: int, state: Mapping[str, Any], users: np.ndarray, blankets: list[Blankets]
     ) -> np.ndarray:
         """The sum of the reports of `users`, and of blankets.
 
@@ -140,7 +141,7 @@ class ReportSum:
 
         Args:
             round: from 1.
-            model: the round's, which stays as it is.
+            state: what `sent` gives of the round's model.
             users: ids of users who checked in, increasing, shape (k,).
             blankets: which ones are this sum's to add.
 
@@ -152,7 +153,7 @@ class ReportSum:
         """
         total = np.zeros(self._dimension, dtype=np.int64)
         # Not in this thread: its OpenMP threads would copy too, and then wait on busy cores.
-        loads = self._threads.map(lambda own: load_sent(own, sent(model)), self._models)
+        loads = self._threads.map(lambda own: load_sent(own, state), self._models)
         self._free = queue.SimpleQueue()
         for own, _ in zip(self._models, loads, strict=True):
             self._free.put((own, ModuleState(own)))

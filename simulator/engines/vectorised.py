@@ -40,7 +40,7 @@ from shufl.simulator.engines.report_sum import (
 )
 from shufl.simulator.engines.user_gradients import Method, fastest_method, usual_chunk
 from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line
-from shufl.trained import frozen_digest
+from shufl.trained import frozen_digest, sent
 
 if TYPE_CHECKING:
     from shufl.simulator.experiment import Experiment
@@ -188,8 +188,8 @@ class VectorisedRounds:
             for number in range(len(crowds))
         ]
         enough = np.array(list(map(plan.enough_present, crowds)))
-        sent = crowds if plan.cover else reports
-        released = np.flatnonzero(enough & plan.enough_sent(sent, np.array(blankets))).tolist()
+        senders = crowds if plan.cover else reports
+        released = np.flatnonzero(enough & plan.enough_sent(senders, np.array(blankets))).tolist()
         self._discarded = 0 if enough.any() else self._discarded + 1
         if self._discarded == MOST_IN_VAIN:
             raise RoundFailed(
@@ -202,7 +202,7 @@ class VectorisedRounds:
         users = users[np.isin(shufflers, released)]
         added = [(number, 0, blankets[number]) for number in released]
         count = len(users) + sum(last for *_, last in added)
-        total = self._sum_reports(round, model, users, added).astype(np.float64)
+        total = self._sum_reports(round, sent(model), users, added).astype(np.float64)
         if settings.keys.noise == "aggregate":
             mechanism, dimension = plan.mechanism, settings.dimension
             scale = mechanism.noise_deviation(dimension) / mechanism.unit(dimension)

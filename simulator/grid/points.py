@@ -83,7 +83,8 @@ def _by_another(point: Point) -> dict[str, Any]:
         **{"epsilon": {}, "delta": None, "adjacency": "–", "accountant": "–"},
         **{"noise_multiplier": 0.0, "shuffler_blankets": 0.0},
     }
-    return usual | trainer.train() | {"seconds": time.monotonic() - begun}
+    with readers_code(f"trainer {point.trainer} did not tell what came of it"):
+        return usual | trainer.train() | {"seconds": time.monotonic() - begun}
 
 
 def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:

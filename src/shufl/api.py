@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 
 from shufl.accounting import PrivacyPlan, epsilon_table
-from shufl.server import RoundFailed, StoppedBy, load_tensors
+from shufl.server import RoundFailed, StoppedBy, load_checkpoint, load_tensors
 from shufl.simulator.config import Config, load
 from shufl.simulator.console import Console
 from shufl.simulator.data.datasets import Dataset
@@ -32,7 +32,7 @@ from shufl.simulator.section import (
     readers_code,
 )
 from shufl.simulator.tables import scores_of, too_few_present
-from shufl.trained import load_sent
+from shufl.trained import frozen_digest, load_sent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,7 +108,7 @@ class RunResult:
         Raises:
             RoundFailed: the run has not come to its end, or the file is damaged.
             ConfigError: the model, or the data that give its shape, are objects that `load_run`
-                was not given, or others than `run` was.
+                was not given, or others than `run` was; or frozen parameters have changed.
         """
         if not (path := self.folder / "model.pt").exists():
             raise RoundFailed(f"{path} is missing: the run has not come to its end")
@@ -123,6 +123,10 @@ class RunResult:
             raise ConfigError(
                 f"{path} is of another model than {self._config.model.name}"
             ) from error
+        if frozen := frozen_digest(model):
+            kept = load_checkpoint(self.folder / "checkpoint.pt").origin.get("frozen parameters")
+            if kept != frozen[:12]:
+                raise ConfigError(f"{path} is of frozen parameters {kept}, here are {frozen[:12]}")
         return model
 
     def plot(self) -> Figure:

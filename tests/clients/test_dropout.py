@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shufl.clients import LocalTraining, SeededDropout, as_keys, local_update, user_updates
 
@@ -98,3 +99,29 @@ def test_attention_with_dropout_is_torchs_own_where_nothing_is_dropped():
         with SeededDropout(torch.arange(4), torch.arange(4)):
             ours = functional.scaled_dot_product_attention(q, k, v, dropout_p=1e-9, **about)
         torch.testing.assert_close(ours, expected)
+
+
+class Checkpointed(nn.Module):
+    """Computes its first half again in the backward, if asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5)), nn.Linear(16, 3)
+        self.again = True
+
+    def forward(self, records):
+        if not self.again:
+            return self.last(self.first(records))
+        return self.last(checkpoint(self.first, records, use_reentrant=False))
+
+
+def test_what_is_computed_again_has_the_masks_of_the_first_time():
+    torch.manual_seed(0)
+    model = Checkpointed().train()
+    features, labels = torch.randn(9, 8), torch.arange(9) % 3
+    update = local_update(model, features, labels, LocalTraining(), 11)
+    model.again = False
+    torch.manual_seed(11)
+    functional.cross_entropy(model(features), labels).backward()  # torch's own masks, of this seed
+    expected = torch.cat([each.grad.flatten() for each in model.parameters()])
+    np.testing.assert_allclose(update, expected, rtol=1e-5, atol=1e-7)

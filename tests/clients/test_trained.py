@@ -94,8 +94,9 @@ def round(request):
 
 def test_a_report_is_as_long_as_what_is_trained(round):
     round.announce(node=0)
-    for report in round.released():
-        assert len(report) == dimension(make_adapted()) == round.dimension
+    reports = round.released()
+    assert {len(report) for report in reports} == {dimension(make_adapted())} == {round.dimension}
+    assert len(reports) == 4
 
 
 def test_a_node_with_other_frozen_parameters_refuses_before_the_first_round(round):
@@ -145,6 +146,8 @@ def test_a_run_keeps_what_is_trained_and_goes_on_with_the_same_frozen_parameters
     monkeypatch.setenv("TRUNK", "1.5")
     with pytest.raises(CheckpointError, match=r"was made with frozen parameters \w+, it cannot go"):
         shufl.resume(run.folder, dataset=rows)
+    with pytest.raises(ConfigError, match=r"model.pt is of frozen parameters \w+, here are \w+"):
+        _ = shufl.load_run(whole.folder, dataset=rows).model
     monkeypatch.delenv("TRUNK")
     resumed = shufl.resume(run.folder, dataset=rows)
     kept, expected = sent(resumed.model), sent(whole.model)

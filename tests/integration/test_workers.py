@@ -31,6 +31,7 @@ from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine
 from shufl.simulator.experiment import prepare
 from shufl.simulator.run import Run
+from shufl.trained import sent
 
 HERE = Path(__file__).parent
 VECTORISED = "simulation.engine=vectorised"
@@ -121,11 +122,11 @@ def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
     model, records = of.settings.make_model(), of.load_users()
     users = np.flatnonzero(SeededRandomness(5).check_ins(1, np.arange(60), 0.5))
     blankets = [(0, 0, 41), (1, 0, 7)]
-    whole = ReportSum(of.settings, records).sum(1, model, users, blankets)
+    whole = ReportSum(of.settings, records).sum(1, sent(model), users, blankets)
     total = np.zeros_like(whole)
     shards = list(zip([0, *ends], ends, strict=False))
     for shard, part in zip(shards, divide(users, blankets, shards), strict=True):
-        total += ReportSum(of.settings, records.of(*shard)).sum(1, model, *part)
+        total += ReportSum(of.settings, records.of(*shard)).sum(1, sent(model), *part)
     assert np.array_equal(total, whole) and np.abs(whole).max() > 500
 
 

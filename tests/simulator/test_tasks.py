@@ -15,6 +15,7 @@ from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.experiment import prepare
 from shufl.simulator.section import ConfigError
 from shufl.simulator.tasks import CLASSIFICATION, NEXT_TOKEN, PADDING, REGRESSION
+from shufl.trained import sent
 from task_world import PARTS, SEED, SETTINGS, SIZES, TASKS, USERS, houses
 
 
@@ -48,7 +49,7 @@ def test_reports_of_unequal_users_are_those_of_one_after_another(task, algorithm
         update = local_update(model, features, labels, experiment.local_training, seed)
         total = total + clip(update, mechanism.clip_norm)
     unit = mechanism.unit(experiment.parameters)
-    found = unit * ReportSum(engine.settings, records).sum(2, model, users, [])
+    found = unit * ReportSum(engine.settings, records).sum(2, sent(model), users, [])
     np.testing.assert_allclose(found, total, rtol=1e-4, atol=USERS * unit)
 
 

@@ -33,6 +33,7 @@ from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRound
 from shufl.simulator.experiment import prepare
 from shufl.simulator.models import mlp
 from shufl.simulator.run import Run
+from shufl.trained import sent
 
 USERS, RATE, NOISE, CLIP = 60, 0.5, 1.0, 0.3
 SETTINGS = [
@@ -131,7 +132,7 @@ def error_of_a_sum(device, precision, model="mlp", meanwhile=lambda: None):
     )  # fmt: skip
     expected, reports = sum_by_hand(of, checked_in(2), 2), reports_of(of)
     meanwhile()
-    total = reports.sum(2, of.settings.make_model(), checked_in(2), [])
+    total = reports.sum(2, sent(of.settings.make_model()), checked_in(2), [])
     error = total * of.settings.plan.mechanism.unit(1) - expected
     return np.linalg.norm(error) / np.linalg.norm(expected)
 
@@ -194,7 +195,7 @@ def test_no_two_threads_use_a_model_at_once(rounds):
     busy = engine(f"model.name={__name__}:Busy", "simulation.records_per_chunk=1")
     reports = reports_of(busy)
     for round in range(1, rounds + 1):
-        reports.sum(round, busy.settings.make_model(), np.arange(USERS), [])
+        reports.sum(round, sent(busy.settings.make_model()), np.arange(USERS), [])
 
 
 class TooLarge(nn.Linear):
