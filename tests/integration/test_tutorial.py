@@ -90,6 +90,7 @@ def test_every_command_prints_what_the_page_says(place):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # the deployments of other tests are rehearsals too
 def test_the_rehearsal_begins_and_ends_as_the_page_says(place):
     ((command, shown),) = (
         pair for _, label, text in BLOCKS if label == "rehearsal" for pair in commands(text)
