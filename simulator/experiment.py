@@ -161,11 +161,15 @@ def prepare(config: Config) -> Experiment:
         step = STEPS.get(name) or find("training.algorithm", name, {})
         with readers_code(f"training.algorithm_options are none of {name}"):
             inspect.signature(step).bind(*[None] * 5, **config.training.algorithm_options)
-    name = config.training.optimiser
+    name, model = config.training.optimiser, experiment.make_model()
+    nothing = np.zeros(dimension(model), dtype=np.float32)
     with readers_code(f"training.optimiser_options are none of {name}"):
-        model, own = experiment.make_model(), optimiser(config, 1)
-        nothing = np.zeros(dimension(model), dtype=np.float32)
+        own = optimiser(config, 1)
         own.step(own.build(model), model, nothing, 1)
+    with readers_code(f"training.averaging cannot be had for model {config.model.name}"):
+        if (average := own.average_of(model)) is not None:
+            average.update_parameters(model)  # a copy
+            average.update_parameters(model)
     _try_aggregator(experiment, nothing.size)
     most_records, parameters = experiment.partition.most_records, nothing.size
     halting_round = rounds_within_budget(plan)

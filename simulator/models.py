@@ -162,7 +162,8 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
     if not trained(model):
         raise ConfigError(f"model {name} has no parameters to train")
     for path, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+        found = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # as float8
+        if not found.isfinite().all():
             raise ConfigError(f"model {name} must start with finite numbers, got others in {path}")
 
 

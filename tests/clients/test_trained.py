@@ -164,3 +164,25 @@ def test_a_model_of_which_nothing_is_trained_is_refused():
 
 def all_frozen(input_shape, outputs):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, outputs)).requires_grad_(False)
+
+
+@pytest.mark.slow
+def test_frozen_parameters_may_have_eight_bits(tmp_path):
+    changes = CHANGES | {"model.name": f"{__name__}:Quantised", "privacy.rounds": 2}
+    with pytest.raises(ConfigError, match="averaging cannot be had for model .*Quantised: .*lerp"):
+        shufl.run("quickstart", changes, dataset=rows, runs=tmp_path)
+    changes["training.averaging"] = 0.0
+    run = shufl.run("quickstart", changes, dataset=rows, runs=tmp_path)
+    assert len(run.metrics) == 2
+    assert run.model.trunk.dtype == torch.float8_e4m3fn
+
+
+class Quantised(nn.Module):
+    def __init__(self, input_shape, outputs):
+        super().__init__()
+        trunk = torch.eye(input_shape[-1]).to(torch.float8_e4m3fn)
+        self.trunk = nn.Parameter(trunk, requires_grad=False)
+        self.head = nn.Linear(input_shape[-1], outputs)
+
+    def forward(self, records):
+        return self.head(records @ self.trunk.float())
