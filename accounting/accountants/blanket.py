@@ -62,14 +62,14 @@ class BlanketAccountant(AmplifiedAccountant):
         """See `ShuffleAccountant.note`."""
         return note_on(self._noises()) or super().note(delta)
 
-    def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
+    def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
         rate, relation = event.chance, self.neighboring_relation
         if isinstance(event.mechanism, LdpSgd | RandomisedResponse):
             response, blankets = Response.of(event.mechanism), min(event.blankets, _MOST)
             hiding = among_blankets(response, rate, blankets) if blankets >= _LEAST else None
-            return sign_profile(response, rate, relation, hiding)
+            return sign_profile(response, rate, relation, hiding, least)
         divergence = functools.partial(divergence_of, event)
-        return upper_profile(divergence, rate, event.mechanism.noise_multiplier, relation)
+        return upper_profile(divergence, rate, event.mechanism.noise_multiplier, relation, least)
 
     def _lower_profile(self, event: Shuffled) -> LowerProfile | None:
         noise = event.mechanism.noise_multiplier

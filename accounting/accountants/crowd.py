@@ -41,14 +41,14 @@ from shufl.accounting.numerics.swap_bound import SwapBound
 from shufl.accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
 
 # Factors from one step of the ladder to the next; the second is used if the first overshoots.
-_LADDER_STEPS, _LADDER_END = (0.2, 0.45), 1e-26
+_LADDER_STEPS = 0.2, 0.45
+_LADDER_END, _FURTHER = 1e-4, 1e-2  # in units of the least δ that is of interest
 _SMALL = 0.015  # what is given up, beside the bound, that is worth no further step
 _MOST = 0.4  # what may be given up, beside the last bound
 _GAIN = 0.99  # of the bound, by a step worth taking
 _AGAIN, _STALLED = 1.5, 0.95
 _HOPELESS = 3.0  # times the other bound: not worth a step
 _OTHERS_EACH = 2.0  # times α - 1, until the other bound is asked again
-_NEGLIGIBLE = 1e-24
 _AS_ALONE = 0.97  # of the report's own bound, from where on that does as well
 _LEAST_RATE = 1e-25  # with less the report's own coin is all that is counted on
 _COARSENESS = 1.5  # of the steps of α: chords cost 0.4 % of ε
@@ -73,16 +73,17 @@ class CrowdAccountant(AmplifiedAccountant):
         """See `ShuffleAccountant.note`."""
         return note_on(self._noises()) or super().note(delta)
 
-    def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
+    def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
         crowd = crowd_of(event)
         if isinstance(event.mechanism, LdpSgd | RandomisedResponse):
             response = Response.of(event.mechanism)
             hiding = among_reports(response, crowd.terms, crowd.coins, crowd.users, crowd.absent)
-            return sign_profile(response, crowd.rate, self.neighboring_relation, hiding)
+            return sign_profile(response, crowd.rate, self.neighboring_relation, hiding, least)
         shift = apart(self.neighboring_relation, crowd.noise)
         if crowd.rate < _LEAST_RATE:
             return np.zeros(1), crowd.rate * np.exp(log_gaussian_delta(shift, np.zeros(1)))
-        searches = {pair: _Search(crowd, pair) for pair in pairs_of(self.neighboring_relation)}
+        pairs = pairs_of(self.neighboring_relation)
+        searches = {pair: _Search(crowd, pair, least) for pair in pairs}
 
         def divergence(alpha: float, pair: Pair, lower: bool) -> float:
             value = searches[pair].divergence(alpha)
@@ -90,7 +91,7 @@ class CrowdAccountant(AmplifiedAccountant):
             return alone if value > _AS_ALONE * alone else value
 
         return upper_profile(
-            divergence, crowd.rate, crowd.noise, self.neighboring_relation, _COARSENESS
+            divergence, crowd.rate, crowd.noise, self.neighboring_relation, least, _COARSENESS
         )
 
 
@@ -150,17 +151,18 @@ def crowd_of(event: Shuffled) -> Crowd:
 class _Search:
     """The least bound at increasing α, for one direction of the worst pair."""
 
-    def __init__(self, crowd: Crowd, pair: Pair) -> None:
+    def __init__(self, crowd: Crowd, pair: Pair, least: float) -> None:
         coins = crowd.terms == crowd.users  # users report independently of each other
         bounds = [crowd.by_swaps, crowd.by_blankets] if coins else [crowd.by_blankets]
-        self._ladders = [_Ladder(bound, pair, crowd.rate) for bound in bounds]
+        self._ladders = [_Ladder(bound, pair, crowd.rate, least) for bound in bounds]
+        self._negligible = _FURTHER * least
         # H_α does not rise in α: what bounded it before still does.
         self._least = crowd.rate
         self._others_at = 0.0
 
     def divergence(self, alpha: float) -> float:
         """Returns an upper bound of H_α, a good one if α rises from call to call, from 1."""
-        if self._least <= _NEGLIGIBLE:
+        if self._least <= self._negligible:
             return self._least
         first, *others = self._ladders
         self._least = min(self._least, first.descend(alpha, self._least))
@@ -178,9 +180,9 @@ class _Ladder:
     """One bound at increasing α: less and less is given up."""
 
     def __init__(
-        self, bound: Callable[[float, Pair, float], float], pair: Pair, rate: float
+        self, bound: Callable[[float, Pair, float], float], pair: Pair, rate: float, least: float
     ) -> None:
-        self._bound, self._pair = bound, pair
+        self._bound, self._pair, self._end = bound, pair, _LADDER_END * least
         self._lost, self._small = rate / 8.0, _SMALL
 
     def descend(self, alpha: float, known: float) -> float:
@@ -191,7 +193,7 @@ class _Ladder:
         small = _SMALL if value > _STALLED * known else self._small
         self._small = _SMALL
         for step in _LADDER_STEPS:
-            while self._lost > max(_LADDER_END, small * value / alpha):
+            while self._lost > max(self._end, small * value / alpha):
                 if value - 2.0 * alpha * self._lost > _HOPELESS * known:
                     return value
                 lower = self._bound(alpha, self._pair, self._lost * step)

@@ -34,12 +34,13 @@ class LocalAccountant(ProfileShuffleAccountant):
     )
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
-    def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
+    def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
         rate = _own_rate(event)
         if isinstance(event.mechanism, LdpSgd | RandomisedResponse):
-            return sign_profile(Response.of(event.mechanism), rate, self.neighboring_relation, None)
+            response = Response.of(event.mechanism)
+            return sign_profile(response, rate, self.neighboring_relation, None, least)
         shift = 1.0 / self._sigma(event)
-        losses = gaussian_losses(shift)
+        losses = gaussian_losses(shift, least)
         return losses, rate * np.exp(log_gaussian_delta(shift, losses))
 
     def _always(self, counts: dict[Shuffled, int]) -> float:

@@ -12,13 +12,15 @@ bounds them from both sides; the rounds compose by the larger of the two.
 import math
 
 import numpy as np
+from dp_accounting import NeighboringRelation
+from scipy import special
 
 from shufl.accounting.accountants.local import AmplifiedAccountant
 from shufl.accounting.events import CheckIn, FixedSize, Shuffled
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
 from shufl.accounting.numerics.graded_law import BoundedLaw, law_of_sum
-from shufl.accounting.numerics.loss_pmf import MAX_LOSS
+from shufl.accounting.numerics.loss_pmf import MAX_LOSS, USUAL_LEAST
 from shufl.accounting.numerics.lower_profile import LowerProfile
 from shufl.accounting.numerics.summand import Summand
 
@@ -41,8 +43,11 @@ class PldAccountant(AmplifiedAccountant):
         "numerically tight; the same assumptions as theorem3"
     )
 
-    def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
-        return round_profile(event, self._sigma(event))
+    def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
+        epsilons, forward, reverse = round_profile(event, self._sigma(event), least)
+        if self.neighboring_relation is NeighboringRelation.REPLACE_SPECIAL:
+            return epsilons, np.stack([forward, reverse])
+        return epsilons, np.maximum(forward, reverse)
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""
@@ -56,33 +61,38 @@ class PldAccountant(AmplifiedAccountant):
         return _lower_profile(event, self._sigma(event))
 
 
-def _law_of(event: Shuffled, sigma: float, lower: bool) -> BoundedLaw:
+def _law_of(event: Shuffled, sigma: float, lower: bool, least: float = USUAL_LEAST) -> BoundedLaw:
     """The law of Σ Z."""
     if isinstance(event.participation, FixedSize):
-        return law_of_sum(_report(1.0, sigma), event.participation.reports, _POINTS, lower)
-    return law_of_sum(_report(event.chance, sigma), event.users, _POINTS, lower)
+        summand, terms = _report(1.0, sigma, least), event.participation.reports
+    else:
+        summand, terms = _report(event.chance, sigma, least), event.users
+    return law_of_sum(summand, terms, _POINTS, lower)
 
 
-def round_profile(event: Shuffled, sigma: float) -> tuple[FloatArray, FloatArray]:
-    """Returns a certified profile of one round: the larger direction, from above.
+def round_profile(
+    event: Shuffled, sigma: float, least: float = USUAL_LEAST
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Returns a profile of one round from above: P against Q, and the reverse.
 
     The event's reports are Gaussian, at least one if their number is fixed; σ > 0 is the noise in
-    units of a report's sensitivity. Returns epsilons from 0 and deltas, of the same shape.
+    units of a report's sensitivity. δ below `least` are not told apart. Returns epsilons from 0 and
+    both deltas, of the same shape.
     """
     # More summands, more privacy (section 1): one alone bounds both. Its exact values serve where
     # the grid is too coarse for a ratio near 0, which only few reports can have.
     coins = isinstance(event.participation, CheckIn)
     one = (event.chance, 1.0, sigma) if coins else (1.0, event.chance, sigma)
     if sigma < LEAST_SIGMA:
-        epsilons = gaussian_losses(1.0 / sigma)
-        return epsilons, np.maximum(_one_forward(*one, epsilons), _one_reverse(*one, epsilons))
-    law = _law_of(event, sigma, lower=False)
+        epsilons = gaussian_losses(1.0 / sigma, least)
+        return epsilons, _one_forward(*one, epsilons), _one_reverse(*one, epsilons)
+    law = _law_of(event, sigma, lower=False, least=least)
     epsilons = _losses(law, event.users)
     forward = law.call(event.users * np.expm1(epsilons)) / event.users
     reverse = np.exp(epsilons) * law.put(event.users * np.expm1(-epsilons)) / event.users
     forward = np.minimum(forward, _one_forward(*one, epsilons))
     reverse = np.minimum(reverse, _one_reverse(*one, epsilons))
-    return epsilons, np.maximum(forward, reverse)
+    return epsilons, forward, np.minimum(reverse, _all_low(event, sigma, epsilons))
 
 
 def _lower_profile(event: Shuffled, sigma: float) -> LowerProfile:
@@ -104,7 +114,7 @@ def _losses(law: BoundedLaw, users: int) -> FloatArray:
     return np.unique(losses[losses <= MAX_LOSS])
 
 
-def _report(rate: float, sigma: float) -> Summand:
+def _report(rate: float, sigma: float, least: float = USUAL_LEAST) -> Summand:
     """Z: `e^{t/σ - 1/2σ²} - 1` with probability `rate`, otherwise 0."""
     step = 1.0 / sigma
     half = 0.5 * step * step
@@ -121,7 +131,23 @@ def _report(rate: float, sigma: float) -> Summand:
         inverse=inverse,
         tail=step,
         jump=2.0 * math.erf(step / math.sqrt(8.0)),
+        least=least,
     )
+
+
+def _all_low(event: Shuffled, sigma: float, epsilons: FloatArray) -> FloatArray:
+    """`P[W̄ < e^{-ε}]` at most: that of each summand being below n e^{-ε}, as none is negative."""
+    absent, terms = 0.0, event.users
+    if isinstance(event.participation, FixedSize):
+        terms = event.participation.reports
+        absent = float(event.users - terms)
+    below = event.users * np.exp(-epsilons) - absent
+    rate = event.chance if isinstance(event.participation, CheckIn) else 1.0
+    with np.errstate(divide="ignore"):
+        places = sigma * np.log(np.maximum(below, 0.0)) + 0.5 / sigma
+    chances = rate * special.ndtr(places) + (1.0 - rate) * (below > 1.0)
+    values: FloatArray = np.minimum(chances, 1.0) ** terms * (1.0 + 1e-13 * terms)
+    return values
 
 
 def _one_forward(chance: float, share: float, sigma: float, epsilons: FloatArray) -> FloatArray:

@@ -14,7 +14,13 @@ from shufl.accounting.events import Shuffled
 from shufl.accounting.mechanisms import GaussianMechanism
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.composition import Composition, Target, count_block, fitted_tilt
-from shufl.accounting.numerics.loss_pmf import MAX_LOSS, LossPmf, Profile, dyadic_interval
+from shufl.accounting.numerics.loss_pmf import (
+    MAX_LOSS,
+    USUAL_LEAST,
+    LossPmf,
+    Profile,
+    dyadic_interval,
+)
 from shufl.accounting.numerics.lower_profile import LowerProfile
 
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
@@ -25,6 +31,9 @@ _AGREED = 2e-3
 # Losses so rare that those of all rounds come to this share of δ count as infinite: they would
 # make windows long.
 _RARE = 1e-7
+
+# How far down a profile is computed for a δ of which `_RARE` is less than usual.
+_LEAST = 1e-110
 
 # Fourier transforms of dp_accounting were seen to err by 1e-15 a round in δ; they bound nothing.
 _FFT_ERROR = 1e-14
@@ -39,12 +48,14 @@ class ProfileShuffleAccountant(ShuffleAccountant):
     """
 
     @abc.abstractmethod
-    def _profile(self, event: Shuffled) -> tuple[FloatArray, FloatArray]:
-        """Returns one round's epsilons (increasing, from 0) and certified deltas at them.
+    def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
+        """Returns one round's epsilons (increasing, from 0, shape (K,)) and certified deltas.
 
-        The deltas bound the hockey-stick divergence of every pair the accountant covers, in both
-        directions. The noise multiplier is above 0. The answer may depend on nothing but the event
-        and the neighbouring relation: it is kept for all accountants of the class.
+        The deltas bound the hockey-stick divergence of every pair the accountant covers: of shape
+        (K,) in both directions; of shape (2, K) that of the world with the user against the one
+        without, and the reverse, under `zero-out`. Smaller ones than `least` need not be told
+        apart. The noise multiplier is above 0. The answer may depend on nothing else but the
+        neighbouring relation: it is kept for all accountants of the class.
         """
 
     def _lower_profile(self, event: Shuffled) -> LowerProfile | None:
@@ -66,33 +77,52 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             if isinstance(event.mechanism, GaussianMechanism) and event.mechanism.is_private
         ]
 
-    def _answer(self, counts: dict[Shuffled, int], target: Target) -> float:
-        """ε or δ, whichever the target leaves open; 0 if nothing is lost."""
+    def _answer(self, counts: dict[Shuffled, int], target: Target, delta: float) -> float:
+        """ε or δ, whichever the target leaves open; 0 if nothing is lost.
+
+        Losses that are rare beside `delta` count as infinite.
+        """
+        rare = _RARE * delta / sum(counts.values())
+        least = _LEAST if rare < USUAL_LEAST else USUAL_LEAST
         ordered = tuple(sorted(counts.items(), key=lambda item: repr(item[0])))
-        lossy = [each for each in ordered if not self._prices.envelope(each[0])[0].is_trivial]
+        profiles = {event: self._prices.envelope(event, least)[0] for event, _ in ordered}
+        lossy = [each for each in ordered if not profiles[each[0]].is_trivial]
         if not lossy:
             return 0.0
         # ε grows with the count and the tilt must follow; δ fixes the tilt for a whole block.
         share = target.delta is not None
         blocks = tuple(count_block(count) if share else (count, count) for _, count in lossy)
-        composed = self._prices.composed(tuple(event for event, _ in lossy), blocks, target)
-        return composed.answer(tuple(count for _, count in lossy), target)
+        events, times = tuple(event for event, _ in lossy), tuple(count for _, count in lossy)
+        # Either a world has the user in all rounds or in none: each direction for itself.
+        one_sided = any(profiles[event].other is not None for event in events)
+        answers = []
+        for reverse in (False, True) if one_sided else (False,):
+            composed = self._prices.composed(events, blocks, target, (least, delta), reverse)
+            answers.append(composed.answer(times, target))
+        return max(answers)
+
+    def _most(self, counts: dict[Shuffled, int]) -> float:
+        """The largest loss there can be: ε at δ = 0."""
+        return sum(c * self._prices.envelope(e, USUAL_LEAST)[0].most for e, c in counts.items())
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
         if not _are_private(counts):
             return math.inf
         if not counts or delta == 1.0:
             return 0.0
-        if delta == 0.0:
-            return math.inf
-        return self._answer(counts, Target(delta=delta))
+        most = self._most(counts)
+        return most if delta == 0.0 else min(self._answer(counts, Target(delta=delta), delta), most)
 
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
         if not _are_private(counts):
             return 1.0
-        if not counts or epsilon == math.inf:
+        if not counts or epsilon >= self._most(counts):
             return 0.0
-        return self._answer(counts, Target(epsilon=epsilon))
+        about, found = math.inf, 1.0
+        while 1e-100 < found < 0.5 * about:  # what is rare depends on the answer
+            about = found
+            found = min(found, self._answer(counts, Target(epsilon=epsilon), about))
+        return found
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:
         """Returns a lower bound of the worst pair's ε; None if no such bound is known.
@@ -115,7 +145,8 @@ class ProfileShuffleAccountant(ShuffleAccountant):
 
     def _lower_distribution(self) -> privacy_loss_distribution.PrivacyLossDistribution | None:
         """The composition of all rounds' lower profiles, or None if one of them has none."""
-        total = sum(c * self._prices.envelope(e)[1] ** 2 for e, c in self._counts.items())
+        kinds = self._counts.items()
+        total = sum(c * self._prices.envelope(e, USUAL_LEAST)[1] ** 2 for e, c in kinds)
         interval = _mesh(total, sum(self._counts.values()))
         composed = None
         for event, count in self._counts.items():
@@ -156,9 +187,9 @@ class _Prices(NamedTuple):
     relation: NeighboringRelation
 
     @functools.lru_cache(maxsize=512)  # noqa: B019 - of the class: equal prices are one entry
-    def envelope(self, event: Shuffled) -> tuple[Profile, float]:
+    def envelope(self, event: Shuffled, least: float) -> tuple[Profile, float]:
         """The profile of a round, and how far its loss is spread."""
-        profile = Profile.enveloping(*self.accountant(self.relation)._profile(event))
+        profile = Profile.enveloping(*self.accountant(self.relation)._profile(event, least))
         return profile, profile.spread()
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
@@ -167,28 +198,41 @@ class _Prices(NamedTuple):
         return self.accountant(self.relation)._lower_profile(event)
 
     @functools.lru_cache(maxsize=128)  # noqa: B019
-    def pmf(self, event: Shuffled, interval: float, rare: float) -> LossPmf:
+    def pmf(
+        self, event: Shuffled, interval: float, rare: float, least: float, reverse: bool
+    ) -> LossPmf:
         """The loss of a round on a mesh, which may be coarser than asked for."""
-        return self.envelope(event)[0].discretised(interval, rare)
+        profile = self.envelope(event, least)[0]
+        return (profile.swapped if reverse else profile).discretised(interval, rare)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def composed(
-        self, events: tuple[Shuffled, ...], blocks: tuple[tuple[int, int], ...], target: Target
+        self,
+        events: tuple[Shuffled, ...],
+        blocks: tuple[tuple[int, int], ...],
+        target: Target,
+        depth: tuple[float, float],
+        reverse: bool,
     ) -> Composition:
-        """The composition of rounds that lose something, for all counts in some blocks."""
+        """The composition of rounds that lose something, for all counts in some blocks.
+
+        `depth` is the least δ of profiles, and the δ beside which losses may be rare.
+        """
+        least, delta = depth
         most = [block[1] for block in blocks]
-        spreads = [self.envelope(event)[1] for event in events]
+        spreads = [self.envelope(event, least)[1] for event in events]
         total = sum(c * spread**2 for c, spread in zip(most, spreads, strict=True))
         interval = _mesh(total, sum(most))
-        rare = _RARE * (target.delta or 0.0) / sum(most)
+        rare = _RARE * delta / sum(most)
         for event in events:  # coarser still where one loss reaches far
-            interval = self.pmf(event, interval, rare).interval
-        pmfs = [self.pmf(event, interval, rare) for event in events]
+            interval = self.pmf(event, interval, rare, least, reverse).interval
+        pmfs = [self.pmf(event, interval, rare, least, reverse) for event in events]
         # ... and where rare losses make the window long.
         tilt, interval, first = fitted_tilt(pmfs, blocks, target)
 
         def on(mesh: float) -> Composition:
-            return Composition([self.pmf(e, mesh, rare) for e in events], blocks, target, tilt)
+            meshed = [self.pmf(event, mesh, rare, least, reverse) for event in events]
+            return Composition(meshed, blocks, target, tilt)
 
         if first == interval:
             return on(interval)

@@ -23,7 +23,8 @@ _PHASE = 5.0
 # 1e-15.
 _FINE_RULE = np.polynomial.legendre.leggauss(32)
 _FINE_PHASE, _FINE_WIDTH = 40.0, 3.0
-_REACH = 10.5  # t beyond which fewer than 1e-25 of the jumps are
+# t beyond which fewer than 1e-25 of the jumps are; and, where only rarer ones lift the sum, 1e-120.
+_REACH, _FARTHEST = 10.5, 23.5
 FAINT = -36.0  # exponent below which a part of the sum is a rounding error
 _DEVIATIONS = 5.0  # how far the rest of the sum may be below zero for a jump of the cap to lift it
 _GRID = 800  # points of t to search and to measure panels by
@@ -65,10 +66,12 @@ class CappedJump:
     def __init__(self, jumps: Jumps, count: Count) -> None:
         self.jumps, self._count = jumps, count
         self.widest = min(_WIDEST, _STEEPEST / jumps.reach)
-        reach = _REACH + jumps.reach
-        t = np.linspace(-reach, reach, _GRID)
-        x = jumps.value(t)
-        last = self._highest(t, x)
+        for reach in (_REACH + jumps.reach, _FARTHEST + jumps.reach):
+            t = np.linspace(-reach, reach, _GRID)
+            x = jumps.value(t)
+            last = self._highest(t, x)
+            if last < _GRID - 1:
+                break
         self._grid, self._values = t[: last + 1], x[: last + 1]
         self._slopes = jumps.slope(self._grid)
         low, high = -reach, float(t[last])

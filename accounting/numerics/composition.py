@@ -220,7 +220,7 @@ class Composition:
         return result
 
     def _infinite_mass(self, counts: FloatArray) -> float:
-        return -math.expm1(float(counts @ self._infinity)) * (1.0 + 1e-12)
+        return abs(math.expm1(float(counts @ self._infinity))) * (1.0 + 1e-12)
 
     def epsilon(self, counts: Counts, delta: float) -> float:
         """Returns the least ε >= 0 with δ(ε) <= `delta`; inf if the infinite loss exceeds it."""

@@ -69,11 +69,20 @@ def _quotient_error(shift: float) -> float:
     return 1e-14 / min(shift, 1.0)
 
 
-def gaussian_losses(shift: float) -> FloatArray:
-    """Returns ε at which to read the profile of Gaussians whose means differ by `shift`."""
-    losses = shift * shift / 2.0 + shift * np.linspace(-13.0, 13.0, 2000)
+def gaussian_losses(shift: float, least: float) -> FloatArray:
+    """Returns ε at which to read the profile of Gaussians whose means differ by `shift`.
+
+    δ is far below `least` at the last.
+    """
+    reach = reach_of(least * 1e-15)
+    losses = shift * shift / 2.0 + shift * np.linspace(-reach, reach, 2000)
     near = np.geomspace(1e-6, 1.0, 200) * min(shift, 1.0)
     return np.unique(np.clip(np.concatenate([[0.0], near, losses]), 0.0, MAX_LOSS))
+
+
+def reach_of(chance: float) -> float:
+    """Returns how many standard deviations a normal variable exceeds with this probability."""
+    return -float(special.ndtri(chance))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -23,9 +23,9 @@ from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.summand import Summand, at_ends, at_means, left_out, totals
 
 GRADE = 16
-# Cut off where mass times distance is below; at most 10⁵ points in 60 sums.
-_DUST = 1e-60
-_ALL_DUST = 1e-54  # for each summand
+# Cut off where mass times distance is below, in units of the least δ that is of interest; at most
+# 10⁵ points in 60 sums; and that for each summand.
+_DUST, _ALL_DUST = 1e-38, 1e-32
 # Relative, for each summand: a direct sum of N < 8000 positive products errs by less than N 2⁻⁵³,
 # and the errors of the two halves of a sum add. (Observed: 1e-16.)
 _ROUNDING = 1e-12
@@ -55,10 +55,10 @@ class _Cells:
         moment = None if self.moment is None else self.moment[low:high]
         return _Cells(self.start + low, self.mass[low:high], moment)
 
-    def trimmed(self, mesh: float) -> "_Cells | None":
+    def trimmed(self, mesh: float, dust: float) -> "_Cells | None":
         """All but dust at the ends."""
         reach = 1.0 + mesh * max(abs(self.start), abs(self.end))
-        kept = np.flatnonzero(self.mass >= _DUST / reach)
+        kept = np.flatnonzero(self.mass >= dust / reach)
         if not kept.size:
             return None
         return self.slice(self.start + int(kept[0]), self.start + int(kept[-1]) + 1)
@@ -135,6 +135,7 @@ class GradedLaw:
 
     Attributes:
         lower: Whether it lies below.
+        least: Expectations far below are not of interest.
         excess: `E[(S - cap)_+]` that was cut off above: add it to `E[(S - a)_+]`.
         deficit: The same below.
     """
@@ -146,9 +147,10 @@ class GradedLaw:
         levels: list[_Cells | None],
         cut: tuple[float, float],
         lower: bool,
+        least: float,
     ) -> None:
         """Brings cells to the levels they belong to; see `on_grid` and `law_of_sum`."""
-        self.mesh, self.lower = mesh, lower
+        self.mesh, self.lower, self.least = mesh, lower, least
         self._limit = limit
         self.excess, self.deficit = cut
         self._levels = levels
@@ -194,7 +196,7 @@ class GradedLaw:
             if lower:
                 dense[1, index[here] - start] = moment[here]
             cells.append(_Cells(start, dense[0], dense[1] if lower else None))
-        return cls(mesh, limit, cells, left_out(summand), lower)
+        return cls(mesh, limit, cells, left_out(summand), lower, summand.least)
 
     def _underflow(self, level: int) -> _Cells | None:
         """Takes out of a level what the next finer one reaches: its points are points there."""
@@ -220,7 +222,9 @@ class GradedLaw:
         """Cuts dust at the ends of each level, and what is beyond the last."""
         for level, cells in enumerate(self._levels):
             if cells is not None:
-                self._levels[level] = cells.trimmed(self.mesh * float(GRADE) ** level)
+                self._levels[level] = cells.trimmed(
+                    self.mesh * float(GRADE) ** level, _DUST * self.least
+                )
         cells, limit = self._levels[-1], self._limit
         if cells is None or (cells.start >= -limit and cells.end <= limit + 1):
             return
@@ -241,7 +245,7 @@ class GradedLaw:
         """Returns this law on a grid of twice the mesh."""
         levels = [None if each is None else each.coarser(2) for each in self._levels]
         cut = self.excess, self.deficit
-        return GradedLaw(2.0 * self.mesh, self._limit, levels, cut, self.lower)
+        return GradedLaw(2.0 * self.mesh, self._limit, levels, cut, self.lower, self.least)
 
     def plus(self, other: "GradedLaw") -> "GradedLaw":
         """Returns the law of the sum of two independent variables on the same grid."""
@@ -259,7 +263,7 @@ class GradedLaw:
             finer = None if total is None else total.coarser(GRADE)
             finer_other = None if total_other is None else total_other.coarser(GRADE)
         cut = self.excess + other.excess, self.deficit + other.deficit
-        return GradedLaw(self.mesh, self._limit, sums, cut, self.lower)
+        return GradedLaw(self.mesh, self._limit, sums, cut, self.lower, self.least)
 
     def atoms(self) -> tuple[FloatArray, FloatArray]:
         """Returns places, increasing, and their masses."""
@@ -320,7 +324,7 @@ class BoundedLaw:
         self._calls = np.append(np.cumsum((gaps * self._from[1:-1])[::-1])[::-1], [0.0, 0.0])
         self._puts = np.concatenate([[0.0, 0.0], np.cumsum(gaps * self._upto[1:-1])])
         self._rounding = count * _ROUNDING
-        self._dust = count * _ALL_DUST
+        self._dust = count * _ALL_DUST * law.least
 
     def call(self, thresholds: FloatArray) -> FloatArray:
         """Returns a bound of `E[(S - a)_+]` at each threshold a, from above or (lower) below."""

@@ -21,13 +21,12 @@ from dp_accounting import NeighboringRelation
 from shufl.accounting.mechanisms import LdpSgd, RandomisedResponse
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.jump_counts import Count, PoissonCount, TermsCount
-from shufl.accounting.numerics.loss_pmf import MAX_LOSS
+from shufl.accounting.numerics.loss_pmf import MAX_LOSS, USUAL_LEAST
 from shufl.accounting.numerics.sign_sum import positive_parts
 
 # α - 1 at which a divergence is computed, in units of the scale of the mean: chords between.
 _PLACES = np.concatenate([np.arange(0.125, 5.0, 0.125), 5.0 * np.geomspace(1.0, 1e12, 290)])
 _AT_ONCE = 16
-_NEGLIGIBLE = 1e-22
 _LOG_ROUND_UP = 1.0 + 4e-16  # a quotient and a logarithm err by less
 
 
@@ -102,26 +101,38 @@ def among_reports(response: Response, terms: int, rate: float, users: int, absen
 
 
 def sign_profile(
-    response: Response, chance: float, relation: NeighboringRelation, hiding: Hiding | None
+    response: Response,
+    chance: float,
+    relation: NeighboringRelation,
+    hiding: Hiding | None,
+    least: float = USUAL_LEAST,
 ) -> tuple[FloatArray, FloatArray]:
-    """Returns a profile, both directions: the user's report among others, or without any.
+    """Returns a profile: the user's report among others, or without any.
 
-    The report is sent at all with probability `chance`, and seen alone where `hiding` is None.
-    Returns epsilons from 0, the last so large that the loss never exceeds it, and deltas of the
-    same shape.
+    The report is sent at all with probability `chance`, and seen alone where `hiding` is None. δ
+    below `least` are not told apart. Returns epsilons from 0, the last so large that the loss never
+    exceeds it, of shape (K,), and deltas of the same shape; of each direction, of shape (2, K),
+    where the pair is a record and a blanket.
     """
     zero_out = response.hides_zero(relation)
     swing = 0.5 * response.truth * response.places
     excess = response.truth if zero_out else 2.0 * swing  # of the largest ratio over β
     last = min(math.log1p(excess / response.share) * _LOG_ROUND_UP, MAX_LOSS)
 
+    # How one report's divergence, seen by itself, falls with α - 1.
+    slopes = np.array([[1.0], [response.share]] if zero_out else [[response.share]])
+
     def alone(falls: FloatArray) -> FloatArray:
-        """The larger direction's divergence of one report seen by itself, at α - 1."""
-        seen = np.maximum(excess - falls * response.share, 0.0)
+        seen = np.maximum(excess - falls * slopes, 0.0)
         return np.asarray(chance / response.places * seen)
 
+    def shaped(rows: FloatArray) -> FloatArray:
+        return rows if zero_out else rows[0]
+
     if hiding is None:
-        return np.array([0.0, last]), alone(np.array([0.0, math.expm1(last)]))
+        ends = [math.log1p(excess) * _LOG_ROUND_UP, last] if zero_out else [last]
+        epsilons = np.array([0.0, *ends])
+        return epsilons, shaped(alone(np.expm1(epsilons)))
 
     def bound(falls: FloatArray) -> FloatArray:
         swings = (swing, (1.0 + falls) * swing) if zero_out else (swing * (2.0 + falls),)
@@ -133,18 +144,18 @@ def sign_profile(
             )
             for swing in swings
         ]  # fmt: skip
-        hidden = hiding.scale * np.maximum.reduce(found)
-        return np.asarray(np.minimum(hidden, alone(falls)))
+        return np.asarray(np.minimum(hiding.scale * np.stack(found), alone(falls)))
 
     first = bound(np.zeros(1))
-    losses = np.log1p(2.5 * float(first[0]) * _PLACES)
+    losses = np.log1p(2.5 * float(np.max(first)) * _PLACES)
     losses = losses[losses < last]
     deltas = [first]
     for start in range(0, losses.size, _AT_ONCE):
         deltas.append(bound(np.expm1(losses[start : start + _AT_ONCE])))
-        if deltas[-1][-1] < _NEGLIGIBLE:
+        if np.max(deltas[-1][:, -1]) < least:
             break
-    computed = np.concatenate(deltas)
+    computed = np.concatenate(deltas, axis=1)
     end = np.array([last])
-    epsilons = np.concatenate([[0.0], losses[: computed.size - 1], end])
-    return epsilons, np.append(computed, np.minimum(computed[-1], alone(np.expm1(end))))
+    epsilons = np.concatenate([[0.0], losses[: computed.shape[1] - 1], end])
+    ended = np.minimum(computed[:, -1:], alone(np.expm1(end)))
+    return epsilons, shaped(np.concatenate([computed, ended], axis=1))

@@ -9,9 +9,9 @@ import numpy.typing as npt
 from scipy import special
 
 from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.gaussian import reach_of
+from shufl.accounting.numerics.loss_pmf import USUAL_LEAST
 
-# Beyond so many standard deviations of the driving normal less than 1e-30 is left.
-_REACH = 11.6
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(8)
 _WIDEST_PANEL = 0.25  # in standard deviations: 8 nodes are exact to rounding
 
@@ -27,6 +27,7 @@ class Summand:
         inverse: Its inverse; -inf and inf outside its range.
         tail: |value(t)| grows at most like e^{tail |t|}.
         jump: E|value(t)|, about: the scale that the mesh starts from.
+        least: Expectations far below are not of interest.
     """
 
     atoms: tuple[tuple[float, float], ...]
@@ -35,11 +36,17 @@ class Summand:
     inverse: Callable[[FloatArray], FloatArray]
     tail: float
     jump: float
+    least: float = USUAL_LEAST
+
+    @property
+    def reach(self) -> float:
+        """How many standard deviations of the driving normal count."""
+        return reach_of(1e-8 * self.least)
 
     @property
     def ends(self) -> tuple[float, float]:
         """t between which the continuous part is put on the grid."""
-        return -_REACH - self.tail, _REACH + self.tail
+        return -self.reach - self.tail, self.reach + self.tail
 
     @property
     def span(self) -> tuple[float, float]:
@@ -53,7 +60,7 @@ def left_out(summand: Summand) -> tuple[float, float]:
     """Returns how far the continuous part reaches beyond its ends: above, and below, in mean."""
     first, last = summand.ends
     low, high = summand.value(np.array(summand.ends)).tolist()
-    far = _REACH + summand.tail
+    far = summand.reach + summand.tail
     excess = _Panels(np.array([last, last + far])).integral(lambda t: summand.value(t) - high)
     deficit = _Panels(np.array([first - far, first])).integral(lambda t: low - summand.value(t))
     return summand.rate * excess, summand.rate * deficit

@@ -20,14 +20,14 @@ from scipy import special
 
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.capped_jump import Jumps
-from shufl.accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
+from shufl.accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta, reach_of
 from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.jump_sum import positive_parts
 from shufl.accounting.numerics.worst_pairs import Pair, against_zero, opposite, zero_against
 
 # Of what is given up, the part that goes to π.
 _RARE_SHARE = 0.1
-_REACH, _CELLS = 8.5, 160
+_CELL = 0.11  # in standard deviations
 
 
 class SwapBound:
@@ -71,7 +71,9 @@ class SwapBound:
     def _own(self, alpha: float, pair: Pair) -> tuple[FloatArray, FloatArray, float]:
         """Places of cU and their chances, the mean of each cell kept; and what lies beyond them."""
         w, (one, two) = self._width, _EXPONENTS[pair]
-        ends = np.linspace(-_REACH - w, _REACH + w, _CELLS + 1)
+        # Beyond it is what is negligible beside the rare.
+        reach = reach_of(min(1e-3 * self._rare, 1e-17)) + w
+        ends = np.linspace(-reach, reach, math.ceil(2.0 * reach / _CELL))
         places = self._cap * (pair(w, alpha).value(ends) + alpha - 1.0)
         mass = _in_cells(ends, 0.0)
         ratios = _in_cells(ends, one * w) - alpha * _in_cells(ends, two * w)

@@ -22,7 +22,6 @@ from shufl.accounting.numerics.lower_profile import LowerProfile
 _STEP, _EVEN_UNTIL = 0.125, 5.0
 _GROWTH = 1.1
 _FAR, _FAR_GROWTH = 30.0, 1.25
-_NEGLIGIBLE = 1e-22
 _AS_ALONE = 0.995
 _LEAST_SURE = 1e-16
 # With less noise the ratios reach over too many orders of magnitude; others hide little then, and
@@ -94,15 +93,18 @@ def upper_profile(
     rate: float,
     noise_multiplier: float,
     relation: NeighboringRelation,
+    least: float,
     coarseness: float = 1.0,
 ) -> tuple[FloatArray, FloatArray]:
-    """Returns a profile: the larger direction's upper bound, or the report's without any others.
+    """Returns a profile: upper bounds of each direction, or of the report without any others.
 
     Seen alone, with the chance γ that it is sent at all, a report has `H_α = γ δ_G(α)`; others
     only hide it.
 
-    `divergence` is that of one round, `rate` is γ and z > 0. The steps of α are `coarseness` times
-    as long as they should be. Returns epsilons from 0 and deltas, of the same shape.
+    `divergence` is that of one round, `rate` is γ and z > 0. δ below `least` are not told apart.
+    The steps of α are `coarseness` times as long as they should be. Returns epsilons from 0 of
+    shape (K,) and deltas, of the same shape if the directions are mirror images, otherwise of shape
+    (2, K).
     """
     shift, pairs = apart(relation, noise_multiplier), pairs_of(relation)
 
@@ -110,36 +112,30 @@ def upper_profile(
         return np.asarray(rate * np.exp(log_gaussian_delta(shift, losses)))
 
     if noise_multiplier < LEAST_NOISE:
-        epsilons = gaussian_losses(shift)
+        epsilons = gaussian_losses(shift, least)
         return epsilons, alone(epsilons)
-    known = [math.inf] * len(pairs)
 
-    def larger(alpha: float) -> float:
-        """The larger direction's; one is only asked if at a smaller α it was not less already."""
-        largest = 0.0
-        for place, pair in enumerate(pairs):
-            if known[place] > largest:
-                known[place] = divergence(alpha, pair, False)
-                largest = max(largest, known[place])
-        return largest
-
-    losses, deltas = [0.0], [larger(1.0)]
+    losses, deltas = [0.0], [divergence(1.0, pairs[0], False)]
     for loss in _losses(deltas[0], noise_multiplier, coarseness):
         if deltas[-1] > 0.5 * deltas[0] and math.expm1(loss) < 1.25 * math.expm1(losses[-1]):
             continue  # flat still: few are enough
         losses.append(loss)
-        deltas.append(larger(math.exp(loss)))
-        if deltas[-1] < _NEGLIGIBLE:
+        deltas.append(divergence(math.exp(loss), pairs[0], False))
+        if deltas[-1] < least:
             break
         # Where nothing is hidden any more, once that is no matter of α's being next to 1.
         seen = float(alone(np.array(loss)))
         if deltas[-1] >= _AS_ALONE * seen and seen < 0.5 * float(alone(np.zeros(()))):
-            beyond = gaussian_losses(shift)
+            beyond = gaussian_losses(shift, least)
             losses.extend(beyond[beyond > loss].tolist())
             break
     epsilons = np.array(losses)
-    computed = np.append(deltas, np.ones(epsilons.size - len(deltas)))
-    return epsilons, np.minimum(computed, alone(epsilons))
+    computed = [np.append(deltas, np.ones(epsilons.size - len(deltas)))]
+    for pair in pairs[1:]:
+        values = [divergence(math.exp(loss), pair, False) for loss in losses[: len(deltas)]]
+        computed.append(np.append(values, np.ones(epsilons.size - len(deltas))))
+    found = np.minimum(computed, alone(epsilons))
+    return epsilons, found if len(pairs) > 1 else found[0]
 
 
 def _losses(first: float, noise_multiplier: float, coarseness: float = 1.0) -> Iterator[float]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import special
 
 from nights import by_night
-from rounds import everyone, fixed_size
+from rounds import check_in, everyone, fixed_size
 from shufl.accounting.accountants import profile as profiles
 from shufl.accounting.numerics import composition, loss_pmf
 from shufl.accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
@@ -37,7 +37,7 @@ class ToyAccountant(profiles.ProfileShuffleAccountant):
     covers = "a test"
     holds_for = "every pair"
 
-    def _profile(self, event):
+    def _profile(self, event, least):
         return gaussian_profile(1.0 / self._sigma(event))
 
 
@@ -269,3 +269,51 @@ def test_means_that_hardly_differ_cost_hardly_anything(shift):
     assert gaussian_epsilon(shift, 1e-9) == 0.0  # δ(0) = 2 Φ(μ/2) - 1 < μ < 1e-9
     total_variation = mp.erf(mp.mpf(shift) / (2 * mp.sqrt(2)))
     assert total_variation <= math.exp(float(log_gaussian_delta(shift, 0.0))) <= 1e-12
+
+
+class OneSided(ToyAccountant):
+    """The subsampled Gaussian with a trusted server: a user is in a round with chance q, or not."""
+
+    def _profile(self, event, least):
+        rate, shift = event.participation.rate, 1.0 / self._sigma(event)
+        eps = np.concatenate([np.linspace(0.0, 1.0, 2000), np.linspace(1.01, 60.0, 4000)])
+        # H_α of qN(1) + (1-q)N(0) against N(0) is q H of one Gaussian at 1 + (α-1)/q; and of N(0)
+        # against the mixture, where α(1-q) < 1.
+        with_user = rate * np.exp(log_gaussian_delta(shift, np.log1p(np.expm1(eps) / rate)))
+        left = 1.0 - np.exp(eps) * (1.0 - rate)
+        ratio = np.exp(eps) * rate / np.where(left > 0.0, left, 1.0)
+        call = np.exp(log_gaussian_delta(shift, np.maximum(np.log(ratio), 0.0)))
+        without = np.where(left > 0.0, left * call, 0.0)
+        return eps, np.stack([with_user, without])
+
+
+class LargerOfBoth(OneSided):
+    """As if the adversary could choose each round who is the world with the user."""
+
+    def _profile(self, event, least):
+        epsilons, both = super()._profile(event, least)
+        return epsilons, both.max(axis=0)
+
+
+@pytest.mark.parametrize(("rate", "noise", "rounds"), [(0.1, 1.0, 100), (0.5, 0.7, 30)])
+def test_directions_compose_each_for_itself(rate, noise, rounds):
+    accountant = OneSided(ZERO_OUT)
+    accountant.compose(check_in(1, rate, noise), rounds)
+    pld = privacy_loss_distribution.from_gaussian_mechanism(
+        noise, sampling_prob=rate, value_discretization_interval=1e-4
+    )
+    truth = pld.self_compose(rounds).get_epsilon_for_delta(1e-6)
+    assert accountant.get_epsilon(1e-6) == pytest.approx(truth, rel=2e-4)
+    larger = LargerOfBoth(ZERO_OUT).compose(check_in(1, rate, noise), rounds)
+    assert larger.get_epsilon(1e-6) > 1.01 * truth
+
+
+@pytest.mark.parametrize(("rate", "noise", "rounds"), [(0.1, 1.0, 100), (0.5, 0.7, 30)])
+def test_a_profile_and_its_mirror_image_are_losses_of_one_pair(rate, noise, rounds):
+    event = check_in(1, rate, noise)
+    profile = loss_pmf.Profile.enveloping(*OneSided(ZERO_OUT)._profile(event, 1e-22))
+    one, other = (each.discretised(2.0**-8) for each in (profile, profile.swapped))
+    assert one.probs.sum() + one.infinity == pytest.approx(1.0, abs=1e-12)
+    # Q[-x] = e^{-x} P[x].
+    np.testing.assert_allclose(other.probs[::-1], one.probs * np.exp(-one.losses), atol=1e-9)
+    assert profile.swapped.swapped.deltas is profile.deltas

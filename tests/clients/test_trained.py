@@ -169,7 +169,7 @@ def all_frozen(input_shape, outputs):
 @pytest.mark.slow
 def test_frozen_parameters_may_have_eight_bits(tmp_path):
     changes = CHANGES | {"model.name": f"{__name__}:Quantised", "privacy.rounds": 2}
-    with pytest.raises(ConfigError, match="averaging cannot be had for model .*Quantised: .*lerp"):
+    with pytest.raises(ConfigError, match=r"averaging cannot be had for model .*Quantised: .*lerp"):
         shufl.run("quickstart", changes, dataset=rows, runs=tmp_path)
     changes["training.averaging"] = 0.0
     run = shufl.run("quickstart", changes, dataset=rows, runs=tmp_path)
