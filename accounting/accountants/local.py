@@ -98,7 +98,7 @@ class LocalAccountant(ProfileShuffleAccountant):
 class AmplifiedAccountant(ProfileShuffleAccountant):
     """Base of the accountants that count on a shuffler: none of them states more than `local`.
 
-    Where shuffling hides nearly nothing, composition on a grid certifies a little more.
+    Where shuffling hides nearly nothing, composition on a grid states a little more.
     """
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:

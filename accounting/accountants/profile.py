@@ -1,4 +1,4 @@
-"""From a certified privacy profile to composed ε: what accountants share."""
+"""From a bound of one round's privacy profile to composed ε: what accountants share."""
 
 import abc
 import functools
@@ -40,7 +40,7 @@ _FFT_ERROR = 1e-14
 
 
 class ProfileShuffleAccountant(ShuffleAccountant):
-    """Base of the accountants that certify one round's privacy profile and compose that.
+    """Base of the accountants that bound one round's privacy profile and compose that.
 
     A subclass prices one round in `_profile`. ε and δ are functions of how often each event took
     place, not of the order or of how it was asked, so the guard and `rounds_within_budget` agree.
@@ -49,7 +49,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
 
     @abc.abstractmethod
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
-        """Returns one round's epsilons (increasing, from 0, shape (K,)) and certified deltas.
+        """Returns one round's epsilons (increasing, from 0, shape (K,)) and bounds of its δ.
 
         The deltas bound the hockey-stick divergence of every pair the accountant covers: of shape
         (K,) in both directions; of shape (2, K) that of the world with the user against the one

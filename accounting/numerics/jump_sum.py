@@ -42,9 +42,9 @@ from shufl.accounting.numerics.jump_counts import ComplexArray, Count, PoissonCo
 _BELOW_SADDLE = 0.6
 _ALIAS = 20.0
 _LADDER = np.geomspace(0.3, 1e5, 120)  # of highest frequencies, in units of c
-# The last that is taken, 86 c; up to 25 c what is left out is to be the first of these (relative,
+# The last that is taken, 183 c; up to 25 c what is left out is to be the first of these (relative,
 # about), from there on the second.
-_LAST, _EASY = 53, 41
+_LAST, _EASY = 60, 41
 _LEFT_OUT = 1e-10, 1e-4
 _SMOOTH = 6.5  # the deviation of the Gaussian added, times the highest frequency
 _UNIT = 1e-15

@@ -72,7 +72,7 @@ class Profile:
 
     @classmethod
     def enveloping(cls, epsilons: npt.ArrayLike, deltas: npt.ArrayLike) -> "Profile":
-        """Returns the lower convex hull of certified points, raised by 1e-11 (relative).
+        """Returns the lower convex hull of points, raised by 1e-11 (relative).
 
         The divergence is convex, so it lies below every chord between points above it; the hull
         is made of such chords. At α = 1 both directions are equal, and at most

@@ -306,6 +306,24 @@ def test_monotone_and_never_above_local(rate, noise, log_blankets, rounds, adjac
     assert worse <= epsilon_of(event, rounds, adjacency, accountant="local")
 
 
+@pytest.mark.parametrize(("blankets", "tolerance"), [(1e6, 2e-3), (1e8, 3e-5)])
+@pytest.mark.parametrize("rate", [1.0, 0.1])
+@pytest.mark.parametrize("noise", [1.0, 3.0])
+def test_many_blankets_are_a_normal_law(noise, rate, blankets, tolerance):
+    """b + S has mean (λ/γ)(1-α) and variance λE[X²]: its positive part in closed form."""
+    grown, mixed = math.exp(noise**-2), math.exp(-(noise**-2))
+    for place in (0.0, 1.0, 3.0, 5.0):
+        alpha = 1.0 + place * rate * math.sqrt(2.0 * (grown - mixed) / blankets)
+        deviation = math.sqrt(blankets * (grown * (1.0 + alpha**2) - 2.0 * alpha * mixed))
+        mean = blankets / rate * (1.0 - alpha)
+        u = mean / deviation
+        truth = deviation * (math.exp(-0.5 * u * u) / math.sqrt(2.0 * math.pi))
+        truth = rate / blankets * (truth + mean * special.ndtr(u))
+        for bound in bounds(rate, noise, blankets, alpha, opposite):
+            # Its third moment counts for less the more there are.
+            assert bound == pytest.approx(truth, rel=tolerance * max(place, 1.0) ** 2)
+
+
 def test_a_tiny_delta_has_an_epsilon():
     """Where a coarse mesh answers nothing the finer one is taken."""
     event = event_of(0.1, 5.0, 10_000.0)

@@ -1,4 +1,4 @@
-"""From a certified profile to composed ε: domination, closed forms, independence of the path."""
+"""From a profile to composed ε: domination, closed forms, independence of the path."""
 
 import math
 
