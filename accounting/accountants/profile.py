@@ -32,8 +32,8 @@ _AGREED = 2e-3
 # make windows long.
 _RARE = 1e-7
 
-# How far down a profile is computed for a δ of which `_RARE` is less than usual.
-_LEAST = 1e-110
+# How far down a profile is computed for a δ of which `_RARE` is less than usual: by such steps.
+_DEEPER, _LEAST = 1e-11, 1e-109
 
 # Fourier transforms of dp_accounting were seen to err by 1e-15 a round in δ; they bound nothing.
 _FFT_ERROR = 1e-14
@@ -83,7 +83,9 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         Losses that are rare beside `delta` count as infinite.
         """
         rare = _RARE * delta / sum(counts.values())
-        least = _LEAST if rare < USUAL_LEAST else USUAL_LEAST
+        least = USUAL_LEAST
+        while rare < least > _LEAST:
+            least *= _DEEPER
         ordered = tuple(sorted(counts.items(), key=lambda item: repr(item[0])))
         profiles = {event: self._prices.envelope(event, least)[0] for event, _ in ordered}
         lossy = [each for each in ordered if not profiles[each[0]].is_trivial]

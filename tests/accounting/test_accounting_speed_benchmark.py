@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +41,13 @@ def test_the_script_prints_a_row_for_each_thing_asked_for():
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=wide)
     for label in ("theorem3, n = 300", "theorem3, n = 1e+09", "Theorem 1, order 10"):
         assert label in done.stdout
+
+
+@pytest.mark.nightly
+def test_a_plan_that_is_a_little_safer_is_never_dearer():
+    command = [sys.executable, str(SCRIPT.with_name("accounting_order.py")), "--plans=20"]
+    command += ["--only", "blanket", "local", "--seed=3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rises = re.findall(r"│ (blanket|local) +│ (\w+) +│ ([\d.e-]+) +│", done.stdout)
+    assert len(rises) == 7
+    assert all(float(rise) <= 1e-3 for _, _, rise in rises), done.stdout
