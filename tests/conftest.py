@@ -41,8 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors: tests of deployments wait as long as they compute."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else 3
+    """One more than there are processors: tests of deployments wait as long as they compute.
+
+    At most nine, as each holds torch and the longest file takes as long as an eighth of all.
+    """
+    return min(os.cpu_count() or 1, 8) + 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ Under the homogeneous pair the likelihood ratio of a round's shuffled reports is
 
 (`docs/theory.md`, section 2), so both hockey-stick divergences are expectations of convex functions
 of one sum, `δ(ε) = E[(W̄ - e^ε)_+]` and, reversed, `E[(1 - e^ε W̄)_+]`. `numerics.graded_law`
-bounds them from both sides; the rounds compose by the larger of the two.
+bounds them from both sides.
 """
 
 import math
@@ -141,7 +141,7 @@ def _all_low(event: Shuffled, sigma: float, epsilons: FloatArray) -> FloatArray:
     if isinstance(event.participation, FixedSize):
         terms = event.participation.reports
         absent = float(event.users - terms)
-    below = event.users * np.exp(-epsilons) - absent
+    below = event.users * (np.exp(-epsilons) + 1e-15) - absent  # rounding errs by less
     rate = event.chance if isinstance(event.participation, CheckIn) else 1.0
     with np.errstate(divide="ignore"):
         places = sigma * np.log(np.maximum(below, 0.0)) + 0.5 / sigma

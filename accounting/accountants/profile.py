@@ -61,7 +61,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
     def _lower_profile(self, event: Shuffled) -> LowerProfile | None:
         """Returns a lower bound of one round's profile for the accountant's worst pair, if known.
 
-        It is one direction's, P against Q; the accountant composes the larger of both.
+        It is one direction's, P against Q.
         """
         return None
 
@@ -82,12 +82,8 @@ class ProfileShuffleAccountant(ShuffleAccountant):
 
         Losses that are rare beside `delta` count as infinite.
         """
-        rare = _RARE * delta / sum(counts.values())
-        least = USUAL_LEAST
-        while rare < least > _LEAST:
-            least *= _DEEPER
         ordered = tuple(sorted(counts.items(), key=lambda item: repr(item[0])))
-        profiles = {event: self._prices.envelope(event, least)[0] for event, _ in ordered}
+        profiles = {event: self._prices.envelope(event, USUAL_LEAST)[0] for event, _ in ordered}
         lossy = [each for each in ordered if not profiles[each[0]].is_trivial]
         if not lossy:
             return 0.0
@@ -99,18 +95,25 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         one_sided = any(profiles[event].other is not None for event in events)
         answers = []
         for reverse in (False, True) if one_sided else (False,):
-            composed = self._prices.composed(events, blocks, target, (least, delta), reverse)
+            composed = self._prices.composed(events, blocks, target, delta, reverse)
             answers.append(composed.answer(times, target))
         return max(answers)
 
+    def _variation(self, counts: dict[Shuffled, int]) -> float:
+        """An upper bound of the total variation of all rounds: δ at ε = 0."""
+        each = [(c, self._prices.envelope(e, USUAL_LEAST)[0].deltas[0]) for e, c in counts.items()]
+        return min(math.fsum(c * float(delta) for c, delta in each) * (1.0 + 1e-12), 1.0)
+
     def _most(self, counts: dict[Shuffled, int]) -> float:
         """The largest loss there can be: ε at δ = 0."""
+        if any(isinstance(event.mechanism, GaussianMechanism) for event in counts):
+            return math.inf  # a δ may be 0 in floating point, but is not
         return sum(c * self._prices.envelope(e, USUAL_LEAST)[0].most for e, c in counts.items())
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
         if not _are_private(counts):
             return math.inf
-        if not counts or delta == 1.0:
+        if delta >= self._variation(counts):
             return 0.0
         most = self._most(counts)
         return most if delta == 0.0 else min(self._answer(counts, Target(delta=delta), delta), most)
@@ -120,7 +123,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
             return 1.0
         if not counts or epsilon >= self._most(counts):
             return 0.0
-        about, found = math.inf, 1.0
+        about, found = math.inf, self._variation(counts)
         while 1e-100 < found < 0.5 * about:  # what is rare depends on the answer
             about = found
             found = min(found, self._answer(counts, Target(epsilon=epsilon), about))
@@ -213,19 +216,20 @@ class _Prices(NamedTuple):
         events: tuple[Shuffled, ...],
         blocks: tuple[tuple[int, int], ...],
         target: Target,
-        depth: tuple[float, float],
+        delta: float,
         reverse: bool,
     ) -> Composition:
         """The composition of rounds that lose something, for all counts in some blocks.
 
-        `depth` is the least δ of profiles, and the δ beside which losses may be rare.
+        Losses that are rare beside `delta` count as infinite.
         """
-        least, delta = depth
         most = [block[1] for block in blocks]
+        rare, least = _RARE * delta / sum(most), USUAL_LEAST
+        while rare < least > _LEAST:
+            least *= _DEEPER
         spreads = [self.envelope(event, least)[1] for event in events]
         total = sum(c * spread**2 for c, spread in zip(most, spreads, strict=True))
         interval = _mesh(total, sum(most))
-        rare = _RARE * delta / sum(most)
         for event in events:  # coarser still where one loss reaches far
             interval = self.pmf(event, interval, rare, least, reverse).interval
         pmfs = [self.pmf(event, interval, rare, least, reverse) for event in events]

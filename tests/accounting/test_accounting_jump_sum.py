@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
 
+from shufl.accounting.numerics import jump_sum
 from shufl.accounting.numerics.graded_law import law_of_sum
 from shufl.accounting.numerics.jump_counts import PoissonCount, TermsCount
 from shufl.accounting.numerics.jump_sum import positive_part
@@ -318,3 +319,35 @@ def test_terms_that_are_all_jumps_are_bounded_too():
     truth = float(call(opposite, 1.0, 1.5, 0.0))
     low, high = both(opposite, 1.0, 1.5, TermsCount(1.0, 1.0))
     assert low <= truth <= high <= 1.03 * low
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_left_out_beyond_a_frequency_is_less_than_its_bound(seed):
+    """Where jumps are few and of very different size, which is where the last cut is taken."""
+    rng, tried = np.random.default_rng(seed), 0
+    while tried < 15:
+        pair = PAIRS[rng.integers(3)]
+        width, alpha = 5.0 / 10 ** rng.uniform(0, 1.0), 1.0 + 10 ** rng.uniform(-3, 2)
+        terms, chance = int(10 ** rng.uniform(0.5, 2.5)), 10 ** rng.uniform(-1, 0)
+        count = TermsCount(terms, chance, 1.0 - chance, alpha - 1.0)
+        if rng.random() < 0.5:
+            count = PoissonCount(10 ** rng.uniform(0, 2.5))
+        law = jump_sum._Law(pair(width, alpha), count)
+        if law.jump.cap <= 0.0:
+            continue
+        c = jump_sum._BELOW_SADDLE * law.saddle()
+        law.jump.refine(c)
+        tilt, ladder = law.tilt(c), c * jump_sum._LADDER
+        rests = law.remainders(c, tilt, ladder, 0.0)
+        spread = c * math.sqrt(count.cumulants(c, tilt)[2])
+        cuts = [cut for cut in (53, jump_sum._LAST) if rests[cut] * c * spread > 1e-8]
+        x, tilted = law.jump.fine(c, float(ladder[66]))
+        if not cuts or x.size > 3000:
+            continue
+        tried += 1
+        omega = np.geomspace(ladder[50], ladder[66], 700)
+        grown = np.expm1(1j * np.multiply.outer(omega, x)) @ tilted
+        values = np.abs(np.exp(count.log_ratios(c, tilt, omega, grown))) / (c * c + omega**2)
+        for cut in cuts:
+            beyond = omega >= ladder[cut]
+            assert np.trapezoid(values[beyond], omega[beyond]) <= rests[cut]

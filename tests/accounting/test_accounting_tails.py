@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 
-from rounds import check_in, fixed_size, with_noise
+from rounds import check_in, fixed_size
 from shufl import accounting
 from shufl.accounting.accountants.blanket import BlanketAccountant
 from shufl.accounting.accountants.crowd import CrowdAccountant
@@ -53,6 +53,13 @@ def test_many_users_keep_their_privacy_at_a_tiny_delta():
         assert accountant.get_epsilon(1e-40) < 8.0 * accountant.get_epsilon(1e-5) < 1.0
 
 
+@pytest.mark.parametrize("rate", [1e-300, 1e-200, 1e-40, 1e-20])
+def test_a_user_who_hardly_ever_checks_in_loses_hardly_anything(rate):
+    spent = LocalAccountant().compose(check_in(10, rate, 2.0), 3)
+    assert 0.0 < spent.get_delta(0.3) <= 3 * max(rate, 1e-290)
+    assert spent.get_epsilon(4 * max(rate, 1e-290)) == 0.0
+
+
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize(
     "mechanism",
@@ -72,5 +79,6 @@ def test_pure_reports_lose_at_most_their_own_epsilon_each(mechanism, relation):
 
 def test_no_epsilon_is_known_at_delta_zero_for_gaussian_noise():
     for accountant in (PldAccountant, CrowdAccountant, LocalAccountant):
-        spent = accountant().compose(with_noise(check_in(10, 0.5, 1.0), 3.0), 2)
-        assert spent.get_epsilon(0.0) == float("inf")
+        for event in (check_in(10, 0.5, 3.0), check_in(10, 1e-300, 2.0)):  # even if δ underflows
+            spent = accountant().compose(event, 2)
+            assert spent.get_epsilon(0.0) == float("inf")
