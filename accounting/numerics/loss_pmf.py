@@ -16,7 +16,7 @@ from shufl.accounting.numerics import FloatArray
 
 # Rounding in slopes and sums errs by less; every δ is raised by it (relative).
 _ROUND_UP = 1e-11
-# Smaller ones are not told apart, for the usual δ.
+# A profile's δ below it are not told apart, unless the question is about a tiny δ.
 USUAL_LEAST = 1e-22
 # Beyond a loss this large α overflows; δ stays constant from there on.
 MAX_LOSS = 700.0
@@ -56,7 +56,7 @@ class LossPmf:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Profile:
-    """A convex, decreasing upper bound of a pair's hockey-stick divergence.
+    """A convex, decreasing upper bound of a pair's hockey-stick divergence, in one direction.
 
     Linear in α between its points, constant after the last.
 

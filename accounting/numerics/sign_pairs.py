@@ -131,7 +131,7 @@ def sign_profile(
 
     if hiding is None:
         ends = [math.log1p(excess) * _LOG_ROUND_UP, last] if zero_out else [last]
-        epsilons = np.array([0.0, *ends])
+        epsilons = np.unique([0.0, *ends])  # nearly pure noise makes the ends equal
         return epsilons, shaped(alone(np.expm1(epsilons)))
 
     def bound(falls: FloatArray) -> FloatArray:
