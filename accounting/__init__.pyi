@@ -23,6 +23,7 @@ from .calibration import least_noise as least_noise
 from .calibration import mean_update_error as mean_update_error
 from .calibration import most_rounds as most_rounds
 from .calibration import participation_note as participation_note
+from .events import Allocation as Allocation
 from .events import CheckIn as CheckIn
 from .events import FixedSize as FixedSize
 from .events import Shuffled as Shuffled

@@ -55,9 +55,31 @@ class FixedSize:
         object.__setattr__(self, "reports", reports)
 
 
-def _fits(event: "Shuffled", attribute: Any, participation: "CheckIn | FixedSize") -> None:
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Each user reports in exactly one of every b rounds, which it draws uniformly and in secret.
+
+    Rounds 1 to b are the first block, the next b the second, and so on. The draws of different
+    users and blocks are independent, of each other and of the data. An accountant takes t such
+    rounds for the first t of a run.
+
+    Attributes:
+        every: b, at least 1; with 1 every user reports in every round.
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        every = validation.integer("rounds of a block", self.every, 1, 10**9)
+        object.__setattr__(self, "every", every)
+
+
+def _fits(event: "Shuffled", attribute: Any, participation: "Participation") -> None:
     if isinstance(participation, FixedSize):
         validation.integer("number of reports", participation.reports, 0, event.users)
+
+
+Participation = CheckIn | FixedSize | Allocation
 
 
 @attrs.frozen
@@ -76,7 +98,7 @@ class Shuffled(dp_accounting.DpEvent):
     """
 
     users: int = attrs.field(converter=_users)
-    participation: CheckIn | FixedSize = attrs.field(validator=_fits)
+    participation: Participation = attrs.field(validator=_fits)
     mechanism: Mechanism
     blankets: float = attrs.field(default=0.0, converter=_blankets)
 
@@ -85,4 +107,18 @@ class Shuffled(dp_accounting.DpEvent):
         """The probability that a given user reports."""
         if isinstance(self.participation, FixedSize):
             return self.participation.reports / self.users
+        if isinstance(self.participation, Allocation):
+            return 1.0 / self.participation.every
         return self.participation.rate
+
+    def composed(self, count: int) -> tuple["Shuffled", int]:
+        """Returns what so many of these rounds are for accountants: a round, and how many of it.
+
+        A block of b rounds by `Allocation` is one round in which every user reports, among the
+        blankets of all b: docs/theory-blanket.md, section 9. A block that has begun counts whole.
+        """
+        if not isinstance(self.participation, Allocation):
+            return self, count
+        every = self.participation.every
+        block = attrs.evolve(self, participation=CheckIn(1.0), blankets=every * self.blankets)
+        return block, -(-count // every)

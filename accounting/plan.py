@@ -53,6 +53,7 @@ Flag = Annotated[bool, Field(description="true or false")]
 Adjacency = Literal["replace", "zero-out"]
 AccountantName = Literal["theorem3", "rdp", "pld", "blanket", "crowd", "local"]
 MechanismName = Literal["gaussian", "ldp-sgd", "randomised-response"]
+ParticipationName = Literal["check-in", "allocation"]
 
 
 ON_THEIR_OWN = frozenset({"blanket", "local"})
@@ -114,6 +115,8 @@ class Plan(Checked):
     Attributes:
         users: n, the eligible users; every one flips its coin in every round.
         check_in_rate: γ, each user's chance to report in a round.
+        participation: "check-in", by a coin in each round, or "allocation", in exactly one of every
+            1/γ rounds, which the device draws itself before the first.
         mechanism: What makes a report of an update; it adds noise.
         rounds: The most rounds that may be spent.
         delta: δ, at least `least_delta(rounds)`.
@@ -142,6 +145,7 @@ class Plan(Checked):
     adjacency: Adjacency = "replace"
     shuffler_blankets: Blankets = 0.0
     cover: Flag = False
+    participation: ParticipationName = "check-in"
     least_present: OfUsers = Field(default=0, validate_default=False)  # 0: all users
     accountant: AccountantName = "theorem3"
     window: Window | None = None
@@ -161,6 +165,8 @@ class Plan(Checked):
                     f"{name} must be at most the number of users, {self.users}, "
                     f"got {getattr(self, name)}"
                 )
+        if self.participation == "allocation":
+            check_allocation(self.check_in_rate)
         noise = self.mechanism.noise_multiplier
         if not _LEAST_NOISE <= noise <= _MOST_NOISE:
             raise ValueError(
@@ -173,6 +179,11 @@ class Plan(Checked):
                 f"what the random numbers of reports and blankets support, got {self.delta:g}"
             )
         return self
+
+    @property
+    def every(self) -> int:
+        """b: with allocation a user reports in one of every so many rounds."""
+        return round(1 / self.check_in_rate)
 
     @property
     def most_blankets(self) -> int:
@@ -223,7 +234,11 @@ class PrivacyPlan(Plan):
 
     def event(self) -> accounting.Shuffled:
         """Returns what one round releases of the fewest users who may be present."""
-        participation = accounting.CheckIn(self.check_in_rate)
+        participation: accounting.CheckIn | accounting.Allocation
+        if self.participation == "allocation":
+            participation = accounting.Allocation(self.every)
+        else:
+            participation = accounting.CheckIn(self.check_in_rate)
         return accounting.Shuffled(
             self.least_present, participation, self.mechanism, self.shuffler_blankets
         )
@@ -287,6 +302,7 @@ class Privacy(Record):
     minimum_batch: OfUsers | None = None
     shuffler_blankets: Literal["least-error"] | Blankets = 0.0
     cover: Flag = False
+    participation: ParticipationName = "check-in"
     least_present: OfUsers | None = None
 
     @model_validator(mode="after")
@@ -331,6 +347,14 @@ class OpenPlan(Privacy, Checked):
         known = isinstance(users, int | np.integer) and users > 1
         return values | {"delta": 1 / int(users) if known else 0.5}
 
+    @model_validator(mode="after")
+    def _rate_given(self) -> Self:
+        if self.participation == "allocation":
+            if self.check_in_rate is None:
+                raise ValueError("check_in_rate must be given with participation allocation")
+            check_allocation(self.check_in_rate)
+        return self
+
     @classmethod
     def without_noise(cls, plan: PrivacyPlan) -> Self:
         """Returns the plan with its noise, or ε₀ of randomised response, open."""
@@ -359,6 +383,19 @@ class OpenPlan(Privacy, Checked):
             given["minimum_batch"] = min(self.users, max(1, int(expected / 2)))
         names = PrivacyPlan.model_fields
         return PrivacyPlan.model_construct(**{name: given[name] for name in names})
+
+
+def check_allocation(check_in_rate: float) -> None:
+    """Refuses a check-in rate that is not one in a whole number of rounds.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not check_in_rate >= 1e-9 or abs(check_in_rate * round(1 / check_in_rate) - 1) > 1e-5:
+        raise ValueError(
+            "check_in_rate must be one in a whole number up to 10^9, such as 0.25 or 0.1, with "
+            f"participation allocation, got {check_in_rate:g}"
+        )
 
 
 _Node = TypeVar("_Node", int, np.ndarray)

@@ -13,7 +13,7 @@ from shufl.accounting.accountants.crowd import CrowdAccountant
 from shufl.accounting.accountants.local import LocalAccountant
 from shufl.accounting.accountants.pld import PldAccountant
 from shufl.accounting.accountants.renyi import CheckInRdpAccountant, Theorem3Accountant
-from shufl.accounting.events import Shuffled
+from shufl.accounting.events import Allocation, Shuffled
 
 ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
     cls.name: cls
@@ -41,7 +41,8 @@ def check_accountant(name: str, event: Shuffled) -> str:
     """
     validation.choice("accountant", name, tuple(ACCOUNTANTS))
     blankets = "with" if event.blankets else "without"
-    rounds = f"accountant of {event.mechanism.name} rounds {blankets} shuffler blankets"
+    by = " by allocation" if isinstance(event.participation, Allocation) else ""
+    rounds = f"accountant of {event.mechanism.name} rounds{by} {blankets} shuffler blankets"
     return validation.choice(rounds, name, accountants_for(event))
 
 

@@ -27,6 +27,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from shufl import accounting
+from shufl.accounting.mechanisms import new_allocation_key
 from shufl.accounting.plan import AccountantName, Adjacency, CheckInRate, Plan, PrivacyPlan
 from shufl.accounting.validation import (
     Checked,
@@ -46,6 +47,9 @@ CREATE TABLE IF NOT EXISTS runs(
 );
 CREATE TABLE IF NOT EXISTS rounds(
     run_id TEXT, round INTEGER, commitment TEXT NOT NULL, PRIMARY KEY (run_id, round)
+);
+CREATE TABLE IF NOT EXISTS allocations(
+    run_id TEXT PRIMARY KEY, key BLOB NOT NULL, checksum TEXT NOT NULL
 );
 """
 _WAIT_SECONDS = 30.0  # for another process that writes
@@ -208,6 +212,10 @@ class DeviceLedger:
                 )
             if run.offered >= run.allotted:
                 raise RoundRefused(f"run {run.run_id} has had its {run.allotted} rounds")
+            if plan.participation == "allocation" and not run.offered:
+                key = new_allocation_key()
+                values = run.run_id, key, _checksum_of_key(run.run_id, key)
+                rows.execute("INSERT INTO allocations VALUES (?, ?, ?)", values)
             run = dataclasses.replace(run, offered=run.offered + 1, last_round=header.round)
             rows.execute(
                 "INSERT OR REPLACE INTO runs"
@@ -263,6 +271,23 @@ class DeviceLedger:
         with self._rows("ro") as rows:
             return rows.execute("SELECT run_id, round, commitment FROM rounds").fetchall()
 
+    def allocation_key(self, run_id: str) -> bytes:
+        """Returns the secret from which follows in which rounds of a run the device's users report.
+
+        It was drawn, and was on disk, before the run's first round: `allocated` makes the draws.
+
+        Raises:
+            ValueError: the ledger cannot be read, or has none for this run.
+        """
+        with self._rows("ro") as rows:
+            found = rows.execute(
+                "SELECT key, checksum FROM allocations WHERE run_id = ?", (run_id,)
+            )
+            for key, checksum in found.fetchall():
+                if checksum == _checksum_of_key(run_id, key):
+                    return bytes(key)
+        raise ValueError(f"{self.path}: the draws of run {run_id} are missing or damaged")
+
     def _check_budget(self, limits: DeviceLimits, runs: list[RunOffered]) -> None:
         epsilon = math.fsum(limits.charge(run) for run in runs)
         if not epsilon <= limits.most_epsilon:
@@ -288,6 +313,10 @@ class DeviceLedger:
                 yield connection
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise ValueError(f"the device's ledger {self.path} cannot be used: {error}") from None
+
+
+def _checksum_of_key(run_id: str, key: bytes) -> str:
+    return hashlib.sha256(repr((run_id, key)).encode()).hexdigest()
 
 
 def load_device(path: Path, create: bool = True) -> DeviceLedger:

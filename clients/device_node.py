@@ -120,7 +120,8 @@ class DeviceNode(Node):
                 self._worker.compute(round.parameters, seeds, left, over)
             except Exception:  # whoever's update is not done reports noise alone
                 log.exception("round %d: not all updates are computed", number)
-            reports = self._reports_in_time(users, opened + self.window.send_after, round, over)
+            first = opened + self.window.send_after
+            reports = self._reports_in_time(users, first, round, over, node)
             left = max(round.until - self.clock.now(), 1e-3)
             for verdict in intake.submit(round.header, reports, deadline=left):
                 verdicts[verdict.name] += 1
@@ -136,7 +137,12 @@ class DeviceNode(Node):
         )
 
     def _reports_in_time(
-        self, users: np.ndarray, first: float, round: PreparedRound, over: threading.Event
+        self,
+        users: np.ndarray,
+        first: float,
+        round: PreparedRound,
+        over: threading.Event,
+        node: int,
     ) -> Iterator[tuple[int, bytes]]:
         """(user, sealed report) of every user, each made when it is sent.
 
@@ -144,7 +150,7 @@ class DeviceNode(Node):
         """
         plan, number = self.settings.plan, round.header.round
         draws = plan.mechanism.draws(self._work.dimension)
-        coins = self._randomness.check_ins(number, users, plan.check_in_rate)
+        coins = self._coins(users, round, node)
         over_spread = secrets.SystemRandom().uniform(0.0, self.window.send_spread)
         for place, user in enumerate(users.tolist()):
             if self.clock.wait(first + over_spread, over):

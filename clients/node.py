@@ -15,7 +15,12 @@ from flwr.app import ArrayRecord
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from shufl.accounting.mechanisms import Randomness, make_randomness
+from shufl.accounting.mechanisms import (
+    Randomness,
+    allocated,
+    make_randomness,
+    simulated_allocation_key,
+)
 from shufl.accounting.plan import shuffler_of
 from shufl.accounting.validation import Seconds
 from shufl.clients.device import DeviceLedger, RoundRefused
@@ -259,7 +264,7 @@ class Node:
         return self._ledgers.get(node)
 
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
-        """Each user flips its coin; those who check in submit a sealed private report.
+        """Those of the users who check in, or drew this round, submit a sealed private report.
 
         Under a plan with cover the others submit an empty one.
 
@@ -270,7 +275,7 @@ class Node:
             ReportFailed: computing a report failed, or one was lost.
         """
         number = round.header.round
-        coins = self._randomness.check_ins(number, users, self.settings.plan.check_in_rate)
+        coins = self._coins(users, round, node)
         self._work.load(round.parameters)
         reports = self._sealed_reports(users, coins, round)
         intake = self._intakes[self.shuffler_of(node)]
@@ -282,6 +287,19 @@ class Node:
         except ShufflerError as error:
             lost = intake.counts["LOST"]
             raise ReportFailed(f"round {number}: {lost} reports lost so far: {error}") from error
+
+    def _coins(self, users: np.ndarray, round: PreparedRound, node: int) -> np.ndarray:
+        """Whether each user reports in a round: by coins, or as a node's device has drawn it."""
+        plan, number = self.settings.plan, round.header.round
+        if plan.participation == "check-in":
+            return self._randomness.check_ins(number, users, plan.check_in_rate)
+        if self.settings.seed is not None:
+            key = simulated_allocation_key(self.settings.seed)
+        else:
+            ledger = self._ledger(node)
+            assert ledger is not None  # there is one without a seed
+            key = ledger.allocation_key(round.header.run_id)
+        return allocated(key, number, users, plan.every)
 
     def _parameters(self, model: ArrayRecord) -> dict[str, torch.Tensor]:
         """The broadcast parameters, if they are this client's model's by name, type and shape."""

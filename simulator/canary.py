@@ -97,7 +97,7 @@ def likelihood_score(plan: PrivacyPlan, others: Others) -> Score:
     held = np.zeros((0, 1)) if absent else np.full((plan.users - 1, 1), _PLACES[others])
     end = _PLACES[_replacement(plan)]
     placement = Placement("canary", np.array([1.0]), np.array([end]), held, absent)
-    attacked = AttackedRound(plan.event(), placement)
+    attacked = AttackedRound(plan.event().composed(1)[0], placement)
     return lambda round: float(attacked.score(projections(round, plan)[None, :, None])[0])
 
 
@@ -167,6 +167,17 @@ class CanaryWorlds:
     present: tuple[CanaryRound, ...]
     replaced: tuple[CanaryRound, ...]
 
+    def by_blocks(self, rounds: int) -> CanaryWorlds:
+        """Returns the same with the reports of so many rounds, one after the other, as one's."""
+        joined = [
+            tuple(
+                CanaryRound(np.concatenate([each.reports for each in world[i : i + rounds]]), None)
+                for i in range(0, len(world), rounds)
+            )
+            for world in (self.present, self.replaced)
+        ]
+        return CanaryWorlds(self.plan, *joined)
+
     def epsilon_lower_bound(self, score: Score, delta: float, confidence: float = 0.99) -> float:
         """A lower confidence bound of one round's ε at `delta`, by this adversary.
 
@@ -202,7 +213,8 @@ def check_end_to_end(
 ) -> list[ClaimCheck]:
     """Attacks a plan through client, shuffler and server, by a server that asks one user alone.
 
-    It runs `rounds` rounds, at least 4, in each of the two worlds. Returns a check, whose δ(ε) is
+    It runs `rounds` rounds, at least 4, in each of the two worlds; with allocation so many blocks
+    of rounds. Returns a check, whose δ(ε) is
     attacked at `epsilon`, for each accountant that claims something where nobody else takes part.
     `confidence` is the probability of no false violation.
 
@@ -221,8 +233,9 @@ def check_end_to_end(
         if not accountant.counts_on_others
     ]
     with ShufflerProcess() as shuffler:
-        repeated = plan.replace(rounds=rounds, minimum_batch=1)
-        worlds = run_canary(repeated, "absent", shuffler, seed)
+        block = plan.every if plan.participation == "allocation" else 1
+        repeated = plan.replace(rounds=rounds * block, minimum_batch=1)
+        worlds = run_canary(repeated, "absent", shuffler, seed).by_blocks(block)
     score = likelihood_score(plan, "absent")
     lower = delta_lower_bound(*worlds.scores(score), epsilon, confidence)
     found = AuditResult("absent", lower, lower, "events")

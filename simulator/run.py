@@ -299,6 +299,11 @@ def _strength(plan: PrivacyPlan) -> str:
     return f"σ = {plan.sigma:g}"
 
 
+def _drawn(plan: PrivacyPlan) -> str:
+    by_allocation = plan.participation == "allocation"
+    return f" (one round in every {plan.every}, drawn by the device)" if by_allocation else ""
+
+
 def _describe(console: Console, experiment: Experiment, engine: Engine, folder: Path) -> None:
     """What is about to run, in five lines or six."""
     plan, config = experiment.plan, experiment.config
@@ -311,7 +316,7 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
         "data": f"{mapped}{config.data.dataset}, {users}; "
         f"{config.model.name}, {experiment.parameters} parameters",
         "engine": engine.description,
-        "privacy": f"γ = {plan.check_in_rate:g}, C = {plan.mechanism.clip_norm:g}, "
+        "privacy": f"γ = {plan.check_in_rate:g}{_drawn(plan)}, C = {plan.mechanism.clip_norm:g}, "
         f"z = {plan.mechanism.noise_multiplier:g} ({_strength(plan)}), {plan.adjacency}, "
         f"δ = {plan.delta:.3g}, minimum batch {plan.minimum_batch}, "
         f"{plan.shuffler_blankets:g} blankets a round expected; "

@@ -1,7 +1,7 @@
 """The base of all accountants: which rounds they price, and what they must say of themselves."""
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Literal
 
 import dp_accounting
@@ -41,7 +41,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     ) -> None:
         adjacency.effective_sigma(1.0, neighboring_relation)  # refuses ADD_OR_REMOVE_ONE
         super().__init__(neighboring_relation)
-        self._counts: dict[Shuffled, int] = {}  # how often each round took place
+        self._rounds: dict[Shuffled, int] = {}  # how often each took place
 
     def _maybe_compose(self, event: DpEvent, count: int, do_compose: bool) -> Any:
         leaves = list(_leaves_of(event, count))
@@ -49,15 +49,13 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
             if (refusal := self._refusal(leaf)) is not None:
                 return self.CompositionErrorDetails(invalid_event=leaf, error_message=refusal)
         if do_compose:
-            self._counts = self._with(leaves)
+            self._rounds = _added(self._rounds, leaves)
         return None
 
-    def _with(self, leaves: list[tuple[Shuffled, int]]) -> dict[Shuffled, int]:
-        counts = dict(self._counts)
-        for event, count in leaves:
-            if count:
-                counts[event] = counts.get(event, 0) + count
-        return counts
+    @property
+    def _counts(self) -> dict[Shuffled, int]:
+        """What was composed, as the accountants price it."""
+        return _composed(self._rounds)
 
     def _refusal(self, event: DpEvent) -> str | None:
         """Returns one line if this accountant does not price `event`, which is not a nested one."""
@@ -115,7 +113,8 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
             raise dp_accounting.UnsupportedEventError(
                 f"{error.error_message}, got {error.invalid_event!r}"
             )
-        return self._epsilon(self._with(list(_leaves_of(event, count))), checked_delta(delta))
+        rounds = _added(self._rounds, _leaves_of(event, count))
+        return self._epsilon(_composed(rounds), checked_delta(delta))
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:
         """Returns an ε that no accountant of the same pair can fall below; None if not known."""
@@ -135,6 +134,22 @@ def checked_delta(delta: float) -> float:
     if not 0.0 <= delta <= 1.0:
         raise ValueError(f"delta must lie in [0, 1], got {delta}")
     return delta
+
+
+def _added(
+    counts: dict[Shuffled, int], more: Iterable[tuple[Shuffled, int]]
+) -> dict[Shuffled, int]:
+    """Returns the sum of how often each event took place."""
+    total = dict(counts)
+    for event, count in more:
+        if count:
+            total[event] = total.get(event, 0) + count
+    return total
+
+
+def _composed(rounds: dict[Shuffled, int]) -> dict[Shuffled, int]:
+    """Returns the rounds with blocks in place of those by `Allocation`."""
+    return _added({}, (event.composed(count) for event, count in rounds.items()))
 
 
 def _leaves_of(event: DpEvent, count: int) -> Iterator[tuple[Shuffled, int]]:

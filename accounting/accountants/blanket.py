@@ -16,7 +16,7 @@ from dp_accounting import DpEvent
 
 from shufl.accounting.accountants.base import UNPROTECTED
 from shufl.accounting.accountants.local import AmplifiedAccountant
-from shufl.accounting.events import CheckIn, Shuffled
+from shufl.accounting.events import Allocation, CheckIn, Shuffled
 from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.jump_counts import PoissonCount
@@ -50,7 +50,7 @@ class BlanketAccountant(AmplifiedAccountant):
         "that the user's own device follows the protocol, that the shuffler adds its blankets, and "
         "that the server gets nothing of the round but the shuffled reports"
     )
-    participations = (CheckIn,)
+    participations = (CheckIn, Allocation)
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
     def _refusal(self, event: DpEvent) -> str | None:

@@ -144,7 +144,7 @@ def crowd_of(event: Shuffled) -> Crowd:
     if isinstance(event.participation, FixedSize):
         m = event.participation.reports
         return Crowd(n, m / n, noise, m, 1.0, n - m, float(m))
-    rate = event.participation.rate
+    rate = event.chance
     return Crowd(n, rate, noise, n, rate, 0, (n - 1) * rate)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from shufl.accounting.accountants.profile import ProfileShuffleAccountant
 from shufl.accounting.digits import rounded_up
-from shufl.accounting.events import CheckIn, Shuffled
+from shufl.accounting.events import Allocation, CheckIn, FixedSize, Shuffled
 from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.gaussian import gaussian_epsilon, gaussian_losses, log_gaussian_delta
@@ -20,8 +20,9 @@ class LocalAccountant(ProfileShuffleAccountant):
     """No shuffling at all: a user whose reports are all seen by name.
 
     The device's own coins do not depend on data, so a round is a report with probability γ and
-    nothing otherwise, and its divergence is γ times the report's (docs/theory.md, section 4). A
-    round of fixed size is priced as one in which the user reports for certain: others draw it.
+    nothing otherwise, and its divergence is γ times the report's (docs/theory.md, section 4). Of
+    rounds by allocation it is one report a block. A round of fixed size is priced as one in which
+    the user reports for certain: others draw it.
     """
 
     name = "local"
@@ -32,6 +33,7 @@ class LocalAccountant(ProfileShuffleAccountant):
         "knows when the user took part; assumes only that the user's own device flips its coins "
         "and adds the noise"
     )
+    participations = (CheckIn, FixedSize, Allocation)
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:

@@ -8,6 +8,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from shufl.accounting.mechanisms.allocation import (
+    allocated,
+    new_allocation_key,
+    simulated_allocation_key,
+)
 from shufl.accounting.mechanisms.draws import to_normals
 from shufl.accounting.mechanisms.gaussian import GaussianMechanism, clip
 from shufl.accounting.mechanisms.ldp_sgd import LdpSgd
@@ -47,11 +52,14 @@ __all__ = [
     "Randomness",
     "SeededRandomness",
     "SystemRandomness",
+    "allocated",
     "clip",
     "least_delta",
     "make_randomness",
     "most_blankets",
+    "new_allocation_key",
     "seed_of_shuffler",
+    "simulated_allocation_key",
     "split_mix",
     "to_normals",
 ]

@@ -71,6 +71,19 @@ class Engine(Protocol):
         """
 
 
+def check_draws(experiment: Experiment) -> None:
+    """Refuses allocation from the operating system's entropy: a resumed run would draw again.
+
+    Raises:
+        ConfigError: the plan asks for it.
+    """
+    if experiment.plan.participation == "allocation" and experiment.seed is None:
+        raise ConfigError(
+            "seed must be a number with privacy.participation allocation, so that a "
+            'run which is resumed has the same draws, got "system"'
+        )
+
+
 def check_cluster() -> None:
     """Refuses a RAY_ADDRESS where no Ray answers; Ray itself would try for minutes.
 

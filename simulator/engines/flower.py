@@ -31,6 +31,7 @@ from shufl.shuffler import ShufflerProcess
 from shufl.simulator.engines.base import (
     EngineFailed,
     check_cluster,
+    check_draws,
     interrupts,
     logs_to,
     running_ray,
@@ -78,6 +79,7 @@ class FlowerEngine:
                 f"got {simulation.cpus_per_node:g}"
             )
         check_report_size(experiment.config, experiment.parameters)
+        check_draws(experiment)
         self.description = f"flower on {simulation.nodes} nodes, gradients by {self.gradients}"
         check_cluster()
         self._keys, self._shuffler = simulation, experiment.config.shuffler

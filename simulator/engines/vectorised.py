@@ -18,7 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from shufl.accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler
+from shufl.accounting.mechanisms import (
+    LdpSgd,
+    allocated,
+    make_randomness,
+    seed_of_shuffler,
+    simulated_allocation_key,
+)
 from shufl.server import (
     MOST_IN_VAIN,
     Aggregate,
@@ -31,7 +37,7 @@ from shufl.server import (
     TrainingSettings,
 )
 from shufl.simulator.engine_table import VectorisedKeys
-from shufl.simulator.engines.base import check_cluster, interrupts
+from shufl.simulator.engines.base import check_cluster, check_draws, interrupts
 from shufl.simulator.engines.report_sum import (
     ReportSum,
     SumReports,
@@ -62,6 +68,7 @@ class VectorisedEngine:
         names = VectorisedKeys.model_fields
         keys = VectorisedKeys(**{name: getattr(simulation, name) for name in names})
         _check_machine(keys)
+        check_draws(experiment)
         if (aggregator := experiment.config.training.aggregator) != "mean":
             raise ConfigError(
                 "training.aggregator must be mean with engine vectorised, which has the sum of a "
@@ -177,7 +184,7 @@ class VectorisedRounds:
     def __call__(self, round: int, model: nn.Module) -> PlayedRound:
         """One round: coins, blankets, and the mean update of the batches that are large enough."""
         settings, plan = self._settings, self._settings.plan
-        users = self._randomness.checked_in(round, plan.users, plan.check_in_rate)
+        users = self._reporting(round)
         users, crowds = self._present(round, users)
         shufflers = settings.shuffler_of(users)
         reports = np.bincount(shufflers, minlength=len(crowds))
@@ -212,6 +219,15 @@ class VectorisedRounds:
         mixed = crowds[released]
         aggregate = Aggregate(mean.result(int(mixed.sum())), count, 0, {})
         return PlayedRound("released", aggregate, int(mixed.sum()), int(mixed.min()))
+
+    def _reporting(self, round: int) -> np.ndarray:
+        """The users who check in, or who drew this round, increasing."""
+        plan, seed = self._settings.plan, self._settings.seed
+        if plan.participation == "check-in":
+            return self._randomness.checked_in(round, plan.users, plan.check_in_rate)
+        assert seed is not None  # by `check_draws`
+        key = simulated_allocation_key(seed)
+        return np.flatnonzero(allocated(key, round, np.arange(plan.users), plan.every))
 
     def _present(self, round: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Leaves out users who are away, each with the chance `silent` whatever its coin and data.

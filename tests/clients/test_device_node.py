@@ -5,6 +5,7 @@ import functools
 import math
 import multiprocessing
 import signal
+import sqlite3
 import threading
 import time
 from types import SimpleNamespace
@@ -27,8 +28,15 @@ from client_world import (
 )
 from run_world import LIMIT, wait_until
 from shuffler_world import ShufflerHere
-from shufl.accounting.mechanisms import SeededRandomness
-from shufl.clients import LocalTraining, RoundRefused, local_update, serve_device, worker
+from shufl.accounting.mechanisms import SeededRandomness, allocated
+from shufl.clients import (
+    DeviceLedger,
+    LocalTraining,
+    RoundRefused,
+    local_update,
+    serve_device,
+    worker,
+)
 from shufl.clients.device_node import Clock, DeviceNode
 from shufl.clients.device_process import _Answering, _Reader
 from shufl.clients.work import Work
@@ -117,6 +125,32 @@ def test_reports_are_those_of_the_unpadded_records(make_round, running, tmp_path
 
     a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
     np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+
+
+@pytest.mark.slow
+def test_who_reports_follows_from_the_ledger_and_is_hidden_by_cover(make_round, running, tmp_path):
+    """A draw that is damaged or missing ends the device's part: it is not made again."""
+    path, every, sizes = tmp_path / "device.db", 2, []
+    plan = {"participation": "allocation", "accountant": "local", "target_epsilon": 1e3}
+    round = make_round(rate=1 / every).under(**plan).deployed(path).open()
+    node, empty = running(round), -(2.0**15) * round.plan.mechanism.unit(1)
+    for _ in range(every):
+        reports, _ = reports_of(round, node)
+        assert len(reports) == round.settings.users
+        sizes.append(int((reports != empty).any(axis=1).sum()))
+        round.next(round.model)
+    ledger, users = DeviceLedger(path), np.arange(round.settings.users)
+    key = ledger.allocation_key(round.header.run_id)
+    assert sizes == [allocated(key, number, users, every).sum() for number in (1, 2)]
+    assert sum(sizes) == round.settings.users
+    for damage in ("UPDATE allocations SET key = zeroblob(32)", "DELETE FROM allocations"):
+        with sqlite3.connect(path) as rows:
+            rows.execute(damage)
+        with pytest.raises(ValueError, match=r"the draws of run .* are missing or damaged"):
+            ledger.allocation_key(round.header.run_id)
+        reports, _ = reports_of(round, node)
+        assert len(reports) == 0
+        round.next(round.model)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ def account_command(
     adjacency: options.Adjacency = "replace",
     blankets: options.Blankets = 0.0,
     mechanism: options.Mechanism = "gaussian",
+    participation: options.Participation = "check-in",
     json: options.Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
@@ -40,7 +41,7 @@ def account_command(
             too_few = too_few_present(plan, records, count)
             found = epsilon_table(plan, count, too_few, lower=True)
         else:
-            given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
+            given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism, participation
             plan = options.whole_plan(*given)
             count = plan.rounds
             found = price(plan.event(), count, plan.adjacency, plan.delta, lower=True)
@@ -63,6 +64,7 @@ def compare_command(
     adjacency: options.Adjacency = "replace",
     blankets: options.Blankets = 0.0,
     mechanism: options.Mechanism = "gaussian",
+    participation: options.Participation = "check-in",
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also draw ε against rounds to this file.")
     ] = None,
@@ -77,7 +79,7 @@ def compare_command(
     from shufl.accounting.peers import comparisons
 
     with options.failing(ValueError, OSError):
-        given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
+        given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism, participation
         plan = options.whole_plan(*given)
         event, last, at = plan.event(), plan.rounds, plan.delta
         assert not isinstance(event.mechanism, RandomisedResponse)  # --mechanism has it not

@@ -36,6 +36,7 @@ def calibrate_command(
     ] = None,
     accountant: Annotated[str, typer.Option("--accountant", help="Whose ε.")] = "theorem3",
     mechanism: options.Mechanism = "gaussian",
+    participation: options.Participation = "check-in",
     dimension: Annotated[
         int | None,
         typer.Option(
@@ -56,7 +57,7 @@ def calibrate_command(
         if accountant == "blanket" and blankets == 0.0:
             raise ValueError("--blankets must be above 0 with --accountant blanket, got 0")
         added = blankets or ("least-error" if accountant == "blanket" else 0.0)
-        given = n, gamma, noise, rounds, delta, adjacency, added, mechanism
+        given = n, gamma, noise, rounds, delta, adjacency, added, mechanism, participation
         more = {"accountant": accountant, "target_epsilon": target_epsilon}
         asked = options.open_plan(*given, **more)
         if len(asked.open) != 1 and asked.open != ("noise_multiplier", "shuffler_blankets"):
@@ -109,6 +110,7 @@ def _calibrated(asked: OpenPlan, dimension: int | None) -> dict[str, Any]:
         "accountant": plan.accountant,
         "target_epsilon": plan.target_epsilon,
         "mechanism": plan.mechanism.name,
+        "participation": plan.participation,
         "epsilon": plan.epsilon(),
         "dimension": dimension,
         "mean_update_error": mean_update_error(

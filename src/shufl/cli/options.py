@@ -27,6 +27,13 @@ Mechanism = Annotated[
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds T.")]
 Delta = Annotated[str, typer.Option("--delta", help='δ in (0, 1), or "1/n".')]
 Adjacency = Annotated[str, typer.Option("--adjacency", help="replace or zero-out.")]
+Participation = Annotated[
+    str,
+    typer.Option(
+        "--participation",
+        help="check-in, by a coin in each round, or allocation, once in every 1/γ rounds.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Blankets = Annotated[
     float,
@@ -81,6 +88,7 @@ def open_plan(
     adjacency: str,
     blankets: float | str,
     mechanism: str = "gaussian",
+    participation: str = "check-in",
     **others: Any,
 ) -> OpenPlan:
     """The plan of these options, open where they are None; a mistake names its option."""
@@ -98,6 +106,7 @@ def open_plan(
         "adjacency": adjacency,
         "shuffler_blankets": blankets,
         "mechanism": mechanism,
+        "participation": participation,
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     with naming_flags():

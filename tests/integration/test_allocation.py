@@ -1,0 +1,139 @@
+"""Devices that draw their rounds themselves: on a real shuffler, in both engines, end to end."""
+
+import json
+
+import numpy as np
+import pytest
+
+from client_world import (
+    USERS,
+    Round,
+    begin_flower_task,
+    reply_content,
+)
+from rounds import make_plan
+from run_world import json_lines, only_folder, shufl
+from shuffler_world import ShufflerHere
+from shufl.accounting.mechanisms import allocated, simulated_allocation_key
+from shufl.clients import DeviceLedger, app
+from shufl.shuffler import ControlClient
+from shufl.simulator.canary import check_end_to_end
+from shufl.simulator.config import load
+from shufl.simulator.console import Console
+from shufl.simulator.engines.flower import FlowerEngine
+from shufl.simulator.engines.vectorised import VectorisedEngine
+from shufl.simulator.experiment import prepare
+from shufl.simulator.run import Run
+from shufl.simulator.section import ConfigError
+
+EVERY = 3
+ALLOCATION = {
+    "participation": "allocation",
+    "accountant": "local",
+    "check_in_rate": 1 / EVERY,
+    "target_epsilon": 1e3,
+}
+
+
+@pytest.fixture
+def make_round(request):
+    begin_flower_task()
+    with ShufflerHere() as shuffler, ControlClient(shuffler.address, shuffler.control) as control:
+        where = shuffler.address, shuffler.submit, control
+        yield lambda **named: Round(*where, run_id=request.node.name, **named).under(**ALLOCATION)
+    app._nodes.clear()
+
+
+@pytest.mark.slow
+def test_a_node_that_starts_again_in_each_round_has_drawn_before_the_first(make_round, tmp_path):
+    """Of 4 users in 4 blocks, with coins in their place, 4 reports a block are no usual thing."""
+    path = tmp_path / "device.db"
+    round = make_round(seed=None, ledger=lambda _: DeviceLedger(path)).open()
+    sizes = []
+    for number in range(1, 4 * EVERY + 1):
+        app._nodes.clear()
+        reply_content(round.announce())
+        if number == 1:
+            drawn = DeviceLedger(path).allocation_key(round.header.run_id)
+        sizes.append(len(round.released()))
+        round.next(round.model)
+    assert DeviceLedger(path).allocation_key(round.header.run_id) == drawn
+    assert np.reshape(sizes, (4, EVERY)).sum(1).tolist() == [4] * 4
+    users = np.arange(1, USERS, 3)  # of node 1 of 3
+    expected = [allocated(drawn, number, users, EVERY).sum() for number in range(1, len(sizes) + 1)]
+    assert sizes == expected
+
+
+CONFIG = """
+name = "allocation"
+seed = 5
+[privacy]
+participation = "allocation"
+check_in_rate = 0.5
+noise_multiplier = 1.0
+accountant = "local"
+target_epsilon = 1e6
+delta = 1e-3
+rounds = 4
+minimum_batch = 1
+[data]
+dataset = "digits"
+users = 300
+[model]
+name = "logistic-regression"
+[training]
+learning_rate = 1.0
+[simulation]
+nodes = 3
+round_timeout = 600.0
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "allocation.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
+def test_both_engines_let_every_user_report_once_in_each_block(config, tmp_path):
+    result = shufl("run", config, "--runs", tmp_path / "flower")
+    assert result.returncode == 0, result.stderr
+    vectorised = load(str(config), ["simulation.engine=vectorised"])
+    Run.new(vectorised, tmp_path / "vectorised", Console(quiet=True)).train()
+    key, users = simulated_allocation_key(5), np.arange(300)
+    expected = [allocated(key, round, users, 2).sum() for round in range(1, 5)]
+    assert np.reshape(expected, (2, 2)).sum(1).tolist() == [300, 300]
+    for engine in ("flower", "vectorised"):
+        folder = only_folder(tmp_path / engine)
+        rows = json_lines(folder / "metrics.jsonl")
+        assert [row["reports"] for row in rows] == expected
+        epsilons = [row["epsilon"] for row in rows]
+        assert epsilons[0] == epsilons[1] < epsilons[2] == epsilons[3]
+        (priced,) = (
+            name
+            for name, row in json.loads((folder / "summary.json").read_text())["epsilon"].items()
+            if row["epsilon"] is not None
+        )
+        assert priced == "local"
+
+
+@pytest.mark.parametrize("engine", ["flower", "vectorised"])
+def test_a_simulation_needs_a_seed_that_a_resumed_run_has_again(config, engine):
+    chosen = load(str(config), ["seed=system", f"simulation.engine={engine}"])
+    with pytest.raises(ConfigError, match="seed must be a number with privacy"):
+        {"flower": FlowerEngine, "vectorised": VectorisedEngine}[engine](prepare(chosen))
+
+
+@pytest.mark.slow
+def test_an_attack_through_client_shuffler_and_server_takes_whole_blocks():
+    plan = make_plan(
+        users=1, check_in_rate=0.5, noise_multiplier=0.3, rounds=2, delta=1e-5, minimum_batch=1,
+        target_epsilon=1e3, shuffler_blankets=0.5, accountant="blanket", participation="allocation",
+    )  # fmt: skip
+    blanket, local = check_end_to_end(plan, 0.1, 60, 0.99, 1)
+    for check in (blanket, local):
+        assert 0.2 < check.worst.delta_lower < check.claimed_delta
+        assert not check.violated
