@@ -104,7 +104,14 @@ class _Line(NamedTuple):
 
     def read(self, shifts: FloatArray) -> FloatArray:
         """The trapezoidal sum for each y, in units of `e^{level + cy}`."""
-        turned = np.exp(1j * np.multiply.outer(shifts, self.omega))
+        # e^{iyω} at equidistant ω from 0, by multiplication; `rounding` has room for it.
+        turned = np.ones((shifts.size, self.omega.size), dtype=np.complex128)
+        known = 1
+        while known < self.omega.size:
+            new = turned[:, known : 2 * known]
+            turn = np.exp(1j * self.omega[known] * shifts)[:, None]
+            np.multiply(turned[:, : new.shape[1]], turn, out=new)
+            known *= 2
         summed = np.einsum("ij,j->i", turned, self.values).real
         return np.asarray(2.0 / self.period * summed)
 
