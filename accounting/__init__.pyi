@@ -5,6 +5,8 @@ from .accountants.local import LocalAccountant as LocalAccountant
 from .accountants.pld import PldAccountant as PldAccountant
 from .accountants.renyi import CheckInRdpAccountant as CheckInRdpAccountant
 from .accountants.renyi import Theorem3Accountant as Theorem3Accountant
+from .accountants.sums import SumCentralAccountant as SumCentralAccountant
+from .accountants.sums import SumDistributedAccountant as SumDistributedAccountant
 from .adjacency import ADJACENCIES as ADJACENCIES
 from .adjacency import effective_sigma as effective_sigma
 from .budget import NOT_PRICED as NOT_PRICED
@@ -27,6 +29,7 @@ from .events import Allocation as Allocation
 from .events import CheckIn as CheckIn
 from .events import FixedSize as FixedSize
 from .events import Shuffled as Shuffled
+from .events import Summed as Summed
 from .ledger import Ledger as Ledger
 from .ledger import LedgerContent as LedgerContent
 from .ledger import LedgerEntry as LedgerEntry

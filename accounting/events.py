@@ -23,6 +23,10 @@ def _blankets(value: Any) -> float:
     return validation.real("shuffler blankets", value, "[0, inf)")
 
 
+def _central_noise(value: Any) -> float:
+    return validation.real("central noise", value, "[0, inf)")
+
+
 @dataclasses.dataclass(frozen=True)
 class CheckIn:
     """Each user decides by its own coin to report once.
@@ -122,3 +126,22 @@ class Shuffled(dp_accounting.DpEvent):
         every = self.participation.every
         block = attrs.evolve(self, participation=CheckIn(1.0), blankets=every * self.blankets)
         return block, -(-count // every)
+
+
+@attrs.frozen
+class Summed(Shuffled):
+    """One round of which the shuffler hands over the sum of all users' vectors, and no report.
+
+    Every user who is present sends, so that nobody sees who checked in: its update if it checked
+    in, otherwise zero, and in both cases with its own noise N(0, (zC)²), z of the mechanism. The
+    shuffler adds N(0, (σC)²) to the sum, and the server as much again before it uses it.
+
+    Attributes:
+        central_noise: σ >= 0.
+    """
+
+    central_noise: float = attrs.field(default=0.0, converter=_central_noise)
+
+    def __attrs_post_init__(self) -> None:
+        if self.blankets:
+            raise ValueError(f"shuffler blankets of a summed round must be 0, got {self.blankets}")

@@ -7,11 +7,12 @@ import numpy as np
 
 from shufl.accounting.accountants.profile import ProfileShuffleAccountant
 from shufl.accounting.digits import rounded_up
-from shufl.accounting.events import Allocation, CheckIn, FixedSize, Shuffled
+from shufl.accounting.events import Allocation, CheckIn, FixedSize, Shuffled, Summed
 from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.gaussian import gaussian_epsilon, gaussian_losses, log_gaussian_delta
 from shufl.accounting.numerics.sign_pairs import Response, sign_profile
+from shufl.accounting.numerics.subsampled import subsampled_profile
 
 _LEAST_RATE = 1e-290  # where floats still have all their digits
 
@@ -33,6 +34,7 @@ class LocalAccountant(ProfileShuffleAccountant):
         "knows when the user took part; assumes only that the user's own device flips its coins "
         "and adds the noise"
     )
+    rounds = (Shuffled, Summed)
     participations = (CheckIn, FixedSize, Allocation)
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
@@ -41,6 +43,9 @@ class LocalAccountant(ProfileShuffleAccountant):
         if isinstance(event.mechanism, LdpSgd | RandomisedResponse):
             response = Response.of(event.mechanism)
             return sign_profile(response, rate, self.neighboring_relation, None, least)
+        if isinstance(event, Summed):  # it sends in every round: nobody sees its coin
+            noise = event.mechanism.noise_multiplier
+            return subsampled_profile(rate, noise, self.neighboring_relation, least)
         shift = 1.0 / self._sigma(event)
         losses = gaussian_losses(shift, least)
         return losses, rate * np.exp(log_gaussian_delta(shift, losses))
@@ -91,6 +96,8 @@ class LocalAccountant(ProfileShuffleAccountant):
         for event, count in self._counts.items():
             certain = attrs.evolve(event, participation=CheckIn(1.0))
             always[certain] = always.get(certain, 0) + count
+        if any(isinstance(event, Summed) for event in self._counts):
+            return super().note(delta)
         most = self._epsilon(always, delta)
         if most == math.inf or all(_own_rate(event) == 1.0 for event in self._counts):
             return super().note(delta)

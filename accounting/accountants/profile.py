@@ -65,6 +65,13 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         """
         return None
 
+    def _is_private(self, event: Shuffled) -> bool:
+        """Whether a round has any noise that this accountant counts on."""
+        return event.mechanism.is_private
+
+    def _are_private(self, events: Iterable[Shuffled]) -> bool:
+        return all(map(self._is_private, events))
+
     @property
     def _prices(self) -> "_Prices":
         return _Prices(type(self), self.neighboring_relation)
@@ -111,7 +118,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         return sum(c * self._prices.envelope(e, USUAL_LEAST)[0].most for e, c in counts.items())
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
-        if not _are_private(counts):
+        if not self._are_private(counts):
             return math.inf
         if delta >= self._variation(counts):
             return 0.0
@@ -119,7 +126,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         return most if delta == 0.0 else min(self._answer(counts, Target(delta=delta), delta), most)
 
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
-        if not _are_private(counts):
+        if not self._are_private(counts):
             return 1.0
         if not counts or epsilon >= self._most(counts):
             return 0.0
@@ -137,7 +144,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         both in every round. 0 where δ is too small for the Fourier transform it is computed with,
         below about 1e-14 for each round.
         """
-        if not self._counts or not _are_private(self._counts):
+        if not self._counts or not self._are_private(self._counts):
             return 0.0  # without noise δ may still be small: by the coins
         at = target_delta + _FFT_ERROR * (1.0 + sum(self._counts.values()))
         if (distribution := self._lower_distribution()) is None:
@@ -166,15 +173,11 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         """See `ShuffleAccountant.note`."""
         if self.get_epsilon(delta) < math.inf:
             return None
-        if not _are_private(self._counts):
+        if not self._are_private(self._counts):
             return "some round has no noise"
         if delta == 0.0:
             return "no finite epsilon is known at delta 0"
         return "the rounds' infinite loss alone exceeds delta"
-
-
-def _are_private(events: Iterable[Shuffled]) -> bool:
-    return all(event.mechanism.is_private for event in events)
 
 
 def _mesh(variance: float, rounds: int) -> float:

@@ -1,0 +1,67 @@
+"""`sum-distributed` and `sum-central`: rounds of which only the noisy sum is handed over.
+
+Everybody sends in every round, so nobody sees a user's coin, and the worst pair is the subsampled
+Gaussian, in every dimension: section 10 of docs/theory-blanket.md.
+"""
+
+import abc
+import math
+
+from shufl.accounting.accountants.profile import ProfileShuffleAccountant
+from shufl.accounting.events import CheckIn, Shuffled, Summed
+from shufl.accounting.mechanisms import GaussianMechanism
+from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.subsampled import subsampled_profile
+
+
+class SumAccountant(ProfileShuffleAccountant):
+    """Base of both: each counts on other noise."""
+
+    holds_for = "every pair"
+    rounds = (Summed,)
+    participations = (CheckIn,)
+    mechanisms = (GaussianMechanism,)
+
+    @abc.abstractmethod
+    def _noise(self, event: Summed) -> float:
+        """The standard deviation of the noise in the sum that is counted on, in clip norms."""
+
+    def _is_private(self, event: Shuffled) -> bool:
+        return isinstance(event, Summed) and self._noise(event) > 0.0
+
+    def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
+        assert isinstance(event, Summed)  # by `rounds`
+        return subsampled_profile(
+            event.chance, self._noise(event), self.neighboring_relation, least
+        )
+
+
+class SumDistributedAccountant(SumAccountant):
+    """Counts on the noise of all n users, which nobody else knows: s² = nz² + σ²."""
+
+    name = "sum-distributed"
+    covers = (
+        "every pair of neighbouring datasets, in any dimension, against server, shuffler, other "
+        "users and whoever sees the models; assumes that all n users add their noise every round, "
+        "that the user's own device flips its coin, and that shuffler and server do not collude"
+    )
+
+    def _noise(self, event: Summed) -> float:
+        own = event.mechanism.noise_multiplier
+        return math.hypot(own * math.sqrt(event.users), event.central_noise)
+
+
+class SumCentralAccountant(SumAccountant):
+    """Counts on the noise of the shuffler or the server, whichever is not the adversary."""
+
+    name = "sum-central"
+    counts_on_others = False
+    covers = (
+        "every pair of neighbouring datasets, in any dimension, whoever else takes part, against "
+        "server, shuffler, other users and whoever sees the models; assumes that the user's own "
+        "device flips its coin, that shuffler and server both add their noise every round, and "
+        "that they do not collude"
+    )
+
+    def _noise(self, event: Summed) -> float:
+        return event.central_noise
