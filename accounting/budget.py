@@ -58,13 +58,17 @@ class PrivacyBudget:
         are kept beside it in the ledger; no accountant uses them.
 
         Raises:
-            RuntimeError: It would exceed the budget, or the plan's rounds. Nothing was recorded.
+            RuntimeError: It would exceed the budget, or the plan's rounds; or with allocation it
+                is not the next one. Nothing was recorded.
             LedgerError: It could not be recorded. Nothing was composed: halt.
         """
         if self._spent >= self.plan.rounds or self.would_exceed():
             raise RuntimeError("one more round would exceed the plan's budget or its rounds")
+        number = self._spent + 1 if self.ledger is None else self.ledger.last_round + 1
+        if self.plan.participation == "allocation" and round not in (None, number):
+            raise RuntimeError(f"round must be {number}, the next one of its block, got {round}")
         if self.ledger is not None:
-            self.ledger.append_round(self.ledger.last_round + 1 if round is None else round, note)
+            self.ledger.append_round(number if round is None else round, note)
         self.accountant.compose(self.plan.event())
         self._spent += 1
 

@@ -113,7 +113,7 @@ class Plan(Checked):
     This is as much as a shuffler knows of it; `PrivacyPlan` also knows what it costs.
 
     Attributes:
-        users: n, the eligible users; every one flips its coin in every round.
+        users: n, the eligible users; every one may report in every round.
         check_in_rate: γ, each user's chance to report in a round.
         participation: "check-in", by a coin in each round, or "allocation", in exactly one of every
             1/γ rounds, which the device draws itself before the first.

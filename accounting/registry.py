@@ -1,8 +1,8 @@
 """The accountants by name, as the configuration and the tables know them.
 
 To add one: subclass `ShuffleAccountant` in its own module, set `name`, `covers`, `holds_for` and,
-if it does not price all of them, `participations` and `mechanisms`; list it here, and its name in
-`plan.AccountantName`.
+if it does not price all of them, `round_kinds`, `participations` and `mechanisms`; list it here,
+and its name in `plan.AccountantName`.
 """
 
 from shufl.accounting import adjacency as adjacency_lib

@@ -156,10 +156,9 @@ class RunOffered:
         """How many rounds, in all and so far, and the last."""
         return self.allotted, self.offered, self.last_round
 
-    @property
-    def checksum(self) -> str:
-        """SHA-256 of what the ledger counts on, hexadecimal."""
-        about = (self.number, self.run_id, self.plan.to_json(), *self.counts)
+    def checksum(self, plan: str) -> str:
+        """SHA-256 of what the ledger counts on, hexadecimal, with the plan as it is written."""
+        about = (self.number, self.run_id, plan, *self.counts)
         return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
@@ -210,18 +209,21 @@ class DeviceLedger:
                     f"round must be above {run.last_round}, the last that run {run.run_id} offered "
                     f"to this device, got {header.round}"
                 )
-            if run.offered >= run.allotted:
+            if header.round > run.allotted:
                 raise RoundRefused(f"run {run.run_id} has had its {run.allotted} rounds")
-            if plan.participation == "allocation" and not run.offered:
-                key = new_allocation_key()
-                values = run.run_id, key, _checksum_of_key(run.run_id, key)
-                rows.execute("INSERT INTO allocations VALUES (?, ?, ?)", values)
+            if plan.participation == "allocation":
+                if not run.offered:
+                    key = new_allocation_key()
+                    values = run.run_id, key, _checksum_of_key(run.run_id, key)
+                    rows.execute("INSERT INTO allocations VALUES (?, ?, ?)", values)
+                self._allocation_key(rows, run.run_id)
             run = dataclasses.replace(run, offered=run.offered + 1, last_round=header.round)
+            text = plan.to_json()
             rows.execute(
                 "INSERT OR REPLACE INTO runs"
                 "(number, run_id, plan, allotted, offered, last_round, checksum)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (run.number, run.run_id, plan.to_json(), *run.counts, run.checksum),
+                (run.number, run.run_id, text, *run.counts, run.checksum(text)),
             )
             rows.execute(
                 "INSERT INTO rounds VALUES (?, ?, ?)", (run.run_id, header.round, header.commitment)
@@ -280,12 +282,13 @@ class DeviceLedger:
             ValueError: the ledger cannot be read, or has none for this run.
         """
         with self._rows("ro") as rows:
-            found = rows.execute(
-                "SELECT key, checksum FROM allocations WHERE run_id = ?", (run_id,)
-            )
-            for key, checksum in found.fetchall():
-                if checksum == _checksum_of_key(run_id, key):
-                    return bytes(key)
+            return self._allocation_key(rows, run_id)
+
+    def _allocation_key(self, rows: sqlite3.Connection, run_id: str) -> bytes:
+        found = rows.execute("SELECT key, checksum FROM allocations WHERE run_id = ?", (run_id,))
+        for key, checksum in found.fetchall():
+            if checksum == _checksum_of_key(run_id, key):
+                return bytes(key)
         raise ValueError(f"{self.path}: the draws of run {run_id} are missing or damaged")
 
     def _check_budget(self, limits: DeviceLimits, runs: list[RunOffered]) -> None:
@@ -363,12 +366,12 @@ def _read(rows: sqlite3.Connection) -> list[RunOffered]:
         " ORDER BY number"
     ).fetchall()
     runs = []
-    for expected, (number, run_id, plan, *told, checksum) in enumerate(found, 1):
+    for expected, (number, run_id, text, *told, checksum) in enumerate(found, 1):
         allotted, offered, last_round, latest = told
         # It was priced when it was offered: to do so again would import the accountants.
-        plan = PrivacyPlan.model_construct(**dict(Plan.from_json(plan)))
+        plan = PrivacyPlan.model_construct(**dict(Plan.from_json(text)))
         run = RunOffered(number, run_id, plan, allotted, offered, last_round, latest)
-        if number != expected or run.checksum != checksum:
+        if number != expected or run.checksum(text) != checksum:
             sound = f"what is said of run {expected} is not what was written"
         runs.append(run)
     if sound != "ok":

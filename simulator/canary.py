@@ -235,7 +235,8 @@ def check_end_to_end(
     with ShufflerProcess() as shuffler:
         block = plan.every if plan.participation == "allocation" else 1
         repeated = plan.replace(rounds=rounds * block, minimum_batch=1)
-        worlds = run_canary(repeated, "absent", shuffler, seed).by_blocks(block)
+        worlds = run_canary(repeated, "absent", shuffler, seed)
+    worlds = worlds.by_blocks(block) if block > 1 else worlds
     score = likelihood_score(plan, "absent")
     lower = delta_lower_bound(*worlds.scores(score), epsilon, confidence)
     found = AuditResult("absent", lower, lower, "events")

@@ -24,7 +24,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         holds_for: Which pairs of neighbouring datasets its ε bounds.
         counts_on_others: Whether its ε assumes that the other users take part and add their noise.
         counts_on_blankets: Whether its ε is less for blankets that the shuffler adds.
-        rounds: The kinds of rounds that it prices.
+        round_kinds: The kinds of rounds that it prices.
         participations: The ways to take part that it prices.
         mechanisms: The mechanisms that it prices.
     """
@@ -34,7 +34,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     holds_for: ClassVar[Literal["every pair", "homogeneous pair"]]
     counts_on_others: ClassVar[bool] = True
     counts_on_blankets: ClassVar[bool] = False
-    rounds: ClassVar[tuple[type, ...]] = (Shuffled,)
+    round_kinds: ClassVar[tuple[type, ...]] = (Shuffled,)
     participations: ClassVar[tuple[type, ...]] = (CheckIn, FixedSize)
     mechanisms: ClassVar[tuple[type, ...]] = (GaussianMechanism,)
 
@@ -63,13 +63,13 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         """Returns one line if this accountant does not price `event`, which is not a nested one."""
         if (
             isinstance(event, Shuffled)
-            and (type(event) in self.rounds or event == UNPROTECTED)
+            and (type(event) in self.round_kinds or event == UNPROTECTED)
             and isinstance(event.participation, self.participations)
             and isinstance(event.mechanism, self.mechanisms)
         ):
             return None
         names = sorted(kind.__name__ for kind in self.participations + self.mechanisms)
-        kinds = " and ".join(kind.__name__ for kind in self.rounds)
+        kinds = " and ".join(kind.__name__ for kind in self.round_kinds)
         return f"{self.name} prices {kinds} rounds of {', '.join(names)} only"
 
     def _sigma(self, event: Shuffled) -> float:

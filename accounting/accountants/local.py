@@ -34,7 +34,7 @@ class LocalAccountant(ProfileShuffleAccountant):
         "knows when the user took part; assumes only that the user's own device flips its coins "
         "and adds the noise"
     )
-    rounds = (Shuffled, Summed)
+    round_kinds = (Shuffled, Summed)
     participations = (CheckIn, FixedSize, Allocation)
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
@@ -92,12 +92,12 @@ class LocalAccountant(ProfileShuffleAccountant):
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`: also ε of the unluckiest coins."""
+        if any(isinstance(event, Summed) for event in self._counts):  # nobody sees their coins
+            return super().note(delta)
         always: dict[Shuffled, int] = {}
         for event, count in self._counts.items():
             certain = attrs.evolve(event, participation=CheckIn(1.0))
             always[certain] = always.get(certain, 0) + count
-        if any(isinstance(event, Summed) for event in self._counts):
-            return super().note(delta)
         most = self._epsilon(always, delta)
         if most == math.inf or all(_own_rate(event) == 1.0 for event in self._counts):
             return super().note(delta)

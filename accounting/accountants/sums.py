@@ -18,7 +18,7 @@ class SumAccountant(ProfileShuffleAccountant):
     """Base of both: each counts on other noise."""
 
     holds_for = "every pair"
-    rounds = (Summed,)
+    round_kinds = (Summed,)
     participations = (CheckIn,)
     mechanisms = (GaussianMechanism,)
 
@@ -30,20 +30,25 @@ class SumAccountant(ProfileShuffleAccountant):
         return isinstance(event, Summed) and self._noise(event) > 0.0
 
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
-        assert isinstance(event, Summed)  # by `rounds`
+        assert isinstance(event, Summed)  # by `round_kinds`
         return subsampled_profile(
             event.chance, self._noise(event), self.neighboring_relation, least
         )
 
 
 class SumDistributedAccountant(SumAccountant):
-    """Counts on the noise of all n users, which nobody else knows: s² = nz² + σ²."""
+    """Counts on the noise of n users: s² = nz² + σ².
+
+    The adversary knows the noise of none of them. A user who is itself the adversary, or who works
+    with it, is not one of the n.
+    """
 
     name = "sum-distributed"
     covers = (
         "every pair of neighbouring datasets, in any dimension, against server, shuffler, other "
-        "users and whoever sees the models; assumes that all n users add their noise every round, "
-        "that the user's own device flips its coin, and that shuffler and server do not collude"
+        "users and whoever sees the models; assumes that n users add noise every round which the "
+        "adversary does not know, that the user's own device flips its coin, and that shuffler "
+        "and server do not collude"
     )
 
     def _noise(self, event: Summed) -> float:

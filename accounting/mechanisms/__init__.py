@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from shufl.accounting.mechanisms.allocation import (
+    all_allocated,
     allocated,
     new_allocation_key,
     simulated_allocation_key,
@@ -52,6 +53,7 @@ __all__ = [
     "Randomness",
     "SeededRandomness",
     "SystemRandomness",
+    "all_allocated",
     "allocated",
     "clip",
     "least_delta",

@@ -13,6 +13,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
 _LIMBS = 4  # of 32 bits, in the random number that decides a draw
+_AT_ONCE = 2**16  # users whose draws are made at once
 
 
 def new_allocation_key() -> bytes:
@@ -39,15 +40,39 @@ def allocated(key: bytes, round: int, users: np.ndarray, every: int) -> np.ndarr
     Returns:
         Bool of shape (u,).
     """
-    if len(users) == 0:
-        return np.zeros(0, dtype=bool)
     block, place = divmod(round - 1, every)
-    nonce = bytes(8) + block.to_bytes(8, "little")
-    stream = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
-    words = stream.update(bytes(4 * _LIMBS * (int(users.max()) + 1)))
-    limbs = np.frombuffer(words, dtype="<u4").reshape(-1, _LIMBS)[users].astype(np.uint64)
-    drawn = np.zeros(len(users), dtype=np.uint64)
-    for limb in limbs.T:  # the whole part of b times a number of [0, 1), the lowest limb first
-        drawn = (limb * np.uint64(every) + drawn) >> np.uint64(32)
-    chosen: np.ndarray = drawn == place
+    chosen = np.zeros(len(users), dtype=bool)
+    for start in range(0, int(users.max(initial=-1)) + 1, _AT_ONCE):
+        here = np.flatnonzero((users >= start) & (users < start + _AT_ONCE))
+        if here.size:
+            own = users[here] - start
+            chosen[here] = _drawn(key, block, start, int(own.max()) + 1, every)[own] == place
     return chosen
+
+
+def all_allocated(key: bytes, round: int, users: int, every: int) -> np.ndarray:
+    """Returns which of the ids 0 to `users` - 1 report in a round: int64, increasing.
+
+    Memory grows only with their number.
+    """
+    block, place = divmod(round - 1, every)
+    found = [np.zeros(0, dtype=np.int64)]
+    for start in range(0, users, _AT_ONCE):
+        drawn = _drawn(key, block, start, min(_AT_ONCE, users - start), every)
+        found.append(start + np.flatnonzero(drawn == place))
+    return np.concatenate(found)
+
+
+def _drawn(key: bytes, block: int, start: int, users: int, every: int) -> np.ndarray:
+    """What users from `start` on have drawn for a block: uint64, from 0 to b - 1.
+
+    ChaCha20 makes the 128 bits of four users at a time; its counter is the first half of the nonce.
+    """
+    nonce = (start // 4).to_bytes(8, "little") + block.to_bytes(8, "little")
+    stream = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
+    words = stream.update(bytes(4 * _LIMBS * users))
+    drawn = np.zeros(users, dtype=np.uint64)
+    for limb in np.frombuffer(words, dtype="<u4").reshape(users, _LIMBS).T:
+        # The whole part of b times a number of [0, 1), the lowest limb first.
+        drawn = (limb.astype(np.uint64) * np.uint64(every) + drawn) >> np.uint64(32)
+    return drawn

@@ -18,6 +18,7 @@ from shufl.accounting.numerics.loss_pmf import MAX_LOSS
 
 _POINTS = 2500
 _ROUND_UP = 1e-15
+_WIDEST = 1e6  # δ is γ there up to the largest loss
 _LARGE = 300.0  # from here on arcsinh(e^x) is x + log 2
 
 
@@ -32,10 +33,9 @@ def subsampled_profile(
         relation: REPLACE_ONE, or REPLACE_SPECIAL for zero-out.
         least: δ is far below it at the last ε.
     """
-    width = 1.0 / noise
+    width = min(1.0 / noise, _WIDEST)
     ratios = np.linspace(0.0, reach_of(least * 1e-15) + width, _POINTS) * width  # wt
-    with np.errstate(divide="ignore"):  # of γ = 1
-        up, down = (np.log1p(rate * np.expm1(at - width**2 / 2.0)) for at in (ratios, -ratios))
+    up, down = (_loss(rate, at - width**2 / 2.0) for at in (ratios, -ratios))
     if relation is NeighboringRelation.REPLACE_ONE:
         epsilons = _sorted(up - down)
         return epsilons, _opposite(rate, width, epsilons)
@@ -65,6 +65,14 @@ def _opposite(rate: float, width: float, epsilons: FloatArray) -> FloatArray:
     first = log_gaussian_delta(width, log_first)
     second = log_gaussian_delta(width, -log_second) + epsilons + log_second
     return np.asarray(rate * (np.exp(first) + np.exp(second)))
+
+
+def _loss(rate: float, exponents: FloatArray) -> FloatArray:
+    """log(1 - γ + γe^x)."""
+    if rate == 1.0:
+        return exponents
+    with np.errstate(over="ignore"):
+        return np.asarray(np.log1p(rate * np.expm1(exponents)))
 
 
 def _sorted(losses: FloatArray) -> FloatArray:

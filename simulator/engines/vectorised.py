@@ -20,7 +20,7 @@ from torch import nn
 
 from shufl.accounting.mechanisms import (
     LdpSgd,
-    allocated,
+    all_allocated,
     make_randomness,
     seed_of_shuffler,
     simulated_allocation_key,
@@ -227,7 +227,7 @@ class VectorisedRounds:
             return self._randomness.checked_in(round, plan.users, plan.check_in_rate)
         assert seed is not None  # by `check_draws`
         key = simulated_allocation_key(seed)
-        return np.flatnonzero(allocated(key, round, np.arange(plan.users), plan.every))
+        return all_allocated(key, round, plan.users, plan.every)
 
     def _present(self, round: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Leaves out users who are away, each with the chance `silent` whatever its coin and data.

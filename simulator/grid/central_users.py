@@ -24,7 +24,7 @@ from shufl.simulator.trial import exact_float32
 
 _ANY_PLAN = {
     **{"accountant": "local", "target_epsilon": 1e9, "noise_multiplier": 1.0},
-    "shuffler_blankets": 0.0,
+    **{"shuffler_blankets": 0.0, "participation": "check-in"},
 }
 _LEAST_NOISE, _MOST_NOISE = 0.25, 1024.0
 _NOISE_KEY = 0xCE47  # sets the server's noise apart from all else of the same seed

@@ -24,6 +24,7 @@ from shufl.accounting import (
     rounds_within_budget,
 )
 from shufl.accounting.mechanisms import (
+    all_allocated,
     allocated,
     new_allocation_key,
     simulated_allocation_key,
@@ -149,6 +150,15 @@ def test_the_guard_halts_between_blocks():
     assert budget.would_exceed()
 
 
+def test_no_round_of_a_block_is_left_out():
+    """Rounds that are far apart would lie in more blocks than are counted."""
+    budget = PrivacyBudget(plan_of())
+    budget.spend(1)
+    with pytest.raises(RuntimeError, match="round must be 2, the next one of its block, got 11"):
+        budget.spend(11)
+    budget.spend(2)
+
+
 def test_only_accountants_that_count_on_nobody_else_price_it():
     assert accountants_for(plan_of().event()) == ("blanket", "local")
     message = "accountant of gaussian rounds by allocation with shuffler blankets must be 'blanket'"
@@ -199,6 +209,14 @@ def test_each_user_reports_once_in_every_block_whoever_is_asked(every, block, us
     assert (together.sum(0) == 1).all()
     alone = [allocated(key, rounds[0], np.array([user]), every)[0] for user in users]
     assert together[0].tolist() == alone
+
+
+@pytest.mark.parametrize("users", [1, 65_536, 200_000])
+def test_all_who_report_are_those_who_say_so_one_by_one(users):
+    found = all_allocated(KEY, 8, users, 3)
+    assert found.tolist() == np.flatnonzero(allocated(KEY, 8, np.arange(users), 3)).tolist()
+    last = np.array([users - 1, 0])
+    assert allocated(KEY, 8, last, 3).tolist() == np.isin(last, found).tolist()
 
 
 @pytest.mark.parametrize("every", [2, 3, 10, 1000])

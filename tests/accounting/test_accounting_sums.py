@@ -24,6 +24,7 @@ from shufl.accounting import (
     SumDistributedAccountant,
     Summed,
 )
+from shufl.accounting.numerics.gaussian import gaussian_epsilon
 from shufl.accounting.numerics.subsampled import subsampled_profile
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
@@ -68,6 +69,24 @@ def test_dp_accounting_says_the_same(relation):
         peer = PLDAccountant(theirs).compose(one, rounds).get_epsilon(1e-6)
         ours = epsilon_of(relation, rate, noise, rounds, 1e-6)
         assert ours == pytest.approx(peer, rel=5e-4)
+
+
+@pytest.mark.parametrize(("noise", "expected"), [(0.25, 65.32), (0.2, 91.82), (0.15, 144.90)])
+def test_little_noise_has_a_finite_price(noise, expected):
+    """One round of everybody: the plain Gaussian, two clip norms apart."""
+    plain = gaussian_epsilon(2.0 / noise, 1e-5)
+    assert plain == pytest.approx(expected, rel=1e-4)
+    assert epsilon_of(REPLACE, 1.0, noise, 1, 1e-5) == pytest.approx(plain, rel=1e-3)
+
+
+@RELATIONS
+@pytest.mark.parametrize("noise", [1e-300, 1e-3, 0.03, 1e9])
+@pytest.mark.filterwarnings("error")
+def test_any_noise_is_priced(relation, noise):
+    for rate in (1e-12, 0.5, 1.0):
+        found = epsilon_of(relation, rate, noise, 1, 1e-5)
+        assert found >= 0.0
+        assert (found == 0.0) == (noise > 1.0 or rate < 1e-5)
 
 
 def hockey_stick(rate, noise, first, second, epsilon):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -151,6 +153,34 @@ def test_a_run_has_one_plan_and_its_rounds_rise(tmp_path):
         with pytest.raises(RoundRefused, match=message):
             ledger.offer(given, plan, 20)
     assert ledger.commitments() == [("run", 3, header(3).commitment)]
+
+
+def test_a_round_beyond_those_that_are_charged_is_refused_whatever_came_before(tmp_path):
+    """With allocation, rounds that are far apart would lie in more blocks than are charged."""
+    plan = PLAN.replace(participation="allocation", check_in_rate=0.1)
+    ledger = DeviceLedger(tmp_path / "device.db", limits(most_epsilon=1e3))
+    ledger.offer(header(1, plan=plan), plan, 10)
+    with pytest.raises(RoundRefused, match="has had its 10 rounds"):
+        ledger.offer(header(11, plan=plan), plan, 1000)
+    ledger.offer(header(10, plan=plan), plan, 10)
+
+
+def test_a_ledger_of_an_older_plan_format_still_counts(tmp_path):
+    """Its plans have fewer keys, and what they cost is not forgotten."""
+    path = tmp_path / "device.db"
+    DeviceLedger(path).offer(header(3), PLAN, 20)
+    with sqlite3.connect(path) as rows:
+        ((text,),) = rows.execute("SELECT plan FROM runs").fetchall()
+        older = text.replace('"participation":"check-in",', "")
+        assert older != text
+        told = repr((1, "run", older, 20, 1, 3))
+        checksum = hashlib.sha256(told.encode()).hexdigest()
+        rows.execute("UPDATE runs SET plan = ?, checksum = ?", (older, checksum))
+        rows.execute("DROP TABLE allocations")
+    ledger = DeviceLedger(path)
+    assert [run.plan for run in ledger.offered()] == [PLAN]
+    ledger.offer(header(4), PLAN, 20)
+    assert [run.offered for run in DeviceLedger(path).offered()] == [2]
 
 
 @pytest.mark.parametrize(

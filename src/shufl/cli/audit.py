@@ -30,7 +30,7 @@ EndToEnd = Annotated[
         metavar="CONFIG",
         help="Attack the plan of a run's configuration through the real client, shuffler and "
         "server instead: one user alone in every round. --epsilon, --samples (1000 by "
-        "default: rounds of each world), --confidence and --seed apply.",
+        "default: rounds of each world, or blocks with allocation), --confidence and --seed apply.",
     ),
 ]
 
