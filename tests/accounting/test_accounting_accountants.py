@@ -125,7 +125,7 @@ def test_events_of_others_are_refused_in_one_line_that_names_ones_own(fixed_size
     with pytest.raises(dp_accounting.UnsupportedEventError) as caught:
         accountant.epsilon_after(CHECK_IN, 1e-5)
     mechanisms = "GaussianMechanism, LdpSgd, RandomisedResponse"
-    own = f"fixed-size-only prices Shuffled rounds of FixedSize, {mechanisms} only"
+    own = f"fixed-size-only prices Shuffled and Summed rounds of FixedSize, {mechanisms} only"
     assert f"{own}, got Shuffled(" in str(caught.value)
 
 
