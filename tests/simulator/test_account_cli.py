@@ -43,6 +43,23 @@ def test_the_papers_setting_by_every_accountant():
     assert epsilons["blanket"] is None  # no --blankets
 
 
+def test_devices_that_draw_their_rounds():
+    """At the same rate: `blanket` costs the same, and `local` less."""
+    plan = f"{SMALL.replace('0.3', '0.25')} --noise 2 --blankets 100"
+    drawn, coins = (
+        json.loads(shufl(f"account {plan} --rounds 40 {how} --json").stdout)
+        for how in ("--participation allocation", "")
+    )
+    priced = {name for name, row in drawn.items() if row["epsilon"] is not None}
+    assert priced == {"blanket", "local"}
+    assert drawn["blanket"]["epsilon"] == pytest.approx(coins["blanket"]["epsilon"], rel=0.01)
+    assert drawn["local"]["epsilon"] < 0.9 * coins["local"]["epsilon"]
+    asked = f"calibrate --target-epsilon 1 {plan} --accountant blanket --participation allocation"
+    found = json.loads(shufl(f"{asked} --json").stdout)
+    assert found["participation"] == "allocation"
+    assert found["rounds"] % 4 == 0  # whole blocks
+
+
 def test_what_is_printed_is_no_less_than_what_was_computed():
     """An ε in four digits is rounded up, a lower bound down."""
     result = json.loads(shufl(f"account {PAPER} --json").stdout)
@@ -492,6 +509,15 @@ def test_compare_shows_other_systems_with_what_they_cover():
             "a number in [1e-12, 10^6], got nan",
         ),
         ("compare --n 9 --gamma 1 --noise 0.05 --rounds 1 --peers", "ε₀ must lie in (0, 700]"),
+        (
+            f"{COMPARED} --blankets 5 --participation allocation --peers",
+            "--peers must be left out with --participation allocation",
+        ),
+        (
+            "account --n 9 --gamma 0.3 --noise 5 --rounds 1 --participation allocation",
+            "--gamma must be one in a whole number up to 10^9, such as 0.25 or 0.1, with "
+            "participation allocation, got 0.3",
+        ),
         (
             "calibrate --target-epsilon 1 --n 9 --gamma 1 --noise 1 --accountant x",
             "accountant must be",

@@ -83,6 +83,8 @@ def compare_command(
         plan = options.whole_plan(*given)
         event, last, at = plan.event(), plan.rounds, plan.delta
         assert not isinstance(event.mechanism, RandomisedResponse)  # --mechanism has it not
+        if peers and participation != "check-in":
+            raise ValueError(f"--peers must be left out with --participation {participation}")
         if plot is not None:
             options.check_file("--plot", plot)
             check_format("--plot", plot)
