@@ -213,10 +213,9 @@ def check_end_to_end(
 ) -> list[ClaimCheck]:
     """Attacks a plan through client, shuffler and server, by a server that asks one user alone.
 
-    It runs `rounds` rounds, at least 4, in each of the two worlds; with allocation so many blocks
-    of rounds. Returns a check, whose δ(ε) is
-    attacked at `epsilon`, for each accountant that claims something where nobody else takes part.
-    `confidence` is the probability of no false violation.
+    It runs `rounds` rounds, at least 4, in each of the two worlds; with allocation as many blocks.
+    Returns a check, whose δ(ε) is attacked at `epsilon`, for each accountant that claims something
+    where nobody else takes part. `confidence` is the probability of no false violation.
 
     Raises:
         ValueError: a value outside its range.
