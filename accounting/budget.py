@@ -126,6 +126,8 @@ def price(
     """
     rows = []
     for name, cls in ACCOUNTANTS.items():
+        if type(event) not in cls.round_kinds:
+            continue  # of another kind of rounds altogether
         accountant = make_accountant(name, adjacency)
         if not accountant.supports(event):
             rows.append(EpsilonRow(name, None, cls.covers, NOT_PRICED))

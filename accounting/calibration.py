@@ -24,7 +24,7 @@ from shufl.accounting.mechanisms import (
     RandomisedResponse,
     least_delta,
 )
-from shufl.accounting.plan import LEAST_RATE, MOST_BLANKETS
+from shufl.accounting.plan import LEAST_RATE, MOST_BLANKETS, Plan
 from shufl.accounting.validation import ConfigError
 
 _PRECISION = 1e-3  # relative, of continuous answers
@@ -290,13 +290,7 @@ class _Pairs:
         return noise, blankets
 
 
-def mean_update_error(
-    users: int,
-    check_in_rate: float,
-    noise_multiplier: float,
-    shuffler_blankets: float = 0.0,
-    dimension: float = math.inf,
-) -> float:
+def mean_update_error(plan: Plan, dimension: float = math.inf) -> float:
     """Returns the root mean squared error of a round's mean update, per coordinate, over C.
 
     `√(E‖estimate - mean‖² / (C² d))` where every clipped update has norm C, the worst case. The sum
@@ -305,11 +299,15 @@ def mean_update_error(
 
         E‖estimate - mean‖² = C² (d z² (1 + λ/(nγ)) + (1-γ)) / (nγ).
 
-    The dimension d is infinite for a model so large that only the noise counts.
+    A plan with sums has the noise nz² + 2σ² in the place of z² (nγ + λ). The dimension d is
+    infinite for a model so large that only the noise counts.
     """
-    reports = users * check_in_rate
-    noise = noise_multiplier**2 * (1.0 + shuffler_blankets / reports)
-    return math.sqrt((noise + (1.0 - check_in_rate) / dimension) / reports)
+    rate, reports = plan.check_in_rate, plan.users * plan.check_in_rate
+    if plan.mixing == "sum":
+        variance = plan.noise_of_sum(plan.users) ** 2
+    else:
+        variance = plan.mechanism.noise_multiplier**2 * (reports + plan.shuffler_blankets)
+    return math.sqrt((variance / reports + (1.0 - rate) / dimension) / reports)
 
 
 def _least(

@@ -8,6 +8,7 @@ a plan looks for its accountant when it is asked what it costs.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from shufl.accounting.mechanisms import (
     most_blankets,
 )
 from shufl.accounting.mechanisms.randomised_response import Categories, LocalEpsilon
+from shufl.accounting.mechanisms.summed import check_sums, steps_of_sums
 from shufl.accounting.validation import (
     Checked,
     ClipNorm,
@@ -46,17 +48,21 @@ CheckInRate = Annotated[Number, Field(ge=LEAST_RATE, le=1, description="a number
 Noise = Annotated[
     Number, Field(ge=_LEAST_NOISE, le=_MOST_NOISE, description="a number in [1e-12, 10^6]")
 ]
+NoiseOrNone = Annotated[Number, Field(ge=0, le=_MOST_NOISE, description="a number from 0 to 10^6")]
 Rounds = Annotated[Whole, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]
 OfUsers = Annotated[Whole, Field(ge=1, description="a whole number from 1 to the number of users")]
 Blankets = Annotated[Number, Field(ge=0, le=MOST_BLANKETS, description="a number from 0 to 10^7")]
 Flag = Annotated[bool, Field(description="true or false")]
 Adjacency = Literal["replace", "zero-out"]
-AccountantName = Literal["theorem3", "rdp", "pld", "blanket", "crowd", "local"]
+AccountantName = Literal[
+    "theorem3", "rdp", "pld", "blanket", "crowd", "sum-distributed", "sum-central", "local"
+]
 MechanismName = Literal["gaussian", "ldp-sgd", "randomised-response"]
 ParticipationName = Literal["check-in", "allocation"]
+Mixing = Literal["shuffle", "sum"]
 
 
-ON_THEIR_OWN = frozenset({"blanket", "local"})
+ON_THEIR_OWN = frozenset({"blanket", "sum-central", "local"})
 """The accountants whose ε does not count on other users' reports."""
 
 
@@ -118,6 +124,9 @@ class Plan(Checked):
         participation: "check-in", by a coin in each round, or "allocation", in exactly one of every
             1/γ rounds, which the device draws itself before the first.
         mechanism: What makes a report of an update; it adds noise.
+        mixing: "shuffle", the shuffler hands over reports in random order, or "sum", it hands over
+            their sum: every user who is present sends, its noise alone if it did not check in.
+        central_noise: σ, with sums: shuffler and server each add N(0, (σC)²) to the sum.
         rounds: The most rounds that may be spent.
         delta: δ, at least `least_delta(rounds)`.
         target_epsilon: The budget: training halts before ε would exceed it.
@@ -146,6 +155,8 @@ class Plan(Checked):
     shuffler_blankets: Blankets = 0.0
     cover: Flag = False
     participation: ParticipationName = "check-in"
+    mixing: Mixing = "shuffle"
+    central_noise: NoiseOrNone = 0.0
     least_present: OfUsers = Field(default=0, validate_default=False)  # 0: all users
     accountant: AccountantName = "theorem3"
     window: Window | None = None
@@ -167,8 +178,9 @@ class Plan(Checked):
                 )
         if self.participation == "allocation":
             check_allocation(self.check_in_rate)
-        noise = self.mechanism.noise_multiplier
-        if not _LEAST_NOISE <= noise <= _MOST_NOISE:
+        noise, of_sums = self.mechanism.noise_multiplier, self.mixing == "sum"
+        self._check_mixing()
+        if not (noise >= _LEAST_NOISE or (of_sums and noise == 0.0)) or noise > _MOST_NOISE:
             raise ValueError(
                 f"noise_multiplier of a plan must lie in [{_LEAST_NOISE:g}, {_MOST_NOISE:g}], "
                 f"got {noise:g}"
@@ -179,6 +191,21 @@ class Plan(Checked):
                 f"what the random numbers of reports and blankets support, got {self.delta:g}"
             )
         return self
+
+    def _check_mixing(self) -> None:
+        """Refuses what does not go with sums, and what only sums have."""
+        if self.mixing == "shuffle":
+            if self.central_noise:
+                raise ValueError(f"central_noise must be 0 without sums, got {self.central_noise}")
+            return
+        for name, needed, given in (
+            ("cover", "true", str(self.cover).lower()),
+            ("shuffler_blankets", "0", f"{self.shuffler_blankets:g}"),
+            ("mechanism", "gaussian", self.mechanism.name),
+            ("participation", "check-in", self.participation),
+        ):
+            if given != needed:
+                raise ValueError(f"{name} must be {needed} with mixing sum, got {given}")
 
     @property
     def every(self) -> int:
@@ -204,6 +231,36 @@ class Plan(Checked):
         A smaller one is destroyed unseen if the accountant that halts the run counts on others.
         """
         return users >= (1 if self.accountant in ON_THEIR_OWN else self.least_present)
+
+    def noise_of_sum(self, users: int, shufflers: int = 1) -> float:
+        """Returns the standard deviation over C of the noise in the sum of what so many users send.
+
+        With it comes that of so many shufflers, and the server's as often.
+        """
+        own = self.mechanism.noise_multiplier * math.sqrt(users)
+        return math.hypot(own, self.central_noise * math.sqrt(2 * shufflers))
+
+    def longest_sum(self, users: int, dimension: int) -> float:
+        """Returns a length, in units, that a sum of so many honest users' messages hardly exceeds.
+
+        The updates of some γn users by at most five standard deviations more, and the noise.
+        """
+        expected = users * self.check_in_rate
+        updates = min(expected + 5 * math.sqrt(expected) + 5, users)
+        noise = self.noise_of_sum(users) * (math.sqrt(dimension) + 8)
+        return steps_of_sums(updates + noise, dimension)
+
+    def check_dimension(self, dimension: int, of_node: int) -> None:
+        """Refuses sums of a model's updates that 32 bits do not hold, or too little node noise.
+
+        The fewest users of a node are `of_node`.
+
+        Raises:
+            ValueError: one line.
+        """
+        if self.mixing == "sum":
+            about = self.longest_sum(self.users, 1), self.mechanism.noise_multiplier
+            check_sums(*about, of_node, dimension)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -234,6 +291,10 @@ class PrivacyPlan(Plan):
 
     def event(self) -> accounting.Shuffled:
         """Returns what one round releases of the fewest users who may be present."""
+        if self.mixing == "sum":
+            coins = accounting.CheckIn(self.check_in_rate)
+            about = self.least_present, coins, self.mechanism
+            return accounting.Summed(*about, central_noise=self.central_noise)
         participation: accounting.CheckIn | accounting.Allocation
         if self.participation == "allocation":
             participation = accounting.Allocation(self.every)
@@ -290,7 +351,7 @@ class Privacy(Record):
 
     check_in_rate: CheckInRate | None = None
     clip_norm: ClipNorm = 1.0
-    noise_multiplier: Noise | None = None
+    noise_multiplier: NoiseOrNone | None = None
     mechanism: MechanismName = "gaussian"
     categories: Categories | None = None
     local_epsilon: LocalEpsilon | None = None
@@ -303,11 +364,15 @@ class Privacy(Record):
     shuffler_blankets: Literal["least-error"] | Blankets = 0.0
     cover: Flag = False
     participation: ParticipationName = "check-in"
+    mixing: Mixing = "shuffle"
+    central_noise: NoiseOrNone | None = None
     least_present: OfUsers | None = None
 
     @model_validator(mode="after")
     def _mechanism_fits(self) -> Self:
         """Refuses what the mechanism does not have."""
+        if self.noise_multiplier == 0 and self.mixing == "shuffle":
+            raise ValueError("noise_multiplier must be a number in [1e-12, 10^6], got 0")
         response = self.mechanism == "randomised-response"
         if response and self.categories is None:
             raise ValueError("categories must be given with mechanism randomised-response")
@@ -325,6 +390,8 @@ class Privacy(Record):
     def open(self) -> tuple[str, ...]:
         """The names of the values that a search can find, and that are open."""
         noise = "local_epsilon" if self.mechanism == "randomised-response" else "noise_multiplier"
+        if self.accountant == "sum-central":
+            noise = "central_noise"
         names = noise, "shuffler_blankets", "rounds", "check_in_rate"
         return tuple(name for name in names if getattr(self, name) in (None, "least-error"))
 
@@ -360,7 +427,8 @@ class OpenPlan(Privacy, Checked):
         """Returns the plan with its noise, or ε₀ of randomised response, open."""
         values = dict(plan) | dict(plan.mechanism) | {"mechanism": plan.mechanism.name}
         known = {name: values[name] for name in cls.model_fields if name in values}
-        return cls(**known | {"noise_multiplier": None, "local_epsilon": None})
+        noise = "central_noise" if plan.accountant == "sum-central" else "noise_multiplier"
+        return cls(**known | {noise: None, "local_epsilon": None})
 
     @property
     def kind(self) -> type[GaussianMechanism] | type[LdpSgd] | type[RandomisedResponse]:
@@ -374,7 +442,10 @@ class OpenPlan(Privacy, Checked):
         """
         given = {"window": None} | dict(self) | values
         of_kind = {name: given[name] for name in self.kind.model_fields if name != "name"}
+        if self.accountant == "sum-central":
+            of_kind["noise_multiplier"] = of_kind["noise_multiplier"] or 0.0
         given["mechanism"] = self.kind(**of_kind)
+        given["central_noise"] = given["central_noise"] or 0.0
         present = given["least_present"] = self.least_present or self.users
         if self.minimum_batch is None:
             expected: float = present  # with cover every user sends, and blankets do not count

@@ -13,7 +13,8 @@ from shufl.accounting.accountants.crowd import CrowdAccountant
 from shufl.accounting.accountants.local import LocalAccountant
 from shufl.accounting.accountants.pld import PldAccountant
 from shufl.accounting.accountants.renyi import CheckInRdpAccountant, Theorem3Accountant
-from shufl.accounting.events import Allocation, Shuffled
+from shufl.accounting.accountants.sums import SumCentralAccountant, SumDistributedAccountant
+from shufl.accounting.events import Allocation, Shuffled, Summed
 
 ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
     cls.name: cls
@@ -23,6 +24,8 @@ ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
         PldAccountant,
         BlanketAccountant,
         CrowdAccountant,
+        SumDistributedAccountant,
+        SumCentralAccountant,
         LocalAccountant,
     )
 }
@@ -40,6 +43,8 @@ def check_accountant(name: str, event: Shuffled) -> str:
         ValueError: An unknown accountant, or one that does not price it; names those that do.
     """
     validation.choice("accountant", name, tuple(ACCOUNTANTS))
+    if isinstance(event, Summed):
+        return validation.choice("accountant of sums", name, accountants_for(event))
     blankets = "with" if event.blankets else "without"
     by = " by allocation" if isinstance(event.participation, Allocation) else ""
     rounds = f"accountant of {event.mechanism.name} rounds{by} {blankets} shuffler blankets"

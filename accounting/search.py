@@ -19,7 +19,11 @@ from shufl.accounting.plan import OpenPlan, PrivacyPlan
 from shufl.accounting.registry import ACCOUNTANTS, check_accountant
 
 _NOISE, _LOCAL, _BLANKETS = "noise_multiplier", "local_epsilon", "shuffler_blankets"
-_ANY = {_NOISE: 2.0, _LOCAL: 1.0, _BLANKETS: 1.0, "rounds": 1, "check_in_rate": 1.0}
+_ANY = {
+    **{_NOISE: 2.0, _LOCAL: 1.0, _BLANKETS: 1.0, "rounds": 1, "check_in_rate": 1.0},
+    "central_noise": 1.0,
+}
+_LEAST_OF_SUMS = 1e-6  # of all users' noises, which hide a user together
 _USED_UP = 0.99  # of the target: a search that could go on comes nearer
 
 
@@ -86,7 +90,10 @@ def _found(
         case ():
             return ()
         case ("noise_multiplier",) if kind:
-            return (least_noise(epsilon_at, target, kind.least_noise),)
+            least = _LEAST_OF_SUMS if plan.mixing == "sum" else kind.least_noise
+            return (least_noise(epsilon_at, target, least),)
+        case ("central_noise",):
+            return (least_noise(epsilon_at, target, _LEAST_OF_SUMS),)
         case ("local_epsilon",):
             return (largest_local_epsilon(epsilon_at, target),)
         case ("rounds",):

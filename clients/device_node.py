@@ -57,6 +57,7 @@ class DeviceNode(Node):
         super().__init__(settings, randomness)
         window, users = settings.plan.window, settings.users
         assert window is not None and users is not None
+        settings.plan.check_dimension(self._work.dimension, users)
         self.window, self.clock = window, clock or Clock()
         self.round: PreparedRound | None = None
         self._over = threading.Event()
@@ -143,8 +144,8 @@ class DeviceNode(Node):
         round: PreparedRound,
         over: threading.Event,
         node: int,
-    ) -> Iterator[tuple[int, bytes]]:
-        """(user, sealed report) of every user, each made when it is sent.
+    ) -> Iterator[tuple[int | range, bytes]]:
+        """(user, sealed report) of every user, each made when it is sent; with sums one of all.
 
         They leave together: a stream that was held over the whole spread would keep others out.
         """
@@ -152,6 +153,13 @@ class DeviceNode(Node):
         draws = plan.mechanism.draws(self._work.dimension)
         coins = self._coins(users, round, node)
         over_spread = secrets.SystemRandom().uniform(0.0, self.window.send_spread)
+        if plan.mixing == "sum":
+            kept = zip(users.tolist(), coins.astype(np.float32), strict=True)
+            updates = (self._worker.update(user) * coin for user, coin in kept)
+            message = self._message(users, updates, round)
+            if not self.clock.wait(first + over_spread, over):
+                yield message
+            return
         for place, user in enumerate(users.tolist()):
             if self.clock.wait(first + over_spread, over):
                 return

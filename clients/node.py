@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -21,6 +22,7 @@ from shufl.accounting.mechanisms import (
     make_randomness,
     simulated_allocation_key,
 )
+from shufl.accounting.mechanisms.summed import masked, new_seed, whole_noise, whole_update
 from shufl.accounting.plan import shuffler_of
 from shufl.accounting.validation import Seconds
 from shufl.clients.device import DeviceLedger, RoundRefused
@@ -266,10 +268,10 @@ class Node:
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
         """Those of the users who check in, or drew this round, submit a sealed private report.
 
-        Under a plan with cover the others submit an empty one.
+        Under a plan with cover the others submit an empty one; with sums all send one message.
 
-        `users` are the ids of this node's users, int of shape (u,). The number `node` decides where
-        it submits.
+        `users` are the ids of this node's users, evenly spaced, int of shape (u,). The number
+        `node` decides where it submits.
 
         Raises:
             ReportFailed: computing a report failed, or one was lost.
@@ -277,7 +279,12 @@ class Node:
         number = round.header.round
         coins = self._coins(users, round, node)
         self._work.load(round.parameters)
-        reports = self._sealed_reports(users, coins, round)
+        if self.settings.plan.mixing == "sum":
+            groups = self._updates(users[coins], number)
+            updates = itertools.chain.from_iterable(each for _, each in groups)
+            reports: Iterable[tuple[int | range, bytes]] = [self._message(users, updates, round)]
+        else:
+            reports = self._sealed_reports(users, coins, round)
         intake = self._intakes[self.shuffler_of(node)]
         left = max(round.until - time.monotonic(), _LEAST_SECONDS)
         try:
@@ -318,7 +325,7 @@ class Node:
 
     def _sealed_reports(
         self, users: np.ndarray, coins: np.ndarray, round: PreparedRound
-    ) -> Iterator[tuple[int, bytes]]:
+    ) -> Iterator[tuple[int | range, bytes]]:
         """(user, sealed report) of every user who sends, one at a time."""
         if not self.settings.plan.cover:
             users, coins = users[coins], coins[coins]
@@ -331,19 +338,37 @@ class Node:
         report, empty = encode_report(values), empty_report(values.size)  # whichever is sent
         return seal(report if checked_in else empty, round.public_key, round.header)
 
+    def _message(
+        self, users: np.ndarray, updates: Iterable[np.ndarray], round: PreparedRound
+    ) -> tuple[range, bytes]:
+        """With sums: what a node sends for all its users together; these are the updates in it."""
+        plan, dimension, number = self.settings.plan, self._work.dimension, round.header.round
+        (draws,) = self._randomness.standard_normal(number, users[:1], dimension)
+        whole = whole_noise(draws, plan.mechanism.noise_multiplier, len(users))
+        for update in updates:
+            whole += whole_update(update, plan.mechanism.clip_norm)
+        seed = new_seed()
+        message = masked(whole, seed) + seal(seed, round.public_key, round.header)
+        step = int(users[1] - users[0]) if len(users) > 1 else 1
+        return range(int(users[0]), int(users[-1]) + 1, step), message
+
     def _reports(self, users: np.ndarray, round: int) -> Iterator[np.ndarray]:
         """The users' reports, in order."""
         mechanism = self.settings.plan.mechanism
+        draws = mechanism.draws(self._work.dimension)
+        for together, updates in self._updates(users, round):
+            noises = self._randomness.standard_normal(round, together, draws)
+            for update, noise in zip(updates, noises, strict=True):
+                yield mechanism.report(update, noise)
+
+    def _updates(
+        self, users: np.ndarray, round: int
+    ) -> Iterator[tuple[np.ndarray, Iterator[np.ndarray]]]:
+        """The users' updates, in order: of some at once, with their ids."""
         for group in self._groups(users, round):
             together, records = np.array([user for user, _ in group]), [each for _, each in group]
             seeds = self._randomness.training_seeds(round, together)
-            draws = mechanism.draws(self._work.dimension)
-            noises = self._randomness.standard_normal(round, together, draws)
-            updates = self._work.updates(records, seeds)
-            for user, update, noise in zip(together.tolist(), updates, noises, strict=True):
-                if isinstance(update, BaseException):
-                    raise _failed(round, user, update) from update
-                yield mechanism.report(update, noise)
+            yield together, _sound(round, together, self._work.updates(records, seeds))
 
     def _groups(self, users: np.ndarray, round: int) -> Iterator[list[tuple[int, Records]]]:
         """Users with their records, in order, in groups whose updates can be computed at once.
@@ -363,6 +388,15 @@ class Node:
             group.append((user, records))
         if group:
             yield group
+
+
+def _sound(
+    round: int, users: np.ndarray, updates: Iterable[np.ndarray | BaseException]
+) -> Iterator[np.ndarray]:
+    for user, update in zip(users.tolist(), updates, strict=True):
+        if isinstance(update, BaseException):
+            raise _failed(round, user, update) from update
+        yield update
 
 
 def _failed(round: int, user: int, error: BaseException) -> ReportFailed:

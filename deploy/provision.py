@@ -273,6 +273,8 @@ def _listen(host: str) -> str:
 def _device(plan: PrivacyPlan, rounds: int) -> str:
     """The owner's file: as proposed, it accepts this plan, and one run of it."""
     accountant: AccountantName = "blanket" if plan.shuffler_blankets else "local"
+    if plan.mixing == "sum":
+        accountant = plan.accountant
     limits = DeviceLimits(
         most_epsilon=1.0, delta=plan.delta, accountant=accountant, adjacency=plan.adjacency
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from shufl.accounting.mechanisms.summed import mask, signed, unit_of_sums, whole_noise
 from shufl.shuffler import (
     PrivateKey,
     RejectReason,
@@ -85,6 +86,47 @@ class Aggregate:
     reports: int
     rejected: int
     reasons: dict[str, int]
+
+
+class SpoiledSum(RuntimeError):
+    """A round's sum is no sum of honest nodes' messages."""
+
+
+def aggregate_sum(
+    batch: tuple[RoundHeader, Iterable[bytes]],
+    private_key: PrivateKey,
+    plan: PrivacyPlan,
+    dimension: int,
+    users: int,
+    noise: np.ndarray,
+) -> Aggregate:
+    """Unmasks the sum that a shuffler released, adds the server's own noise, and scales it.
+
+    `users` is how many were present; `noise` are draws of a `Randomness`, of shape (d,).
+
+    Raises:
+        SpoiledSum: there is no vector of d numbers, a seed does not open, or the sum is longer than
+            one of honest users is.
+    """
+    header, parts = batch[0], list(batch[1])
+    vector, seeds = b"".join(parts[:1]), parts[1:]
+    if len(vector) != 4 * dimension:
+        raise SpoiledSum(f"a sum must have {4 * dimension} bytes, got {len(vector)}")
+    total = np.frombuffer(vector, dtype="<u4").astype(np.uint32)
+    opener = ReportOpener(private_key)
+    try:
+        for sealed in seeds:
+            total -= mask(opener.open(sealed, header), dimension)
+    except ReportRejected as rejected:
+        raise SpoiledSum(f"a seed does not open: {rejected.reason.name}") from None
+    whole = signed(total)
+    length = math.sqrt(np.einsum("i,i->", *[whole.astype(np.float64)] * 2))
+    if length > (most := plan.longest_sum(users, dimension)):
+        raise SpoiledSum(f"the sum is {length / most:.3g} times as long as one of honest users")
+    whole += whole_noise(noise, plan.central_noise, 1)
+    unit = unit_of_sums(plan.mechanism.clip_norm, dimension)
+    estimate = (whole * (unit / (users * plan.check_in_rate))).astype(np.float32)
+    return Aggregate(estimate, users, 0, {})
 
 
 def aggregate_reports(

@@ -16,7 +16,8 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from shufl.server.aggregate import Aggregate, aggregate_reports
+from shufl.accounting.mechanisms import make_randomness
+from shufl.server.aggregate import Aggregate, SpoiledSum, aggregate_reports, aggregate_sum
 from shufl.server.broadcast import Exchange, broadcast
 from shufl.server.counts import Counts
 from shufl.server.fleet import START_SECONDS, Fleet
@@ -40,9 +41,8 @@ from shufl.shuffler import (
     ShufflerUnavailable,
     generate_key_pair,
     key_digest,
+    message_length,
     model_digest,
-    report_length,
-    sealed_length,
 )
 from shufl.shuffler.wire.errors import Closed
 from shufl.shuffler.wire.retries import Retries
@@ -91,6 +91,7 @@ class RoundLoop:
         self._training = Training(settings)
         self._patient = bool(settings.patience)
         self._counts = Counts(settings.plan)
+        self._randomness = make_randomness(settings.seed)
         self._in_vain = 0  # rounds in a row that were not released
         self._shufflers = [ControlClient(*shuffler) for shuffler in settings.shufflers]
         frozen = frozen_digest(self._training.model)
@@ -168,7 +169,8 @@ class RoundLoop:
     def _book(self, number: int) -> None:
         """Has a shuffler, which may be another process by now, book the next round."""
         settings, shuffler = self.settings, self._shufflers[number]
-        length = sealed_length(report_length(self._training.dimension), settings.sealing)
+        about = self._training.dimension, settings.plan.mixing, settings.sealing
+        length = message_length(*about)
         shuffler.create_run(settings.run_id, settings.plan.to_json().encode(), length)
         if number in self._unended:
             shuffler.end_round(settings.run_id, self._unended[number])
@@ -244,21 +246,30 @@ class RoundLoop:
         if plan.cover and self._patient:
             there = Counter({number: each.senders for number, each in closed.items()})
         parts: dict[int, Aggregate] = {}
+        spoiled = False
         for number, each in closed.items():
             if each.outcome is Outcome.RELEASABLE:
                 with self._passing(number, lost):
                     own = dataclasses.replace(header, nonce=nonces[number])
-                    parts[number] = self._fetch(number, own, private_key, there[number])
+                    part = self._fetch(number, own, private_key, there[number])
+                    if part is None:
+                        spoiled = True
+                    else:
+                        parts[number] = part
         del private_key  # overwritten: nobody can open this round's reports again
         outcomes = [_OUTCOMES[each.outcome] for each in closed.values()]
-        outcome: RoundOutcome = "released" if parts else "lost" if lost else min(outcomes)
-        self._fail_if_in_vain(round, outcome, [*answers.errors.values(), *lost.values()])
+        outcome: RoundOutcome = (
+            "released" if parts else "lost" if lost or spoiled else min(outcomes)
+        )
+        if not spoiled:  # whoever spoils sums ends no run, but spends it
+            self._fail_if_in_vain(round, outcome, [*answers.errors.values(), *lost.values()])
         users = sum(there[number] for number in parts) or there.total()
         silent = len(self._fleet.known) - len(answers.received)
         smallest = min((there[number] for number in parts), default=0)
         aggregate = _together([(part, there[number]) for number, part in parts.items()])
         for number, part in parts.items():
-            self._counts.add(number, part.reports + part.rejected, there[number])
+            if plan.mixing == "shuffle":
+                self._counts.add(number, part.reports + part.rejected, there[number])
         if doubt := self._counts.doubt:
             log.warning("%s", doubt)
         return PlayedRound(outcome, aggregate, users, smallest, silent, doubt)
@@ -294,15 +305,25 @@ class RoundLoop:
 
     def _fetch(
         self, number: int, header: RoundHeader, private_key: PrivateKey, users: int
-    ) -> Aggregate:
-        """What a shuffler's whole batch comes to; the shuffler then destroys it."""
+    ) -> Aggregate | None:
+        """What a shuffler's whole batch comes to, None for a spoiled sum; it then destroys it."""
         shuffler, settings = self._shufflers[number], self.settings
         about = settings.plan, self._training.dimension
         patience = _SHUFFLER_SECONDS if self._patient else 0.0
         batch = header, shuffler.release(header.run_id, header.round, patience)
+        aggregate: Aggregate | None = None
         try:
-            own = settings.make_aggregator(*about)
-            aggregate = aggregate_reports([batch], private_key, *about, own, users)
+            if settings.plan.mixing == "sum":
+                # The streams of the shufflers' own draws have other seeds.
+                (noise,) = self._randomness.blanket_noise(
+                    header.round, np.array([number]), self._training.dimension
+                )
+                aggregate = aggregate_sum(batch, private_key, *about, users, noise)
+            else:
+                own = settings.make_aggregator(*about)
+                aggregate = aggregate_reports([batch], private_key, *about, own, users)
+        except SpoiledSum as spoiled:
+            log.warning("round %d, shuffler %d: %s", header.round, number + 1, spoiled)
         except ShufflerError:
             raise
         except (Exception, SystemExit) as error:  # whatever the reader's aggregator does

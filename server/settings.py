@@ -145,6 +145,8 @@ class ServerSettings(TrainingSettings):
             because others may be added. None: in simulation, where nodes share the plan's users.
         tell: takes a line for the operator.
         make_aggregator: begins what estimates the mean update of a shuffler's batch.
+        seed: of the server's own noise in sums, in simulation; None: the operating system's
+            entropy.
     """
 
     nodes: int
@@ -155,6 +157,7 @@ class ServerSettings(TrainingSettings):
     agreed: Callable[[], dict[int, AgreedNode]] | None = None
     tell: Callable[[str], None] = lambda line: None
     make_aggregator: MakeAggregator = Mean
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

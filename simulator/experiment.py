@@ -193,7 +193,7 @@ _NO_METRICS = {
     *("reports", "rejected", "reasons", "silent_nodes", "score", "seconds", "doubt", "loss"),
     *("engine", "noise", "device", "precision", "gradients", "stopped_by", "delta", "adjacency"),
     *("shuffler_blankets", "least_present", "fewest_users_present", "accountant", "versions"),
-    "target_epsilon",
+    *("target_epsilon", "mixing", "central_noise"),
 }
 """What else a row of metrics.jsonl and a summary have."""
 
@@ -241,7 +241,7 @@ def _try_aggregator(experiment: Experiment, parameters: int) -> None:
 
 def check_report_size(config: Config, parameters: int) -> None:
     """Refuses a model with more parameters than a report holds."""
-    most = most_parameters(config.shuffler.sealing)
+    most = most_parameters(config.shuffler.sealing, config.privacy.mixing)
     if parameters > most:
         raise ConfigError(
             f"model {config.model.name} has {parameters} parameters; a report holds at most {most}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +81,11 @@ def plot_score_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Pa
     label, unit = score_axis(rows[0]["score"]) if rows else ("", 1.0)
     with draw(*paths) as axes:
         for name in accountants_for(plan.event()):
-            priced = [each for each in evaluated if each[0]["epsilons"][name] is not None]
+            priced = [
+                each for each in evaluated if each[0]["epsilons"][name] not in (None, math.inf)
+            ]
+            if evaluated and not priced:  # nothing to draw, and matplotlib would not draw it
+                continue
             axes.plot(
                 [row["epsilons"][name] for row, _ in priced],
                 [unit * score for _, score in priced],

@@ -44,6 +44,8 @@ def summarise(
         "delta": plan.delta,
         "adjacency": plan.adjacency,
         "shuffler_blankets": plan.shuffler_blankets,
+        "mixing": plan.mixing,
+        "central_noise": plan.central_noise,
         "least_present": plan.least_present,
         "fewest_users_present": min(present, default=None),  # nobody counts those of a lost round
         "accountant": plan.accountant,
@@ -65,7 +67,11 @@ def print_summary(console: Console, summary: dict[str, Any], engine: Engine, fol
     score = summary["score"]
     run.add_row(f"test {score}", score_text(score, summary[score]))
     run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
-    run.add_row("blankets", f"{summary['shuffler_blankets']:g} expected of each shuffler a round")
+    if summary["mixing"] == "sum":
+        run.add_row("mixing", "the shuffler hands over a sum, and no report")
+    else:
+        blankets = f"{summary['shuffler_blankets']:g} expected of each shuffler a round"
+        run.add_row("blankets", blankets)
     run.add_row("δ, adjacency", f"{summary['delta']:.3g}, {summary['adjacency']}")
     if summary["doubt"]:
         run.add_row("doubtful", summary["doubt"])

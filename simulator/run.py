@@ -304,6 +304,16 @@ def _drawn(plan: PrivacyPlan) -> str:
     return f" (one round in every {plan.every}, drawn by the device)" if by_allocation else ""
 
 
+def _mixed(plan: PrivacyPlan) -> str:
+    """What is added to users' reports; with sums what that gives and takes."""
+    if plan.mixing == "shuffle":
+        return f"{plan.shuffler_blankets:g} blankets a round expected"
+    return (
+        f"sums with noise of {plan.noise_of_sum(plan.least_present):.4g} C: all users send, no "
+        "report can be looked at, and one cheating node can spoil a round"
+    )
+
+
 def _describe(console: Console, experiment: Experiment, engine: Engine, folder: Path) -> None:
     """What is about to run, in five lines or six."""
     plan, config = experiment.plan, experiment.config
@@ -319,8 +329,7 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
         "privacy": f"γ = {plan.check_in_rate:g}{_drawn(plan)}, C = {plan.mechanism.clip_norm:g}, "
         f"z = {plan.mechanism.noise_multiplier:g} ({_strength(plan)}), {plan.adjacency}, "
         f"δ = {plan.delta:.3g}, minimum batch {plan.minimum_batch}, "
-        f"{plan.shuffler_blankets:g} blankets a round expected; "
-        f"coins and noise from {randomness}",
+        f"{_mixed(plan)}; coins and noise from {randomness}",
         "budget": f"ε ≤ {plan.target_epsilon:g} by {plan.accountant}, which allows "
         f"{experiment.halting_round} rounds of at most {plan.rounds}",
         "folder": str(folder),

@@ -2,7 +2,7 @@
 
 import attrs
 
-from shufl.accounting import CheckIn, FixedSize, GaussianMechanism, PrivacyPlan, Shuffled
+from shufl.accounting import CheckIn, FixedSize, GaussianMechanism, PrivacyPlan, Shuffled, Summed
 
 
 def check_in(users, rate, noise, blankets=0.0):
@@ -19,7 +19,8 @@ def fixed_size(users, reports, noise):
 
 
 def with_noise(event, noise):
-    return attrs.evolve(event, mechanism=GaussianMechanism(noise_multiplier=noise))
+    central = {"central_noise": noise} if isinstance(event, Summed) else {}
+    return attrs.evolve(event, mechanism=GaussianMechanism(noise_multiplier=noise), **central)
 
 
 def make_plan(*, noise_multiplier, clip_norm=1.0, **values):

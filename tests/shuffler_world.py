@@ -111,7 +111,12 @@ def report(
     """As the store gets it, of an open round."""
     header, _ = store.batches.agree(run_id, round, "", "")
     caller = Caller(Role.NODE, "node", 2**32)
-    return Report(run_id, round, header.commitment, user, sealed, caller)
+    return Report(run_id, round, header.commitment, only(user), sealed, caller)
+
+
+def only(user: int) -> range:
+    """The numbers of one user, as a batch takes them."""
+    return range(user, user + 1)
 
 
 @functools.cache

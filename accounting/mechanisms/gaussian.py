@@ -78,29 +78,10 @@ class GaussianMechanism(Checked):
         `update` has shape (d,) and any float type, `draws` of a `Randomness` shape (d,). Returns
         int16 of shape (d,).
         """
-        clipped, unit = clip(update, self.clip_norm), self.unit(draws.size)
-        deviation = self.noise_multiplier * self.clip_norm
-        noisy: np.ndarray = np.multiply(to_normals(draws), deviation, dtype=np.float64)
-        noisy += clipped
-        noisy /= unit
-        exact = draws.dtype == np.uint64 and self.is_private
-        undecided = _undecided(noisy, draws) if exact else []
-        np.rint(noisy, out=noisy)
-        for place in undecided:
-            noisy[place] = self._decide(float(clipped[place]), int(draws[place]), unit)
-        return np.clip(noisy, -_LARGEST, _LARGEST, out=noisy).astype(np.int16)
-
-    def _decide(self, entry: float, word: int, unit: float) -> int:
-        """The integer of one entry, as exact as its draw is long."""
-        normal, start, step = Normal(word), Fraction(entry), Fraction(unit)
         deviation = Fraction(self.noise_multiplier) * Fraction(self.clip_norm)
-
-        def is_enough(integer: int) -> bool:
-            bound = (integer + Fraction(1, 2)) * step
-            return not normal.exceeds((bound - start) / deviation)
-
-        integers = range(-_LARGEST, _LARGEST)
-        return bisect.bisect_left(integers, True, key=is_enough) - _LARGEST
+        clipped = clip(update, self.clip_norm)
+        noisy = rounded(clipped, draws, deviation, self.unit(draws.size), _LARGEST)
+        return np.clip(noisy, -_LARGEST, _LARGEST, out=noisy).astype(np.int16)
 
     def largest_honest_norm(self, dimension: int) -> float:
         """A norm, in units, that an honest report exceeds with probability below 1e-12.
@@ -114,12 +95,46 @@ class GaussianMechanism(Checked):
         return norm / self.unit(dimension) + math.sqrt(dimension) / 2
 
 
-def _undecided(noisy: np.ndarray, words: np.ndarray) -> list[int]:
-    """The places of entries, in units, that float64 may round to the wrong integer."""
+def rounded(
+    values: np.ndarray, draws: np.ndarray, deviation: Fraction, unit: float, most: int
+) -> np.ndarray:
+    """(values + deviation * draws) / unit, rounded to whole numbers: float64 of shape (d,).
+
+    From words every whole number of -most to most is that of real numbers; beyond, what comes of
+    an entry lies beyond, too.
+    """
+    noisy: np.ndarray = np.multiply(to_normals(draws), float(deviation), dtype=np.float64)
+    noisy += values
+    noisy /= unit
+    undecided: list[int] = []
+    if draws.dtype == np.uint64 and deviation > 0:
+        undecided = _undecided(noisy, draws, _NEAR * max(1.0, float(deviation) / unit / 2731))
+    np.rint(noisy, out=noisy)
+    for place in undecided:
+        about = Fraction(float(values[place])), Normal(int(draws[place]))
+        noisy[place] = _decide(*about, deviation, Fraction(unit), most)
+    return noisy
+
+
+def _decide(start: Fraction, normal: Normal, deviation: Fraction, unit: Fraction, most: int) -> int:
+    """The whole number of one entry, as exact as its draw is long."""
+
+    def is_enough(integer: int) -> bool:
+        bound = (integer + Fraction(1, 2)) * unit
+        return not normal.exceeds((bound - start) / deviation)
+
+    return bisect.bisect_left(range(-most, most), True, key=is_enough) - most
+
+
+def _undecided(noisy: np.ndarray, words: np.ndarray, near_by: float) -> list[int]:
+    """The places of entries, in units, that float64 may round to the wrong integer.
+
+    Those within `near_by` of the middle between two integers, and those far out.
+    """
     places: list[int] = []
     for start in range(0, words.size, AT_ONCE):
         part = noisy[start : start + AT_ONCE]
-        near = np.abs(part - np.rint(part)) > 0.5 - _NEAR
+        near = np.abs(part - np.rint(part)) > 0.5 - near_by
         near |= words[start : start + AT_ONCE] < _RARE
         places.extend((start + np.flatnonzero(near)).tolist())
     return places

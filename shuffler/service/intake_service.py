@@ -155,9 +155,12 @@ def _reports(message: Any, caller: Caller) -> Iterator[Report]:
     sealed, users = message.sealed, message.users
     if message.more and not sealed:
         raise _EMPTY_PIECE
-    if not users or len(sealed) % len(users) or (message.more and len(users) > 1):
+    one = message.more or message.count > 1
+    if not users or len(sealed) % len(users) or (one and len(users) > 1):
         raise _NO_REPORTS
     length = len(sealed) // len(users)
     about = message.run_id, message.round, message.commitment
+    count, step = max(message.count, 1), max(message.step, 1)
     for place, user in enumerate(users):
-        yield Report(*about, user, sealed[place * length : (place + 1) * length], caller)
+        of = range(user, user + count * step, step)
+        yield Report(*about, of, sealed[place * length : (place + 1) * length], caller)

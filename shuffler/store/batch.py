@@ -93,40 +93,39 @@ class Batch:
                 ) from None
             raise storage_refusal(error) from error
 
-    def add(self, sender: str, user: int, users: int, content: bytes | Slot) -> Verdict:
-        """Takes a report, if it is this user's first and there is room.
+    def add(self, sender: str, users: range, most: int, content: bytes | Slot) -> Verdict:
+        """Takes a report, if it is the first of each of these users and there is room.
 
         Args:
-            user, users: the number of the sender's user, from 0, and how many it has.
+            users, most: numbers of the sender's users, from 0, and how many it has.
             content: the sealed report, or where it was written piece by piece; a slot whose report
                 is not taken is given back.
         """
         with self._lock:
-            verdict = self._judge(sender, user, content)
+            verdict = self._judge(sender, users, content)
             if verdict is not Verdict.ACCEPTED:
                 if isinstance(content, Slot):
                     self._give_back(content.number)
                 return verdict
             try:
-                number = content.number if isinstance(content, Slot) else self._store(content)
+                self._take(content)
             except OSError as error:
                 return storage_verdict(error)
             known = self._reported.get(sender, np.zeros(0, dtype=bool))
-            if user >= known.size:  # its first, or its credential was renewed for more users
-                known = self._reported[sender] = np.pad(known, (0, users - known.size))
-            known[user] = True
-            self._taken[number] = True
-            self.senders += 1
+            if users[-1] >= known.size:  # its first, or its credential was renewed for more users
+                known = self._reported[sender] = np.pad(known, (0, most - known.size))
+            known[_places(users)] = True
+            self.senders += len(users)
             self.count += 1
             return Verdict.ACCEPTED
 
-    def reserve(self, sender: str, user: int) -> Slot | Verdict:
-        """A slot to write this user's report to, piece by piece, or why it would not be taken.
+    def reserve(self, sender: str, users: range) -> Slot | Verdict:
+        """A slot to write these users' report to, piece by piece, or why it would not be taken.
 
         It is handed to `add`, or given up.
         """
         with self._lock:
-            verdict = self._judge(sender, user)
+            verdict = self._judge(sender, users)
             return Slot(self, *self._draw()) if verdict is Verdict.ACCEPTED else verdict
 
     def give_up(self, slot: Slot) -> None:
@@ -210,7 +209,12 @@ class Batch:
         with self._lock:
             self._write(content, place)
 
-    def _judge(self, sender: str, user: int, content: bytes | Slot | None = None) -> Verdict:
+    def _take(self, content: bytes | Slot) -> None:
+        """Keeps a report that is accepted."""
+        number = content.number if isinstance(content, Slot) else self._store(content)
+        self._taken[number] = True
+
+    def _judge(self, sender: str, users: range, content: bytes | Slot | None = None) -> Verdict:
         if self._ended:
             return Verdict.ROUND_NOT_OPEN
         if isinstance(content, Slot) and content.verdict is not Verdict.ACCEPTED:
@@ -218,9 +222,10 @@ class Batch:
         if isinstance(content, bytes) and len(content) != self.report_bytes:
             return Verdict.WRONG_LENGTH
         known = self._reported.get(sender)
-        if known is not None and user < known.size and known[user]:
+        if known is not None and known[_places(users)].any():
             return Verdict.DUPLICATE
-        full = self.senders == self._users or not (self._left or isinstance(content, Slot))
+        room = self.senders + len(users) <= self._users
+        full = not room or not (self._left or isinstance(content, Slot))
         return Verdict.ROUND_FULL if full else Verdict.ACCEPTED
 
     def _draw(self) -> tuple[int, CipherContext]:
@@ -267,9 +272,12 @@ class Batch:
             if self._descriptor < 0:
                 raise ShufflerRefused(Refusal.DISCARDED)
             try:
-                data = os.pread(self._descriptor, length, number * self.report_bytes + start)
+                return self._plain(cipher, number, start, length)
             except OSError as error:
                 raise storage_refusal(error) from error
+
+    def _plain(self, cipher: CipherContext, number: int, start: int, length: int) -> bytes:
+        data = os.pread(self._descriptor, length, number * self.report_bytes + start)
         return cipher.update(data)
 
 
@@ -324,6 +332,10 @@ def storage_refusal(error: OSError) -> ShufflerRefused:
     """The same as the refusal of a call."""
     detail = _NO_DESCRIPTORS if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     return ShufflerRefused(Refusal[storage_verdict(error).name], detail)
+
+
+def _places(users: range) -> slice:
+    return slice(users.start, users.stop, users.step)
 
 
 def _unnamed_file(directory: Path) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import BaseModel, ConfigDict
 
 from shufl.accounting.plan import Blankets, Plan, Rounds
-from shufl.accounting.validation import Count
+from shufl.accounting.validation import Count, NotNegative
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 
@@ -15,6 +17,7 @@ class Floor(BaseModel):
     Attributes:
         least_blankets: the least λ, a plan's `shuffler_blankets`.
         least_batch: the least `minimum_batch` of a plan.
+        least_sum_noise: the least noise, in clip norms, of a sum of `least_present` users.
         most_rounds: how many rounds a run may have; None: any number.
     """
 
@@ -22,6 +25,7 @@ class Floor(BaseModel):
 
     least_blankets: Blankets = 0.0
     least_batch: Count = 1
+    least_sum_noise: NotNegative = 0.0
     most_rounds: Rounds | None = None
 
     def check(self, plan: Plan, round: int = 1) -> None:
@@ -36,6 +40,12 @@ class Floor(BaseModel):
             raise self._below("least_blankets", f"the plan has {plan.shuffler_blankets:.15g}")
         if plan.minimum_batch < self.least_batch:
             raise self._below("least_batch", f"the plan's minimum batch is {plan.minimum_batch}")
+        if plan.mixing == "sum":
+            noise = math.hypot(
+                plan.mechanism.noise_multiplier * math.sqrt(plan.least_present), plan.central_noise
+            )
+            if noise < self.least_sum_noise:
+                raise self._below("least_sum_noise", f"the plan has {noise:.4g}")
         if self.most_rounds is None:
             return
         if plan.rounds > self.most_rounds:

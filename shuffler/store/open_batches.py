@@ -32,7 +32,7 @@ class Report:
         run_id: for which run it was submitted.
         round: for which round.
         commitment: that of the header that it was sealed for.
-        user: which of the sender's users reports.
+        users: which of the sender's users report: one, or with sums several together.
         sealed: the report; of one in pieces the first.
         caller: who submitted it, and for how many users it speaks.
     """
@@ -40,7 +40,7 @@ class Report:
     run_id: str
     round: int
     commitment: str
-    user: int
+    users: range
     sealed: bytes
     caller: Caller
 
@@ -73,7 +73,7 @@ class OpenBatches:
         """Takes a report, or says why not; `slot`: where the pieces of one are, then given back."""
         batch, users, verdict = self._examine(report)
         if batch is not None:
-            return batch.add(report.caller.name, report.user, users, slot or report.sealed)
+            return batch.add(report.caller.name, report.users, users, slot or report.sealed)
         if slot is not None:
             slot.give_up()
         return verdict
@@ -81,7 +81,7 @@ class OpenBatches:
     def begin(self, report: Report) -> Slot | Verdict:
         """Where to write a report in pieces, before `accept`; or why it would not be accepted."""
         batch, _, verdict = self._examine(report)
-        return batch.reserve(report.caller.name, report.user) if batch is not None else verdict
+        return batch.reserve(report.caller.name, report.users) if batch is not None else verdict
 
     def make_blankets(self, run_id: str, number: int) -> bool:
         """Makes some of the reports of a round's own, and puts them into its batch.
@@ -163,6 +163,7 @@ class OpenBatches:
         if report.commitment != entry.header.commitment:
             return None, 0, Verdict.WRONG_COMMITMENT
         users = min(report.caller.users, run.plan.users)
-        if report.user >= users:
+        together = run.plan.mixing == "sum"
+        if report.users[-1] >= users or (report.users[1:2] and not together):
             return None, 0, Verdict.BAD_SENDER
         return batch, users, Verdict.ACCEPTED

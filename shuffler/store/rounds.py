@@ -9,6 +9,7 @@ from collections import Counter
 
 from pydantic import ValidationError
 
+from shufl.accounting.mechanisms.summed import SEED_BYTES
 from shufl.accounting.plan import Plan
 from shufl.accounting.validation import first_mistake
 from shufl.shuffler.store.batch import Batch
@@ -117,6 +118,8 @@ class Run:
             seal(b"", public_key, header)
         except Exception as error:
             raise _malformed(f"the public key is not one to seal reports to: {error}") from error
+        if self.plan.mixing == "sum" and (length <= SEED_BYTES or (length - SEED_BYTES) % 4):
+            raise _malformed(f"no vector with its seed has {self.report_bytes} bytes")
         if self.plan.shuffler_blankets and (length == 0 or length % report_length(1)):
             raise _malformed(f"no report has {length} bytes, so it can have no blankets")
 

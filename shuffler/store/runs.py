@@ -9,21 +9,27 @@ Nothing here knows gRPC. Everything is blocking and for one thread.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shufl.accounting.mechanisms import Randomness, SystemRandomness
+from shufl.accounting.mechanisms.summed import SEED_BYTES, whole_noise
+from shufl.accounting.plan import Plan
 from shufl.shuffler.store.batch import Batch, batch_bytes, storage_refusal
 from shufl.shuffler.store.floor import Floor
 from shufl.shuffler.store.open_batches import OpenBatches
 from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.record_file import RecordFile
 from shufl.shuffler.store.rounds import Round, Run, parse_run
+from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.shuffler.wire.channel import MOST_USERS
 from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused
-from shufl.shuffler.wire.sealing import RoundHeader, key_digest
+from shufl.shuffler.wire.sealing import RoundHeader, key_digest, payload_length
 
 _MAX_NAME = 256  # characters of a run id or a model digest
 _MAX_ROUND = 2**63 - 1
@@ -158,6 +164,9 @@ class RunStore:
         assert run.lease is not None
         (batch, _), run.lease = run.lease, None
         blankets = self._randomness.number_of_blankets(number, run.plan.shuffler_blankets)
+        if isinstance(batch, SummedBatch):
+            dimension = (payload_length(run.report_bytes, public_key) - SEED_BYTES) // 4
+            batch.begin(dimension, functools.partial(self._noise, run.plan, number, dimension))
         window = run.plan.window if self._durable else None
         ends_at = time.monotonic() + window.seconds if window is not None else 0.0
         run.rounds[number] = Round(number, header, public_key, batch, blankets, ends_at=ends_at)
@@ -290,7 +299,13 @@ class RunStore:
             raise ShufflerRefused(Refusal.TOO_MANY_BATCHES)
         self._quota.check_round(self._runs, run, self._bytes_of)
         users, slots = min(run.plan.users, self._most_users), self._slots_of(run)
-        return Batch(self._directory, run.report_bytes, users, slots, allocate=self._durable)
+        kind = SummedBatch if run.plan.mixing == "sum" else Batch
+        return kind(self._directory, run.report_bytes, users, slots, allocate=self._durable)
+
+    def _noise(self, plan: Plan, round: int, dimension: int) -> np.ndarray:
+        """The shuffler's own, of a sum."""
+        (draws,) = self._randomness.blanket_noise(round, np.arange(1), dimension)
+        return whole_noise(draws, plan.central_noise, 1)
 
     def _end_lease(self, run: Run) -> None:
         if run.lease is not None:
@@ -337,6 +352,8 @@ class RunStore:
 
     def _slots_of(self, run: Run) -> int:
         """How many reports a batch of a run has room for, those on their way too."""
+        if run.plan.mixing == "sum":
+            return max(self._unfinished, 1)
         own = min(run.plan.users, self._most_users) + run.plan.most_blankets
         return own + self._unfinished
 

@@ -91,7 +91,7 @@ class IntakeClient(Connection):
     def submit(
         self,
         header: RoundHeader,
-        reports: Iterable[tuple[int, bytes]],
+        reports: Iterable[tuple[int | range, bytes]],
         *,
         deadline: float | None = None,
     ) -> Iterator[Verdict]:
@@ -106,7 +106,8 @@ class IntakeClient(Connection):
         `ACCEPTED`.
 
         Args:
-            reports: pairs of the user's number, counted by this sender, and the sealed report.
+            reports: pairs of the user's number, counted by this sender, and the sealed report;
+                under a plan with sums of the numbers of all users whose message it is.
             deadline: seconds until the round is over, from the first iteration; so long is tried.
                 Left out: not known, and each verdict is tried for `timeout` seconds.
 
@@ -156,11 +157,11 @@ class _Reports:
     the next call. Where the connection was lost they may be in it, and are sent again all the same.
 
     Attributes:
-        waiting: user and report, of those without a verdict.
+        waiting: user, or users, and report, of those without a verdict.
     """
 
     def __init__(self, client: IntakeClient, header: RoundHeader, deadline: float | None) -> None:
-        self.waiting: deque[tuple[int, bytes]] = deque()
+        self.waiting: deque[tuple[int | range, bytes]] = deque()
         self._bytes = 0  # of them
         self._doubtful = 0  # of them, the first ones: may be in the batch already
         self._client = client
@@ -181,7 +182,7 @@ class _Reports:
         full = len(self.waiting) >= _WINDOW_REPORTS or self._bytes + length > _WINDOW_BYTES
         return bool(self.waiting) and (full or self._ended())
 
-    def send(self, user: int, sealed: bytes) -> None:
+    def send(self, user: int | range, sealed: bytes) -> None:
         """Sends one report more."""
         if not self.waiting and self._ended():
             self._receive(self._retries())  # no verdict is due, so this is why it has ended
@@ -258,8 +259,8 @@ class _Reports:
 def _messages(items: queue.SimpleQueue[Any], about: dict[str, Any]) -> Iterator[Any]:
     """The messages of one call: in one as many reports as fit and come within a moment.
 
-    `items` are pairs of user and sealed report; `_SEND`, where no more will come before those that
-    are here are sent; None at the end. `about` is what a message says of the round.
+    `items` are pairs of user, or users, and sealed report; `_SEND`, where no more will come before
+    those that are here are sent; None at the end. `about` is what a message says of the round.
     """
     held: list[tuple[int, bytes]] = []
     until = 0.0
@@ -277,7 +278,7 @@ def _messages(items: queue.SimpleQueue[Any], about: dict[str, Any]) -> Iterator[
         if item is _SEND:
             continue
         user, sealed = item
-        if len(sealed) > PIECE_BYTES:
+        if isinstance(user, range) or len(sealed) > PIECE_BYTES:
             yield from _pieces(user, sealed, about)
             continue
         if not held:
@@ -288,14 +289,16 @@ def _messages(items: queue.SimpleQueue[Any], about: dict[str, Any]) -> Iterator[
 def _fits(item: Any, held: list[tuple[int, bytes]]) -> bool:
     """Whether the next item is a report that fits into one message with these."""
     length = len(held[0][1])
-    if item is None or item is _SEND or len(item[1]) != length:
+    if item is None or item is _SEND or isinstance(item[0], range) or len(item[1]) != length:
         return False
     return length * (len(held) + 1) <= PIECE_BYTES
 
 
-def _pieces(user: int, sealed: bytes, about: dict[str, Any]) -> Iterator[Any]:
-    """The messages that carry one long report; the first says what it is."""
+def _pieces(user: int | range, sealed: bytes, about: dict[str, Any]) -> Iterator[Any]:
+    """The messages of one long report, or one of several users; the first says what it is."""
     first = {**about, "users": [user]}
+    if isinstance(user, range):
+        first |= {"users": [user.start], "count": len(user), "step": user.step}
     for start in range(0, len(sealed), PIECE_BYTES):
         end = start + PIECE_BYTES
         piece, more = sealed[start:end], end < len(sealed)

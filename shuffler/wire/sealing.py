@@ -46,6 +46,7 @@ from cryptography.hazmat.primitives.hpke import (
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from shufl.accounting.mechanisms.summed import SEED_BYTES
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
 from shufl.shuffler.wire.errors import RejectReason, ReportRejected
 from shufl.shuffler.wire.reports import report_length
@@ -188,9 +189,17 @@ def sealed_length(payload_length: int, sealing: Sealing = "x25519") -> int:
     return _KINDS[sealing].overhead + payload_length
 
 
-def most_parameters(sealing: Sealing = "x25519") -> int:
-    """Of a model whose sealed report is no longer than any shuffler takes."""
-    return (MAX_REPORT_BYTES - sealed_length(0, sealing)) // report_length(1)
+def message_length(dimension: int, mixing: str, sealing: Sealing = "x25519") -> int:
+    """Length in bytes of what is sent in a round: a sealed report, or a vector with its seed."""
+    if mixing == "sum":
+        return 4 * dimension + sealed_length(SEED_BYTES, sealing)
+    return sealed_length(report_length(dimension), sealing)
+
+
+def most_parameters(sealing: Sealing = "x25519", mixing: str = "shuffle") -> int:
+    """Of a model whose sealed report, or masked vector, is no longer than any shuffler takes."""
+    fixed = message_length(0, mixing, sealing)
+    return (MAX_REPORT_BYTES - fixed) // (message_length(1, mixing, sealing) - fixed)
 
 
 def seal(payload: bytes, public_key: bytes, header: RoundHeader) -> bytes:

@@ -79,6 +79,10 @@ class FlowerEngine:
                 f"got {simulation.cpus_per_node:g}"
             )
         check_report_size(experiment.config, experiment.parameters)
+        try:
+            plan.check_dimension(experiment.parameters, plan.users // simulation.nodes)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         check_draws(experiment)
         self.description = f"flower on {simulation.nodes} nodes, gradients by {self.gradients}"
         check_cluster()
@@ -131,6 +135,7 @@ class FlowerEngine:
                     round_timeout=keys.round_timeout,
                     sealing=self._shuffler.sealing,
                     make_aggregator=self._make_aggregator,
+                    seed=self._seed,
                 ),
                 observe,
                 results.append,

@@ -7,6 +7,7 @@ shuffler, no sealing and no node: what those are for cannot be studied here.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import warnings
@@ -75,10 +76,12 @@ class VectorisedEngine:
                 f"round's reports alone, got {aggregator}"
             )
         mechanism = experiment.plan.mechanism
-        if keys.noise == "report" and isinstance(mechanism, LdpSgd):
+        of_sums = experiment.plan.mixing == "sum"
+        if keys.noise == "report" and (of_sums or isinstance(mechanism, LdpSgd)):
+            what = "privacy.mixing sum" if of_sums else f"mechanism {mechanism.name}"
             raise ConfigError(
-                'simulation.noise must be "aggregate" with engine vectorised and mechanism '
-                f'{mechanism.name}, got "{keys.noise}"'
+                f'simulation.noise must be "aggregate" with engine vectorised and {what}, '
+                f'got "{keys.noise}"'
             )
         self.gradients, chunk = _method(experiment, keys)
         drawn = "for each report" if keys.noise == "report" else "once a round, for their sum"
@@ -208,17 +211,27 @@ class VectorisedRounds:
             return PlayedRound("below-minimum" if enough.any() else "discarded", None, present, 0)
         users = users[np.isin(shufflers, released)]
         added = [(number, 0, blankets[number]) for number in released]
+        present = int(crowds[released].sum())
         count = len(users) + sum(last for *_, last in added)
+        if plan.mixing == "sum":
+            count = present  # everybody sends
         total = self._sum_reports(round, sent(model), users, added).astype(np.float64)
         if settings.keys.noise == "aggregate":
-            mechanism, dimension = plan.mechanism, settings.dimension
-            scale = mechanism.noise_deviation(dimension) / mechanism.unit(dimension)
-            total += scale * self._randomness.summed_noise(round, count, settings.dimension)
+            total += self._noise(round, count, len(released))
         mean = Mean(plan, settings.dimension)
         mean.add(total)
-        mixed = crowds[released]
-        aggregate = Aggregate(mean.result(int(mixed.sum())), count, 0, {})
-        return PlayedRound("released", aggregate, int(mixed.sum()), int(mixed.min()))
+        aggregate = Aggregate(mean.result(present), count, 0, {})
+        return PlayedRound("released", aggregate, present, int(crowds[released].min()))
+
+    def _noise(self, round: int, senders: int, shufflers: int) -> np.ndarray:
+        """The noise of so many reports, in units of them; with sums of everybody who adds some."""
+        plan, dimension = self._settings.plan, self._settings.dimension
+        mechanism = plan.mechanism
+        deviation = mechanism.noise_deviation(dimension) * math.sqrt(senders)
+        if plan.mixing == "sum":
+            deviation = plan.noise_of_sum(senders, shufflers) * mechanism.clip_norm
+        draws = self._randomness.summed_noise(round, 1, dimension)
+        return np.asarray(deviation / mechanism.unit(dimension) * draws)
 
     def _reporting(self, round: int) -> np.ndarray:
         """The users who check in, or who drew this round, increasing."""

@@ -188,14 +188,17 @@ def plan_table(grid: Grid, results: list[Result]) -> Table:
         alike.setdefault((result["series"], shown(result["value"])), []).append(result)
     given = {name for result in results for name in result["epsilon"]}
     names = [name for name in ACCOUNTANTS if name in given] + sorted(given.difference(ACCOUNTANTS))
-    heads = (grid.label, *_FIRST, "γ", "z", "λ", "rounds", "δ", "neighbours")
+    numbers = dict(_NUMBERS)
+    if not any(result["central_noise"] for result in results):
+        del numbers["σ"]
+    heads = (grid.label, *_FIRST, *numbers, "neighbours")
     rows = [["series", *heads, *(f"ε {name}" for name in names)]]
     for (series, value), made in alike.items():
         rows.append([
             series,
             value,
             *(text for _, text in _first_epsilons(made)),
-            *("–" if made[0][key] is None else f"{made[0][key]:.4g}" for key in _NUMBERS),
+            *("–" if made[0][key] is None else f"{made[0][key]:.4g}" for key in numbers.values()),
             made[0]["adjacency"],
             *(epsilon_text(_largest_epsilon(made, name)) for name in names),
         ])  # fmt: skip
@@ -260,7 +263,10 @@ _TRUSTED = {
     f"sees every {what}, is trusted"
     for name, whose, what in (("opacus", "record", "gradient"), ("central", "user", "update"))
 }
-_NUMBERS = ("check_in_rate", "noise_multiplier", "shuffler_blankets", "rounds", "delta")
+_NUMBERS = {
+    **{"γ": "check_in_rate", "z": "noise_multiplier", "λ": "shuffler_blankets"},
+    **{"σ": "central_noise", "rounds": "rounds", "δ": "delta"},
+}
 
 
 def _origins(results: list[Result]) -> Iterator[str]:

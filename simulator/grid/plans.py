@@ -19,7 +19,7 @@ from shufl.accounting import (
     mean_update_error,
     unused_note,
 )
-from shufl.shuffler import report_length, sealed_length
+from shufl.shuffler import message_length
 
 RATES = (1.0, 0.3, 0.1)
 ROUNDS = (100, 300, 1000, 4000)
@@ -42,7 +42,7 @@ class Question:
     @property
     def report_bytes(self) -> int:
         """What a report takes, sealed."""
-        return sealed_length(report_length(self.dimension))
+        return message_length(self.dimension, self.budget.mixing)
 
     def device_bytes(self, rate: float, rounds: int) -> float:
         """What a device sends in the whole run, expected."""
@@ -60,20 +60,21 @@ class Plan:
     """An answer: a check-in rate and rounds, with the noise and blankets of least error.
 
     Attributes:
-        check_in_rate, rounds, noise_multiplier, shuffler_blankets: γ, T, z, λ.
-        epsilon: what `blanket` says of them.
+        check_in_rate, rounds, noise_multiplier, shuffler_blankets, central_noise: γ, T, z, λ, σ.
+        epsilon: what the plan's accountant says of them.
         unused: why it is not the target, or None.
         round_error: `shufl.accounting.mean_update_error` of a round.
         run_error: that of the mean of all rounds' estimates, if the model stood still.
-        reports_a_round: nγ + λ, expected, without the empty ones of cover.
-        device_bytes: what a device sends in the whole run, expected.
-        shuffler_bytes: what a shuffler holds in a round, expected.
+        reports_a_round: nγ + λ, expected, without the empty ones of cover; with sums n.
+        device_bytes: what a device sends in the whole run, expected; with sums if it has one user.
+        shuffler_bytes: what a shuffler holds in a round, expected; with sums without the seeds.
     """
 
     check_in_rate: float
     rounds: int
     noise_multiplier: float
     shuffler_blankets: float
+    central_noise: float
     epsilon: float
     unused: str | None
     round_error: float
@@ -98,21 +99,22 @@ def _plan(question: Question, pair: tuple[float, int]) -> Plan | None:
         found = fitted(asked)
     except CalibrationError:
         return None
-    noise, blankets = found.mechanism.noise_multiplier, found.shuffler_blankets
-    error = mean_update_error(asked.users, rate, noise, blankets, question.dimension)
+    blankets, of_sums = found.shuffler_blankets, asked.mixing == "sum"
+    error = mean_update_error(found, question.dimension)
     sent = asked.users * (1.0 if asked.cover else rate) + blankets
     return Plan(
         check_in_rate=rate,
         rounds=rounds,
-        noise_multiplier=noise,
+        noise_multiplier=found.mechanism.noise_multiplier,
+        central_noise=found.central_noise,
         shuffler_blankets=blankets,
         epsilon=found.epsilon(),
         unused=unused_note(asked, found),
         round_error=error,
         run_error=error / math.sqrt(rounds),
-        reports_a_round=asked.users * rate + blankets,
+        reports_a_round=asked.users if of_sums else asked.users * rate + blankets,
         device_bytes=question.device_bytes(rate, rounds),
-        shuffler_bytes=sent * question.report_bytes,
+        shuffler_bytes=question.report_bytes if of_sums else sent * question.report_bytes,
     )
 
 

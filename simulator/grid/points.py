@@ -81,7 +81,7 @@ def _by_another(point: Point) -> dict[str, Any]:
     usual: dict[str, Any] = {
         **{"loss": None, "rounds": privacy.rounds, "check_in_rate": privacy.check_in_rate},
         **{"epsilon": {}, "delta": None, "adjacency": "–", "accountant": "–"},
-        **{"noise_multiplier": 0.0, "shuffler_blankets": 0.0},
+        **{"noise_multiplier": 0.0, "shuffler_blankets": 0.0, "central_noise": 0.0},
     }
     with readers_code(f"trainer {point.trainer} did not tell what came of it"):
         return usual | trainer.train() | {"seconds": time.monotonic() - begun}
@@ -114,6 +114,7 @@ class _Result(Record):
     check_in_rate: CheckInRate
     noise_multiplier: NotNegative
     shuffler_blankets: NotNegative
+    central_noise: NotNegative = 0.0  # older results have none
     seconds: NotNegative
     adjacency: str
     accountant: str
@@ -172,5 +173,6 @@ def _outcome(played: Path) -> dict[str, Any]:
         "check_in_rate": plan["check_in_rate"],
         "noise_multiplier": plan["mechanism"]["noise_multiplier"],
         "shuffler_blankets": plan["shuffler_blankets"],
+        "central_noise": plan["central_noise"],
         "seconds": sum(row["seconds"] for row in read_rows(played / "metrics.jsonl")),
     }

@@ -24,8 +24,10 @@ _NUMBERS = (
     "check_in_rate",
     "noise_multiplier",
     "shuffler_blankets",
+    "central_noise",
     "seconds",
 )
+_NEW = ("date", "central_noise")  # older tables have none
 _EPSILON, _VERSIONS = "epsilon_", "versions"
 
 
@@ -66,7 +68,7 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            wanted = {*_POINT, *_NUMBERS, *_WORDS, _VERSIONS} - {"date"}  # older tables have none
+            wanted = {*_POINT, *_NUMBERS, *_WORDS, _VERSIONS}.difference(_NEW)
             missing = wanted.difference(reader.fieldnames or ())
             rows = {(row["series"], row["digest"]): row for row in reader if not missing}
     except (csv.Error, UnicodeDecodeError) as error:
@@ -89,7 +91,7 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
 
 
 def _came_to(row: dict[str, str]) -> dict[str, Any]:
-    numbers = {key: float(row[key]) if row[key] else None for key in _NUMBERS}
+    numbers = {key: float(row[key]) if row[key] else None for key in _NUMBERS if key in row}
     return {
         **numbers,
         **{key: row.get(key, "") for key in _WORDS},

@@ -16,6 +16,14 @@ from shufl.accounting import (
     mean_update_error,
     participation_note,
 )
+from shufl.accounting.mechanisms import GaussianMechanism
+from shufl.accounting.plan import Plan
+
+
+def plan_of(users: int, rate: float, noise: float, blankets: float = 0.0) -> Plan:
+    mechanism = GaussianMechanism(noise_multiplier=noise)
+    about = {"users": users, "check_in_rate": rate, "shuffler_blankets": blankets}
+    return Plan.model_construct(**about, mechanism=mechanism, mixing="shuffle")
 
 
 @pytest.mark.parametrize(
@@ -38,16 +46,20 @@ def test_the_error_is_that_of_the_servers_estimate(users, rate, noise, blankets,
     total = noise * np.sqrt(noises)[:, None] * rng.normal(size=(draws, dimension))
     estimate = (reports @ updates + total) / (users * rate)
     squares = np.sum((estimate - updates.mean(axis=0)) ** 2, axis=1) / dimension
-    expected = mean_update_error(users, rate, noise, blankets, dimension) ** 2
+    expected = mean_update_error(plan_of(users, rate, noise, blankets), dimension) ** 2
     assert abs(squares.mean() - expected) < 5 * squares.std() / math.sqrt(draws)
 
 
 def test_of_many_coordinates_only_the_noise_counts():
-    assert mean_update_error(100, 0.5, 2.0) == pytest.approx(2.0 / math.sqrt(50))
-    assert mean_update_error(100, 0.5, 2.0, 150.0) == pytest.approx(2.0 * 2.0 / math.sqrt(50))
-    assert mean_update_error(100, 0.5, 2.0, 150.0, 10**9) == pytest.approx(
-        mean_update_error(100, 0.5, 2.0, 150.0)
-    )
+    assert mean_update_error(plan_of(100, 0.5, 2.0)) == pytest.approx(2.0 / math.sqrt(50))
+    many = plan_of(100, 0.5, 2.0, 150.0)
+    assert mean_update_error(many) == pytest.approx(2.0 * 2.0 / math.sqrt(50))
+    assert mean_update_error(many, 10**9) == pytest.approx(mean_update_error(many))
+
+
+def test_the_error_of_sums_has_the_noise_of_everybody_present():
+    summed = plan_of(100, 0.5, 0.3).model_copy(update={"mixing": "sum", "central_noise": 4.0})
+    assert mean_update_error(summed) == pytest.approx(math.sqrt(100 * 0.09 + 2 * 16) / 50)
 
 
 def test_what_no_noise_reaches_is_said():

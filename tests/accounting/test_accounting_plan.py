@@ -90,7 +90,7 @@ def test_json_is_byte_stable_and_comes_back_equal():
         '"mechanism":{"name":"gaussian","clip_norm":1.0,"noise_multiplier":5.0},'
         '"rounds":100,"delta":0.00001,"target_epsilon":2.0,"minimum_batch":10,'
         '"adjacency":"replace","shuffler_blankets":0.0,"cover":false,'
-        '"participation":"check-in","least_present":60000,'
+        '"participation":"check-in","mixing":"shuffle","central_noise":0.0,"least_present":60000,'
         '"accountant":"theorem3","window":null}'
     )
     again = accounting.PrivacyPlan.from_json(text)

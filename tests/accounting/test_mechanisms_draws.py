@@ -21,6 +21,7 @@ from shufl.accounting.mechanisms import (
     to_normals,
 )
 from shufl.accounting.mechanisms.draws import Normal, coins, place_of
+from shufl.accounting.mechanisms.gaussian import _decide, rounded
 
 MECHANISMS = [
     GaussianMechanism(clip_norm=0.7, noise_multiplier=z) for z in (1e-12, 0.2, 1.0, 3.3, 1e6)
@@ -122,10 +123,11 @@ def test_the_outermost_words_have_the_tail_of_the_law(word):
 
 
 def test_what_more_digits_decide_saturates():
-    mechanism = GaussianMechanism(noise_multiplier=0.2)
     for word in (0, 1, 2**64 - 1):
-        assert mechanism._decide(1e6, word, mechanism.unit(1)) == 32767
-        assert mechanism._decide(-1e6, word, mechanism.unit(1)) == -32767
+        drawn, about = np.array([word], dtype=np.uint64), (Fraction(1), 1e-3, 32767)
+        assert abs(rounded(np.array([1e6]), drawn, *about)[0]) >= 32767
+        assert _decide(Fraction(10**6), Normal(word), *map(Fraction, about[:2]), 32767) == 32767
+        assert _decide(Fraction(-(10**6)), Normal(word), *map(Fraction, about[:2]), 32767) == -32767
 
 
 def test_floats_err_a_thousand_times_less_than_the_margin_that_they_get():

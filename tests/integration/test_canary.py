@@ -127,7 +127,7 @@ def test_reports_hold_an_update_and_its_noise_and_the_mean_is_as_exact_as_stated
         assert stats.kstest(noise / 0.05, "norm").pvalue > 1e-4
     mean = np.array([1.0, -1.0]) / np.sqrt(2)
     errors = [each.aggregate.estimate / audited.mechanism.clip_norm - mean for each in rounds]
-    expected = mean_update_error(40, 0.8, 0.05, dimension=2)
+    expected = mean_update_error(audited, 2)
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(expected, rel=0.35)
     assert np.mean(errors, axis=0) == pytest.approx(0.0, abs=5 * expected / np.sqrt(60))
 

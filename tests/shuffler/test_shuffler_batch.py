@@ -16,7 +16,7 @@ import pytest
 from scipy.stats import chisquare, spearmanr
 
 import shuffler_world
-from shuffler_world import PUBLIC_KEY, plan
+from shuffler_world import PUBLIC_KEY, only, plan
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.store.batch import Batch, Slot
 from shufl.shuffler.store.runs import RunStore
@@ -49,7 +49,7 @@ def read(full: Batch, limit: int = 2**20) -> list[bytes]:
 
 def reserved(of: Batch, user: int, *pieces: bytes) -> Slot:
     """A slot with what was written of a user's report."""
-    slot = of.reserve("node", user)
+    slot = of.reserve("node", only(user))
     assert isinstance(slot, Slot)
     for piece in pieces:
         slot.append([piece])
@@ -74,14 +74,14 @@ def test_all_orders_of_five_reports_are_equally_likely(memory_path):
     orders: Counter = Counter()
     for _ in range(1800):
         five = batch(memory_path, 1, 4, spare=2)
-        assert five.add("node", 0, 9, b"\0") is Verdict.ACCEPTED
+        assert five.add("node", only(0), 9, b"\0") is Verdict.ACCEPTED
         kept, lost = reserved(five, 3, b"\3"), reserved(five, 7, b"x")
         assert five.add_own(b"y", keep=False)
-        assert five.add("node", 1, 9, b"\1") is Verdict.ACCEPTED
+        assert five.add("node", only(1), 9, b"\1") is Verdict.ACCEPTED
         lost.give_up()
         assert five.add_own(b"\4", keep=True)
-        assert five.add("node", 2, 9, b"\2") is Verdict.ACCEPTED
-        assert five.add("node", 3, 9, kept) is Verdict.ACCEPTED
+        assert five.add("node", only(2), 9, b"\2") is Verdict.ACCEPTED
+        assert five.add("node", only(3), 9, kept) is Verdict.ACCEPTED
         orders[tuple(sealed[0] for sealed in read(five))] += 1
         five.close()
     assert p_value(orders, ORDERS) > FALSE_ALARM
@@ -101,7 +101,7 @@ def test_neighbours_on_arrival_are_not_neighbours_on_release(memory_path):
     """Rank correlation of arrival and release of 10 000 reports, against its normal law."""
     many = batch(memory_path, 2, 10_000)
     for user in range(10_000):
-        many.add("node", user, 10_000, user.to_bytes(2, "big"))
+        many.add("node", only(user), 10_000, user.to_bytes(2, "big"))
     order = [int.from_bytes(report, "big") for report in read(many)]
     assert sorted(order) == list(range(10_000))
     assert abs(spearmanr(order, range(10_000)).statistic) < 5.5 / 100  # 5.5 sd of 1/sqrt(n - 1)
@@ -114,36 +114,36 @@ def test_neighbours_on_arrival_are_not_neighbours_on_release(memory_path):
 def test_it_takes_one_report_of_a_user_of_one_length_and_as_many_as_there_are_users(memory_path):
     some = batch(memory_path, 1, 3)
     sent = [("a", 0, b"1"), ("a", 0, b"2"), ("b", 0, b"33"), ("b", 0, b""), ("b", 0, b"3")]
-    verdicts = [some.add(sender, user, 9, content) for sender, user, content in sent]
+    verdicts = [some.add(sender, only(user), 9, content) for sender, user, content in sent]
     wrong = Verdict.WRONG_LENGTH
     assert verdicts == [Verdict.ACCEPTED, Verdict.DUPLICATE, wrong, wrong, Verdict.ACCEPTED]
-    assert some.reserve("b", 0) is Verdict.DUPLICATE
-    assert some.add("b", 8, 9, b"4") is Verdict.ACCEPTED
-    assert some.add("c", 0, 9, b"5") is Verdict.ROUND_FULL
-    assert some.reserve("c", 0) is Verdict.ROUND_FULL
-    assert some.add("a", 0, 9, b"6") is Verdict.DUPLICATE
+    assert some.reserve("b", only(0)) is Verdict.DUPLICATE
+    assert some.add("b", only(8), 9, b"4") is Verdict.ACCEPTED
+    assert some.add("c", only(0), 9, b"5") is Verdict.ROUND_FULL
+    assert some.reserve("c", only(0)) is Verdict.ROUND_FULL
+    assert some.add("a", only(0), 9, b"6") is Verdict.DUPLICATE
     assert sorted(read(some)) == [b"1", b"3", b"4"]
     some.close()
 
 
 def test_a_credential_renewed_for_more_users_goes_on_with_its_round(memory_path):
     some = batch(memory_path, 1, 9)
-    assert some.add("node", 0, 1, b"0") is Verdict.ACCEPTED
-    assert some.add("node", 5, 9, b"5") is Verdict.ACCEPTED
-    assert some.add("node", 0, 9, b"0") is Verdict.DUPLICATE
-    assert some.add("node", 0, 1, b"0") is Verdict.DUPLICATE
+    assert some.add("node", only(0), 1, b"0") is Verdict.ACCEPTED
+    assert some.add("node", only(5), 9, b"5") is Verdict.ACCEPTED
+    assert some.add("node", only(0), 9, b"0") is Verdict.DUPLICATE
+    assert some.add("node", only(0), 1, b"0") is Verdict.DUPLICATE
     assert sorted(read(some)) == [b"0", b"5"]
     some.close()
 
 
 def test_an_ended_batch_takes_nothing_more_and_a_destroyed_one_gives_nothing(memory_path):
     some = batch(memory_path, 2, 9)
-    assert some.add("a", 0, 9, b"11") is Verdict.ACCEPTED
+    assert some.add("a", only(0), 9, b"11") is Verdict.ACCEPTED
     late = reserved(some, 1, b"22")
     some.end()
-    assert some.add("a", 2, 9, b"33") is Verdict.ROUND_NOT_OPEN
-    assert some.reserve("a", 2) is Verdict.ROUND_NOT_OPEN
-    assert some.add("node", 1, 9, late) is Verdict.ROUND_NOT_OPEN
+    assert some.add("a", only(2), 9, b"33") is Verdict.ROUND_NOT_OPEN
+    assert some.reserve("a", only(2)) is Verdict.ROUND_NOT_OPEN
+    assert some.add("node", only(1), 9, late) is Verdict.ROUND_NOT_OPEN
     assert read(some) == [b"11"]
     reading = some.chunks(1)
     assert next(reading) == ([b"1"], True)
@@ -161,7 +161,7 @@ def test_a_batch_is_read_again_as_it_was(memory_path, limit: int):
     some = batch(memory_path, 3000, 20)
     sent = [os.urandom(3000) for _ in range(20)]
     for user, sealed in enumerate(sent):
-        some.add("node", user, 20, sealed)
+        some.add("node", only(user), 20, sealed)
     first = read(some, limit)
     assert sorted(first) == sorted(sent)
     assert read(some, limit) == first
@@ -177,14 +177,14 @@ def test_reports_in_pieces_are_whole_or_have_the_wrong_length(memory_path):
     assert many.append(ones[:2500])  # more than the system takes in one call
     assert many.verdict is Verdict.WRONG_LENGTH
     assert many.append(ones[2500:])
-    assert some.add("node", 0, 9, many) is Verdict.ACCEPTED
+    assert some.add("node", only(0), 9, many) is Verdict.ACCEPTED
     short = reserved(some, 1, content[:-1])
-    assert some.add("node", 1, 9, short) is Verdict.WRONG_LENGTH
+    assert some.add("node", only(1), 9, short) is Verdict.WRONG_LENGTH
     long = reserved(some, 1, content)
     assert not long.append([b"x"])
-    assert some.add("node", 1, 9, long) is Verdict.WRONG_LENGTH
+    assert some.add("node", only(1), 9, long) is Verdict.WRONG_LENGTH
     two = [reserved(some, 1, content), reserved(some, 1, content)]
-    verdicts = [some.add("node", 1, 9, slot) for slot in two]
+    verdicts = [some.add("node", only(1), 9, slot) for slot in two]
     assert verdicts == [Verdict.ACCEPTED, Verdict.DUPLICATE]
     assert read(some, 5000) == [content, content]
     some.close()
@@ -195,13 +195,13 @@ def test_a_slot_given_up_is_used_again_and_nothing_of_it_is_released(memory_path
     one = batch(memory_path, 4, 1)
     for _ in range(3):
         lost = reserved(one, 0, b"LO", b"S")
-        assert one.reserve("node", 1) is Verdict.ROUND_FULL
-        assert one.add("node", 1, 9, b"full") is Verdict.ROUND_FULL
+        assert one.reserve("node", only(1)) is Verdict.ROUND_FULL
+        assert one.add("node", only(1), 9, b"full") is Verdict.ROUND_FULL
         lost.give_up()
     assert one.add_own(b"GONE", keep=False)
-    assert one.add("node", 0, 9, reserved(one, 0, b"LO")) is Verdict.WRONG_LENGTH
+    assert one.add("node", only(0), 9, reserved(one, 0, b"LO")) is Verdict.WRONG_LENGTH
     last = reserved(one, 1, b"ke", b"pt")
-    assert one.add("node", 1, 9, last) is Verdict.ACCEPTED  # the last there is, and it has it
+    assert one.add("node", only(1), 9, last) is Verdict.ACCEPTED  # the last there is, and it has it
     assert read(one) == [b"kept"]
     one.close()
 
@@ -214,7 +214,7 @@ def test_its_file_has_no_name_and_no_bytes_come_twice(memory_path):
     assert not list(place.iterdir())
     blocks: Counter[bytes] = Counter()
     for user in (0, 1):
-        some.add("node", user, 9, bytes(64))
+        some.add("node", only(user), 9, bytes(64))
     before = b""
     for _ in range(50):
         slot = reserved(some, 2, bytes(30), bytes(34))  # always the one that is free
@@ -264,15 +264,15 @@ def test_many_threads_lose_and_double_nothing(memory_path):
         for user in range(500):
             content = bytes([thread]) + user.to_bytes(7, "big")
             if thread % 2:
-                slot = some.reserve("node", user)
+                slot = some.reserve("node", only(user))
                 if isinstance(slot, Slot):
                     slot.append([content[:3]])
                     slot.append([content[3:]])
-                    verdicts[some.add("node", user, 500, slot)] += 1
+                    verdicts[some.add("node", only(user), 500, slot)] += 1
                 else:
                     verdicts[slot] += 1
             else:
-                verdicts[some.add("node", user, 500, content)] += 1
+                verdicts[some.add("node", only(user), 500, content)] += 1
         return verdicts
 
     def make(keep: bool) -> Counter:

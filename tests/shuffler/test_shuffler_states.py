@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shuffler_world import PUBLIC_KEY, plan, report
+from shuffler_world import PUBLIC_KEY, only, plan, report
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.callers import Caller, Role
 from shufl.shuffler.record import verify
@@ -87,9 +87,9 @@ class Rounds(RuleBasedStateMachine):
         """A report of this user, as one for the round looked when it was open."""
         self.content += 1
         sealed = self.content.to_bytes(LENGTH, "big")
-        nobodys = Report("run", number, "0" * 64, 0, b"", Caller(Role.NODE, "node", 2**32))
+        nobodys = Report("run", number, "0" * 64, only(0), b"", Caller(Role.NODE, "node", 2**32))
         known = self.headers.get(number, nobodys)
-        return dataclasses.replace(known, user=user, sealed=sealed)
+        return dataclasses.replace(known, users=only(user), sealed=sealed)
 
     @rule(number=ROUNDS)
     def open_round(self, number):

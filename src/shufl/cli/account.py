@@ -26,6 +26,8 @@ def account_command(
     blankets: options.Blankets = 0.0,
     mechanism: options.Mechanism = "gaussian",
     participation: options.Participation = "check-in",
+    mixing: options.Mixing = "shuffle",
+    central_noise: options.CentralNoise = None,
     json: options.Json = False,
 ) -> None:
     """Print ε by every accountant, for a plan given by flags or for a run folder."""
@@ -41,8 +43,8 @@ def account_command(
             too_few = too_few_present(plan, records, count)
             found = epsilon_table(plan, count, too_few, lower=True)
         else:
-            given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism, participation
-            plan = options.whole_plan(*given)
+            given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
+            plan = options.whole_plan(*given, participation, mixing, central_noise)
             count = plan.rounds
             found = price(plan.event(), count, plan.adjacency, plan.delta, lower=True)
     options.warn_of_delta(plan, count)
@@ -65,6 +67,8 @@ def compare_command(
     blankets: options.Blankets = 0.0,
     mechanism: options.Mechanism = "gaussian",
     participation: options.Participation = "check-in",
+    mixing: options.Mixing = "shuffle",
+    central_noise: options.CentralNoise = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also draw ε against rounds to this file.")
     ] = None,
@@ -79,12 +83,14 @@ def compare_command(
     from shufl.accounting.peers import comparisons
 
     with options.failing(ValueError, OSError):
-        given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism, participation
-        plan = options.whole_plan(*given)
+        given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
+        plan = options.whole_plan(*given, participation, mixing, central_noise)
         event, last, at = plan.event(), plan.rounds, plan.delta
         assert not isinstance(event.mechanism, RandomisedResponse)  # --mechanism has it not
         if peers and participation != "check-in":
             raise ValueError(f"--peers must be left out with --participation {participation}")
+        if peers and mixing != "shuffle":
+            raise ValueError(f"--peers must be left out with --mixing {mixing}")
         if plot is not None:
             options.check_file("--plot", plot)
             check_format("--plot", plot)

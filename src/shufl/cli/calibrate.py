@@ -37,6 +37,8 @@ def calibrate_command(
     accountant: Annotated[str, typer.Option("--accountant", help="Whose ε.")] = "theorem3",
     mechanism: options.Mechanism = "gaussian",
     participation: options.Participation = "check-in",
+    mixing: options.Mixing = "shuffle",
+    central_noise: options.CentralNoise = None,
     dimension: Annotated[
         int | None,
         typer.Option(
@@ -51,15 +53,16 @@ def calibrate_command(
     """Find the noise, the rounds, γ or the blankets (whichever is left out) for a target ε.
 
     With --accountant blanket and neither --noise nor --blankets: the two of the least error of the
-    mean update.
+    mean update. With --accountant sum-central the noise is that of shuffler and server.
     """
     with options.failing(ValueError):
         if accountant == "blanket" and blankets == 0.0:
             raise ValueError("--blankets must be above 0 with --accountant blanket, got 0")
         added = blankets or ("least-error" if accountant == "blanket" else 0.0)
-        given = n, gamma, noise, rounds, delta, adjacency, added, mechanism, participation
-        more = {"accountant": accountant, "target_epsilon": target_epsilon}
-        asked = options.open_plan(*given, **more)
+        given = n, gamma, noise, rounds, delta, adjacency, added, mechanism
+        more = participation, mixing, central_noise
+        about = {"accountant": accountant, "target_epsilon": target_epsilon}
+        asked = options.open_plan(*given, *more, **about)
         if len(asked.open) != 1 and asked.open != ("noise_multiplier", "shuffler_blankets"):
             also = ", or --blankets, or --noise and --blankets" if accountant == "blanket" else ""
             raise ValueError(f"leave out exactly one of --noise, --rounds and --gamma{also}")
@@ -80,21 +83,21 @@ _NAMES = {
     "check_in_rate": "gamma",
     "noise_multiplier": "noise",
     "shuffler_blankets": "blankets",
+    "central_noise": "central-noise",
 }
 
 
 def _calibrated(asked: OpenPlan, dimension: int | None) -> dict[str, Any]:
     """The plan with what was left out: its ε, its error, and what a round weighs."""
     from shufl.accounting import MOST_ROUNDS, fitted, mean_update_error, unused_note
-    from shufl.shuffler import report_length, sealed_length
+    from shufl.shuffler import message_length
 
     plan = fitted(asked)
     if asked.rounds is None and plan.rounds == MOST_ROUNDS:
         typer.echo(f"warning: stopped at {MOST_ROUNDS} rounds, more may be allowed", err=True)
-    noise, blankets = plan.mechanism.noise_multiplier, plan.shuffler_blankets
-    size = math.inf if dimension is None else dimension
-    reports = plan.users * plan.check_in_rate + blankets
-    report_bytes = None if dimension is None else sealed_length(report_length(dimension))
+    blankets, of_sums = plan.shuffler_blankets, plan.mixing == "sum"
+    reports = plan.users if of_sums else plan.users * plan.check_in_rate + blankets
+    report_bytes = None if dimension is None else message_length(dimension, plan.mixing)
     if note := unused_note(asked, plan):
         typer.echo(f"warning: {note}", err=True)
     if plan.rounds:
@@ -102,8 +105,9 @@ def _calibrated(asked: OpenPlan, dimension: int | None) -> dict[str, Any]:
     return {
         "n": plan.users,
         "gamma": plan.check_in_rate,
-        "noise": noise,
+        "noise": plan.mechanism.noise_multiplier,
         "blankets": blankets,
+        "central-noise": plan.central_noise if of_sums else None,
         "rounds": plan.rounds,
         "delta": plan.delta,
         "adjacency": plan.adjacency,
@@ -113,9 +117,7 @@ def _calibrated(asked: OpenPlan, dimension: int | None) -> dict[str, Any]:
         "participation": plan.participation,
         "epsilon": plan.epsilon(),
         "dimension": dimension,
-        "mean_update_error": mean_update_error(
-            plan.users, plan.check_in_rate, noise, blankets, size
-        ),
+        "mean_update_error": mean_update_error(plan, math.inf if dimension is None else dimension),
         "reports_a_round": reports,
         "bytes_a_round": None if report_bytes is None else reports * report_bytes,
     }

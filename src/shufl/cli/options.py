@@ -34,6 +34,16 @@ Participation = Annotated[
         help="check-in, by a coin in each round, or allocation, once in every 1/γ rounds.",
     ),
 ]
+Mixing = Annotated[
+    str,
+    typer.Option("--mixing", help="What the shuffler hands over: shuffle, reports, or sum, a sum."),
+]
+CentralNoise = Annotated[
+    float | None,
+    typer.Option(
+        "--central-noise", help="With --mixing sum: σ, of shuffler and server, in clip norms."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Blankets = Annotated[
     float,
@@ -89,6 +99,8 @@ def open_plan(
     blankets: float | str,
     mechanism: str = "gaussian",
     participation: str = "check-in",
+    mixing: str = "shuffle",
+    central_noise: float | None = None,
     **others: Any,
 ) -> OpenPlan:
     """The plan of these options, open where they are None; a mistake names its option."""
@@ -97,6 +109,9 @@ def open_plan(
     from shufl.accounting.validation import choice
 
     choice("--mechanism", mechanism, tuple(MECHANISMS))
+    if mixing == "sum":
+        others = {"cover": True} | others
+        noise = 0.0 if noise is None and central_noise is not None else noise
     values = {
         "users": n,
         "check_in_rate": gamma,
@@ -107,6 +122,8 @@ def open_plan(
         "shuffler_blankets": blankets,
         "mechanism": mechanism,
         "participation": participation,
+        "mixing": mixing,
+        "central_noise": central_noise,
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     with naming_flags():

@@ -37,6 +37,7 @@ def plan_command(
             "checked in.",
         ),
     ] = False,
+    mixing: options.Mixing = "shuffle",
     device_megabytes: Annotated[
         float | None, typer.Option(help="Leave out plans in which a device sends more in all.")
     ] = None,
@@ -49,14 +50,23 @@ def plan_command(
     """Compare plans for a target ε: error, accuracy, traffic of a device, load on the shuffler.
 
     For each check-in rate and number of rounds the noise and the blankets of least error are found.
-    ε holds for every pair of datasets, by the accountant blanket, whoever else takes part.
+    ε holds for every pair of datasets, by the accountant blanket, whoever else takes part. With
+    --mixing sum the noise is that of shuffler and server, by sum-central, and all users send.
     """
     from shufl.shuffler import most_parameters
     from shufl.simulator.grid.plans import RATES, ROUNDS, SETTINGS, Question, as_dict, find_plans
 
     with options.failing(ValueError, OSError):
-        given = users, None, None, None, delta, adjacency, "least-error"
-        asked = options.open_plan(*given, target_epsilon=epsilon, accountant="blanket", cover=cover)
+        of_sums = mixing == "sum"
+        cover = cover or of_sums
+        given = users, None, None, None, delta, adjacency, 0.0 if of_sums else "least-error"
+        asked = options.open_plan(
+            *given,
+            mixing=mixing,
+            target_epsilon=epsilon,
+            accountant="sum-central" if of_sums else "blanket",
+            cover=cover,
+        )
         if epsilon >= 1e3:
             raise ValueError(f"--epsilon must lie in (0, 1000), got {epsilon}")
         if dataset is not None and dataset not in SETTINGS:
@@ -69,7 +79,7 @@ def plan_command(
             options.check_file("--write", write)
         setting = None if dataset is None else SETTINGS[dataset]
         size = setting.dimension if setting else dimension or 0
-        if size > (most := most_parameters()):
+        if size > (most := most_parameters(mixing=mixing)):
             raise ValueError(f"--dimension must be at most {most}, as a report holds, got {size}")
         question = Question(asked, size, device_megabytes)
         if not question.pairs():
@@ -96,7 +106,7 @@ def plan_command(
             typer.echo(f"warning: {what}: {row['unused']}", err=True)
         title = f"n = {users}, ε ≤ {epsilon:g} for every pair, δ = {asked.delta:.3g}"
         Console().print(_table(rows, title, predicts=setting is not None))
-        typer.echo(_WITH_COVER if cover else _WITHOUT_COVER)
+        typer.echo(_WITH_SUMS if of_sums else _WITH_COVER if cover else _WITHOUT_COVER)
         if setting is not None:
             typer.echo("accuracy: about; –: with more error than was ever tried")
     if write is not None:  # last, so that the plans are not lost where the disk is full
@@ -105,6 +115,10 @@ def plan_command(
             typer.echo(f"written: {write}, the first of them; shufl run {write}")
 
 
+_WITH_SUMS = (
+    "all users send in every round, a node of several users one message for them; no report can be "
+    "looked at, and one cheating node can spoil a round"
+)
 _WITH_COVER = "all users send in every round, those who did not check in an empty report"
 _WITHOUT_COVER = (
     "ε holds where nobody sees who sends in a round; on real machines that takes --cover, with "
@@ -130,6 +144,8 @@ def _configuration(dataset: str, asked: OpenPlan, row: dict[str, Any]) -> str:
         "privacy.rounds": row["rounds"],
         "privacy.noise_multiplier": row["noise_multiplier"],
         "privacy.shuffler_blankets": row["shuffler_blankets"],
+        "privacy.mixing": asked.mixing,
+        "privacy.central_noise": row["central_noise"],
         "privacy.minimum_batch": "",
         "privacy.cover": str(asked.cover).lower(),
     }
@@ -139,7 +155,9 @@ def _configuration(dataset: str, asked: OpenPlan, row: dict[str, Any]) -> str:
 
 def _table(rows: list[dict[str, Any]], title: str, predicts: bool) -> Table:
     table = Table(title=title, title_justify="left")
-    heads = ("γ", "rounds", "z", "λ", "error", "a device sends", "shuffler a round")
+    of_sums = rows[0]["central_noise"] > 0
+    noise = ("σ",) if of_sums else ("z", "λ")
+    heads = ("γ", "rounds", *noise, "error", "a device sends", "shuffler a round")
     for head in (*heads, *(["accuracy"] if predicts else [])):
         table.add_column(head, justify="right")
     for row in rows:
@@ -148,8 +166,11 @@ def _table(rows: list[dict[str, Any]], title: str, predicts: bool) -> Table:
         table.add_row(
             f"{row['check_in_rate']:g}",
             str(row["rounds"]),
-            f"{row['noise_multiplier']:.4g}",
-            f"{row['shuffler_blankets']:.0f}",
+            *(
+                [f"{row['central_noise']:.4g}"]
+                if of_sums
+                else [f"{row['noise_multiplier']:.4g}", f"{row['shuffler_blankets']:.0f}"]
+            ),
             f"{row['run_error']:.2e}",
             decimal(int(row["device_bytes"])),
             decimal(int(row["shuffler_bytes"])),

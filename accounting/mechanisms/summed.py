@@ -1,0 +1,107 @@
+"""What a node sends where the shuffler hands over sums: whole numbers, noise, and a mask.
+
+An update is clipped to C and rounded to whole numbers of a unit u = C / (10 √d). Its node adds the
+rounded noise of all its users, and hides the result by the key stream of a seed, modulo 2^32.
+docs/theory-blanket.md, section 10, says why rounded noises add up to what a real Gaussian would be.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from fractions import Fraction
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+from shufl.accounting.mechanisms.gaussian import clip, rounded
+
+SEED_BYTES = 32
+_UNITS = 10.0  # of a coordinate of an update of length C whose entries are all alike
+_LEAST_STEPS = 16.0  # of a node's noise, or the sum of rounded ones is no Gaussian
+_MOST_STEPS = 2**40  # far beyond what is seen modulo 2^32
+_BITS = 31  # of a sum without its sign
+_MORE = 1.0 + 2.0**-50  # covers how far a product of floats and a root are off
+
+
+def unit_of_sums(clip_norm: float, dimension: int) -> float:
+    """What one step of the whole numbers stands for."""
+    return clip_norm / steps_of_sums(1.0, dimension)
+
+
+def steps_of_sums(lengths: float, dimension: int) -> float:
+    """So many clip norms C, in units."""
+    return lengths * _UNITS * math.sqrt(dimension)
+
+
+def check_sums(longest: float, multiplier: float, of_node: int, dimension: int) -> None:
+    """Refuses sums that 32 bits do not hold, or node noise that is too little to be rounded.
+
+    Args:
+        longest: how long a sum may be, noise of one coordinate with it, in clip norms.
+        multiplier: z, each user's noise.
+        of_node: the fewest users of a node.
+        dimension: d, of the model.
+
+    Raises:
+        ValueError: one line.
+    """
+    if (bits := math.log2(steps_of_sums(longest, dimension))) > _BITS:
+        raise ValueError(
+            f"a sum of updates with {dimension} parameters must have at most {_BITS} bits with "
+            f"mixing sum, got {bits:.1f}: take fewer users or a smaller model"
+        )
+    steps = steps_of_sums(multiplier * math.sqrt(of_node), dimension)
+    if 0 < steps < _LEAST_STEPS:
+        least = _LEAST_STEPS / steps_of_sums(math.sqrt(of_node), dimension)
+        raise ValueError(
+            f"noise_multiplier must be at least {least:.3g} with mixing sum, {dimension} "
+            f"parameters and nodes of {of_node} users, got {multiplier:g}"
+        )
+
+
+def whole_update(update: np.ndarray, clip_norm: float) -> np.ndarray:
+    """The update, clipped, in whole units: int64 of shape (d,), its length at most C, exactly.
+
+    Rounded to the nearest; where that would be too long, towards zero, as often as it takes.
+    """
+    most = int(_UNITS**2) * update.size  # (C/u)²
+    scaled = clip(update, clip_norm) / unit_of_sums(clip_norm, update.size)
+    whole = np.rint(scaled).astype(np.int64)
+    if int(whole @ whole) > most:
+        whole = np.trunc(scaled).astype(np.int64)
+    while int(whole @ whole) > most:  # a quotient was rounded up to a whole number
+        whole -= np.sign(whole)
+    return whole
+
+
+def whole_noise(draws: np.ndarray, multiplier: float, users: int) -> np.ndarray:
+    """The noise of so many users who add N(0, (zC)²) each, in whole units: int64 of shape (d,).
+
+    `draws` are of a `Randomness`, of shape (d,), and decide every whole number as real numbers do.
+    """
+    steps = steps_of_sums(multiplier * math.sqrt(users), draws.size) * _MORE
+    zeros = np.broadcast_to(0.0, draws.size)
+    return rounded(zeros, draws, Fraction(steps), 1.0, _MOST_STEPS).astype(np.int64)
+
+
+def new_seed() -> bytes:
+    """A mask's seed, from the operating system."""
+    return os.urandom(SEED_BYTES)
+
+
+def masked(whole: np.ndarray, seed: bytes) -> bytes:
+    """A vector of whole numbers, int64 of shape (d,), modulo 2^32 and hidden: 4d bytes."""
+    hidden: np.ndarray = whole.astype(np.uint32) + mask(seed, whole.size)
+    return hidden.astype("<u4").tobytes()
+
+
+def mask(seed: bytes, dimension: int) -> np.ndarray:
+    """The key stream of a seed of 32 bytes, which is used once: uint32 of shape (d,)."""
+    stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()
+    return np.frombuffer(stream.update(bytes(4 * dimension)), dtype="<u4")
+
+
+def signed(total: np.ndarray) -> np.ndarray:
+    """A sum modulo 2^32, uint32, as the whole number next to 0: int64."""
+    return total.astype(np.uint32).view(np.int32).astype(np.int64)

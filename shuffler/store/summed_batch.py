@@ -1,0 +1,62 @@
+"""One round's sum: masked vectors are added up as they arrive, and none of them is kept.
+
+A node's message is its vector, d numbers modulo 2^32, hidden by the key stream of a seed, and
+behind it that seed, sealed to the server. A vector means nothing without its seed, which only the
+server can open, and the server sees no vector: only their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from shufl.shuffler.store.batch import Batch, Slot
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
+
+
+class SummedBatch(Batch):
+    """The sum of one round. Any thread may use it.
+
+    `senders` counts users whose nodes have sent, `count` these nodes.
+    """
+
+    def __init__(
+        self, directory: Path, report_bytes: int, users: int, slots: int, *, allocate: bool
+    ) -> None:
+        """Makes an empty one; its slots are for messages that arrive in pieces alone."""
+        super().__init__(directory, report_bytes, users, slots, allocate=allocate)
+        self._total = np.zeros(0, dtype=np.uint32)
+        self._seeds: list[bytes] = []
+        self._noise: Callable[[], np.ndarray] | None = None
+
+    def begin(self, dimension: int, noise: Callable[[], np.ndarray]) -> None:
+        """Says how long vectors are, and what draws the shuffler's own noise, int64 (d,)."""
+        self._total, self._noise = np.zeros(dimension, dtype=np.uint32), noise
+
+    def chunks(self, limit: int) -> Iterator[tuple[list[bytes], bool]]:
+        """The sum with the shuffler's noise, and the sealed seeds, sorted; see `Batch.chunks`."""
+        with self._lock:
+            if self._descriptor < 0:
+                raise ShufflerRefused(Refusal.DISCARDED)
+            if self._noise is not None:  # once, whoever asks again
+                self._total += self._noise().astype(np.uint32)
+                self._noise = None
+                self._seeds.sort()
+            total, seeds = self._total.astype("<u4").tobytes(), self._seeds
+        for start in range(0, len(total), limit):
+            yield [total[start : start + limit]], start + limit < len(total)
+        together = limit // len(seeds[0]) if seeds else 1
+        for first in range(0, len(seeds), together):
+            yield seeds[first : first + together], False
+
+    def _take(self, content: bytes | Slot) -> None:
+        """Adds a vector, and keeps its sealed seed."""
+        if isinstance(content, Slot):
+            about = self._cipher(content.number), content.number, 0, self.report_bytes
+            self._give_back(content.number)  # which nobody else can have before this returns
+            content = self._plain(*about)
+        length = self._total.size
+        self._total += np.frombuffer(content, dtype="<u4", count=length)
+        self._seeds.append(content[4 * length :])

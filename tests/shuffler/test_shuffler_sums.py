@@ -1,0 +1,331 @@
+"""The shuffler hands over sums: of whole messages, once each, with its own noise, and no vector."""
+
+import errno
+import math
+import os
+import threading
+
+import grpc
+import numpy as np
+import pytest
+from scipy import stats
+
+import shuffler_world
+from run_world import LIMIT, wait_until
+from shuffler_world import PUBLIC_KEY, ShufflerHere, World, only, plan
+from shufl.accounting.mechanisms import make_randomness
+from shufl.accounting.mechanisms.summed import mask, masked, new_seed, signed, steps_of_sums
+from shufl.shuffler import (
+    IntakeClient,
+    ReportOpener,
+    ShufflerRefused,
+    Verdict,
+    message_length,
+    seal,
+)
+from shufl.shuffler.callers import Caller, Role
+from shufl.shuffler.store.batch import Slot
+from shufl.shuffler.store.floor import Floor
+from shufl.shuffler.store.runs import RunStore
+from shufl.shuffler.store.summed_batch import SummedBatch
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import PIECE_BYTES
+from shufl.shuffler.wire.stub import Stub
+
+SEAL = 9  # bytes of a seed, sealed to nobody
+
+
+def sums(users: int = 1000, **others: object) -> bytes:
+    given = {"mixing": "sum", "cover": True, "accountant": "sum-central"} | others
+    return plan(users, **given)
+
+
+def batch(place, dimension=3, users=10, slots=2, noise=0):
+    some = SummedBatch(place, 4 * dimension + SEAL, users, slots, allocate=False)
+    some.begin(dimension, lambda: np.full(dimension, noise))
+    return some
+
+
+def message(*values: int, seed: bytes = b"s") -> bytes:
+    return np.array(values).astype("<u4").tobytes() + seed.ljust(SEAL, b".")
+
+
+def read(some, limit=2**20):
+    """The sum as it is released, and the seeds; in chunks of so many bytes."""
+    some.end()
+    parts, pieces = [], b""
+    for content, more in some.chunks(limit):
+        assert sum(map(len, content)) <= limit
+        if more or pieces:
+            pieces += b"".join(content)
+            if not more:
+                parts.append(pieces)
+                pieces = b""
+        else:
+            parts += content
+    return signed(np.frombuffer(parts[0], dtype="<u4")).tolist(), parts[1:]
+
+
+def test_the_sum_holds_each_users_message_once_and_only_whole_ones(memory_path):
+    some = batch(memory_path)
+    assert some.add("a", range(0, 3), 9, message(1, -2, 3, seed=b"z")) is Verdict.ACCEPTED
+    assert some.add("a", range(2, 9, 2), 9, message(7, 7, 7)) is Verdict.DUPLICATE  # user 2
+    assert some.add("a", range(4, 9, 2), 9, message(5, 0, -9, seed=b"a")) is Verdict.ACCEPTED
+    assert some.add("a", only(3), 9, message(1, 1, 1)[:-1]) is Verdict.WRONG_LENGTH
+    slot = some.reserve("b", range(0, 4))
+    assert isinstance(slot, Slot)
+    slot.append([message(100, 0, 0)[:11]])
+    assert some.add("b", range(0, 4), 4, slot) is Verdict.WRONG_LENGTH
+    assert some.add("b", range(0, 5), 5, message(1, 1, 1)) is Verdict.ROUND_FULL
+    slot = some.reserve("b", range(0, 4))
+    for piece in (message(100, 0, 0, seed=b"m")[:11], message(100, 0, 0, seed=b"m")[11:]):
+        slot.append([piece])
+    assert some.add("b", range(0, 4), 4, slot) is Verdict.ACCEPTED
+    assert (some.senders, some.count) == (10, 3)
+    assert some.has_of("b")
+    seeds = [each.ljust(SEAL, b".") for each in (b"a", b"m", b"z")]  # sorted: no order of arrival
+    for limit in (2**20, 10, 12, 9):
+        assert read(some, limit) == ([106, -2, -6], seeds)
+    some.close()
+    with pytest.raises(ShufflerRefused, match="DISCARDED"):
+        next(some.chunks(10))
+
+
+def test_the_shufflers_noise_is_in_it_once_however_often_it_is_asked_for(memory_path):
+    drawn = []
+    some = batch(memory_path)
+    some.begin(3, lambda: drawn.append(1) or np.array([-1, 10**9, 0]))
+    some.add("a", only(0), 1, message(1, 2**30, 3))
+    assert read(some)[0] == read(some, 9)[0] == [0, 10**9 + 2**30, 3]
+    some.close()
+    assert drawn == [1]
+
+
+def test_a_sum_goes_around_at_32_bits(memory_path):
+    some = batch(memory_path, dimension=1)
+    for user in range(3):
+        some.add("a", only(user), 9, message(2**30))
+    assert read(some)[0] == [3 * 2**30 - 2**32]
+    some.close()
+
+
+def test_a_disk_that_fails_loses_a_message_and_nothing_else(memory_path, monkeypatch):
+    some = batch(memory_path, slots=1)
+    slot = some.reserve("a", only(0))
+    slot.append([message(1, 1, 1)])
+
+    def failing(*given):
+        raise OSError(errno.EIO, "fails")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", failing)
+        assert some.add("a", only(0), 1, slot) is Verdict.STORAGE_FAILED
+    again = some.reserve("a", only(0))  # there is one place, and it was given back
+    again.append([message(1, 1, 1)])
+    assert some.add("a", only(0), 1, again) is Verdict.ACCEPTED
+    assert read(some)[0] == [1, 1, 1]
+    some.close()
+
+
+def test_many_threads_add_up_exactly(memory_path):
+    some, nodes = batch(memory_path, dimension=1000, users=800, slots=8), 8
+    together, verdicts = threading.Barrier(nodes), []
+
+    def send(node):
+        together.wait(60)
+        for user in range(100):
+            content = message(*[node * 1000 + user] * 1000)
+            if user % 2:
+                slot = some.reserve(str(node), only(user))
+                slot.append([content[:77]])
+                slot.append([content[77:]])
+                content = slot
+            verdicts.append(some.add(str(node), only(user), 100, content))
+
+    threads = [threading.Thread(target=send, args=(node,)) for node in range(nodes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(verdicts) == {Verdict.ACCEPTED}
+    assert set(read(some)[0]) == {sum(1000 * n + u for n in range(nodes) for u in range(100))}
+    some.close()
+
+
+@pytest.fixture(scope="module")
+def world():
+    with ShufflerHere() as shuffler:
+        world = World(shuffler)
+        yield world
+        world.close()
+
+
+def begin(world, run_id, dimension, **of_plan):
+    about = {"mixing": "sum", "cover": True, "accountant": "sum-central"} | of_plan
+    return world.begin(run_id, report_bytes=message_length(dimension, "sum"), **about)
+
+
+def messages(world, header, vectors):
+    """A node's message for each vector."""
+    for vector in vectors:
+        seed = new_seed()
+        yield masked(vector, seed) + seal(seed, world.public_key, header)
+
+
+def opened(world, header):
+    """The server's view of the released sum."""
+    vector, *seeds = world.control.release(header.run_id, header.round)
+    total, opener = np.frombuffer(vector, dtype="<u4").copy(), ReportOpener(world.private_key)
+    for sealed in seeds:
+        total -= mask(opener.open(sealed, header), total.size)
+    return signed(total), len(seeds)
+
+
+@pytest.mark.parametrize("dimension", [1, 300, PIECE_BYTES // 4 + 5])
+def test_over_the_wire_nodes_of_several_users_add_up(world, dimension):
+    header = begin(world, f"wire {dimension}", dimension)
+    vectors = np.random.default_rng(dimension).integers(-(2**20), 2**20, (3, dimension))
+    users = [range(0, 10, 2), range(1, 10, 2), range(10, 11)]
+    sent = list(zip(users, messages(world, header, vectors), strict=True))
+    assert list(world.intake.submit(header, sent)) == [Verdict.ACCEPTED] * 3
+    again = list(zip(users, messages(world, header, vectors), strict=True))
+    assert list(world.intake.submit(header, again)) == [Verdict.DUPLICATE] * 3
+    closed = world.control.close_round(header.run_id, 1)
+    assert closed.senders == 11
+    total, seeds = opened(world, header)
+    assert (total == vectors.sum(0)).all()
+    assert seeds == 3
+    assert (opened(world, header)[0] == total).all()  # asked again
+
+
+def test_a_credential_speaks_for_its_own_users_only(world):
+    store = world.process.store
+    begin(world, "users", 1)
+    header, _ = store.batches.agree("users", 1, "", "")
+    few = Caller(Role.NODE, "few", 4)
+    report = shuffler_world.report(store, 0, bytes(message_length(1, "sum")), run_id="users")
+    for users in (range(0, 5), range(3, 10**15), range(0, 2**63 * 3, 2**63), range(4, 5)):
+        asked = type(report)("users", 1, header.commitment, users, report.sealed, few)
+        assert store.batches.accept(asked) is Verdict.BAD_SENDER
+
+
+def test_where_reports_are_shuffled_a_message_is_of_one_user(world):
+    header = world.begin("shuffled")
+    (one,) = world.reports(header, 1)
+    verdicts = list(world.intake.submit(header, [(range(0, 2), one[1])]))
+    assert verdicts == [Verdict.BAD_SENDER]
+
+
+def test_one_message_of_several_users_is_in_a_message_of_its_own(world):
+    header = begin(world, "malformed", 1)
+    request = shuffler_pb2.SubmitRequest(
+        run_id="malformed", round=1, commitment=header.commitment, users=[0, 1], count=2,
+        sealed=bytes(2 * message_length(1, "sum")),
+    )  # fmt: skip
+    with shuffler_world.raw_channel(world) as channel:
+        with pytest.raises(grpc.RpcError, match="one report for each user"):
+            list(Stub("Intake", channel).Submit(iter([request]), timeout=LIMIT))
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_the_shuffler_adds_noise_of_the_plans_size(tmp_path, seed):
+    sigma, dimension = 3.0, 20_000
+    with_noise = RunStore(tmp_path / "a", randomness=make_randomness(seed), durable=False)
+    about = sums(5, central_noise=sigma), message_length(dimension, "sum")
+    with_noise.create_run("run", *about)
+    found = []
+    for round in (1, 2):
+        with_noise.open_round("run", round, "model", PUBLIC_KEY)
+        zero = bytes(message_length(dimension, "sum"))
+        sent = shuffler_world.report(with_noise, 0, zero, round=round)
+        assert with_noise.batches.accept(sent) is Verdict.ACCEPTED
+        with_noise.close_round("run", round)
+        found.append(np.array(read(with_noise.release("run", round))[0]))
+    with_noise.close()
+    for noise in found:
+        scaled = noise / steps_of_sums(sigma, dimension)
+        assert stats.kstest(scaled, "norm").pvalue > 1e-6
+    assert abs(np.corrcoef(found)[0, 1]) < 5 / math.sqrt(dimension)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"cover": False}, "cover must be true with mixing sum"),
+        ({"shuffler_blankets": 5.0}, "shuffler_blankets must be 0 with mixing sum"),
+        ({"participation": "allocation"}, "participation must be check-in with mixing sum"),
+        ({"mixing": "other"}, "mixing must be"),
+        ({"mixing": "shuffle", "central_noise": 1.0}, "central_noise must be 0"),
+        ({"masked": True}, "masked is unknown|masked"),
+    ],
+)
+def test_what_does_not_go_with_sums_is_refused_by_the_shuffler(tmp_path, changed, why):
+    store = RunStore(tmp_path / "directory")
+    with pytest.raises(ShufflerRefused, match=why):
+        store.create_run("run", sums(**changed), message_length(3, "sum"))
+    store.close()
+
+
+def test_a_message_that_is_no_vector_with_its_seed_is_refused_at_the_key(tmp_path):
+    store = RunStore(tmp_path / "directory", durable=False)
+    for number, length in enumerate((message_length(0, "sum"), message_length(3, "sum") + 1)):
+        store.create_run(f"run {number}", sums(), length)
+        with pytest.raises(ShufflerRefused, match="no vector with its seed"):
+            store.open_round(f"run {number}", 1, "model", PUBLIC_KEY)
+    store.close()
+
+
+def test_an_operators_floor_holds_for_sums(tmp_path):
+    store = RunStore(tmp_path / "directory", floor=Floor(least_sum_noise=20.0), durable=False)
+    about = {"users": 400, "least_present": 400}
+    for central, own in ((19.9, 0.0), (0.0, 0.99)):
+        mechanism = {"name": "gaussian", "clip_norm": 1.0, "noise_multiplier": own}
+        weak = sums(**about, central_noise=central, mechanism=mechanism)
+        with pytest.raises(ShufflerRefused, match=r"least_sum_noise = 20, the plan has 19\.[89]"):
+            store.create_run("run", weak, message_length(3, "sum"))
+    store.create_run("run", sums(**about, central_noise=20.0), message_length(3, "sum"))
+    store.create_run("shuffled", plan(), 64)
+    store.close()
+
+
+def test_a_cut_stream_leaves_nothing_in_the_sum(world):
+    """A connection that ends between two pieces, at each of them; then the node sends again."""
+    dimension = PIECE_BYTES  # four pieces and the seed
+    header = begin(world, "cut", dimension)
+    vector = np.arange(dimension)
+    (whole,) = messages(world, header, [vector])
+    about = {"run_id": "cut", "round": 1, "commitment": header.commitment, "users": [0]}
+    batch = world.process.store._runs["cut"].rounds[1].batch
+    free = batch._left
+    for pieces in range(1, 5):
+        requests = [
+            shuffler_pb2.SubmitRequest(
+                sealed=whole[start : start + PIECE_BYTES], more=True, **(about if not start else {})
+            )
+            for start in range(0, pieces * PIECE_BYTES, PIECE_BYTES)
+        ]
+        silence = shuffler_world.Silence(*requests)
+        with shuffler_world.raw_channel(world) as channel:
+            call = Stub("Intake", channel).Submit(iter(silence), timeout=LIMIT)
+            wait_until(lambda: batch._left < free, LIMIT, "a place for its pieces")
+            call.cancel()
+        silence.let_go.set()
+        wait_until(lambda: batch._left == free, LIMIT, "the place given back")
+    assert list(world.intake.submit(header, [(only(0), whole)])) == [Verdict.ACCEPTED]
+    world.control.close_round("cut", 1)
+    assert (opened(world, header)[0] == vector).all()
+
+
+def test_two_nodes_with_one_name_of_a_file_count_once(tmp_path):
+    """The same credential from two machines: the second message is a duplicate."""
+    with ShufflerHere() as shuffler:
+        world = World(shuffler)
+        header = begin(world, "twice", 2)
+        other = IntakeClient(shuffler.address, shuffler.submit)
+        (first,), (second,) = (messages(world, header, [np.array([each, 0])]) for each in (1, 1000))
+        assert list(world.intake.submit(header, [(range(0, 4), first)])) == [Verdict.ACCEPTED]
+        assert list(other.submit(header, [(range(0, 4), second)])) == [Verdict.DUPLICATE]
+        world.control.close_round("twice", 1)
+        assert opened(world, header)[0].tolist() == [1, 0]
+        other.close()
+        world.close()
