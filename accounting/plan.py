@@ -196,7 +196,9 @@ class Plan(Checked):
         """Refuses what does not go with sums, and what only sums have."""
         if self.mixing == "shuffle":
             if self.central_noise:
-                raise ValueError(f"central_noise must be 0 without sums, got {self.central_noise}")
+                raise ValueError(
+                    f"central_noise must be 0 without mixing sum, got {self.central_noise:g}"
+                )
             return
         for name, needed, given in (
             ("cover", "true", str(self.cover).lower()),

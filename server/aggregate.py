@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shufl.accounting.mechanisms.summed import mask, signed, unit_of_sums, whole_noise
+from shufl.accounting.mechanisms.summed import SEED_BYTES, mask, signed, unit_of_sums, whole_noise
 from shufl.shuffler import (
     PrivateKey,
     RejectReason,
@@ -116,7 +116,10 @@ def aggregate_sum(
     opener = ReportOpener(private_key)
     try:
         for sealed in seeds:
-            total -= mask(opener.open(sealed, header), dimension)
+            seed = opener.open(sealed, header)
+            if len(seed) != SEED_BYTES:
+                raise SpoiledSum(f"a seed has {len(seed)} bytes")
+            total -= mask(seed, dimension)
     except ReportRejected as rejected:
         raise SpoiledSum(f"a seed does not open: {rejected.reason.name}") from None
     whole = signed(total)

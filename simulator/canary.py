@@ -29,6 +29,7 @@ from shufl.accounting.audit.attack import (
 from shufl.accounting.audit.placements import AttackedRound, Placement
 from shufl.clients import Announcement, ClientSettings, LocalTraining, Node, UserRecords
 from shufl.server import Aggregate, Mean, aggregate_reports
+from shufl.server.aggregate import aggregate_sum
 from shufl.shuffler import (
     ControlClient,
     Outcome,
@@ -36,9 +37,8 @@ from shufl.shuffler import (
     ShufflerProcess,
     generate_key_pair,
     key_digest,
+    message_length,
     model_digest,
-    report_length,
-    sealed_length,
 )
 
 DIMENSION = 2
@@ -56,7 +56,8 @@ class CanaryRound:
     """All that the server has after one round.
 
     Attributes:
-        reports: in the order of the release, blankets among them: float64 of shape (k, 2).
+        reports: in the order of the release, blankets among them: float64 of shape (k, 2). With
+            sums the one sum, without the noise that the server would add.
         aggregate: their sum as training would use it; None if nothing was released.
     """
 
@@ -92,7 +93,12 @@ def projections(round: CanaryRound, plan: PrivacyPlan) -> np.ndarray:
 
 
 def likelihood_score(plan: PrivacyPlan, others: Others) -> Score:
-    """The adversary of the analysis: the likelihood ratio of the unordered reports."""
+    """The adversary of the analysis: the likelihood ratio of the unordered reports.
+
+    That of a sum rises with its length along the canary's direction.
+    """
+    if plan.mixing == "sum":
+        return lambda round: float(projections(round, plan)[0])
     absent = others == "absent"
     held = np.zeros((0, 1)) if absent else np.full((plan.users - 1, 1), _PLACES[others])
     end = _PLACES[_replacement(plan)]
@@ -133,9 +139,9 @@ def canary_rounds(
     model = ArrayRecord(_make_model().state_dict())
     shown = model_digest(_make_model().state_dict())
     users = np.arange(1 if others == "absent" else plan.users)
-    unit = plan.mechanism.unit(DIMENSION)
+    unit, of_sums = plan.mechanism.unit(DIMENSION), plan.mixing == "sum"
     with ControlClient(shuffler.address, shuffler.control) as control:
-        length = sealed_length(report_length(DIMENSION))
+        length = message_length(DIMENSION, plan.mixing)
         digest = control.create_run(run_id, plan.to_json().encode(), length)
         for number in range(1, plan.rounds + 1):
             private_key, public_key = generate_key_pair()
@@ -146,11 +152,17 @@ def canary_rounds(
             if control.close_round(header.run_id, number).outcome is not Outcome.RELEASABLE:
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)
                 continue
-            mean = _MeanAndReports(plan, DIMENSION)
             batch = replace(header, nonce=nonce), control.release(header.run_id, number)
-            aggregate = aggregate_reports([batch], private_key, plan, DIMENSION, mean, len(users))
+            about = private_key, plan, DIMENSION
+            if of_sums:
+                aggregate = aggregate_sum(batch, *about, len(users), np.zeros(DIMENSION))
+                reports = aggregate.estimate[None] * (plan.check_in_rate * len(users))
+            else:
+                mean = _MeanAndReports(plan, DIMENSION)
+                aggregate = aggregate_reports([batch], *about, mean, len(users))
+                reports = unit * np.stack(mean.reports)
             control.end_round(header.run_id, number)
-            yield CanaryRound(unit * np.stack(mean.reports), aggregate)
+            yield CanaryRound(reports, aggregate)
         control.end_run(run_id)
 
 
@@ -201,7 +213,8 @@ def run_canary(
 
     The budget does not end the rounds: they are repetitions of one, not a training run.
     """
-    plan = plan.replace(target_epsilon=1e300, accountant="local")
+    accountant = "sum-distributed" if plan.mixing == "sum" else "local"
+    plan = plan.replace(target_epsilon=1e300, accountant=accountant)
     other = _replacement(plan)
     present = canary_rounds(plan, "plus", others, shuffler, 2 * seed, make_node)
     replaced = canary_rounds(plan, other, others, shuffler, 2 * seed + 1, make_node)
@@ -213,9 +226,10 @@ def check_end_to_end(
 ) -> list[ClaimCheck]:
     """Attacks a plan through client, shuffler and server, by a server that asks one user alone.
 
-    It runs `rounds` rounds, at least 4, in each of the two worlds; with allocation as many blocks.
-    Returns a check, whose δ(ε) is attacked at `epsilon`, for each accountant that claims something
-    where nobody else takes part. `confidence` is the probability of no false violation.
+    With sums it asks all, of whom one has a record. It runs `rounds` rounds, at least 4, in each of
+    the two worlds; with allocation as many blocks. Returns a check, whose δ(ε) is attacked at
+    `epsilon`, for each accountant that claims something there. `confidence` is the probability of
+    no false violation.
 
     Raises:
         ValueError: a value outside its range.
@@ -225,20 +239,21 @@ def check_end_to_end(
     validation.real("epsilon", epsilon, "[0, 700]")
     validation.real("confidence", confidence, "(0, 1)")
     validation.integer("seed", seed, 0, 2**62 - 1)
-    event = plan.event()
+    event, of_sums = plan.event(), plan.mixing == "sum"
+    others: Others = "zero" if of_sums else "absent"
     claims = [
         accountant
         for accountant in map(plan.make_accountant, accountants_for(event))
-        if not accountant.counts_on_others
+        if of_sums or not accountant.counts_on_others
     ]
     with ShufflerProcess() as shuffler:
         block = plan.every if plan.participation == "allocation" else 1
         repeated = plan.replace(rounds=rounds * block, minimum_batch=1)
-        worlds = run_canary(repeated, "absent", shuffler, seed)
+        worlds = run_canary(repeated, others, shuffler, seed)
     worlds = worlds.by_blocks(block) if block > 1 else worlds
-    score = likelihood_score(plan, "absent")
+    score = likelihood_score(plan, others)
     lower = delta_lower_bound(*worlds.scores(score), epsilon, confidence)
-    found = AuditResult("absent", lower, lower, "events")
+    found = AuditResult(others, lower, lower, "events")
     checks = []
     for each in claims:
         claimed = float(each.compose(event).get_delta(epsilon))

@@ -220,6 +220,11 @@ def _try_task(experiment: Experiment) -> None:
 def _try_aggregator(experiment: Experiment, parameters: int) -> None:
     """Refuses an aggregator that makes no estimate of three reports, or of none."""
     name, plan = experiment.config.training.aggregator, experiment.plan
+    if plan.mixing == "sum" and name != "mean":
+        raise ConfigError(
+            "training.aggregator must be mean with privacy.mixing sum, where the server sees no "
+            f"report, got {name}"
+        )
     make = experiment.make_aggregator
     with readers_code(f"training.aggregator {name} cannot aggregate reports"):
         estimates = []

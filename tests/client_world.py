@@ -29,10 +29,9 @@ from shufl.shuffler import (
     decode_report,
     generate_key_pair,
     key_digest,
+    message_length,
     model_digest,
-    report_length,
     seal,
-    sealed_length,
 )
 from shufl.trained import dimension, sent
 
@@ -139,7 +138,7 @@ class Round:
         return seal(payload, self.public_key, self.header)
 
     def open(self):
-        length = sealed_length(report_length(self.dimension))
+        length = message_length(self.dimension, self.plan.mixing)
         self.control.create_run(self.settings.run_id, self.plan.to_json().encode(), length)
         about = self.header.run_id, self.header.round, self.header.model_digest, self.public_key
         self.header = dataclasses.replace(self.header, nonce=self.control.open_round(*about))

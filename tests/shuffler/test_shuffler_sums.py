@@ -222,9 +222,11 @@ def test_one_message_of_several_users_is_in_a_message_of_its_own(world):
         run_id="malformed", round=1, commitment=header.commitment, users=[0, 1], count=2,
         sealed=bytes(2 * message_length(1, "sum")),
     )  # fmt: skip
-    with shuffler_world.raw_channel(world) as channel:
-        with pytest.raises(grpc.RpcError, match="one report for each user"):
-            list(Stub("Intake", channel).Submit(iter([request]), timeout=LIMIT))
+    with (
+        shuffler_world.raw_channel(world) as channel,
+        pytest.raises(grpc.RpcError, match="one report for each user"),
+    ):
+        list(Stub("Intake", channel).Submit(iter([request]), timeout=LIMIT))
 
 
 @pytest.mark.parametrize("seed", [None, 5])

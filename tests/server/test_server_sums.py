@@ -1,0 +1,111 @@
+"""The server's side of sums: unmasked to the bit, with its own noise, or found to be spoiled."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from rounds import make_plan
+from shufl.accounting.mechanisms import SeededRandomness, SystemRandomness
+from shufl.accounting.mechanisms.summed import (
+    masked,
+    new_seed,
+    steps_of_sums,
+    unit_of_sums,
+    whole_noise,
+    whole_update,
+)
+from shufl.server.aggregate import SpoiledSum, aggregate_sum
+from shufl.shuffler import RoundHeader, generate_key_pair, key_digest, seal
+
+PLAN = make_plan(
+    users=50,
+    check_in_rate=0.2,
+    clip_norm=0.5,
+    noise_multiplier=0.4,
+    rounds=10,
+    delta=0.02,
+    target_epsilon=1e3,
+    minimum_batch=1,
+    mixing="sum",
+    cover=True,
+    central_noise=0.7,
+    accountant="sum-central",
+)
+PRIVATE, PUBLIC = generate_key_pair()
+HEADER = RoundHeader("run", 3, "version", PLAN.digest(), key_digest(PUBLIC))
+DIMENSION = 40
+DRAWS = SeededRandomness(8).standard_normal(3, np.arange(1), DIMENSION)[0]
+SERVERS = whole_noise(DRAWS, 0.7, 1)
+
+
+def released(vectors, header=HEADER, key=PUBLIC, more=0):
+    """What an honest shuffler hands over of such vectors, and noise of its own."""
+    seeds = [new_seed() for _ in vectors]
+    hidden = [masked(each, seed) for each, seed in zip(vectors, seeds, strict=True)]
+    total = sum(np.frombuffer(each, dtype="<u4") for each in hidden) + np.uint32(more)
+    return [total.astype("<u4").tobytes(), *sorted(seal(seed, key, header) for seed in seeds)]
+
+
+def aggregate(parts, users=50, noise=DRAWS):
+    return aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, DIMENSION, users, noise)
+
+
+@pytest.fixture
+def vectors():
+    random = np.random.default_rng(1)
+    updates = [whole_update(random.standard_normal(DIMENSION), 0.5) for _ in range(10)]
+    words = SystemRandomness().standard_normal(1, np.arange(10), DIMENSION)
+    return [u + whole_noise(w, 0.4, 5) for u, w in zip(updates, words, strict=True)]
+
+
+def test_the_sum_is_that_of_what_nodes_and_server_have_added(vectors):
+    result = aggregate(released(vectors))
+    whole = sum(vectors) + SERVERS
+    unit = unit_of_sums(0.5, DIMENSION)
+    assert (result.estimate == (whole * (unit / 10.0)).astype(np.float32)).all()
+    assert (result.reports, result.rejected) == (50, 0)
+    fewer = aggregate(released(vectors), users=25)
+    np.testing.assert_allclose(fewer.estimate, 2 * result.estimate, rtol=1e-6)
+
+
+def test_the_servers_noise_has_the_size_of_the_shufflers():
+    words = SystemRandomness().standard_normal(1, np.arange(1), 100_000)[0]
+    parts = [bytes(400_000)]
+    result = aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, 100_000, 50, words)
+    noise = result.estimate * 10.0 / (0.7 * 0.5)
+    assert stats.kstest(noise, "norm").pvalue > 1e-6
+
+
+def test_a_sum_that_no_honest_users_make_is_spoiled(vectors):
+    good = released(vectors)
+    other_round = dataclasses.replace(HEADER, round=4)
+    for spoiled, why in (
+        ([], "must have 160 bytes, got 0"),
+        ([good[0][:-4], *good[1:]], "must have 160 bytes, got 156"),
+        ([good[0] + bytes(4), *good[1:]], "must have 160 bytes, got 164"),
+        ([*good, good[1]], "a seed does not open: REPLAYED"),
+        ([*good, b"nothing"], "a seed does not open"),
+        ([*good, seal(bytes(31), PUBLIC, HEADER)], "has 31 bytes"),
+        (good[:-1], "times as long as one of honest users"),
+        (released(vectors, header=other_round), "a seed does not open"),
+        (released(vectors, key=generate_key_pair()[1]), "a seed does not open"),
+        (released([*vectors, np.full(DIMENSION, 10_000)]), "times as long"),
+        (released(vectors, more=2**31), "times as long"),
+    ):
+        with pytest.raises(SpoiledSum, match=why):
+            aggregate(spoiled)
+    assert aggregate(good)
+
+
+def test_honest_sums_are_as_long_as_is_allowed_for_hardly_ever():
+    """All updates alike, and all of them in; then noise alone."""
+    limit = PLAN.longest_sum(50, DIMENSION)
+    same = whole_update(np.ones(DIMENSION), 0.5)
+    assert 10 * np.linalg.norm(same) < limit
+    words = SystemRandomness().standard_normal(1, np.arange(2000), DIMENSION)
+    noises = [whole_noise(each, math.hypot(0.4 * math.sqrt(50), 0.7), 1) for each in words]
+    assert max(np.linalg.norm(each) for each in noises) < 0.6 * limit
+    assert limit < steps_of_sums(50 + 10 * 3, DIMENSION)
