@@ -39,6 +39,9 @@ _PRIVACY = {
     "minimum_batch": 1,
 }
 
+SUMS = {"mixing": "sum", "shuffler_blankets": 0.0, "accountant": "sum-central"}
+"""Keys of `[privacy]` that have the shuffler hand over sums; with them goes `central_noise`."""
+
 _WINDOW = {
     "work_until": 10.0,
     "send_after": 10.1,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from deployment_world import World, deployment_of, window_here
+from deployment_world import SUMS, World, deployment_of, window_here
 from run_world import LIMIT, children, json_lines, shufl_command, wait_until
 from shufl.deploy.sites import STOP_FILE
 
@@ -18,9 +18,9 @@ from shufl.deploy.sites import STOP_FILE
 def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_its_commands_and_processes(tmp_path):
     """A node overstates its users; Flower's command is killed; then the node tells the truth.
 
-    Then the ServerApp is killed, and the run resumed.
+    Then the ServerApp is killed, and the run resumed. The shuffler hands over sums.
     """
-    everybody = {"minimum_batch": 6}
+    everybody = SUMS | {"minimum_batch": 6, "central_noise": 5.0}
     with World(tmp_path, nodes=2, rounds=2, round_timeout=LIMIT, privacy=everybody) as world:
         said = world.folder / "ward-1" / "node.toml"
         truth = said.read_text()

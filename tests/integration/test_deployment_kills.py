@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from deployment_world import World
+from deployment_world import SUMS, World
 from run_world import LIMIT
 from shufl.accounting import rounds_within_budget
 
@@ -16,12 +16,18 @@ PRIVACY = {  # allows eight rounds
 }
 
 
+OF_SUMS = SUMS | {"target_epsilon": 1.25, "check_in_rate": 0.5, "central_noise": 8.9}
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_predicts(tmp_path):
+@pytest.mark.parametrize("privacy", [PRIVACY, OF_SUMS], ids=["reports", "sums"])
+def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_predicts(
+    tmp_path, privacy
+):
     """A node, a shuffler, the ServerApp and the SuperLink are killed, one after the other."""
     with World(
-        tmp_path, nodes=2, rounds=1000, shufflers=2, users=200, round_timeout=LIMIT, privacy=PRIVACY
+        tmp_path, nodes=2, rounds=1000, shufflers=2, users=200, round_timeout=LIMIT, privacy=privacy
     ) as world:
         world.run()
         world.wait_until(lambda: len(world.rounds_offered("ward-2")) >= 1, "ward-2 to take part")
