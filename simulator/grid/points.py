@@ -17,11 +17,12 @@ from pydantic_core import to_json
 from shufl.accounting.plan import CheckInRate
 from shufl.accounting.validation import NotNegative, Probability, Record, first_mistake
 from shufl.server import CheckpointError
+from shufl.simulator.config import Config
 from shufl.simulator.console import Console
 from shufl.simulator.engines import engine_of
 from shufl.simulator.experiment import prepare
 from shufl.simulator.grid.central import Reference
-from shufl.simulator.grid.central_users import UserReference
+from shufl.simulator.grid.central_users import UserReference, as_central, trusted
 from shufl.simulator.grid.settings import Point
 from shufl.simulator.records import MetricsError, provenance, read_rows
 from shufl.simulator.run import Run
@@ -36,8 +37,14 @@ def play(point: Point, folder: Path, threads: int) -> None:
     `threads` are torch's.
     """
     torch.set_num_threads(threads)
-    ours = point.trainer == "shufl"
-    came_to = _outcome(_played(point, folder)) if ours else _by_another(point)
+    if point.trainer == "shufl":
+        came_to = _outcome(_played(point.config, folder))
+    elif point.trainer == "central-users":
+        played = _played(trusted(point.config), folder)
+        users = json.loads((played / "plan.json").read_bytes())["users"]
+        came_to = as_central(_outcome(played), users)
+    else:
+        came_to = _by_another(point)
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
     came_to = came_to | provenance() | {"versions": versions}
@@ -47,10 +54,11 @@ def play(point: Point, folder: Path, threads: int) -> None:
 
 def check(point: Point) -> None:
     """Makes ready to play a point."""
-    if point.trainer != "shufl":
-        _trainer(point)
+    if point.trainer in ("shufl", "central-users"):
+        config = point.config if point.trainer == "shufl" else trusted(point.config)
+        engine_of(config.simulation.engine)(prepare(config))
     else:
-        engine_of(point.config.simulation.engine)(prepare(point.config))
+        _trainer(point)
 
 
 class Trainer(Protocol):
@@ -62,9 +70,8 @@ class Trainer(Protocol):
 
 _TRAINERS = {
     "central": functools.partial(Reference, private=True),
-    "central-users": functools.partial(UserReference, private=True),
     "plain": functools.partial(Reference, private=False),
-    "plain-users": functools.partial(UserReference, private=False),
+    "plain-users": UserReference,
 }
 
 
@@ -141,8 +148,8 @@ def read_result(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _played(point: Point, folder: Path) -> Path:
-    """The run folder of a point, played to its end."""
+def _played(config: Config, folder: Path) -> Path:
+    """The run folder of a point's configuration, played to its end."""
     console = Console(quiet=True)
     for begun in sorted(folder.glob("*/checkpoint.pt")):
         try:
@@ -152,7 +159,7 @@ def _played(point: Point, folder: Path) -> Path:
             pass
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    run = Run.new(point.config, folder, console)
+    run = Run.new(config, folder, console)
     run.train()
     return run.folder
 

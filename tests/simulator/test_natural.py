@@ -8,11 +8,13 @@ import pytest
 import torch
 from scipy import stats
 
-from shufl.server import Optimiser
 from shufl.simulator.config import load
 from shufl.simulator.data.datasets import load_dataset
+from shufl.simulator.experiment import prepare
 from shufl.simulator.grid.central import Reference
-from shufl.simulator.grid.central_users import UserReference
+from shufl.simulator.grid.central_users import UserReference, trusted
+from shufl.simulator.grid.points import check, play, read_result
+from shufl.simulator.grid.settings import Point
 from shufl.simulator.models import Additive
 from shufl.simulator.section import ConfigError
 from task_world import SETTINGS, SIZES, USERS
@@ -84,32 +86,22 @@ def test_additive_models_add_the_numbers_of_a_records_ids():
     assert model(records).tolist() == [[1 + 16 + 256 + 0.5], [1 + 32 + 256 + 0.5]]
 
 
-def reference(private, *sets):
+def config_of(*sets):
     named = "data.dataset=task_world:houses", "model.name=logistic-regression"
     own = "simulation.engine=vectorised", "simulation.noise=aggregate", "privacy.delta=1e-5"
-    config = load("quickstart", [*SETTINGS, *named, *own, *sets])
-    return UserReference(config, private)
+    return load("quickstart", [*SETTINGS, *named, *own, *sets])
 
 
-def test_a_trusted_server_adds_the_noise_that_it_accounts_for(monkeypatch):
-    estimates = []
-    monkeypatch.setattr(Optimiser, "step", lambda self, _, __, made, round: estimates.append(made))
-    monkeypatch.setattr(UserReference, "_sum", lambda self, round, model: np.zeros(8))
-    noise = reference(
-        True, "privacy.rounds=400", "privacy.clip_norm=0.5", "privacy.target_epsilon=9"
-    ).train()
-    del estimates[0]  # of a trial, of zeros
-    deviation = 0.5 * noise["noise_multiplier"] / (0.9 * USERS)
-    assert np.std(estimates) == pytest.approx(deviation, rel=0.05)  # 4 standard errors
-    assert np.unique(estimates).size == 400 * 8
+def reference(*sets):
+    return UserReference(config_of(*sets))
 
 
 def test_the_noise_of_a_trusted_server_has_the_epsilon_that_is_told():
     """With γ = 1 the mechanism is Gaussian, whose δ(ε) is known (Balle and Wang 2018)."""
     sets = "privacy.check_in_rate=1.0", "privacy.rounds=9", "privacy.target_epsilon=20.0"
-    private = reference(True, *sets)
-    (epsilon,) = private._promise["epsilon"].values()
-    mean = 3.0 / private._noise  # of nine rounds
+    plan = prepare(trusted(config_of(*sets))).plan
+    epsilon = plan.epsilon()
+    mean = 3.0 / plan.noise_of_sum(USERS)  # of nine rounds
     normal = stats.norm.cdf
     delta = normal(mean / 2 - epsilon / mean) - math.exp(epsilon) * normal(
         -mean / 2 - epsilon / mean
@@ -118,7 +110,7 @@ def test_the_noise_of_a_trusted_server_has_the_epsilon_that_is_told():
 
 
 def test_without_privacy_users_count_equally_and_nothing_is_clipped():
-    plain = reference(False, "privacy.check_in_rate=1.0", "privacy.clip_norm=1e-9")
+    plain = reference("privacy.check_in_rate=1.0", "privacy.clip_norm=1e-9")
     model = plain._experiment.make_model().train()
     total = plain._sum(1, model)
     records = plain._experiment.load_users()
@@ -130,17 +122,18 @@ def test_without_privacy_users_count_equally_and_nothing_is_clipped():
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         expected += torch.cat([gradient.flatten() for gradient in gradients]).numpy()
     np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-6)
-    sets = "privacy.check_in_rate=1.0", "privacy.clip_norm=0.1", "privacy.target_epsilon=9"
-    private = reference(True, *sets)
-    assert np.linalg.norm(private._sum(1, model)) <= 0.1 * USERS * (1 + 1e-5)
 
 
-def test_training_without_privacy_learns_and_with_little_learns_less():
+def test_training_without_privacy_learns_and_with_little_learns_less(tmp_path):
     sets = "privacy.rounds=60", "training.learning_rate=0.3"
-    plain = reference(False, *sets).train()
-    private = reference(True, *sets, "privacy.target_epsilon=0.05").train()
+    plain = reference(*sets).train()
+    point = Point("trusted", 0, 0, "central-users", config_of(*sets, "privacy.target_epsilon=0.05"))
+    check(point)
+    play(point, tmp_path, 1)
+    private = read_result(tmp_path)
     assert plain["score_name"] == "rmse" and plain["score"] < 0.2 < 0.6 < private["score"]
-    assert "epsilon" not in plain and private["epsilon"]["central"] <= 0.05
+    assert "epsilon" not in plain and 0.049 < private["epsilon"].pop("central") <= 0.05
+    assert not private["epsilon"] and private["accountant"] == "central"
     assert private["adjacency"] == "add or remove" and private["noise_multiplier"] > 10
 
 
