@@ -89,7 +89,7 @@ def test_commands_of_the_examples_exist(page):
 
 @pytest.mark.parametrize("name", ["README.md", "docs/accounting.md"])
 def test_the_table_of_accountants_says_of_each_what_it_holds_for(name):
-    form = r"^\| `(\w+)`[^|]*\| (the homogeneous pair|\*\*every\*\* pair)"
+    form = r"^\| `([\w-]+)`[^|]*\| (the homogeneous pair|\*\*every\*\* pair)"
     said = dict(re.findall(form, text_of(name), re.M))
     said = {name: words.replace("**", "").removeprefix("the ") for name, words in said.items()}
     assert said == {name: cls.holds_for for name, cls in ACCOUNTANTS.items()}
