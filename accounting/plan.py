@@ -258,7 +258,7 @@ class Plan(Checked):
         The fewest users of a node are `of_node`.
 
         Raises:
-            ValueError: one line.
+            ConfigError: One line.
         """
         if self.mixing == "sum":
             about = self.longest_sum(self.users, 1), self.mechanism.noise_multiplier

@@ -57,7 +57,7 @@ class DeviceNode(Node):
         super().__init__(settings, randomness)
         window, users = settings.plan.window, settings.users
         assert window is not None and users is not None
-        settings.plan.check_dimension(self._work.dimension, users)
+        settings.plan.check_dimension(self._work.dimension, users)  # whoever has made the settings
         self.window, self.clock = window, clock or Clock()
         self.round: PreparedRound | None = None
         self._over = threading.Event()

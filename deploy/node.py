@@ -15,7 +15,7 @@ from shufl.accounting import PrivacyPlan
 from shufl.clients import ClientSettings, UserRecords, load_device
 from shufl.clients.worker import Worker
 from shufl.deploy.sites import NodeSite, check_cover
-from shufl.shuffler import report_length, sealed_length
+from shufl.shuffler import message_length
 from shufl.simulator.config import Config, load
 from shufl.simulator.data.datasets import number_users, wrong_tensor
 from shufl.simulator.data.features import map_records
@@ -68,7 +68,7 @@ def check_data(
     plan = agreed_plan(config)
     form = _form(site, config)
     make_model = model_maker(config, form)
-    check_report_size(config, dimension(make_model()))
+    check_report_size(config, plan, dimension(make_model()), site.users)
     load_users = _records(site, folder, config, plan)
     with readers_code("data: the records cannot be read"):
         records = load_users()
@@ -109,8 +109,9 @@ def link_needed(
 ) -> float:
     """Mbit/s at which the users' reports leave within half of `grace`."""
     assert plan.window is not None
-    length = sealed_length(report_length(dimension(make_model())), config.shuffler.sealing)
-    return site.users * length * 8e-6 / (plan.window.grace / 2)
+    length = message_length(dimension(make_model()), plan.mixing, config.shuffler.sealing)
+    messages = 1 if plan.mixing == "sum" else site.users
+    return messages * length * 8e-6 / (plan.window.grace / 2)
 
 
 def agreed_plan(config: Config) -> PrivacyPlan:

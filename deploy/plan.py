@@ -80,6 +80,7 @@ class Deployment(Section):
         config: the run's configuration: a file, relative to this one, or a name that ships.
         server, shufflers, nodes: its sites. The order of the nodes numbers them: append new ones,
             and leave those in the file that are withdrawn, and say so.
+        trusted_nodes: whether the software of all nodes is trusted, as sums need it.
     """
 
     name: Name
@@ -87,6 +88,7 @@ class Deployment(Section):
     server: ServerEntry
     shufflers: tuple[ShufflerEntry, ...] = Field(min_length=1, strict=False)
     nodes: tuple[NodeEntry, ...] = Field(min_length=1, strict=False)
+    trusted_nodes: bool = False
 
     @model_validator(mode="after")
     def _names_differ(self) -> Deployment:

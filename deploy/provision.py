@@ -84,6 +84,11 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
     and not in /srv/shufl of their machines.
     """
     experiment = experiment_of(deployment, base)
+    if experiment.plan.mixing == "sum" and not deployment.trusted_nodes:
+        raise ConfigError(
+            "trusted_nodes must be true in the deployment's file with privacy.mixing sum, where "
+            "one cheating node can spoil a round and nobody can look at its report, got false"
+        )
     if (users := sum(node.users for node in deployment.nodes)) > experiment.plan.users:
         raise ConfigError(
             f"the nodes speak for {users} users, data.users of the configuration is "

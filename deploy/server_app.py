@@ -90,7 +90,8 @@ def deployed_experiment(config: Config, shufflers: int) -> Experiment:
     window = config.window or Times()
     decided = {"seed": "system", "shuffler": shuffler, "training": training, "window": window}
     experiment = prepare(config.model_copy(update=decided))
-    check_report_size(experiment.config, experiment.parameters)
+    plan = experiment.plan
+    check_report_size(experiment.config, plan, experiment.parameters, plan.users)
     return experiment
 
 

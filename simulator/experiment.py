@@ -244,13 +244,18 @@ def _try_aggregator(experiment: Experiment, parameters: int) -> None:
             )
 
 
-def check_report_size(config: Config, parameters: int) -> None:
-    """Refuses a model with more parameters than a report holds."""
-    most = most_parameters(config.shuffler.sealing, config.privacy.mixing)
+def check_report_size(config: Config, plan: PrivacyPlan, parameters: int, of_node: int) -> None:
+    """Refuses a model of which a report, or a sum, has no room; `of_node`: a node's users.
+
+    Raises:
+        ConfigError: It has too many parameters; or with sums a node adds too little noise.
+    """
+    most = most_parameters(config.shuffler.sealing, plan.mixing)
     if parameters > most:
         raise ConfigError(
             f"model {config.model.name} has {parameters} parameters; a report holds at most {most}"
         )
+    plan.check_dimension(parameters, of_node)
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:

@@ -88,6 +88,7 @@ def deployment_of(
     return Deployment.model_validate(
         {
             "name": NAME,
+            "trusted_nodes": config["privacy"].get("mixing") == "sum",
             "config": "run.toml",
             "server": {"host": "server.example", "round_timeout": 60.0} | server,
             "shufflers": [

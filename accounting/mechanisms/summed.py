@@ -15,6 +15,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
 from shufl.accounting.mechanisms.gaussian import clip, rounded
+from shufl.accounting.validation import ConfigError
 
 SEED_BYTES = 32
 _UNITS = 10.0  # of a coordinate of an update of length C whose entries are all alike
@@ -44,17 +45,17 @@ def check_sums(longest: float, multiplier: float, of_node: int, dimension: int) 
         dimension: d, of the model.
 
     Raises:
-        ValueError: one line.
+        ConfigError: One line.
     """
     if (bits := math.log2(steps_of_sums(longest, dimension))) > _BITS:
-        raise ValueError(
+        raise ConfigError(
             f"a sum of updates with {dimension} parameters must have at most {_BITS} bits with "
             f"mixing sum, got {bits:.1f}: take fewer users or a smaller model"
         )
     steps = steps_of_sums(multiplier * math.sqrt(of_node), dimension)
     if 0 < steps < _LEAST_STEPS:
         least = _LEAST_STEPS / steps_of_sums(math.sqrt(of_node), dimension)
-        raise ValueError(
+        raise ConfigError(
             f"noise_multiplier must be at least {least:.3g} with mixing sum, {dimension} "
             f"parameters and nodes of {of_node} users, got {multiplier:g}"
         )

@@ -78,11 +78,8 @@ class FlowerEngine:
                 f"simulation.cpus_per_node must be at most {os.cpu_count()}, the CPUs here, "
                 f"got {simulation.cpus_per_node:g}"
             )
-        check_report_size(experiment.config, experiment.parameters)
-        try:
-            plan.check_dimension(experiment.parameters, plan.users // simulation.nodes)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        of_node = plan.users // simulation.nodes
+        check_report_size(experiment.config, plan, experiment.parameters, of_node)
         check_draws(experiment)
         self.description = f"flower on {simulation.nodes} nodes, gradients by {self.gradients}"
         check_cluster()

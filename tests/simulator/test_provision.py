@@ -376,6 +376,22 @@ def test_a_plan_without_cover_is_refused_on_both_sides(base):
         provisioned(base)
 
 
+def test_sums_need_a_word_that_the_nodes_software_is_trusted(base):
+    """Then the owner's file names the plan's accountant, without which its device takes no part."""
+    privacy = RUN["privacy"] | {"mixing": "sum", "shuffler_blankets": 0.0}
+    privacy |= {"accountant": "sum-central"}
+    (base / "run.toml").write_text(tomli_w.dumps(RUN | {"privacy": privacy}))
+    with pytest.raises(ConfigError, match="trusted_nodes must be true .* got false"):
+        provisioned(base)
+    assert not (base / "sites").exists()
+    provisioned(base, trusted_nodes=True)
+    assert 'accountant = "sum-central"' in (base / "sites/ward-1/device.toml").read_text()
+    run = base / "sites/ward-1/run.toml"
+    run.write_text(run.read_text().replace("noise_multiplier = 0.0", "noise_multiplier = 1e-3"))
+    with pytest.raises(ConfigError, match=r"noise_multiplier must be at least .*nodes of 30 users"):
+        node_settings(load_site(base / "sites/ward-1/node.toml", NodeSite), base)
+
+
 @pytest.mark.parametrize("key", ["data.most_records", "window"])
 def test_a_node_needs_the_window_and_how_many_records_count(base, key):
     provisioned(base)
