@@ -381,7 +381,7 @@ def test_sums_need_a_word_that_the_nodes_software_is_trusted(base):
     privacy = RUN["privacy"] | {"mixing": "sum", "shuffler_blankets": 0.0}
     privacy |= {"accountant": "sum-central"}
     (base / "run.toml").write_text(tomli_w.dumps(RUN | {"privacy": privacy}))
-    with pytest.raises(ConfigError, match="trusted_nodes must be true .* got false"):
+    with pytest.raises(ConfigError, match=r"trusted_nodes must be true .* got false"):
         provisioned(base)
     assert not (base / "sites").exists()
     provisioned(base, trusted_nodes=True)
