@@ -179,7 +179,7 @@ class Plan(Checked):
         if self.participation == "allocation":
             check_allocation(self.check_in_rate)
         noise, of_sums = self.mechanism.noise_multiplier, self.mixing == "sum"
-        self._check_mixing()
+        check_mixing(self, self.mechanism.name)
         if not (noise >= _LEAST_NOISE or (of_sums and noise == 0.0)) or noise > _MOST_NOISE:
             raise ValueError(
                 f"noise_multiplier of a plan must lie in [{_LEAST_NOISE:g}, {_MOST_NOISE:g}], "
@@ -191,23 +191,6 @@ class Plan(Checked):
                 f"what the random numbers of reports and blankets support, got {self.delta:g}"
             )
         return self
-
-    def _check_mixing(self) -> None:
-        """Refuses what does not go with sums, and what only sums have."""
-        if self.mixing == "shuffle":
-            if self.central_noise:
-                raise ValueError(
-                    f"central_noise must be 0 without mixing sum, got {self.central_noise:g}"
-                )
-            return
-        for name, needed, given in (
-            ("cover", "true", str(self.cover).lower()),
-            ("shuffler_blankets", "0", f"{self.shuffler_blankets:g}"),
-            ("mechanism", "gaussian", self.mechanism.name),
-            ("participation", "check-in", self.participation),
-        ):
-            if given != needed:
-                raise ValueError(f"{name} must be {needed} with mixing sum, got {given}")
 
     @property
     def every(self) -> int:
@@ -373,6 +356,7 @@ class Privacy(Record):
     @model_validator(mode="after")
     def _mechanism_fits(self) -> Self:
         """Refuses what the mechanism does not have."""
+        check_mixing(self, self.mechanism)
         if self.noise_multiplier == 0 and self.mixing == "shuffle":
             raise ValueError("noise_multiplier must be a number in [1e-12, 10^6], got 0")
         response = self.mechanism == "randomised-response"
@@ -456,6 +440,29 @@ class OpenPlan(Privacy, Checked):
             given["minimum_batch"] = min(self.users, max(1, int(expected / 2)))
         names = PrivacyPlan.model_fields
         return PrivacyPlan.model_construct(**{name: given[name] for name in names})
+
+
+def check_mixing(plan: Plan | Privacy, mechanism: str) -> None:
+    """Refuses what does not go with sums, and what only sums have.
+
+    Raises:
+        ValueError: One line.
+    """
+    if plan.mixing == "shuffle":
+        if plan.central_noise:
+            raise ValueError(
+                f"central_noise must be 0 without mixing sum, got {plan.central_noise:g}"
+            )
+        return
+    for name, needed, given in (
+        ("cover", True, plan.cover),
+        ("shuffler_blankets", 0, plan.shuffler_blankets),
+        ("mechanism", "gaussian", mechanism),
+        ("participation", "check-in", plan.participation),
+    ):
+        if given != needed:
+            words = [str(each).lower() for each in (needed, given)]
+            raise ValueError(f"{name} must be {words[0]} with mixing sum, got {words[1]}")
 
 
 def check_allocation(check_in_rate: float) -> None:
