@@ -193,6 +193,12 @@ class Plan(Checked):
         return self
 
     @property
+    def fewest_present(self) -> int:
+        """How many users there are in a batch, at least, by what a shuffler enforces with cover."""
+        counted_on = 1 if self.accountant in ON_THEIR_OWN else self.least_present
+        return max(counted_on, self.minimum_batch)
+
+    @property
     def every(self) -> int:
         """b: with allocation a user reports in one of every so many rounds."""
         return round(1 / self.check_in_rate)
@@ -235,17 +241,17 @@ class Plan(Checked):
         noise = self.noise_of_sum(users) * (math.sqrt(dimension) + 8)
         return steps_of_sums(updates + noise, dimension)
 
-    def check_dimension(self, dimension: int, of_node: int) -> None:
+    def check_dimension(self, dimension: int, of_node: int | None = None) -> None:
         """Refuses sums of a model's updates that 32 bits do not hold, or too little node noise.
 
-        The fewest users of a node are `of_node`.
+        The fewest users of a node are `of_node`; whoever does not know them checks the rest.
 
         Raises:
             ConfigError: One line.
         """
         if self.mixing == "sum":
-            about = self.longest_sum(self.users, 1), self.mechanism.noise_multiplier
-            check_sums(*about, of_node, dimension)
+            noise = self.mechanism.noise_multiplier, self.central_noise
+            check_sums(self.longest_sum(self.users, 1), *noise, of_node, dimension)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -428,7 +434,7 @@ class OpenPlan(Privacy, Checked):
         """
         given = {"window": None} | dict(self) | values
         of_kind = {name: given[name] for name in self.kind.model_fields if name != "name"}
-        if self.accountant == "sum-central":
+        if self.accountant == "sum-central" and self.mechanism == "gaussian":
             of_kind["noise_multiplier"] = of_kind["noise_multiplier"] or 0.0
         given["mechanism"] = self.kind(**of_kind)
         given["central_noise"] = given["central_noise"] or 0.0

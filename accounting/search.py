@@ -90,6 +90,8 @@ def _found(
         case ():
             return ()
         case ("noise_multiplier",) if kind:
+            if plan.central_noise and epsilon_at(0.0) <= target:
+                return (0.0,)
             least = _LEAST_OF_SUMS if plan.mixing == "sum" else kind.least_noise
             return (least_noise(epsilon_at, target, least),)
         case ("central_noise",):

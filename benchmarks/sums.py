@@ -84,13 +84,14 @@ def play(mixing: str, users: int, nodes: int, dimension: int) -> dict:
         mixing=mixing,
         accountant="sum-distributed" if of_sums else "local",
     )
-    private_key, public_key = generate_key_pair()
+    sealing = "mlkem768-x25519" if of_sums else "x25519"  # what each has if nobody asks
+    private_key, public_key = generate_key_pair(sealing)
     with (
         ShufflerProcess() as process,
         ControlClient(process.address, process.control) as control,
         IntakeClient(process.address, process.submit) as intake,
     ):
-        length = message_length(dimension, mixing)
+        length = message_length(dimension, mixing, sealing)
         digest = control.create_run("run", plan.to_json().encode(), length)
         nonce = control.open_round("run", 1, "model", public_key)
         header = RoundHeader("run", 1, "model", digest, key_digest(public_key), nonce)

@@ -28,7 +28,14 @@ from pydantic import Field, ValidationError
 
 from shufl import accounting
 from shufl.accounting.mechanisms import new_allocation_key
-from shufl.accounting.plan import AccountantName, Adjacency, CheckInRate, Plan, PrivacyPlan
+from shufl.accounting.plan import (
+    ON_THEIR_OWN,
+    AccountantName,
+    Adjacency,
+    CheckInRate,
+    Plan,
+    PrivacyPlan,
+)
 from shufl.accounting.validation import (
     Checked,
     NotNegative,
@@ -120,13 +127,19 @@ class DeviceLimits(Checked):
         """ε of all the rounds that a run may have, at its share of δ: 6/(πk)² of it for the k-th.
 
         Raises:
-            RoundRefused: the owner's accountant has no ε for the run's plan.
+            RoundRefused: the owner's accountant has no ε for the run's plan, or counts on users of
+                whom nobody makes sure that they are there.
         """
         try:
             accounting.check_accountant(self.accountant, run.plan.event())
         except ValueError as error:
             raise RoundRefused(f"the device's owner counts otherwise: {error}") from None
         accountant = accounting.make_accountant(self.accountant, self.adjacency)
+        if accountant.counts_on_others and run.plan.accountant in ON_THEIR_OWN:
+            raise RoundRefused(
+                f"the device's owner counts on other users ({self.accountant}), and least_present "
+                f"of a plan with accountant {run.plan.accountant} holds nobody to their number"
+            )
         accountant.compose(run.plan.event(), run.allotted)
         return float(accountant.get_epsilon(self.delta * 6.0 / (math.pi * run.number) ** 2))
 

@@ -91,7 +91,7 @@ def deployed_experiment(config: Config, shufflers: int) -> Experiment:
     decided = {"seed": "system", "shuffler": shuffler, "training": training, "window": window}
     experiment = prepare(config.model_copy(update=decided))
     plan = experiment.plan
-    check_report_size(experiment.config, plan, experiment.parameters, plan.users)
+    check_report_size(experiment.config, plan, experiment.parameters, None)
     return experiment
 
 

@@ -122,11 +122,11 @@ def aggregate_sum(
             total -= mask(seed, dimension)
     except ReportRejected as rejected:
         raise SpoiledSum(f"a seed does not open: {rejected.reason.name}") from None
-    whole = signed(total)
+    whole = signed(total) + whole_noise(noise, plan.central_noise, 1)
+    # Of the sum with all its noise: everybody sees by the model whether it was refused.
     length = math.sqrt(np.einsum("i,i->", *[whole.astype(np.float64)] * 2))
     if length > (most := plan.longest_sum(users, dimension)):
         raise SpoiledSum(f"the sum is {length / most:.3g} times as long as one of honest users")
-    whole += whole_noise(noise, plan.central_noise, 1)
     unit = unit_of_sums(plan.mechanism.clip_norm, dimension)
     estimate = (whole * (unit / (users * plan.check_in_rate))).astype(np.float32)
     return Aggregate(estimate, users, 0, {})

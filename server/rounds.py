@@ -246,26 +246,25 @@ class RoundLoop:
         if plan.cover and self._patient:
             there = Counter({number: each.senders for number, each in closed.items()})
         parts: dict[int, Aggregate] = {}
-        spoiled = False
+        fetched: list[int] = []
         for number, each in closed.items():
             if each.outcome is Outcome.RELEASABLE:
                 with self._passing(number, lost):
                     own = dataclasses.replace(header, nonce=nonces[number])
                     part = self._fetch(number, own, private_key, there[number])
-                    if part is None:
-                        spoiled = True
-                    else:
+                    fetched.append(number)
+                    if part is not None:
                         parts[number] = part
         del private_key  # overwritten: nobody can open this round's reports again
         outcomes = [_OUTCOMES[each.outcome] for each in closed.values()]
         outcome: RoundOutcome = (
-            "released" if parts else "lost" if lost or spoiled else min(outcomes)
+            "released" if parts else "lost" if lost or fetched else min(outcomes)
         )
-        if not spoiled:  # whoever spoils sums ends no run, but spends it
+        if parts or not fetched:  # whoever spoils sums spends rounds, and ends no run
             self._fail_if_in_vain(round, outcome, [*answers.errors.values(), *lost.values()])
         users = sum(there[number] for number in parts) or there.total()
         silent = len(self._fleet.known) - len(answers.received)
-        smallest = min((there[number] for number in parts), default=0)
+        smallest = min((there[number] for number in fetched), default=0)
         aggregate = _together([(part, there[number]) for number, part in parts.items()])
         for number, part in parts.items():
             if plan.mixing == "shuffle":

@@ -244,8 +244,12 @@ def _try_aggregator(experiment: Experiment, parameters: int) -> None:
             )
 
 
-def check_report_size(config: Config, plan: PrivacyPlan, parameters: int, of_node: int) -> None:
-    """Refuses a model of which a report, or a sum, has no room; `of_node`: a node's users.
+def check_report_size(
+    config: Config, plan: PrivacyPlan, parameters: int, of_node: int | None
+) -> None:
+    """Refuses a model of which a report, or a sum, has no room.
+
+    A node's users are `of_node`, if that is known.
 
     Raises:
         ConfigError: It has too many parameters; or with sums a node adds too little noise.
@@ -367,7 +371,11 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
             f"shuffler, got {least}"
         )
     privacy = privacy.model_copy(update={"least_present": least})
-    return config.model_copy(update={"privacy": privacy})
+    shuffler = config.shuffler
+    if privacy.mixing == "sum" and "sealing" not in shuffler.model_fields_set:
+        # With its seed a node's vector is open, and the shuffler has both.
+        shuffler = shuffler.model_copy(update={"sealing": "mlkem768-x25519"})
+    return config.model_copy(update={"privacy": privacy, "shuffler": shuffler})
 
 
 def _shuffler_of(nodes: int, shufflers: int, users: np.ndarray) -> np.ndarray:

@@ -100,8 +100,8 @@ def rounded(
 ) -> np.ndarray:
     """(values + deviation * draws) / unit, rounded to whole numbers: float64 of shape (d,).
 
-    From words every whole number of -most to most is that of real numbers; beyond, what comes of
-    an entry lies beyond, too.
+    From words every whole number from -most to most is that of real numbers. An entry that is
+    farther from 0 stays so.
     """
     noisy: np.ndarray = np.multiply(to_normals(draws), float(deviation), dtype=np.float64)
     noisy += values

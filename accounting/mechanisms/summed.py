@@ -35,13 +35,15 @@ def steps_of_sums(lengths: float, dimension: int) -> float:
     return lengths * _UNITS * math.sqrt(dimension)
 
 
-def check_sums(longest: float, multiplier: float, of_node: int, dimension: int) -> None:
-    """Refuses sums that 32 bits do not hold, or node noise that is too little to be rounded.
+def check_sums(
+    longest: float, multiplier: float, central: float, of_node: int | None, dimension: int
+) -> None:
+    """Refuses sums that 32 bits do not hold, or noise that is too little to be rounded.
 
     Args:
         longest: how long a sum may be, noise of one coordinate with it, in clip norms.
-        multiplier: z, each user's noise.
-        of_node: the fewest users of a node.
+        multiplier, central: z and σ.
+        of_node: the fewest users of a node; None: not known, and z is not checked.
         dimension: d, of the model.
 
     Raises:
@@ -52,27 +54,32 @@ def check_sums(longest: float, multiplier: float, of_node: int, dimension: int) 
             f"a sum of updates with {dimension} parameters must have at most {_BITS} bits with "
             f"mixing sum, got {bits:.1f}: take fewer users or a smaller model"
         )
-    steps = steps_of_sums(multiplier * math.sqrt(of_node), dimension)
-    if 0 < steps < _LEAST_STEPS:
-        least = _LEAST_STEPS / steps_of_sums(math.sqrt(of_node), dimension)
-        raise ConfigError(
-            f"noise_multiplier must be at least {least:.3g} with mixing sum, {dimension} "
-            f"parameters and nodes of {of_node} users, got {multiplier:g}"
-        )
+    asked = [("central_noise", central, 1)]
+    if of_node is not None:
+        asked.append(("noise_multiplier", multiplier, of_node))
+    for name, given, users in asked:
+        least = _LEAST_STEPS / steps_of_sums(math.sqrt(users), dimension)
+        if 0 < given < least:
+            raise ConfigError(
+                f"{name} must be 0 or at least {least:.3g} with mixing sum, {dimension} "
+                f"parameters{f' and nodes of {users} users' * (users > 1)}, got {given:g}"
+            )
 
 
 def whole_update(update: np.ndarray, clip_norm: float) -> np.ndarray:
     """The update, clipped, in whole units: int64 of shape (d,), its length at most C, exactly.
 
-    Rounded to the nearest; where that would be too long, towards zero, as often as it takes.
+    Rounded to the nearest; where that would be too long, towards zero, as often as it takes. All
+    take as long, but where a quotient was rounded up to a whole number, which hardly ever happens.
     """
     most = int(_UNITS**2) * update.size  # (C/u)²
     scaled = clip(update, clip_norm) / unit_of_sums(clip_norm, update.size)
-    whole = np.rint(scaled).astype(np.int64)
-    if int(whole @ whole) > most:
-        whole = np.trunc(scaled).astype(np.int64)
-    while int(whole @ whole) > most:  # a quotient was rounded up to a whole number
+    nearest, shorter = np.rint(scaled).astype(np.int64), np.trunc(scaled).astype(np.int64)
+    squares = int(nearest @ nearest), int(shorter @ shorter)
+    whole = nearest if squares[0] <= most else shorter
+    while min(squares) > most:
         whole -= np.sign(whole)
+        squares = (int(whole @ whole),) * 2
     return whole
 
 

@@ -30,7 +30,7 @@ _WRITE_BYTES = 2**19  # of a report in pieces, at once
 _ENDLESS = ShufflerRefused(Refusal.MALFORMED, "a report that does not end")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
 _NO_REPORTS = ShufflerRefused(
-    Refusal.MALFORMED, "a message has one report for each user that it names, or a piece of one"
+    Refusal.MALFORMED, "a message must have one report for each user, or one piece, or one of many"
 )
 
 

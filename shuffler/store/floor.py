@@ -17,7 +17,7 @@ class Floor(BaseModel):
     Attributes:
         least_blankets: the least λ, a plan's `shuffler_blankets`.
         least_batch: the least `minimum_batch` of a plan.
-        least_sum_noise: the least noise, in clip norms, of a sum of `least_present` users.
+        least_sum_noise: the least noise, in clip norms, of a sum of the fewest users of a batch.
         most_rounds: how many rounds a run may have; None: any number.
     """
 
@@ -41,10 +41,8 @@ class Floor(BaseModel):
         if plan.minimum_batch < self.least_batch:
             raise self._below("least_batch", f"the plan's minimum batch is {plan.minimum_batch}")
         if plan.mixing == "sum":
-            noise = math.hypot(
-                plan.mechanism.noise_multiplier * math.sqrt(plan.least_present), plan.central_noise
-            )
-            if noise < self.least_sum_noise:
+            own = plan.mechanism.noise_multiplier * math.sqrt(plan.fewest_present)
+            if (noise := math.hypot(own, plan.central_noise)) < self.least_sum_noise:
                 raise self._below("least_sum_noise", f"the plan has {noise:.4g}")
         if self.most_rounds is None:
             return

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from shufl.accounting.mechanisms.summed import SEED_BYTES
 from shufl.accounting.plan import Plan
-from shufl.accounting.validation import first_mistake
+from shufl.accounting.validation import ConfigError, first_mistake
 from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
 from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
@@ -120,6 +120,11 @@ class Run:
             raise _malformed(f"the public key is not one to seal reports to: {error}") from error
         if self.plan.mixing == "sum" and (length <= SEED_BYTES or (length - SEED_BYTES) % 4):
             raise _malformed(f"no vector with its seed has {self.report_bytes} bytes")
+        if self.plan.mixing == "sum":
+            try:
+                self.plan.check_dimension((length - SEED_BYTES) // 4)
+            except ConfigError as error:
+                raise _malformed(f"the plan: {error}") from None
         if self.plan.shuffler_blankets and (length == 0 or length % report_length(1)):
             raise _malformed(f"no report has {length} bytes, so it can have no blankets")
 

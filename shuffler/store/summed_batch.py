@@ -37,11 +37,13 @@ class SummedBatch(Batch):
 
     def chunks(self, limit: int) -> Iterator[tuple[list[bytes], bool]]:
         """The sum with the shuffler's noise, and the sealed seeds, sorted; see `Batch.chunks`."""
+        draw = self._noise
+        drawn = draw().astype(np.uint32) if draw is not None else None  # which takes long
         with self._lock:
             if self._descriptor < 0:
                 raise ShufflerRefused(Refusal.DISCARDED)
-            if self._noise is not None:  # once, whoever asks again
-                self._total += self._noise().astype(np.uint32)
+            if self._noise is not None and drawn is not None:  # once, whoever asks again
+                self._total += drawn
                 self._noise = None
                 self._seeds.sort()
             total, seeds = self._total.astype("<u4").tobytes(), self._seeds

@@ -83,6 +83,7 @@ class VectorisedEngine:
                 f'simulation.noise must be "aggregate" with engine vectorised and {what}, '
                 f'got "{keys.noise}"'
             )
+        experiment.plan.check_dimension(experiment.parameters)
         self.gradients, chunk = _method(experiment, keys)
         drawn = "for each report" if keys.noise == "report" else "once a round, for their sum"
         by = "" if keys.workers == 1 else f" by {keys.workers} Ray workers"

@@ -25,6 +25,7 @@ _ANY_PLAN = {
 _CENTRAL = {
     **{"mixing": "sum", "cover": True, "accountant": "sum-distributed", "adjacency": "zero-out"},
     **{"noise_multiplier": None, "shuffler_blankets": 0.0, "participation": "check-in"},
+    **{"central_noise": None, "least_present": None, "minimum_batch": None},
 }
 
 
@@ -33,7 +34,9 @@ def trusted(config: Config) -> Config:
 
     To leave a user out of a sum that is divided by a fixed number is zero-out.
     """
-    return config.model_copy(update={"privacy": config.privacy.model_copy(update=_CENTRAL)})
+    privacy = config.privacy.model_copy(update=_CENTRAL)
+    simulation = config.simulation.model_copy(update={"noise": "aggregate", "silent": 0.0})
+    return config.model_copy(update={"privacy": privacy, "simulation": simulation})
 
 
 def as_central(came_to: dict[str, Any], users: int) -> dict[str, Any]:

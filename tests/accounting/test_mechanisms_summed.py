@@ -148,10 +148,15 @@ def test_a_masked_vector_is_uniform_whatever_it_hides(vector):
 
 
 def test_sums_that_do_not_fit_and_noise_too_little_to_round_are_refused():
-    check_sums(6500.0, 0.1, 1, 26_010)
-    check_sums(6500.0, 0.0, 1, 26_010)
+    check_sums(6500.0, 0.1, 0.0, 1, 26_010)
+    check_sums(6500.0, 0.0, 3.0, 1, 26_010)
     with pytest.raises(ValueError, match="at most 31 bits"):
-        check_sums(2.0**25, 0.1, 1, 26_010)
-    with pytest.raises(ValueError, match=r"at least 0\.00992 .*nodes of 1 users"):
-        check_sums(6500.0, 0.009, 1, 26_010)
-    check_sums(6500.0, 0.009, 4, 26_010)
+        check_sums(2.0**25, 0.1, 0.0, 1, 26_010)
+    with pytest.raises(
+        ValueError, match=r"noise_multiplier .* 0\.00992 .*26010 parameters, got 0\.009"
+    ):
+        check_sums(6500.0, 0.009, 0.0, 1, 26_010)
+    with pytest.raises(ValueError, match=r"central_noise must be 0 or at least 0\.00992"):
+        check_sums(6500.0, 1.0, 0.009, 4, 26_010)
+    check_sums(6500.0, 0.009, 0.0, 4, 26_010)
+    check_sums(6500.0, 0.009, 0.0, None, 26_010)

@@ -109,3 +109,18 @@ def test_honest_sums_are_as_long_as_is_allowed_for_hardly_ever():
     noises = [whole_noise(each, math.hypot(0.4 * math.sqrt(50), 0.7), 1) for each in words]
     assert max(np.linalg.norm(each) for each in noises) < 0.6 * limit
     assert limit < steps_of_sums(50 + 10 * 3, DIMENSION)
+
+
+def test_whether_a_sum_is_refused_depends_on_the_servers_noise_too():
+    """Else a shuffler, which knows its own, would put the sum next to the edge and see the rest."""
+    edge = PLAN.longest_sum(50, DIMENSION)
+    vector = np.zeros(DIMENSION, dtype=np.int64)
+    vector[0] = int(edge)
+    randomness, refused = SystemRandomness(), 0
+    for _ in range(60):
+        (draws,) = randomness.standard_normal(1, np.arange(1), DIMENSION)
+        try:
+            aggregate(released([vector]), noise=draws)
+        except SpoiledSum:
+            refused += 1
+    assert 0 < refused < 60  # by chance all or none once in 10^17

@@ -277,14 +277,34 @@ def test_a_message_that_is_no_vector_with_its_seed_is_refused_at_the_key(tmp_pat
     store.close()
 
 
+def test_a_plan_whose_whole_numbers_do_not_fit_is_refused_at_the_key(tmp_path):
+    """Among them noise so large that a shuffler would draw it for hours."""
+    store = RunStore(tmp_path / "directory", durable=False)
+    for central, dimension, why in ((1e6, 2**20, "31 bits"), (0.1, 3, "at least 0.924")):
+        length = message_length(dimension, "sum")
+        store.create_run(why, sums(central_noise=central), length)
+        with pytest.raises(ShufflerRefused, match=why):
+            store.open_round(why, 1, "model", PUBLIC_KEY)
+    store.close()
+
+
 def test_an_operators_floor_holds_for_sums(tmp_path):
     store = RunStore(tmp_path / "directory", floor=Floor(least_sum_noise=20.0), durable=False)
     about = {"users": 400, "least_present": 400}
-    for central, own in ((19.9, 0.0), (0.0, 0.99)):
+    counting = {"accountant": "sum-distributed"}
+    for central, own, more, has in (
+        (19.9, 0.0, {}, "19.9"),
+        (0.0, 1.0, {}, "1"),  # an accountant that counts on nobody holds nobody to least_present
+        (0.0, 0.99, counting, "19.8"),
+        (0.0, 1.0, counting, ""),
+    ):
         mechanism = {"name": "gaussian", "clip_norm": 1.0, "noise_multiplier": own}
-        weak = sums(**about, central_noise=central, mechanism=mechanism)
-        with pytest.raises(ShufflerRefused, match=r"least_sum_noise = 20, the plan has 19\.[89]"):
-            store.create_run("run", weak, message_length(3, "sum"))
+        asked = sums(**about, central_noise=central, mechanism=mechanism, **more)
+        if not has:
+            store.create_run("counting", asked, message_length(3, "sum"))
+            continue
+        with pytest.raises(ShufflerRefused, match=rf"least_sum_noise = 20, the plan has {has}$"):
+            store.create_run("run", asked, message_length(3, "sum"))
     store.create_run("run", sums(**about, central_noise=20.0), message_length(3, "sum"))
     store.create_run("shuffled", plan(), 64)
     store.close()

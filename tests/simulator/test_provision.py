@@ -388,7 +388,9 @@ def test_sums_need_a_word_that_the_nodes_software_is_trusted(base):
     assert 'accountant = "sum-central"' in (base / "sites/ward-1/device.toml").read_text()
     run = base / "sites/ward-1/run.toml"
     run.write_text(run.read_text().replace("noise_multiplier = 0.0", "noise_multiplier = 1e-3"))
-    with pytest.raises(ConfigError, match=r"noise_multiplier must be at least .*nodes of 30 users"):
+    with pytest.raises(
+        ConfigError, match=r"noise_multiplier must be 0 or at least .*nodes of 30 users"
+    ):
         node_settings(load_site(base / "sites/ward-1/node.toml", NodeSite), base)
 
 

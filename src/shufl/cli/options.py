@@ -111,7 +111,8 @@ def open_plan(
     choice("--mechanism", mechanism, tuple(MECHANISMS))
     if mixing == "sum":
         others = {"cover": True} | others
-        noise = 0.0 if noise is None and central_noise is not None else noise
+        alone = others.get("accountant") in (None, "sum-central")
+        noise = 0.0 if alone and noise is None and central_noise is not None else noise
     values = {
         "users": n,
         "check_in_rate": gamma,
