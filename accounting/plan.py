@@ -45,10 +45,8 @@ _LEAST_NOISE, _MOST_NOISE = 1e-12, 1e6  # beyond, no accountant computes
 
 Users = Annotated[Whole, Field(ge=1, le=10**12, description="a whole number from 1 to 10^12")]
 CheckInRate = Annotated[Number, Field(ge=LEAST_RATE, le=1, description="a number in [1e-12, 1]")]
-Noise = Annotated[
-    Number, Field(ge=_LEAST_NOISE, le=_MOST_NOISE, description="a number in [1e-12, 10^6]")
-]
-NoiseOrNone = Annotated[Number, Field(ge=0, le=_MOST_NOISE, description="a number from 0 to 10^6")]
+Noise = Annotated[Number, Field(ge=0, le=_MOST_NOISE, description="a number in [1e-12, 10^6]")]
+CentralNoise = Annotated[Number, Field(ge=0, le=_MOST_NOISE, description="a number from 0 to 10^6")]
 Rounds = Annotated[Whole, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]
 OfUsers = Annotated[Whole, Field(ge=1, description="a whole number from 1 to the number of users")]
 Blankets = Annotated[Number, Field(ge=0, le=MOST_BLANKETS, description="a number from 0 to 10^7")]
@@ -156,7 +154,7 @@ class Plan(Checked):
     cover: Flag = False
     participation: ParticipationName = "check-in"
     mixing: Mixing = "shuffle"
-    central_noise: NoiseOrNone = 0.0
+    central_noise: CentralNoise = 0.0
     least_present: OfUsers = Field(default=0, validate_default=False)  # 0: all users
     accountant: AccountantName = "theorem3"
     window: Window | None = None
@@ -342,7 +340,7 @@ class Privacy(Record):
 
     check_in_rate: CheckInRate | None = None
     clip_norm: ClipNorm = 1.0
-    noise_multiplier: NoiseOrNone | None = None
+    noise_multiplier: Noise | None = None
     mechanism: MechanismName = "gaussian"
     categories: Categories | None = None
     local_epsilon: LocalEpsilon | None = None
@@ -356,15 +354,16 @@ class Privacy(Record):
     cover: Flag = False
     participation: ParticipationName = "check-in"
     mixing: Mixing = "shuffle"
-    central_noise: NoiseOrNone | None = None
+    central_noise: CentralNoise | None = None
     least_present: OfUsers | None = None
 
     @model_validator(mode="after")
     def _mechanism_fits(self) -> Self:
         """Refuses what the mechanism does not have."""
         check_mixing(self, self.mechanism)
-        if self.noise_multiplier == 0 and self.mixing == "shuffle":
-            raise ValueError("noise_multiplier must be a number in [1e-12, 10^6], got 0")
+        least, noise = 0.0 if self.mixing == "sum" else _LEAST_NOISE, self.noise_multiplier
+        if noise is not None and noise < least:
+            raise ValueError(f"noise_multiplier must be a number in [1e-12, 10^6], got {noise}")
         response = self.mechanism == "randomised-response"
         if response and self.categories is None:
             raise ValueError("categories must be given with mechanism randomised-response")

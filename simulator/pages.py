@@ -54,6 +54,7 @@ _WORDS = {
     "target_epsilon": "budget for ε",
     "adjacency": "neighbours",
     "shuffler_blankets": "expected blankets λ",
+    "central_noise": "noise σ of shuffler and server",
     "least_present": "fewest users present",
     "accountant": "halting accountant",
 }

@@ -143,10 +143,16 @@ def test_an_undefined_epsilon_exceeds_every_budget(monkeypatch):
         budget.spend()
 
 
+def of_reports():
+    """The accountants but those of sums alone."""
+    accountants = accounting.ACCOUNTANTS.items()
+    return [name for name, cls in accountants if accounting.Shuffled in cls.round_kinds]
+
+
 @pytest.mark.slow
 def test_the_table_has_every_accountant_with_what_it_covers():
     rows = accounting.epsilon_table(small_plan(), 20)
-    assert [row.name for row in rows] == list(accounting.ACCOUNTANTS)
+    assert [row.name for row in rows] == of_reports()
     by_name = {row.name: row for row in rows}
     assert by_name["rdp"].epsilon < by_name["theorem3"].epsilon < by_name["local"].epsilon
     assert all(row.covers for row in rows)
@@ -160,7 +166,7 @@ def test_the_table_has_every_accountant_with_what_it_covers():
 @pytest.mark.parametrize("rounds", [0, 20])
 def test_who_does_not_price_the_rounds_has_no_number_and_says_so(rounds, fixed_size_only):
     rows = {row.name: row for row in accounting.epsilon_table(small_plan(), rounds)}
-    assert list(rows) == list(accounting.ACCOUNTANTS)
+    assert list(rows) == of_reports()
     assert rows[fixed_size_only].epsilon is None
     assert rows[fixed_size_only].warning == "does not price these rounds"
     assert (rows["local"].epsilon > 0) == (rounds > 0)
