@@ -25,7 +25,7 @@ from shufl.accounting.mechanisms import (
     most_blankets,
 )
 from shufl.accounting.mechanisms.randomised_response import Categories, LocalEpsilon
-from shufl.accounting.mechanisms.summed import check_sums, steps_of_sums
+from shufl.accounting.mechanisms.summed import check_sums
 from shufl.accounting.validation import (
     Checked,
     ClipNorm,
@@ -230,14 +230,13 @@ class Plan(Checked):
         return math.hypot(own, self.central_noise * math.sqrt(2 * shufflers))
 
     def longest_sum(self, users: int, dimension: int) -> float:
-        """Returns a length, in units, that a sum of so many honest users' messages hardly exceeds.
+        """Returns a length over C that a sum of so many honest users' messages hardly exceeds.
 
-        The updates of some γn users by at most five standard deviations more, and the noise.
+        Some γn updates, by at most five standard deviations more, and the noise of d coordinates.
         """
         expected = users * self.check_in_rate
         updates = min(expected + 5 * math.sqrt(expected) + 5, users)
-        noise = self.noise_of_sum(users) * (math.sqrt(dimension) + 8)
-        return steps_of_sums(updates + noise, dimension)
+        return updates + self.noise_of_sum(users) * (math.sqrt(dimension) + 8)
 
     def check_dimension(self, dimension: int, of_node: int | None = None) -> None:
         """Refuses sums of a model's updates that 32 bits do not hold, or too little node noise.

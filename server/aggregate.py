@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shufl.accounting.mechanisms.summed import SEED_BYTES, mask, signed, unit_of_sums, whole_noise
+from shufl.accounting.mechanisms.summed import (
+    SEED_BYTES,
+    mask,
+    signed,
+    steps_of_sums,
+    unit_of_sums,
+    whole_noise,
+)
 from shufl.shuffler import (
     PrivateKey,
     RejectReason,
@@ -125,7 +132,7 @@ def aggregate_sum(
     whole = signed(total) + whole_noise(noise, plan.central_noise, 1)
     # Of the sum with all its noise: everybody sees by the model whether it was refused.
     length = math.sqrt(np.einsum("i,i->", *[whole.astype(np.float64)] * 2))
-    if length > (most := plan.longest_sum(users, dimension)):
+    if length > (most := steps_of_sums(plan.longest_sum(users, dimension), dimension)):
         raise SpoiledSum(f"the sum is {length / most:.3g} times as long as one of honest users")
     unit = unit_of_sums(plan.mechanism.clip_norm, dimension)
     estimate = (whole * (unit / (users * plan.check_in_rate))).astype(np.float32)

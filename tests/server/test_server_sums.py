@@ -102,7 +102,7 @@ def test_a_sum_that_no_honest_users_make_is_spoiled(vectors):
 
 def test_honest_sums_are_as_long_as_is_allowed_for_hardly_ever():
     """All updates alike, and all of them in; then noise alone."""
-    limit = PLAN.longest_sum(50, DIMENSION)
+    limit = steps_of_sums(PLAN.longest_sum(50, DIMENSION), DIMENSION)
     same = whole_update(np.ones(DIMENSION), 0.5)
     assert 10 * np.linalg.norm(same) < limit
     words = SystemRandomness().standard_normal(1, np.arange(2000), DIMENSION)
@@ -113,7 +113,7 @@ def test_honest_sums_are_as_long_as_is_allowed_for_hardly_ever():
 
 def test_whether_a_sum_is_refused_depends_on_the_servers_noise_too():
     """Else a shuffler, which knows its own, would put the sum next to the edge and see the rest."""
-    edge = PLAN.longest_sum(50, DIMENSION)
+    edge = steps_of_sums(PLAN.longest_sum(50, DIMENSION), DIMENSION)
     vector = np.zeros(DIMENSION, dtype=np.int64)
     vector[0] = int(edge)
     randomness, refused = SystemRandomness(), 0
@@ -124,3 +124,13 @@ def test_whether_a_sum_is_refused_depends_on_the_servers_noise_too():
         except SpoiledSum:
             refused += 1
     assert 0 < refused < 60  # by chance all or none once in 10^17
+
+
+def test_sums_hold_some_ten_million_users_of_a_model_of_mnists_size():
+    plan = PLAN.replace(
+        users=10**7, least_present=10**7, check_in_rate=0.1, accountant="sum-distributed",
+        central_noise=0.0,
+    )  # fmt: skip
+    plan.check_dimension(26_010, 1)
+    with pytest.raises(ValueError, match=r"at most 31 bits with mixing sum, got 31\.6"):
+        plan.replace(users=2 * 10**7, least_present=10**7).check_dimension(26_010, 1)
