@@ -6,9 +6,11 @@ a request that has come. What is there already stays as it is.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.resources
 import shlex
 import string
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -35,6 +37,9 @@ from shufl.simulator.config import dumps, load
 from shufl.simulator.data.features import data_digest
 from shufl.simulator.experiment import Experiment
 from shufl.simulator.section import ConfigError, is_carried
+
+Approve = Callable[[str, str], bool]
+"""Says whether a party has read out this fingerprint of its key: of the key's name, and SHA-256."""
 
 _AGREED = "nodes/agreed.toml"
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -64,7 +69,8 @@ class Provisioned:
     Attributes:
         sites: all of them.
         made: sites whose folders are new.
-        signed: requests that were signed.
+        signed: requests that were signed, and Flower keys that the server is told of.
+        unapproved: fingerprints of keys that have come, and nobody has approved, by name.
         waiting: requests that have not come.
         kept: files that would be others by now, and stay as they are.
     """
@@ -72,12 +78,15 @@ class Provisioned:
     sites: list[Site]
     made: list[str] = field(default_factory=list)
     signed: list[str] = field(default_factory=list)
+    unapproved: dict[str, str] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
 
 
-def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = False) -> Provisioned:
-    """Makes what is missing of a deployment's folders.
+def provision(
+    deployment: Deployment, base: Path, out: Path, approve: Approve, in_place: bool = False
+) -> Provisioned:
+    """Makes what is missing of a deployment's folders, and signs for the keys that are approved.
 
     The configuration's path is relative to `base`, where the deployment's file is. `out` gets a
     folder for each site, and the two authorities. With `in_place` the sites run in these folders,
@@ -118,10 +127,14 @@ def provision(deployment: Deployment, base: Path, out: Path, in_place: bool = Fa
             if not asked.exists():
                 done.waiting.append(f"{site.name}/keys/{name}.csr")
                 continue
+            request = _request(asked, name)
+            if not approve(name, request.fingerprint):
+                done.unapproved[name] = request.fingerprint
+                continue
             authority = flower if name == "superlink" else parties
-            _sign(asked, certificate, role, deployment, authority)
+            _sign(request, certificate, role, deployment, authority)
             done.signed.append(name)
-    _tell_server_of_nodes(deployment, out / "server" / Path(_AGREED).parent)
+    _tell_server_of_nodes(deployment, out / "server" / Path(_AGREED).parent, approve, done)
     return done
 
 
@@ -305,18 +318,26 @@ def _authority(folder: Path) -> Authority:
         raise ConfigError(f"{folder}: {error}") from error
 
 
-def _sign(
-    asked: Path, certificate: Path, role: Role, deployment: Deployment, authority: Authority
-) -> None:
-    """Signs a request; for what is the deployment's to say, and the name must be the one asked."""
-    name = certificate.stem
-    hosts = {each.name: each.host for each in deployment.shufflers}
-    hosts["superlink"] = deployment.server.host
-    users = {each.name: each.users for each in deployment.nodes}
+def _request(asked: Path, name: str) -> Request:
+    """The request in a file, if it is for this name."""
     try:
         request = Request.read(asked)
         if request.name != name:
             raise ValueError(f"{asked}: a request for {name} is due here, got {request.name}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    return request
+
+
+def _sign(
+    request: Request, certificate: Path, role: Role, deployment: Deployment, authority: Authority
+) -> None:
+    """Signs a request; what for is the deployment's to say."""
+    name = request.name
+    hosts = {each.name: each.host for each in deployment.shufflers}
+    hosts["superlink"] = deployment.server.host
+    users = {each.name: each.users for each in deployment.nodes}
+    try:
         signed = authority.sign(
             request,
             role,
@@ -343,7 +364,9 @@ def _put(path: Path, content: bytes) -> None:
         )
 
 
-def _tell_server_of_nodes(deployment: Deployment, folder: Path) -> None:
+def _tell_server_of_nodes(
+    deployment: Deployment, folder: Path, approve: Approve, done: Provisioned
+) -> None:
     """Puts there which nodes there are by now, and their public keys for Flower."""
     folder.mkdir(exist_ok=True)
     agreed = [
@@ -352,8 +375,17 @@ def _tell_server_of_nodes(deployment: Deployment, folder: Path) -> None:
     ]
     (folder / Path(_AGREED).name).write_text(tomli_w.dumps({"nodes": agreed}), encoding="utf-8")
     for node in deployment.nodes:
-        theirs, ours = folder.parents[1] / node.name / "keys/flower.pub", f"{node.name}.pub"
+        theirs = folder.parents[1] / node.name / "keys/flower.pub"
+        ours = folder / f"{node.name}.pub"
         if node.withdrawn:
-            (folder / ours).unlink(missing_ok=True)
-        elif theirs.exists():
-            (folder / ours).write_bytes(theirs.read_bytes())
+            ours.unlink(missing_ok=True)
+            continue
+        key = theirs.read_bytes() if theirs.exists() else b""
+        if not key or (ours.exists() and ours.read_bytes() == key):
+            continue
+        name, fingerprint = f"{node.name}.flower", hashlib.sha256(key).hexdigest()
+        if approve(name, fingerprint):
+            ours.write_bytes(key)
+            done.signed.append(name)
+        else:
+            done.unapproved[name] = fingerprint

@@ -101,7 +101,8 @@ class Rehearsal:
                 f"the path of a Unix socket is at most {LONGEST_SOCKET} characters long, that of "
                 f"{self.folder} leaves no room: rehearse in another folder"
             )
-        sites = provision(self.deployment, base, self.folder, in_place=True).sites
+        about = self.deployment, base, self.folder, lambda name, key: True
+        sites = provision(*about, in_place=True).sites
         self.sites = {site.name: site for site in sites}
         for site in self.sites.values():
             keys = self.folder / site.name / "keys"
@@ -109,7 +110,7 @@ class Rehearsal:
                 Request.create(name).write(keys)
         for node in self._nodes:
             make_flower_key(self.folder / node.name / "keys")
-        provision(self.deployment, base, self.folder, in_place=True)
+        provision(*about, in_place=True)
 
     def __enter__(self) -> Self:
         """Starts everything."""

@@ -39,7 +39,7 @@ def example():
 @pytest.fixture(scope="module")
 def sites(example, tmp_path_factory):
     out = tmp_path_factory.mktemp("sites")
-    provision(example, DEPLOY / "example", out, in_place=True)
+    provision(example, DEPLOY / "example", out, lambda name, key: True, in_place=True)
     return out
 
 

@@ -1,5 +1,6 @@
 """What `shufl provision` makes: a folder for each site, certificates, and clear refusals."""
 
+import hashlib
 import subprocess
 import sys
 import tomllib
@@ -43,6 +44,7 @@ RUN = {
     "model": {"name": "mlp"},
     "training": {"learning_rate": 0.5},
 }
+FLOWERS = ["ward-1.flower", "ward-2.flower"]
 DEPLOYMENT = {
     "name": "wards",
     "config": "run.toml",
@@ -58,10 +60,10 @@ def base(tmp_path):
     return tmp_path
 
 
-def provisioned(base, **changes):
+def provisioned(base, approve=lambda name, key: True, **changes):
     path = base / "deployment.toml"
     path.write_text(tomli_w.dumps(DEPLOYMENT | changes))
-    return provision(Deployment.read(path), base, base / "sites")
+    return provision(Deployment.read(path), base, base / "sites", approve)
 
 
 def request_everything(base, *nodes):
@@ -87,7 +89,7 @@ def test_requests_that_have_come_are_signed_for_what_the_deployment_says(base):
     keys = request_everything(base, "ward-1", "ward-2")
     second = provisioned(base)
     assert (second.made, second.waiting) == ([], [])
-    assert set(second.signed) == {"server", "superlink", "shuffler-1", "ward-1", "ward-2"}
+    assert set(second.signed) == {"server", "superlink", "shuffler-1", "ward-1", "ward-2", *FLOWERS}
     node = caller_of(Credentials.read(keys["ward-2"], "ward-2").certificate)
     assert (node.role, node.name, node.users) == (Role.NODE, "ward-2", 20)
     assert caller_of(Credentials.read(keys["server"], "server").certificate).role is Role.SERVER
@@ -95,6 +97,32 @@ def test_requests_that_have_come_are_signed_for_what_the_deployment_says(base):
         Credentials.read(keys["server"], "superlink")
     registered = (base / "sites/server/nodes").glob("*.pub")
     assert {path.name for path in registered} == {"ward-1.pub", "ward-2.pub"}
+
+
+def test_what_nobody_has_approved_is_not_signed(base):
+    """A request, and a node's key for Flower; also a new one that takes the place of the old."""
+    provisioned(base)
+    keys = request_everything(base, "ward-1", "ward-2")
+    asked: dict[str, str] = {}
+
+    def only_the_server(name, key):
+        asked[name] = key
+        return name == "server"
+
+    done = provisioned(base, only_the_server)
+    assert done.signed == ["server"]
+    assert list(done.unapproved) == ["superlink", "shuffler-1", "ward-1", "ward-2", *FLOWERS]
+    assert asked["ward-1"] == Request.read(keys["ward-1"] / "ward-1.csr").fingerprint
+    assert not (keys["ward-1"] / "ward-1.pem").exists()
+    assert not list((base / "sites/server/nodes").glob("*.pub"))
+    assert set(provisioned(base).signed) == {*done.unapproved}
+    assert not provisioned(base, only_the_server).unapproved  # what is there is not asked for again
+    (keys["ward-1"] / "flower.pub").write_bytes(b"another\n")
+    assert list(provisioned(base, only_the_server).unapproved) == ["ward-1.flower"]
+    assert (base / "sites/server/nodes/ward-1.pub").read_bytes() != b"another\n"
+    printed = CliRunner().invoke(app, ["keys", "flower", str(base)]).stdout
+    key = hashlib.sha256((base / "flower.pub").read_bytes()).hexdigest()
+    assert f"key {key}: the authority must be shown the same\n" in printed
 
 
 def test_every_site_has_files_that_its_process_reads(base):
@@ -246,6 +274,20 @@ def test_the_command_says_what_it_waits_for(base):
     assert done.returncode == 0, done.stderr
     assert "README.md says what to do there" in done.stdout
     assert f"waiting for {base}/sites/ward-2/keys/ward-2.csr" in done.stdout
+    keys = request_everything(base, "ward-1", "ward-2")
+    file = str(base / "deployment.toml")
+    said = CliRunner().invoke(app, ["provision", file]).stdout
+    key = Request.read(keys["ward-1"] / "ward-1.csr").fingerprint
+    assert f"not signed yet: shufl provision {file} --approve ward-1={key}" in said
+    wrong = CliRunner().invoke(app, ["provision", file, "--approve", "ward-1=12ab"])
+    assert (wrong.exit_code, wrong.stderr) == (
+        (2, f"error: --approve ward-1 must be {key}, the key that has come\n")
+    )
+    assert not (keys["ward-1"] / "ward-1.pem").exists()
+    right = CliRunner().invoke(app, ["provision", file, "--approve", f"ward-1={key.upper()}"])
+    assert "signed  ward-1\n" in right.stdout
+    assert (keys["ward-1"] / "ward-1.pem").exists()
+    assert not (keys["ward-2"] / "ward-2.pem").exists()
     (base / "deployment.toml").write_text("name =")
     done = CliRunner().invoke(app, ["provision", str(base / "deployment.toml")])
     assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)

@@ -28,6 +28,14 @@ def provision_command(
     out: Annotated[
         Path | None, typer.Option(help="Where the folders go; left out: sites, beside the file.")
     ] = None,
+    approve: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=KEY",
+            help="Sign for this key, whose SHA-256 the party has read out. Repeatable; of keys "
+            "without it a terminal is asked.",
+        ),
+    ] = None,
 ) -> None:
     """Make one folder for each site of a deployment, and sign the requests that have come.
 
@@ -40,12 +48,24 @@ def provision_command(
     base = deployment.absolute().parent
     make_importable([base])
     out = out or base / "sites"
+    approved = dict(each.partition("=")[::2] for each in approve or ())
+
+    def approves(name: str, key: str) -> bool:
+        if name in approved:
+            if approved[name].lower() != key:
+                raise ConfigError(f"--approve {name} must be {key}, the key that has come")
+            return True
+        question = f"{name}: key {key}. Has the party read out the same?"
+        return sys.stdin.isatty() and typer.confirm(question)
+
     with options.failing(ConfigError, OSError):
-        done = provision(Deployment.read(deployment), base, out)
+        done = provision(Deployment.read(deployment), base, out, approves)
     for name in done.made:
         typer.echo(f"made    {out / name}: its README.md says what to do there")
     for name in done.signed:
         typer.echo(f"signed  {name}")
+    for name, key in done.unapproved.items():
+        typer.echo(f"not signed yet: shufl provision {deployment} --approve {name}={key}")
     for name in done.kept:
         typer.echo(f"kept    {out / name}: the deployment's file says otherwise by now")
     for name in done.waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Annotated
 
@@ -79,6 +80,8 @@ def flower_command(
     with options.failing(OSError, ValueError):
         make_flower_key(directory)
         typer.echo(str(directory / "flower.pub"))
+        fingerprint = hashlib.sha256((directory / "flower.pub").read_bytes()).hexdigest()
+        typer.echo(f"key {fingerprint}: the authority must be shown the same")
 
 
 @keys_app.command("sign")
