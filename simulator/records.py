@@ -184,7 +184,10 @@ class RunRecorder:
         """Records one round, unless it has its row already."""
         if self.rows and record.round <= self.rows[-1]["round"]:
             return
-        epsilons: dict[str, float | None] = dict.fromkeys(ACCOUNTANTS)
+        kind = type(self._plan.event())
+        epsilons: dict[str, float | None] = {
+            name: None for name, cls in ACCOUNTANTS.items() if kind in cls.round_kinds
+        }
         row = asdict(record)
         metrics = row.pop("metrics")
         row |= metrics | {"epsilons": epsilons}

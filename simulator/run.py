@@ -169,7 +169,7 @@ class Run:
 
         def observe(record: RoundRecord, model: nn.Module) -> None:
             recorder(record)
-            blanket = recorder.rows[-1]["epsilons"]["blanket"]
+            blanket = recorder.rows[-1]["epsilons"].get("blanket")
             progress(record, None if plan.accountant == "blanket" else blanket)
             nonlocal stopped_by_reader
             if record.round > told and on_round(model):
