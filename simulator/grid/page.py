@@ -189,7 +189,7 @@ def plan_table(grid: Grid, results: list[Result]) -> Table:
     given = {name for result in results for name in result["epsilon"]}
     names = [name for name in ACCOUNTANTS if name in given] + sorted(given.difference(ACCOUNTANTS))
     numbers = dict(_NUMBERS)
-    if not any(result["central_noise"] for result in results):
+    if not any(result.get("central_noise") for result in results):
         del numbers["σ"]
     heads = (grid.label, *_FIRST, *numbers, "neighbours")
     rows = [["series", *heads, *(f"ε {name}" for name in names)]]

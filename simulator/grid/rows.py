@@ -36,7 +36,7 @@ def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> N
     rows = [
         {
             **{key: getattr(point, key) for key in _POINT},
-            **{key: result[key] for key in (*_NUMBERS, *_WORDS)},
+            **{key: result.get(key) for key in (*_NUMBERS, *_WORDS)},
             _VERSIONS: " ".join(f"{key}={value}" for key, value in result["versions"].items()),
             **{f"{_EPSILON}{name}": value for name, value in result["epsilon"].items()},
             "trainer": point.trainer,
@@ -91,7 +91,8 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
 
 
 def _came_to(row: dict[str, str]) -> dict[str, Any]:
-    numbers = {key: float(row[key]) if row[key] else None for key in _NUMBERS if key in row}
+    given = [key for key in _NUMBERS if row.get(key) or key not in _NEW]
+    numbers = {key: float(row[key]) if row[key] else None for key in given}
     return {
         **numbers,
         **{key: row.get(key, "") for key in _WORDS},

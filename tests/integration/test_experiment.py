@@ -57,6 +57,7 @@ each = [{}, {"simulation.silent" = 0.5}]
 
 CAME_TO = {
     **{
+        "central_noise": 0.0,
         "score_name": "accuracy",
         "score": 0.25,
         "loss": None,
