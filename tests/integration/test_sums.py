@@ -314,7 +314,7 @@ def test_an_audit_through_the_system_refutes_no_claim_on_sums():
         assert {check.accountant for check in checks} >= {"sum-distributed", "local"}
         for check in checks:
             assert not check.violated
-            assert 0.01 < check.worst.delta_lower < check.claimed_delta
+            assert check.worst.delta_lower < check.claimed_delta
 
 
 @pytest.mark.slow
