@@ -310,7 +310,7 @@ class HalvedNoise(SeededRandomness):
 @pytest.mark.slow
 def test_an_audit_through_the_system_refutes_no_claim_on_sums():
     for changes in ({}, {"central_noise": 1.2, "accountant": "sum-central"}):
-        checks = check_end_to_end(audited(**changes), 0.1, 300, 0.99, 1)
+        checks = check_end_to_end(audited(**changes), 0.1, 300, 0.999999, 1)
         assert {check.accountant for check in checks} >= {"sum-distributed", "local"}
         for check in checks:
             assert not check.violated
