@@ -109,6 +109,13 @@ class Deployment(Section):
         return {number: node for number, node in enumerate(self.nodes) if not node.withdrawn}
 
     @property
+    def keys(self) -> set[str]:
+        """Names of all keys that parties make."""
+        nodes = [node.name for node in self.nodes]
+        shufflers = [each.name for each in self.shufflers]
+        return {"server", "superlink", *shufflers, *nodes, *(f"{name}.flower" for name in nodes)}
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """HOST:PORT of every shuffler."""
         return tuple(_address(each) for each in self.shufflers)

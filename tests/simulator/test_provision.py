@@ -278,11 +278,17 @@ def test_the_command_says_what_it_waits_for(base):
     file = str(base / "deployment.toml")
     said = CliRunner().invoke(app, ["provision", file]).stdout
     key = Request.read(keys["ward-1"] / "ward-1.csr").fingerprint
-    assert f"not signed yet: shufl provision {file} --approve ward-1={key}" in said
+    assert f"not signed ward-1: its key is {key}; --approve ward-1=… what the party reads" in said
     wrong = CliRunner().invoke(app, ["provision", file, "--approve", "ward-1=12ab"])
     assert (wrong.exit_code, wrong.stderr) == (
-        (2, f"error: --approve ward-1 must be {key}, the key that has come\n")
+        2,
+        "error: --approve ward-1: the party has read out 12ab, and the key that has come is "
+        f"{key}: it may be another's\n",
     )
+    typo = CliRunner().invoke(app, ["provision", file, "--approve", f"ward1={key}"])
+    assert typo.exit_code == 2
+    assert typo.stderr.startswith("error: --approve must name one of server, shuffler-1, ")
+    assert typo.stderr.endswith(", ward-2.flower, got ward1\n")
     assert not (keys["ward-1"] / "ward-1.pem").exists()
     right = CliRunner().invoke(app, ["provision", file, "--approve", f"ward-1={key.upper()}"])
     assert "signed  ward-1\n" in right.stdout

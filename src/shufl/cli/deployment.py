@@ -53,19 +53,27 @@ def provision_command(
     def approves(name: str, key: str) -> bool:
         if name in approved:
             if approved[name].lower() != key:
-                raise ConfigError(f"--approve {name} must be {key}, the key that has come")
+                raise ConfigError(
+                    f"--approve {name}: the party has read out {approved[name] or 'nothing'}, and "
+                    f"the key that has come is {key}: it may be another's"
+                )
             return True
         question = f"{name}: key {key}. Has the party read out the same?"
         return sys.stdin.isatty() and typer.confirm(question)
 
     with options.failing(ConfigError, OSError):
-        done = provision(Deployment.read(deployment), base, out, approves)
+        plan = Deployment.read(deployment)
+        if unknown := sorted({*approved} - plan.keys):
+            raise ConfigError(
+                f"--approve must name one of {', '.join(sorted(plan.keys))}, got {unknown[0]}"
+            )
+        done = provision(plan, base, out, approves)
     for name in done.made:
         typer.echo(f"made    {out / name}: its README.md says what to do there")
     for name in done.signed:
         typer.echo(f"signed  {name}")
     for name, key in done.unapproved.items():
-        typer.echo(f"not signed yet: shufl provision {deployment} --approve {name}={key}")
+        typer.echo(f"not signed {name}: its key is {key}; --approve {name}=… what the party reads")
     for name in done.kept:
         typer.echo(f"kept    {out / name}: the deployment's file says otherwise by now")
     for name in done.waiting:
