@@ -42,6 +42,7 @@ from .plan import PrivacyPlan as PrivacyPlan
 from .plan import shuffler_of as shuffler_of
 from .registry import ACCOUNTANTS as ACCOUNTANTS
 from .registry import accountants_for as accountants_for
+from .registry import accountants_of_kind as accountants_of_kind
 from .registry import check_accountant as check_accountant
 from .registry import make_accountant as make_accountant
 from .search import calibrate as calibrate

@@ -8,7 +8,7 @@ from shufl.accounting.calibration import most_rounds
 from shufl.accounting.events import Shuffled
 from shufl.accounting.ledger import Ledger
 from shufl.accounting.plan import PrivacyPlan
-from shufl.accounting.registry import ACCOUNTANTS, make_accountant
+from shufl.accounting.registry import ACCOUNTANTS, accountants_of_kind, make_accountant
 
 
 class PrivacyBudget:
@@ -125,9 +125,7 @@ def price(
     at most.
     """
     rows = []
-    for name, cls in ACCOUNTANTS.items():
-        if type(event) not in cls.round_kinds:
-            continue  # of another kind of rounds altogether
+    for name, cls in accountants_of_kind(event).items():
         accountant = make_accountant(name, adjacency)
         if not accountant.supports(event):
             rows.append(EpsilonRow(name, None, cls.covers, NOT_PRICED))

@@ -45,6 +45,7 @@ _LEAST_NOISE, _MOST_NOISE = 1e-12, 1e6  # beyond, no accountant computes
 
 Users = Annotated[Whole, Field(ge=1, le=10**12, description="a whole number from 1 to 10^12")]
 CheckInRate = Annotated[Number, Field(ge=LEAST_RATE, le=1, description="a number in [1e-12, 1]")]
+# 0 is for sums: there the shuffler's noise and the server's may be all there is.
 Noise = Annotated[Number, Field(ge=0, le=_MOST_NOISE, description="a number in [1e-12, 10^6]")]
 CentralNoise = Annotated[Number, Field(ge=0, le=_MOST_NOISE, description="a number from 0 to 10^6")]
 Rounds = Annotated[Whole, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]

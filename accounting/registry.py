@@ -36,6 +36,11 @@ def accountants_for(event: Shuffled) -> tuple[str, ...]:
     return tuple(name for name, cls in ACCOUNTANTS.items() if cls().supports(event))
 
 
+def accountants_of_kind(event: Shuffled) -> dict[str, type[ShuffleAccountant]]:
+    """Returns those that price rounds of this kind, reports or sums, by name; not all price it."""
+    return {name: cls for name, cls in ACCOUNTANTS.items() if type(event) in cls.round_kinds}
+
+
 def check_accountant(name: str, event: Shuffled) -> str:
     """Returns `name` if it is an accountant that prices an event.
 

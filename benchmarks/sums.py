@@ -9,7 +9,7 @@ of rounds have cover: all users send. Seconds are those of everything at once, o
     nodes       to make all messages, and hand them in
     server      to fetch what is released, open it and add it up
     bytes       from the nodes, and to the server
-    peak        VmHWM of the shuffler's process; disk: the length of the round's file
+    peak        VmHWM of the shuffler's process
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from shufl.shuffler import (
     key_digest,
     message_length,
     seal,
+    usual_sealing,
 )
 
 RANDOMNESS = SystemRandomness()
@@ -84,7 +85,7 @@ def play(mixing: str, users: int, nodes: int, dimension: int) -> dict:
         mixing=mixing,
         accountant="sum-distributed" if of_sums else "local",
     )
-    sealing = "mlkem768-x25519" if of_sums else "x25519"  # what each has if nobody asks
+    sealing = usual_sealing(mixing)
     private_key, public_key = generate_key_pair(sealing)
     with (
         ShufflerProcess() as process,

@@ -30,6 +30,7 @@ from .wire.sealing import (
     most_parameters,
     seal,
     sealed_length,
+    usual_sealing,
 )
 
 __all__ = [
@@ -60,4 +61,5 @@ __all__ = [
     "report_length",
     "seal",
     "sealed_length",
+    "usual_sealing",
 ]

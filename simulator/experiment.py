@@ -22,7 +22,7 @@ from shufl.accounting import (
 from shufl.accounting.plan import Privacy, Window
 from shufl.clients import STEPS, LocalTraining, Step
 from shufl.server import MakeAggregator, Mean, Optimiser, evaluate
-from shufl.shuffler import most_parameters
+from shufl.shuffler import most_parameters, usual_sealing
 from shufl.simulator.config import Config
 from shufl.simulator.data.datasets import Dataset, check_task, load_dataset
 from shufl.simulator.data.features import data_digest, load_records
@@ -372,9 +372,8 @@ def _resolve(config: Config, dataset: Dataset) -> Config:
         )
     privacy = privacy.model_copy(update={"least_present": least})
     shuffler = config.shuffler
-    if privacy.mixing == "sum" and "sealing" not in shuffler.model_fields_set:
-        # With its seed a node's vector is open, and the shuffler has both.
-        shuffler = shuffler.model_copy(update={"sealing": "mlkem768-x25519"})
+    if "sealing" not in shuffler.model_fields_set:
+        shuffler = shuffler.model_copy(update={"sealing": usual_sealing(privacy.mixing)})
     return config.model_copy(update={"privacy": privacy, "shuffler": shuffler})
 
 

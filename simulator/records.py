@@ -18,12 +18,12 @@ from typing import Any
 from pydantic_core import to_json
 
 from shufl.accounting import (
-    ACCOUNTANTS,
     Ledger,
     LedgerContent,
     LedgerError,
     PrivacyPlan,
     accountants_for,
+    accountants_of_kind,
     validation,
 )
 from shufl.server import CheckpointError, RoundRecord, read_checkpoint
@@ -184,10 +184,7 @@ class RunRecorder:
         """Records one round, unless it has its row already."""
         if self.rows and record.round <= self.rows[-1]["round"]:
             return
-        kind = type(self._plan.event())
-        epsilons: dict[str, float | None] = {
-            name: None for name, cls in ACCOUNTANTS.items() if kind in cls.round_kinds
-        }
+        epsilons: dict[str, float | None] = dict.fromkeys(accountants_of_kind(self._plan.event()))
         row = asdict(record)
         metrics = row.pop("metrics")
         row |= metrics | {"epsilons": epsilons}

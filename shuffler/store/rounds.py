@@ -111,6 +111,10 @@ class Run:
         """The rounds whose reports are still here."""
         return [round for round in self.rounds.values() if round.batch is not None]
 
+    def dimension_of_sums(self, public_key: bytes) -> int:
+        """How many numbers a masked vector has, whose seed is sealed to this key."""
+        return (payload_length(self.report_bytes, public_key) - SEED_BYTES) // 4
+
     def check_key(self, public_key: bytes, header: RoundHeader) -> None:
         """Refuses a public key to which this run's reports cannot be sealed."""
         try:
@@ -118,11 +122,11 @@ class Run:
             seal(b"", public_key, header)
         except Exception as error:
             raise _malformed(f"the public key is not one to seal reports to: {error}") from error
-        if self.plan.mixing == "sum" and (length <= SEED_BYTES or (length - SEED_BYTES) % 4):
-            raise _malformed(f"no vector with its seed has {self.report_bytes} bytes")
         if self.plan.mixing == "sum":
+            if length <= SEED_BYTES or (length - SEED_BYTES) % 4:
+                raise _malformed(f"no vector with its seed has {self.report_bytes} bytes")
             try:
-                self.plan.check_dimension((length - SEED_BYTES) // 4)
+                self.plan.check_dimension(self.dimension_of_sums(public_key))
             except ConfigError as error:
                 raise _malformed(f"the plan: {error}") from None
         if self.plan.shuffler_blankets and (length == 0 or length % report_length(1)):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shufl.accounting.mechanisms import Randomness, SystemRandomness
-from shufl.accounting.mechanisms.summed import SEED_BYTES, whole_noise
+from shufl.accounting.mechanisms.summed import whole_noise
 from shufl.accounting.plan import Plan
 from shufl.shuffler.store.batch import Batch, batch_bytes, storage_refusal
 from shufl.shuffler.store.floor import Floor
@@ -29,7 +29,7 @@ from shufl.shuffler.store.rounds import Round, Run, parse_run
 from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.shuffler.wire.channel import MOST_USERS
 from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused
-from shufl.shuffler.wire.sealing import RoundHeader, key_digest, payload_length
+from shufl.shuffler.wire.sealing import RoundHeader, key_digest
 
 _MAX_NAME = 256  # characters of a run id or a model digest
 _MAX_ROUND = 2**63 - 1
@@ -165,7 +165,7 @@ class RunStore:
         (batch, _), run.lease = run.lease, None
         blankets = self._randomness.number_of_blankets(number, run.plan.shuffler_blankets)
         if isinstance(batch, SummedBatch):
-            dimension = (payload_length(run.report_bytes, public_key) - SEED_BYTES) // 4
+            dimension = run.dimension_of_sums(public_key)
             batch.begin(dimension, functools.partial(self._noise, run.plan, number, dimension))
         window = run.plan.window if self._durable else None
         ends_at = time.monotonic() + window.seconds if window is not None else 0.0

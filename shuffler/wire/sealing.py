@@ -189,6 +189,15 @@ def sealed_length(payload_length: int, sealing: Sealing = "x25519") -> int:
     return _KINDS[sealing].overhead + payload_length
 
 
+def usual_sealing(mixing: str) -> Sealing:
+    """The suite where nobody has chosen one.
+
+    With sums the shuffler has all of a node's message but the seed, and it may carry no noise of
+    its own: whoever opens the seed, however late, has the node's sum.
+    """
+    return "mlkem768-x25519" if mixing == "sum" else "x25519"
+
+
 def message_length(dimension: int, mixing: str, sealing: Sealing = "x25519") -> int:
     """Length in bytes of what is sent in a round: a sealed report, or a vector with its seed."""
     if mixing == "sum":

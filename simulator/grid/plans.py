@@ -19,7 +19,7 @@ from shufl.accounting import (
     mean_update_error,
     unused_note,
 )
-from shufl.shuffler import message_length
+from shufl.shuffler import message_length, usual_sealing
 
 RATES = (1.0, 0.3, 0.1)
 ROUNDS = (100, 300, 1000, 4000)
@@ -42,7 +42,8 @@ class Question:
     @property
     def report_bytes(self) -> int:
         """What a report takes, sealed."""
-        return message_length(self.dimension, self.budget.mixing)
+        mixing = self.budget.mixing
+        return message_length(self.dimension, mixing, usual_sealing(mixing))
 
     def device_bytes(self, rate: float, rounds: int) -> float:
         """What a device sends in the whole run, expected."""

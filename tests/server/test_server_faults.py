@@ -26,8 +26,8 @@ from run_world import LIMIT, json_lines, wait_until
 from shuffler_world import ShufflerHere
 from shufl.accounting import Ledger
 from shufl.accounting.plan import Window
-from shufl.clients import ClientSettings, LocalTraining, make_client_app
-from shufl.server import Mean, Optimiser, RoundFailed, ServerSettings, load_checkpoint
+from shufl.clients import ClientSettings, LocalTraining, make_client_app, node
+from shufl.server import MOST_IN_VAIN, Mean, Optimiser, RoundFailed, ServerSettings, load_checkpoint
 from shufl.server.rounds import RoundLoop
 from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.keys import Authority
@@ -189,6 +189,20 @@ def test_undisturbed_rounds_make_steps_of_the_length_of_an_update(run):
     run.play(2)
     assert [(row.outcome, row.users_present) for row in run.rows] == [("released", USERS)] * 2
     assert run.steps_are_whole()
+
+
+@pytest.mark.slow
+def test_a_node_that_spoils_sums_spends_rounds_and_ends_no_run(tmp_path, shufflers, monkeypatch):
+    """Not even after more of them in a row than there may be otherwise."""
+    sums = {"mixing": "sum", "accountant": "sum-central", "central_noise": 0.5}
+    run, honest = Run(tmp_path, shufflers[:1], PLAN.replace(**sums)), node.masked
+    monkeypatch.setattr(node, "masked", lambda whole, seed: honest(whole + 10**6, seed))
+    run.play(MOST_IN_VAIN + 1)
+    assert [row.outcome for row in run.rows] == ["lost"] * (MOST_IN_VAIN + 1)
+    monkeypatch.setattr(node, "masked", honest)
+    run.play(1)
+    assert (run.rows[-1].outcome, run.rows[-1].users_present) == ("released", USERS)
+    assert run.spent == list(range(1, MOST_IN_VAIN + 3))
 
 
 class LeavesOut(Mean):

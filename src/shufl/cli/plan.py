@@ -53,7 +53,7 @@ def plan_command(
     ε holds for every pair of datasets, by the accountant blanket, whoever else takes part. With
     --mixing sum the noise is that of shuffler and server, by sum-central, and all users send.
     """
-    from shufl.shuffler import most_parameters
+    from shufl.shuffler import most_parameters, usual_sealing
     from shufl.simulator.grid.plans import RATES, ROUNDS, SETTINGS, Question, as_dict, find_plans
 
     with options.failing(ValueError, OSError):
@@ -79,7 +79,7 @@ def plan_command(
             options.check_file("--write", write)
         setting = None if dataset is None else SETTINGS[dataset]
         size = setting.dimension if setting else dimension or 0
-        if size > (most := most_parameters(mixing=mixing)):
+        if size > (most := most_parameters(usual_sealing(mixing), mixing)):
             raise ValueError(f"--dimension must be at most {most}, as a report holds, got {size}")
         question = Question(asked, size, device_megabytes)
         if not question.pairs():
