@@ -25,7 +25,7 @@ from run_world import (
     tiny_config,
     wait_until,
 )
-from shufl.accounting import ACCOUNTANTS, Ledger, PrivacyPlan
+from shufl.accounting import Ledger, PrivacyPlan, accountants_of_kind
 from shufl.accounting.mechanisms import SeededRandomness
 from shufl.cli.__main__ import app
 from shufl.simulator.config import load
@@ -58,10 +58,11 @@ def test_every_round_is_in_the_metrics_and_in_the_ledger(finished):
     _, folder = finished
     rows = json_lines(folder / "metrics.jsonl")
     assert [row["round"] for row in rows] == list(range(1, ROUNDS + 1))
+    event = PrivacyPlan.from_json((folder / "plan.json").read_bytes()).event()
     for row in rows:
         assert row["epsilon"] == pytest.approx(epsilon_after(row["round"]))
         assert (row["outcome"], row["rejected"], row["silent_nodes"]) == ("released", 0, 0)
-        assert set(row["epsilons"]) == set(ACCOUNTANTS)
+        assert set(row["epsilons"]) == set(accountants_of_kind(event))
     ledger = Ledger.read(folder / "ledger.jsonl")
     assert [entry.round for entry in ledger.entries] == list(range(1, ROUNDS + 1))
     assert ledger.plan == PrivacyPlan.from_json((folder / "plan.json").read_bytes())
