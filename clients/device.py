@@ -123,6 +123,19 @@ class DeviceLimits(Checked):
                 f"{self.least_work_seconds:g} s (window.work_until), this one gives {work_until:g}"
             )
 
+    def check_runs(self, runs: list[RunOffered]) -> None:
+        """Refuses runs that cost more together than the owner accepts.
+
+        Raises:
+            RoundRefused: as `charge`; or one line that says how much they would cost.
+        """
+        epsilon = math.fsum(self.charge(run) for run in runs)
+        if not epsilon <= self.most_epsilon:
+            raise RoundRefused(
+                f"the device's owner accepts epsilon up to {self.most_epsilon:g} over all runs, "
+                f"with this one it would be {epsilon:.4g}"
+            )
+
     def charge(self, run: RunOffered) -> float:
         """ε of all the rounds that a run may have, at its share of δ: 6/(πk)² of it for the k-th.
 
@@ -265,7 +278,7 @@ class DeviceLedger:
             raise RoundRefused(f"run {run_id} was offered under another plan")
         if self.limits is not None:
             self.limits.check(plan)
-            self._check_budget(self.limits, runs if run_id in known else [*runs, run])
+            self.limits.check_runs(runs if run_id in known else [*runs, run])
         return run
 
     def offered(self) -> list[RunOffered]:
@@ -303,14 +316,6 @@ class DeviceLedger:
             if checksum == _checksum_of_key(run_id, key):
                 return bytes(key)
         raise ValueError(f"{self.path}: the draws of run {run_id} are missing or damaged")
-
-    def _check_budget(self, limits: DeviceLimits, runs: list[RunOffered]) -> None:
-        epsilon = math.fsum(limits.charge(run) for run in runs)
-        if not epsilon <= limits.most_epsilon:
-            raise RoundRefused(
-                f"the device's owner accepts epsilon up to {limits.most_epsilon:g} over all runs, "
-                f"with this one it would be {epsilon:.4g}"
-            )
 
     @contextmanager
     def _rows(self, mode: Literal["ro", "rw"]) -> Iterator[sqlite3.Connection]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from shufl.accounting import PrivacyPlan
 from shufl.clients.algorithms import STEPS, Step, Tensors
 from shufl.clients.device import DeviceLedger
-from shufl.shuffler import Credentials
+from shufl.shuffler import AnyCredentials
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """Of a model's outputs and the labels of r records one term for each, of shape (r,)."""
@@ -83,7 +83,7 @@ class ClientSettings:
     make_model: Callable[[], nn.Module]
     load_users: Callable[[], UserRecords]
     training: LocalTraining
-    shufflers: tuple[tuple[str, Credentials], ...]
+    shufflers: tuple[tuple[str, AnyCredentials], ...]
     seed: int | None
     ledger: Callable[[int], DeviceLedger] | None = None
     users: int | None = None

@@ -12,7 +12,7 @@ import shutil
 import socket
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from shufl.accounting.validation import read_toml
 from shufl.clients.device import DeviceLedger, RunOffered, read_device
 from shufl.deploy.plan import LONGEST_SOCKET
 from shufl.deploy.sites import NodeSite, ServerSite, load_site
-from shufl.deploy.status import health_of
-from shufl.shuffler import Credentials
+from shufl.deploy.status import ask_health
+from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import read_certificate
@@ -33,9 +33,18 @@ from shufl.simulator.config import load
 from shufl.simulator.section import ConfigError, one_line
 
 _EXTRAS = {"node": ("node",), "server": ("node", "server")}  # what a role installs with shufl
-_LEAST_DAYS = 14
+_LEAST_DAYS = 30
 _LEAST_FREE = 10**9
 _LEAST_DESCRIPTORS = 4096
+_TAKEN = {
+    "shuffler": ", and systemctl kill --signal HUP shufl-shuffler",
+    "server": " (superlink: nginx -s reload; and restart shufl-superlink when no run goes on)",
+    "node": "",
+}
+_SET_CLOCK = "systemctl enable --now systemd-timesyncd"
+_TRUSTING = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # where the clock is wrong nothing is valid
+_TRUSTING.check_hostname, _TRUSTING.verify_mode = False, ssl.CERT_NONE
+_OTHER_HOST = 62  # X509_V_ERR_HOSTNAME_MISMATCH
 _MOST_AHEAD, _MOST_BEHIND = 3.0, 60.0  # seconds; Flower refuses 5 and 305
 _SECONDS = 5.0
 
@@ -69,6 +78,7 @@ class _Examination:
     def __init__(self, folder: Path, role: str):
         self.findings: list[Finding] = []
         self._folder, self._keys, self._role = folder, folder / "keys", role
+        self._skew: float | None = None
 
     @contextmanager
     def look(self, what: str, fix: str = "") -> Iterator[list[str]]:
@@ -110,16 +120,16 @@ class _Examination:
 
     def server(self) -> None:
         """The server's site."""
+        address = _superlink_address(self._folder / "flower" / "config.toml")
+        self._find_skew(address)
         self._certificate("server", Role.SERVER, 0)
-        with self.look("SuperLink's certificate", self._renew("superlink")):
-            _check_days(self._keys / "superlink.pem")
+        self._days("superlink", "SuperLink's certificate")
         self._plan()
         site = load_site(self._folder / "server.toml", ServerSite)
         with self.look("nodes", "put back what `shufl provision` wrote to nodes"):
             if not site.agreed:
                 raise _Trouble("no node was agreed")
         self._shufflers(site)
-        address = _superlink_address(self._folder / "flower" / "config.toml")
         self._superlink(address, "systemctl start shufl-superlink")
 
     def shuffler(self) -> None:
@@ -131,8 +141,7 @@ class _Examination:
             load_config(path)  # which says what is wrong
             raise
         self._key_pair(name)
-        with self.look("certificate's days", self._renew(name)):
-            _check_days(self._keys / f"{name}.pem")
+        self._days(name)
         with self.look("configuration", f"mend {path}"):
             config = load_config(path)
             if config.tls.revoked is not None:
@@ -150,6 +159,7 @@ class _Examination:
     def node(self) -> None:
         """A node's site."""
         site = load_site(self._folder / "node.toml", NodeSite)
+        self._find_skew(site.superlink)
         self._certificate(Path(site.certificate).stem, Role.NODE, site.users)
         with self.look("key for Flower", "shufl keys flower keys"):
             _check_private(self._keys / "flower.key")
@@ -163,7 +173,10 @@ class _Examination:
                 shown.append(f"must carry {link_needed(site, config, *data[:2]):.2g} Mbit/s")
             with self.look("work", "a longer window.work_until, or fewer users") as shown:
                 shown.append(f"of a round takes {check_work(site, *data):.2g} s")
-        with self.look("owner's limits", "read run.toml, and mend device.toml if you agree"):
+        with self.look(
+            "owner's limits",
+            "nothing, if no further run is meant; else device.toml, if its owner agrees",
+        ):
             _check_limits(site)
         with self.look("socket", "move the folder to a shorter path, such as /srv/shufl"):
             if (length := len(site.socket)) > LONGEST_SOCKET:
@@ -181,8 +194,7 @@ class _Examination:
             if caller is None or (caller.role, caller.users) != (role, users):
                 found = f"for a {caller.role} of {caller.users} users" if caller else "none of ours"
                 raise _Trouble(f"{path} is {found}, it must be for a {role} of {users} users")
-        with self.look("certificate's days", fix):
-            _check_days(path)
+        self._days(name)
 
     def _key_pair(self, name: str) -> None:
         request, certificate = (self._keys / f"{name}.{kind}" for kind in ("csr", "pem"))
@@ -194,10 +206,30 @@ class _Examination:
             _check_private(self._keys / f"{name}.key")
 
     def _renew(self, name: str) -> str:
+        ask = "renew" if (self._keys / f"{name}.key").exists() else "request"
         return (
-            f"shufl keys request {self._keys} --name {name}, after the old {name}.* are moved "
-            f"away; send {name}.csr to whoever provisions"
+            f"shufl keys {ask} {self._keys} --name {name}; send {name}.csr to whoever provisions, "
+            f"and put the {name}.pem that comes back in place of the old one{_TAKEN[self._role]}"
         )
+
+    def _days(self, name: str, what: str = "certificate's days") -> None:
+        """Looks whether a certificate is valid, and for how long."""
+        path, fix = self._keys / f"{name}.pem", self._renew(name)
+        with self.look(what, fix):
+            certificate, now = read_certificate(path), datetime.datetime.now(datetime.UTC)
+            begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+            real = now - datetime.timedelta(seconds=self._skew or 0.0)
+            if not begins <= now <= ends:
+                if self._skew is None:
+                    fix = f"{_SET_CLOCK}, if that is not the time; else {fix}"
+                if begins <= real <= ends:
+                    fix = _SET_CLOCK
+                raise _Trouble(
+                    f"{path} is valid from {begins:%F %T} to {ends:%F %T}, here it is {now:%F %T}",
+                    fix,
+                )
+            if (days := (ends - real).days) < _LEAST_DAYS:
+                raise _Trouble(f"{path} is valid for {days} days more")
 
     def _plan(self) -> None:
         with self.look("plan", "put run.toml back as `shufl provision` made it"):
@@ -208,34 +240,68 @@ class _Examination:
     def _shufflers(self, site: ServerSite | NodeSite) -> None:
         for address in site.shufflers:
             with self.look(f"shuffler {address}", "ask who runs it; then its firewall, and yours"):
-                if trouble := health_of(address, site.credentials):
-                    raise _Trouble(trouble)
+                try:
+                    ask_health(address, site.credentials)
+                except ShufflerRefused as error:
+                    fix = "ask who runs it: it is withdrawn there, or has ended; see above"
+                    raise _Trouble(f"takes no calls with this certificate: {error}", fix) from error
+                except ShufflerUnavailable as error:
+                    raise _Trouble(str(error), self._remedy(str(error))) from error
 
-    def _superlink(self, address: str, fix: str) -> None:
-        theirs, before = None, datetime.datetime.now(datetime.UTC)
-        with self.look(f"SuperLink {address}", fix):
-            theirs = _answer_date(self._keys, address)
-        with self.look("clock", "systemctl enable --now systemd-timesyncd"):
-            if theirs is None:
-                why = "is not known while the SuperLink cannot be asked"
-                raise _Trouble(why, "as above")
+    def _remedy(self, refused: str) -> str:
+        """What mends TLS that fails, by what it says; empty: it does not fail."""
+        if "expired" in refused or "not yet valid" in refused:
+            if self._clock_is_wrong:
+                return _SET_CLOCK
+            return "ask who runs it: its certificate has to be renewed"
+        if "certificate" in refused.lower():
+            return "put the authorities' certificates in keys, as `shufl provision` wrote them"
+        if any(each.trouble and "certificate" in each.what for each in self.findings):
+            return "as above: it ends calls whose certificate is not valid"
+        return ""
+
+    def _find_skew(self, address: str) -> None:
+        """By how many seconds this clock is ahead of the SuperLink's machine, if that answers."""
+        before = datetime.datetime.now(datetime.UTC)
+        with suppress(OSError, ValueError, http.client.HTTPException):
+            theirs = _answer_date(address, _TRUSTING)
             ahead = (before - theirs).total_seconds() - 1.0  # their answer has whole seconds
             behind = (theirs - datetime.datetime.now(datetime.UTC)).total_seconds()
-            if ahead > _MOST_AHEAD:
-                raise _Trouble(f"{ahead:.0f} s ahead of the SuperLink's machine")
-            if behind > _MOST_BEHIND:
-                raise _Trouble(f"{behind:.0f} s behind the SuperLink's machine")
+            self._skew = ahead if ahead > 0 else -max(behind, 0.0)
+
+    @property
+    def _clock_is_wrong(self) -> bool:
+        return self._skew is not None and not -_MOST_BEHIND <= self._skew <= _MOST_AHEAD
+
+    def _superlink(self, address: str, fix: str) -> None:
+        with self.look(f"SuperLink {address}", fix):
+            authority = str(self._keys / "flower-authority.pem")
+            try:
+                _answer_date(address, ssl.create_default_context(cafile=authority))
+            except ssl.SSLCertVerificationError as error:
+                remedy = self._remedy(error.verify_message)
+                if error.verify_code == _OTHER_HOST:
+                    remedy = "server.host in deployment.toml must be the name that nodes use"
+                raise _Trouble(f"its certificate: {error.verify_message}", remedy) from error
+        with self.look("clock", _SET_CLOCK):
+            if self._skew is None:
+                why = "is not known while the SuperLink cannot be asked"
+                raise _Trouble(why, "as above")
+            if self._clock_is_wrong:
+                how = "ahead of" if self._skew > 0 else "behind"
+                raise _Trouble(f"{abs(self._skew):.0f} s {how} the SuperLink's machine")
 
 
 def examine(folder: Path) -> list[Finding]:
     """Looks at everything that a site needs."""
     files = "server.toml", "shuffler.toml", "node.toml"
-    roles = [name.removesuffix(".toml") for name in files if (folder / name).exists()]
-    if len(roles) != 1:
+    found = [name for name in files if (folder / name).exists()]
+    if len(found) != 1:
         raise ConfigError(
-            f"{folder} is not a site's folder: it must hold exactly one of {', '.join(files)}"
+            f"a site's folder holds exactly one of {', '.join(files)}, {folder} holds "
+            f"{' and '.join(found) or 'none'}"
         )
-    (role,) = roles
+    role = found[0].removesuffix(".toml")
     examination = _Examination(folder.absolute(), role)
     examination.machine()
     getattr(examination, role)()
@@ -276,50 +342,24 @@ def _check_private(path: Path) -> None:
         raise _Trouble(f"{path} is readable for others, mode {mode:04o}", f"chmod 600 {path}")
 
 
-def _check_days(path: Path) -> None:
-    certificate, now = read_certificate(path), datetime.datetime.now(datetime.UTC)
-    if certificate.not_valid_before_utc > now:
-        raise _Trouble(
-            f"{path} is valid from {certificate.not_valid_before_utc:%F %T} on, here it is "
-            f"{now:%F %T}",
-            "set the clock",
-        )
-    days = (certificate.not_valid_after_utc - now).days
-    if days < _LEAST_DAYS:
-        raise _Trouble(f"{path} is valid for {days} days more")
-
-
 def _check_limits(site: NodeSite) -> None:
     from shufl.deploy.node import agreed_plan
 
     (path, limits), plan = read_device(Path(site.device)), agreed_plan(load(site.config))
     limits.check(plan)
     runs = DeviceLedger(path, limits, create=False).offered() if path.exists() else []
-    if any(run.plan == plan and run.offered < run.allotted for run in runs):
-        return  # one goes on, whose rounds have been charged
-    spent = sum(limits.charge(run) for run in runs)
-    one = limits.charge(RunOffered(len(runs) + 1, "", plan, rounds_within_budget(plan)))
-    if spent + one > limits.most_epsilon:
-        raise _Trouble(
-            f"{len(runs)} runs were charged {spent:.4g}, one more of this plan costs {one:.4g}, "
-            f"most_epsilon is {limits.most_epsilon:g}",
-            "nothing, if no further run is meant; the owner alone raises most_epsilon",
-        )
+    if not any(run.plan == plan and run.offered < run.allotted for run in runs):
+        runs.append(RunOffered(len(runs) + 1, "", plan, rounds_within_budget(plan)))
+    limits.check_runs(runs)
 
 
-def _answer_date(keys: Path, address: str) -> datetime.datetime:
+def _answer_date(address: str, tls: ssl.SSLContext) -> datetime.datetime:
     """When it is by the SuperLink's machine."""
     host, port, *_ = parse_address(address)
-    trusted = ssl.create_default_context(cafile=str(keys / "flower-authority.pem"))
-    connection = http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=trusted)
+    connection = http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=tls)
     try:
         connection.request("GET", "/")
         date = connection.getresponse().headers["Date"]
-    except ssl.SSLCertVerificationError as error:
-        raise _Trouble(
-            f"its certificate does not fit: {error.verify_message}",
-            "server.host in deployment.toml must be the name that nodes use; sign superlink anew",
-        ) from error
     finally:
         connection.close()
     return email.utils.parsedate_to_datetime(date)

@@ -41,7 +41,7 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
     """
     config = load(site.config)
     plan, make_model, load_users, together = check_data(site, folder, config)
-    credentials = site.credentials
+    _ = site.credentials  # which are read again at every call: they are renewed meanwhile
     device = load_device(Path(site.device))
     return ClientSettings(
         run_id=None,
@@ -49,7 +49,7 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
         make_model=make_model,
         load_users=load_users,
         training=local_training(config),
-        shufflers=tuple((address, credentials) for address in site.shufflers),
+        shufflers=tuple((address, lambda: site.credentials) for address in site.shufflers),
         seed=None,
         ledger=lambda number: device,
         users=site.users,

@@ -6,11 +6,9 @@ a request that has come. What is there already stays as it is.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.resources
 import shlex
 import string
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from shufl.accounting import PrivacyPlan
 from shufl.accounting.plan import AccountantName
 from shufl.clients import DeviceLimits
 from shufl.clients.device import RunOffered
+from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolled, Enrolment
 from shufl.deploy.plan import (
     Deployment,
     NodeEntry,
@@ -32,16 +31,11 @@ from shufl.deploy.plan import (
 from shufl.deploy.server_app import deployed_experiment
 from shufl.deploy.sites import ServerSite
 from shufl.shuffler.callers import Role
-from shufl.shuffler.keys import Authority, Request, write_new
 from shufl.simulator.config import dumps, load
 from shufl.simulator.data.features import data_digest
 from shufl.simulator.experiment import Experiment
 from shufl.simulator.section import ConfigError, is_carried
 
-Approve = Callable[[str, str], bool]
-"""Says whether a party has read out this fingerprint of its key: of the key's name, and SHA-256."""
-
-_AGREED = "nodes/agreed.toml"
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
@@ -68,29 +62,31 @@ class Provisioned:
 
     Attributes:
         sites: all of them.
+        enrolled: what became of keys.
         made: sites whose folders are new.
-        signed: requests that were signed, and Flower keys that the server is told of.
-        unapproved: fingerprints of keys that have come, and nobody has approved, by name.
-        waiting: requests that have not come.
         kept: files that would be others by now, and stay as they are.
     """
 
     sites: list[Site]
+    enrolled: Enrolled
     made: list[str] = field(default_factory=list)
-    signed: list[str] = field(default_factory=list)
-    unapproved: dict[str, str] = field(default_factory=dict)
-    waiting: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
 
 
 def provision(
-    deployment: Deployment, base: Path, out: Path, approve: Approve, in_place: bool = False
+    deployment: Deployment,
+    base: Path,
+    out: Path,
+    approve: Approve,
+    *,
+    days: float = 365,
+    in_place: bool = False,
 ) -> Provisioned:
     """Makes what is missing of a deployment's folders, and signs for the keys that are approved.
 
     The configuration's path is relative to `base`, where the deployment's file is. `out` gets a
-    folder for each site, and the two authorities. With `in_place` the sites run in these folders,
-    and not in /srv/shufl of their machines.
+    folder for each site, and the two authorities. Certificates are valid for at most `days`. With
+    `in_place` the sites run in these folders, and not in /srv/shufl of their machines.
     """
     experiment = experiment_of(deployment, base)
     if experiment.plan.mixing == "sum" and not deployment.trusted_nodes:
@@ -103,14 +99,13 @@ def provision(
             f"the nodes speak for {users} users, data.users of the configuration is "
             f"{experiment.plan.users}"
         )
-    parties, flower = (_authority(out / name) for name in ("authority", "authority-flower"))
-    done = Provisioned(_Sites(deployment, experiment, base, out if in_place else None).all())
-    for site in done.sites:
+    enrolment = Enrolment(deployment, out, approve, days)
+    sites = _Sites(deployment, experiment, base, out if in_place else None).all()
+    done = Provisioned(sites, enrolment.done)
+    for site in sites:
         folder = out / site.name
-        keys = folder / "keys"
         if not folder.exists():
             done.made.append(site.name)
-        keys.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, text in site.files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,23 +113,8 @@ def provision(
                 path.write_text(text, encoding="utf-8")
             elif path.read_text(encoding="utf-8") != text:
                 done.kept.append(f"{site.name}/{name}")
-        _put(keys / "authority.pem", parties.certificate)
-        _put(keys / "flower-authority.pem", flower.certificate)
-        for name, role in site.requests:
-            asked, certificate = keys / f"{name}.csr", keys / f"{name}.pem"
-            if certificate.exists():
-                continue
-            if not asked.exists():
-                done.waiting.append(f"{site.name}/keys/{name}.csr")
-                continue
-            request = _request(asked, name)
-            if not approve(name, request.fingerprint):
-                done.unapproved[name] = request.fingerprint
-                continue
-            authority = flower if name == "superlink" else parties
-            _sign(request, certificate, role, deployment, authority)
-            done.signed.append(name)
-    _tell_server_of_nodes(deployment, out / "server" / Path(_AGREED).parent, approve, done)
+        enrolment.sign(site.name, site.requests)
+    enrolment.tell_server()
     return done
 
 
@@ -175,7 +155,7 @@ class _Sites:
         told = server.model_dump(include={"round_timeout", "patience"}) | {
             "shufflers": self._deployment.addresses,
             "certificate": "keys/server.pem",
-            "nodes": _AGREED,
+            "nodes": AGREED_FILE,
             "digest": self._digest(*self._deployment.nodes),
         }
         about = {"host": server.host, "port": server.port, "local_port": server.local_port}
@@ -305,87 +285,3 @@ def _device(plan: PrivacyPlan, rounds: int) -> str:
 def _template(name: str, **values: object) -> str:
     text = importlib.resources.files("shufl.deploy") / "templates" / name
     return string.Template(text.read_text(encoding="utf-8")).substitute(values)
-
-
-def _authority(folder: Path) -> Authority:
-    """The authority in a folder, made if there is none."""
-    try:
-        if not (folder / "authority.pem").exists():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            Authority.create().write(folder)
-        return Authority.read(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: {error}") from error
-
-
-def _request(asked: Path, name: str) -> Request:
-    """The request in a file, if it is for this name."""
-    try:
-        request = Request.read(asked)
-        if request.name != name:
-            raise ValueError(f"{asked}: a request for {name} is due here, got {request.name}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    return request
-
-
-def _sign(
-    request: Request, certificate: Path, role: Role, deployment: Deployment, authority: Authority
-) -> None:
-    """Signs a request; what for is the deployment's to say."""
-    name = request.name
-    hosts = {each.name: each.host for each in deployment.shufflers}
-    hosts["superlink"] = deployment.server.host
-    users = {each.name: each.users for each in deployment.nodes}
-    try:
-        signed = authority.sign(
-            request,
-            role,
-            hosts=sorted({hosts[name], "127.0.0.1", "localhost"}) if role is Role.SHUFFLER else (),
-            users=users.get(name, 0),
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    write_new(certificate, signed)
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Writes a certificate that every site has; refuses another one that is there.
-
-    Raises:
-        ConfigError: there is another.
-    """
-    if not path.exists():
-        path.write_bytes(content)
-    elif path.read_bytes() != content:
-        raise ConfigError(
-            f"{path} is of another authority than the one here: put that one back, or move the "
-            "sites' folders away and enrol everybody anew"
-        )
-
-
-def _tell_server_of_nodes(
-    deployment: Deployment, folder: Path, approve: Approve, done: Provisioned
-) -> None:
-    """Puts there which nodes there are by now, and their public keys for Flower."""
-    folder.mkdir(exist_ok=True)
-    agreed = [
-        {"name": node.name, "number": number, "users": node.users}
-        for number, node in deployment.numbered.items()
-    ]
-    (folder / Path(_AGREED).name).write_text(tomli_w.dumps({"nodes": agreed}), encoding="utf-8")
-    for node in deployment.nodes:
-        theirs = folder.parents[1] / node.name / "keys/flower.pub"
-        ours = folder / f"{node.name}.pub"
-        if node.withdrawn:
-            ours.unlink(missing_ok=True)
-            continue
-        key = theirs.read_bytes() if theirs.exists() else b""
-        if not key or (ours.exists() and ours.read_bytes() == key):
-            continue
-        name, fingerprint = f"{node.name}.flower", hashlib.sha256(key).hexdigest()
-        if approve(name, fingerprint):
-            ours.write_bytes(key)
-            done.signed.append(name)
-        else:
-            done.unapproved[name] = fingerprint

@@ -167,7 +167,7 @@ class DeployedEngine:
         settings = ServerSettings(
             **vars(training),
             nodes=1,
-            shufflers=tuple((address, site.credentials) for address in site.shufflers),
+            shufflers=tuple((address, lambda: site.credentials) for address in site.shufflers),
             round_timeout=site.round_timeout,
             sealing=self._sealing,
             patience=site.patience,

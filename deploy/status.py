@@ -111,10 +111,19 @@ def _read(path: Path, otherwise: Any) -> Any:
 def health_of(address: str, credentials: Credentials) -> str:
     """What is wrong with a shuffler, asked over the network; empty: it serves."""
     try:
-        with Connection(address, credentials, _SECONDS) as there, there.errors():
-            stub = health_pb2_grpc.HealthStub(there.connected())
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS)
+        ask_health(address, credentials)
     except ShufflerError as error:
         return str(error)
-    serving = health_pb2.HealthCheckResponse.SERVING
-    return "" if answer.status == serving else "it is about to stop"
+    return ""
+
+
+def ask_health(address: str, credentials: Credentials) -> None:
+    """Returns if a shuffler serves.
+
+    Raises:
+        ShufflerRefused: it takes no calls with this certificate.
+        ShufflerError: it does not answer.
+    """
+    with Connection(address, credentials, _SECONDS) as there, there.errors():
+        stub = health_pb2_grpc.HealthStub(there.connected())
+        stub.Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS)

@@ -18,7 +18,7 @@ from shufl.server.aggregate import MakeAggregator, Mean
 from shufl.server.checkpoint import Checkpoint
 from shufl.server.evaluation import Measure
 from shufl.server.words import AgreedNode, Schedule, StoppedBy
-from shufl.shuffler import Credentials, Sealing
+from shufl.shuffler import AnyCredentials, Sealing
 from shufl.trained import trained
 
 
@@ -150,7 +150,7 @@ class ServerSettings(TrainingSettings):
     """
 
     nodes: int
-    shufflers: tuple[tuple[str, Credentials], ...]
+    shufflers: tuple[tuple[str, AnyCredentials], ...]
     round_timeout: float
     sealing: Sealing = "x25519"
     patience: float = 0.0

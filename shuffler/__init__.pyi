@@ -1,4 +1,4 @@
-from .keys import Credentials
+from .keys import AnyCredentials, Credentials
 from .process import ShufflerProcess
 from .wire.control_client import ControlClient
 from .wire.errors import (
@@ -34,6 +34,7 @@ from .wire.sealing import (
 )
 
 __all__ = [
+    "AnyCredentials",
     "ControlClient",
     "Credentials",
     "IntakeClient",

@@ -18,7 +18,7 @@ import hashlib
 import ipaddress
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,6 +90,10 @@ class Credentials:
         (directory / f"{name}.pem").write_bytes(self.certificate)
         if not (directory / "authority.pem").exists():
             (directory / "authority.pem").write_bytes(self.authority)
+
+
+AnyCredentials = Credentials | Callable[[], Credentials]
+"""Or what reads them from their files, at every call: so renewed ones are taken at once."""
 
 
 class Authority:
@@ -214,8 +218,23 @@ class Request:
         Raises:
             ValueError: if it is no name.
         """
+        return cls._of(name, ec.generate_private_key(_CURVE()))
+
+    @classmethod
+    def renew(cls, directory: Path, name: str) -> Request:
+        """Asks for another certificate for NAME.key, which stays: writes NAME.csr anew.
+
+        Raises:
+            ValueError: if it is no name, or the file does not hold a key.
+            OSError: if a file cannot be read or written.
+        """
+        request = cls._of(name, _read_key(directory / f"{name}.key"))
+        replace_file(directory / f"{name}.csr", request.pem)
+        return request
+
+    @classmethod
+    def _of(cls, name: str, key: ec.EllipticCurvePrivateKey) -> Request:
         _check_name(name)
-        key = ec.generate_private_key(_CURVE())
         request = x509.CertificateSigningRequestBuilder(_subject(name)).sign(key, hashes.SHA256())
         pem = request.public_bytes(serialization.Encoding.PEM)
         return cls(name, key.public_key(), pem, _key_pem(key))
@@ -290,6 +309,16 @@ def make_flower_key(keys: Path) -> None:
     _write_both(keys / "flower.key", secret, keys / "flower.pub", public + b"\n")
 
 
+def check_days(days: float) -> None:
+    """Refuses, as the option `--days`, how long no certificate is valid.
+
+    Raises:
+        ValueError: it is not above 0, or too long.
+    """
+    if not 0 < days <= MAX_DAYS:
+        raise ValueError(f"--days lies in (0, {MAX_DAYS}], got {days:g}")
+
+
 def read_certificate(path: Path) -> x509.Certificate:
     """The certificate in a file.
 
@@ -332,6 +361,14 @@ def write_new(path: Path, content: bytes, mode: int = 0o644) -> None:
     except OSError as error:
         path.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def replace_file(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Writes a file whole, in place of the one that may be there."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    write_new(new, content, mode)
+    new.replace(path)
 
 
 def _write_both(key: Path, secret: bytes, other: Path, public: bytes) -> None:

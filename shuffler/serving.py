@@ -22,7 +22,8 @@ import typer
 from shufl.accounting.lines import one_line
 from shufl.accounting.mechanisms import make_randomness
 from shufl.shuffler.callers import Revoked
-from shufl.shuffler.config import ShufflerConfig, load_config
+from shufl.shuffler.config import ShufflerConfig, Tls, load_config
+from shufl.shuffler.keys import read_certificate
 from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.server import ShufflerServer
@@ -99,9 +100,10 @@ async def _serve(
     """Serves until SIGTERM, SIGINT, or the end of the parent.
 
     A signal lets releases finish; a second one, or the end of the parent, ends them at once.
-    SIGHUP opens the log file and reads the withdrawn credentials again.
+    SIGHUP opens the log file and reads the withdrawn credentials and its own certificate again.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
+    server = make_server()
     loop = asyncio.get_running_loop()
     stopped, at_once = asyncio.Event(), asyncio.Event()
 
@@ -110,16 +112,25 @@ async def _serve(
             at_once.set()
         stopped.set()
 
+    heard = False  # no lock: the handler runs between any two steps of this thread
+
+    def read_again() -> None:
+        nonlocal heard
+        heard = False
+        _read_again(log, revoked, settings.tls, server)
+
     def hang_up(*_: object) -> None:
-        loop.call_soon_threadsafe(_read_again, log, revoked)
+        nonlocal heard
+        if not heard:  # many signals are read for once
+            heard = True
+            loop.call_soon_threadsafe(read_again)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     # Not the loop's own handler: with the loop that would end, and SIGHUP would kill.
     signal.signal(signal.SIGHUP, hang_up)
-    _read_again(log, revoked)  # a SIGHUP before this went unheard
+    read_again()  # a SIGHUP before this went unheard
     minutes = asyncio.create_task(_every_minute(log))
-    server = make_server()
     try:
         address = await server.start(settings.listen)
         if parent is not None:
@@ -150,11 +161,17 @@ async def _every_minute(log: Log) -> None:
         log.next_minute()
 
 
-def _read_again(log: Log, revoked: Revoked) -> None:
+def _read_again(log: Log, revoked: Revoked, tls: Tls, server: ShufflerServer) -> None:
     try:
         log.reopen()
     except OSError as error:
         _log.error("log file not opened again, the one before stays: %s", error)
+    try:
+        if server.renew(tls.read()):
+            until = read_certificate(tls.certificate).not_valid_after_utc
+            _log.info("another certificate read, valid until %s", f"{until:%F %T} UTC")
+    except (OSError, ValueError) as error:
+        _log.error("certificate not read, the one before stays: %s", error)
     if revoked.path is None:
         return
     try:

@@ -56,9 +56,9 @@ class Gate:
         self._calls = PerSender(limits.calls_per_sender)
         self._metrics = metrics
 
-    def _admit(self, caller: Caller | None, role: Role) -> Caller:
+    def _admit(self, caller: Caller | None, roles: tuple[Role, ...]) -> Caller:
         """Who calls; a call that it may not make is refused."""
-        if caller is not None and caller.role is role and self._is_good(caller):
+        if caller is not None and caller.role in roles and self._is_good(caller):
             return caller
         _log.warning("call without the right credential refused")
         raise ShufflerRefused(Refusal.NOT_PERMITTED)
@@ -83,7 +83,7 @@ class Gate:
         server: grpc.aio.Server,
         service: ServiceDescriptor,
         servicer: object,
-        role: Role | None = None,
+        *roles: Role,
     ) -> None:
         """Adds a service, as the generated code would, but for bytes that are no message, or none.
 
@@ -91,7 +91,7 @@ class Gate:
         answers. To gRPC all methods are streams here, which makes no difference on the wire: this
         code reads and checks the one request of most methods, and `Submit` reads its own. A method
         that raises `ShufflerRefused`, or `TimeoutError`, ends its call with that. Methods are for
-        the role, and get the caller beside the request; where there is no role, for whoever can
+        the roles, and get the caller beside the request; where there is none, for whoever can
         connect. Methods that the servicer does not have are not served.
         """
 
@@ -106,7 +106,7 @@ class Gate:
                     return None
 
             async def answer(context: grpc.aio.ServicerContext, certified: Caller | None) -> Any:
-                caller = None if role is None else self._admit(certified, role)
+                caller = self._admit(certified, roles) if roles else None
                 who = () if caller is None else (caller,)
                 async with nullcontext() if caller is None else self.permitted.of(caller):
                     if method.client_streaming:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from shufl.shuffler.callers import Revoked, Role
+from shufl.shuffler.callers import Caller, Revoked, Role
 from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Credentials
 from shufl.shuffler.service import memory
@@ -71,7 +71,8 @@ class ShufflerServer:
         gate.add_service(self._server, services["Intake"], self._intake, Role.NODE)
         gate.add_service(self._server, services["Control"], self._control, Role.SERVER)
         gate.add_service(self._server, services["Record"], RecordService(self._control, store))
-        gate.add_service(self._server, healthy.services_by_name["Health"], _Health())
+        callers = Role.NODE, Role.SERVER, Role.MONITOR
+        gate.add_service(self._server, healthy.services_by_name["Health"], _Health(), *callers)
 
     async def start(self, listen: str) -> str:
         """Listens and serves.
@@ -83,14 +84,11 @@ class ShufflerServer:
                 used.
         """
         host, port, _ = parse_address(listen)
-        credentials = self._credentials
         address = join_address(host, port)
         _probe(host, port, listen)
         try:
-            tls = grpc.ssl_server_credentials(
-                [(credentials.private_key, credentials.certificate)],
-                root_certificates=credentials.authority,
-                require_client_auth=True,
+            tls = grpc.dynamic_ssl_server_credentials(
+                _configuration(self._credentials), self._renewed, require_client_authentication=True
             )
             port = self._server.add_secure_port(address, tls)
         except RuntimeError:
@@ -98,6 +96,15 @@ class ShufflerServer:
         await self._server.start()
         self._watch = asyncio.create_task(self._keep_watch())
         return join_address(host, port)
+
+    def renew(self, credentials: Credentials) -> bool:
+        """Shows these to whoever connects from now on; says whether they are others."""
+        before, self._credentials = self._credentials, credentials
+        return credentials != before
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration:
+        """What a handshake shows; gRPC asks before each."""
+        return _configuration(self._credentials)
 
     async def stop(self, at_once: asyncio.Event | None = None) -> None:
         """Stops taking calls, gives those in progress time, and destroys all batches.
@@ -158,11 +165,17 @@ class _Health:
     There is no `Watch`: each would be a call that never ends.
     """
 
-    async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def Check(self, request: Any, _: Caller, context: grpc.aio.ServicerContext) -> Any:
         """Answers about the whole shuffler, which alone has a status."""
         if request.service:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+
+def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(credentials.private_key, credentials.certificate)], credentials.authority
+    )
 
 
 def _probe(host: str, port: int, listen: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import grpc
 
-from shufl.shuffler.keys import Credentials
+from shufl.shuffler.keys import AnyCredentials, Credentials
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, check_address, join_address, parse_address
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, ShufflerUnavailable
 
@@ -28,13 +28,14 @@ class Connection:
         timeout: longest wait for one answer, in seconds.
     """
 
-    def __init__(self, address: str, credentials: Credentials, timeout: float) -> None:
+    def __init__(self, address: str, credentials: AnyCredentials, timeout: float) -> None:
         host, port, _ = parse_address(check_address(address))
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.address = join_address(host, port)
         self.timeout = timeout
         self._credentials = credentials
+        self._shown: Credentials | None = None
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._owner = os.getpid()
@@ -55,19 +56,35 @@ class Connection:
         self._channel = None
 
     def connected(self) -> grpc.Channel:
-        """The channel of this process."""
+        """The channel of this process; another one once the credentials are others.
+
+        Calls on the one before go on.
+
+        Raises:
+            OSError, ValueError: the credentials cannot be read, and none were before.
+        """
         if self._owner != os.getpid():
             # After a fork the lock may be held by a thread that does not exist here.
             self._lock, self._channel, self._owner = threading.Lock(), None, os.getpid()
         with self._lock:
-            if self._channel is None:
+            show = self._to_show()
+            if self._channel is None or show != self._shown:
                 tls = grpc.ssl_channel_credentials(
-                    self._credentials.authority,
-                    self._credentials.private_key,
-                    self._credentials.certificate,
+                    show.authority, show.private_key, show.certificate
                 )
                 self._channel = grpc.secure_channel(self.address, tls, CHANNEL_OPTIONS)
+                self._shown = show
             return self._channel
+
+    def _to_show(self) -> Credentials:
+        if isinstance(self._credentials, Credentials):
+            return self._credentials
+        try:
+            return self._credentials()
+        except (OSError, ValueError):  # as while they are being replaced
+            if self._shown is None:
+                raise
+            return self._shown
 
     @contextmanager
     def errors(self, seconds: float | None = None) -> Iterator[None]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from shufl.shuffler.keys import Credentials
+from shufl.shuffler.keys import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.connection import Answers, Connection
 from shufl.shuffler.wire.errors import (
@@ -32,7 +32,7 @@ class ControlClient(Connection):
     another server created the run.
     """
 
-    def __init__(self, address: str, credentials: Credentials, timeout: float = 60.0) -> None:
+    def __init__(self, address: str, credentials: AnyCredentials, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first call.
 
         The credentials are a server's; `timeout` is the longest wait in seconds for one answer, or

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shufl.shuffler.keys import Credentials
+from shufl.shuffler.keys import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES, PIECE_BYTES
 from shufl.shuffler.wire.connection import Answers, Connection
@@ -44,7 +44,7 @@ class IntakeClient(Connection):
             `LOST`, those that were given up without one.
     """
 
-    def __init__(self, address: str, credentials: Credentials, timeout: float = 60.0) -> None:
+    def __init__(self, address: str, credentials: AnyCredentials, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first report.
 
         The credentials are a node's; `timeout` is the longest wait in seconds for one verdict. A

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shufl.shuffler.keys import Credentials
+from shufl.shuffler.keys import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.connection import Connection
 from shufl.shuffler.wire.stub import Stub
@@ -13,7 +13,7 @@ from shufl.shuffler.wire.stub import Stub
 class RecordClient(Connection):
     """Fetches the public record. Any certificate of the shuffler's authority will do."""
 
-    def __init__(self, address: str, credentials: Credentials, timeout: float = 60.0) -> None:
+    def __init__(self, address: str, credentials: AnyCredentials, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first question.
 
         `timeout` is the longest wait in seconds for one answer.

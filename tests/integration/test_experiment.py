@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from run_world import (
     LIMIT,
     children,
+    json_lines,
     running,
     same_model,
     shufl,
@@ -89,6 +90,10 @@ def descendants(pid):
     return found
 
 
+def rounds_of(run):
+    return [{**row, "seconds": 0} for row in json_lines(run / "metrics.jsonl")]
+
+
 @pytest.mark.slow
 def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_address):
     grid, results = write_grid(tmp_path, 60), tmp_path / "results"
@@ -141,6 +146,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_ad
     Run.new(load(str(tmp_path / "tiny.toml"), sets), runs, Console(quiet=True)).train()
     (same,) = folder.glob("fast_2_4_*/*/model.pt")
     (other,) = runs.iterdir()
+    assert rounds_of(same.parent) == rounds_of(other)
     assert same_model(same.parent, other)
     (row,) = (row for row in rows if (row["value"], row["seed"]) == ("2.0", "4"))
     assert float(row["score"]) == json.loads((other / "summary.json").read_text())["accuracy"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -46,7 +48,7 @@ from shufl.shuffler import (
     sealed_length,
 )
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
-from shufl.shuffler.keys import Authority
+from shufl.shuffler.keys import Authority, Request, replace_file
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.stub import Stub
 
@@ -469,6 +471,66 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
             assert list(others.submit(header, [(1, bytes(LENGTH))])) == accepted
             refused(lambda: control.close_round("run", 1))
             assert later.close_round("run", 1).outcome is Outcome.RELEASABLE
+
+
+@pytest.mark.slow
+def test_renewed_certificates_are_taken_while_a_round_is_open(tmp_path: Path):
+    """The shuffler's at SIGHUP, a client's at its next call; one that is damaged is not."""
+    config, revoked, log = (tmp_path / name for name in ("c.toml", "revoked", "log"))
+    config.write_text(WITH_REVOKED)
+    credentials("shuffler").write(tmp_path, "shuffler")
+    revoked.write_text("")
+    before = credentials("node")
+    before.write(tmp_path, "a-node")
+    with running(config) as (child, address):
+
+        def hang_up(event: str) -> None:
+            known = log.read_text().count(event)
+            child.send_signal(signal.SIGHUP)
+            wait_until(lambda: log.read_text().count(event) > known, LIMIT, event)
+
+        def renew(name: str, role: Role, **options: Any) -> bytes:
+            request = Request.renew(tmp_path, name)
+            replace_file(tmp_path / f"{name}.pem", AUTHORITY.sign(request, role, **options))
+            return (tmp_path / f"{name}.pem").read_bytes()
+
+        def shown() -> bytes:
+            host, port = address.split(":")
+            pem = ssl.get_server_certificate((host, int(port)))
+            return x509.load_pem_x509_certificate(pem.encode()).fingerprint(hashes.SHA256())
+
+        with (
+            ControlClient(address, credentials("server")) as control,
+            IntakeClient(address, lambda: Credentials.read(tmp_path, "a-node")) as intake,
+        ):
+            digest = control.create_run("run", plan(), LENGTH)
+            nonce = control.open_round("run", 1, "m", PUBLIC_KEY)
+            header = RoundHeader("run", 1, "m", digest, KEY_DIGEST, nonce)
+
+            def submit(user: int) -> list[Verdict]:
+                return list(intake.submit(header, [(user, bytes(LENGTH))]))
+
+            assert submit(0) == [Verdict.ACCEPTED]
+            renewed = renew("a-node", Role.NODE, users=10)
+            revoked.write_text(before.fingerprint + "\n")
+            hang_up("credentials read: 1")
+            assert submit(1) == [Verdict.ACCEPTED]
+            (tmp_path / "a-node.pem").write_bytes(renewed[:100])
+            assert submit(2) == [Verdict.ACCEPTED]
+            own = x509.load_pem_x509_certificate((tmp_path / "shuffler.pem").read_bytes())
+            assert shown() == own.fingerprint(hashes.SHA256())
+            theirs = renew("shuffler", Role.SHUFFLER, hosts=["127.0.0.1"])
+            hang_up("another certificate read, valid until")
+            assert shown() == x509.load_pem_x509_certificate(theirs).fingerprint(hashes.SHA256())
+            assert shown() != own.fingerprint(hashes.SHA256())
+            (tmp_path / "shuffler.pem").write_bytes(theirs[:100])
+            hang_up("certificate not read, the one before stays: ")
+            assert shown() == x509.load_pem_x509_certificate(theirs).fingerprint(hashes.SHA256())
+            replace_file(tmp_path / "a-node.pem", renewed)
+            assert submit(3) == [Verdict.ACCEPTED]
+            with pytest.raises(ShufflerRefused), IntakeClient(address, before) as old:
+                list(old.submit(header, [(4, bytes(LENGTH))]))
+            assert control.close_round("run", 1).outcome is Outcome.RELEASABLE
 
 
 def test_a_fingerprint_withdraws_however_it_is_written(tmp_path: Path):

@@ -1,10 +1,18 @@
 """`shufl doctor` in folders of sites that are well, and that are not."""
 
+import datetime
+import email.utils
+import http.server
 import re
 import shutil
+import signal
+import ssl
+import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from cryptography import x509
 from typer.testing import CliRunner
 
 from deployment_world import deployment_of
@@ -12,6 +20,7 @@ from run_world import LIMIT, wait_until
 from shufl.cli.__main__ import app
 from shufl.deploy.doctor import examine
 from shufl.deploy.rehearse import Rehearsal
+from shufl.deploy.sites import NodeSite, load_site
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority, Request
 from shufl.simulator.section import ConfigError
@@ -79,8 +88,15 @@ def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(tmp_pa
         assert found("ward-1") == found("shuffler-1") == []
         authority = Authority.create().certificate
         (rehearsal.folder / "server/keys/flower-authority.pem").write_bytes(authority)
-        (trouble, _) = found("server")
-        assert "its certificate does not fit" in trouble.trouble
+        (trouble,) = found("server")
+        assert "its certificate: " in trouble.trouble
+        assert "put the authorities' certificates in keys" in trouble.fix
+        (rehearsal.folder / "shuffler-1/revoked").write_text("ward-1\n")
+        rehearsal.running["shuffler-1", "shuffler"].send_signal(signal.SIGHUP)
+        wait_until(lambda: found("ward-1"), LIMIT, "the withdrawn node to be refused")
+        (trouble,) = found("ward-1")
+        assert "takes no calls with this certificate" in trouble.trouble
+        assert "it is withdrawn there" in trouble.fix
     finally:
         rehearsal.__exit__()
 
@@ -94,6 +110,8 @@ def test_a_certificate_of_another_node_is_found(sites, without_records):
     assert troubles(node).keys() == {"model and records"}
     shutil.copy(sites / "ward-1/keys/ward-1.key", node / "keys/ward-1.key")
     assert "not the key of" in troubles(node)["keys"].trouble
+    assert "shufl keys renew" in troubles(node)["keys"].fix
+    (node / "keys/ward-1.key").unlink()
     assert "shufl keys request" in troubles(node)["keys"].fix
 
 
@@ -103,7 +121,7 @@ def test_a_certificate_of_another_node_is_found(sites, without_records):
         (Role.NODE, 4, 365, "certificate's role", "must be for a node of 3 users"),
         (Role.SERVER, 0, 365, "certificate's role", "is for a server of 0 users"),
         (Role.NODE, 3, 5, "certificate's days", "valid for 4 days more"),
-        (Role.NODE, 3, 0.0001, "certificate's days", "is valid for"),
+        (Role.NODE, 3, -1, "certificate's days", "is valid from"),
     ],
 )
 def test_certificates_that_do_not_fit_are_found(
@@ -115,6 +133,65 @@ def test_certificates_that_do_not_fit_are_found(
     certificate = authority.sign(request, role, users=users, days=days)
     (node / "keys/ward-1.pem").write_bytes(certificate)
     assert message in troubles(node)[what].trouble
+
+
+@contextmanager
+def superlink_at(node, date):
+    """Answers at the SuperLink's address, with its certificate, as if it were then."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def date_time_string(self, timestamp=None):
+            return email.utils.format_datetime(date, usegmt=True)
+
+        def log_message(self, *_):
+            pass
+
+    address = load_site(node / "node.toml", NodeSite).superlink
+    keys = node.parent / "superlink"
+    host, port = address.split(":")
+    server = http.server.ThreadingHTTPServer((host, int(port)), Answer)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(keys / "superlink.pem", keys / "superlink.key")
+    server.socket = tls.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_certificate_that_has_ended_and_a_clock_that_is_wrong_are_told_apart(
+    sites, without_records
+):
+    node, authority = without_records, Authority.read(sites / "authority")
+    shutil.copytree(sites / "server/keys", node.parent / "superlink")
+    request = Request.read(node / "keys/ward-1.csr")
+    ended = authority.sign(request, Role.NODE, users=3, days=-1)
+    (node / "keys/ward-1.pem").write_bytes(ended)
+
+    def found():
+        examined = {each.what: each for each in examine(node) if each.trouble}
+        return examined["certificate's days"], examined.get("clock")
+
+    days, clock = found()
+    assert "is valid from " in days.trouble
+    assert days.fix.startswith("systemctl enable --now systemd-timesyncd, if that is not the time")
+    assert "; else shufl keys renew" in days.fix and "cannot be asked" in clock.trouble
+    now = datetime.datetime.now(datetime.UTC)
+    with superlink_at(node, now):
+        days, clock = found()
+        assert days.fix.startswith("shufl keys renew") and clock is None
+    ends = x509.load_pem_x509_certificate(ended).not_valid_after_utc
+    with superlink_at(node, ends - datetime.timedelta(minutes=1)):
+        days, clock = found()
+        assert days.fix == clock.fix == "systemctl enable --now systemd-timesyncd"
+        assert re.fullmatch(r"86\d\d\d s ahead of the SuperLink's machine", clock.trouble)
 
 
 def test_a_server_that_was_told_of_too_few_nodes_is_found(sites, tmp_path):
@@ -143,7 +220,7 @@ def test_limits_that_refuse_the_plan_are_found(without_records):
     device.write_text(text + "least_noise = 3.0\n")
     assert "noise multipliers of at least 3" in troubles(node)["owner's limits"].trouble
     device.write_text(re.sub("most_epsilon = .*", "most_epsilon = 0.1", text))
-    assert "one more of this plan costs" in troubles(node)["owner's limits"].trouble
+    assert "over all runs, with this one it would be" in troubles(node)["owner's limits"].trouble
     run = node / "run.toml"
     run.write_text(run.read_text().replace("check_in_rate = 1.0", "check_in_rate = 0.9"))
     device.write_text(text)
@@ -229,5 +306,9 @@ def test_a_server_that_does_not_know_its_superlink_is_one_line(sites, tmp_path, 
 
 
 def test_a_folder_of_no_site_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is not a site's folder: it must hold exactly one of"):
+    with pytest.raises(ConfigError, match=r"exactly one of server.toml, .* holds none$"):
+        examine(tmp_path)
+    for name in ("server.toml", "node.toml"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=r"holds server.toml and node.toml$"):
         examine(tmp_path)

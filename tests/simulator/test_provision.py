@@ -1,6 +1,8 @@
 """What `shufl provision` makes: a folder for each site, certificates, and clear refusals."""
 
+import datetime
 import hashlib
+import json
 import subprocess
 import sys
 import tomllib
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from cryptography import x509
 from typer.testing import CliRunner
 
 from run_world import shufl
@@ -60,10 +63,10 @@ def base(tmp_path):
     return tmp_path
 
 
-def provisioned(base, approve=lambda name, key: True, **changes):
+def provisioned(base, approve=lambda name, key: True, days=365, **changes):
     path = base / "deployment.toml"
     path.write_text(tomli_w.dumps(DEPLOYMENT | changes))
-    return provision(Deployment.read(path), base, base / "sites", approve)
+    return provision(Deployment.read(path), base, base / "sites", approve, days=days)
 
 
 def request_everything(base, *nodes):
@@ -85,11 +88,18 @@ def contents(folder):
 def test_requests_that_have_come_are_signed_for_what_the_deployment_says(base):
     first = provisioned(base)
     assert first.made == ["server", "shuffler-1", "ward-1", "ward-2"]
-    assert len(first.waiting) == 5
+    assert len(first.enrolled.waiting) == 5
     keys = request_everything(base, "ward-1", "ward-2")
     second = provisioned(base)
-    assert (second.made, second.waiting) == ([], [])
-    assert set(second.signed) == {"server", "superlink", "shuffler-1", "ward-1", "ward-2", *FLOWERS}
+    assert (second.made, second.enrolled.waiting) == ([], [])
+    assert set(second.enrolled.signed) == {
+        "server",
+        "superlink",
+        "shuffler-1",
+        "ward-1",
+        "ward-2",
+        *FLOWERS,
+    }
     node = caller_of(Credentials.read(keys["ward-2"], "ward-2").certificate)
     assert (node.role, node.name, node.users) == (Role.NODE, "ward-2", 20)
     assert caller_of(Credentials.read(keys["server"], "server").certificate).role is Role.SERVER
@@ -109,20 +119,101 @@ def test_what_nobody_has_approved_is_not_signed(base):
         asked[name] = key
         return name == "server"
 
-    done = provisioned(base, only_the_server)
+    done = provisioned(base, only_the_server).enrolled
     assert done.signed == ["server"]
     assert list(done.unapproved) == ["superlink", "shuffler-1", "ward-1", "ward-2", *FLOWERS]
     assert asked["ward-1"] == Request.read(keys["ward-1"] / "ward-1.csr").fingerprint
     assert not (keys["ward-1"] / "ward-1.pem").exists()
     assert not list((base / "sites/server/nodes").glob("*.pub"))
-    assert set(provisioned(base).signed) == {*done.unapproved}
-    assert not provisioned(base, only_the_server).unapproved  # what is there is not asked for again
+    assert set(provisioned(base).enrolled.signed) == {*done.unapproved}
+    assert not provisioned(
+        base, only_the_server
+    ).enrolled.unapproved  # what is there is not asked for again
     (keys["ward-1"] / "flower.pub").write_bytes(b"another\n")
-    assert list(provisioned(base, only_the_server).unapproved) == ["ward-1.flower"]
+    assert list(provisioned(base, only_the_server).enrolled.unapproved) == ["ward-1.flower"]
     assert (base / "sites/server/nodes/ward-1.pub").read_bytes() != b"another\n"
     printed = CliRunner().invoke(app, ["keys", "flower", str(base)]).stdout
     key = hashlib.sha256((base / "flower.pub").read_bytes()).hexdigest()
     assert f"key {key}: the authority must be shown the same\n" in printed
+
+
+def nobody(name, key):
+    raise AssertionError(f"{name} was asked for")
+
+
+def test_who_asks_anew_with_the_same_key_gets_another_certificate_unasked(base):
+    """As often as there is a new request; a certificate that lies there proves nothing."""
+    provisioned(base)
+    keys = request_everything(base, "ward-1", "ward-2")["ward-1"]
+    provisioned(base, days=30)
+    before = Credentials.read(keys, "ward-1")
+    assert provisioned(base, nobody).enrolled.signed == []
+    Request.renew(keys, "ward-1")
+    assert provisioned(base, nobody).enrolled.signed == ["ward-1"]
+    assert provisioned(base, nobody).enrolled.signed == []
+    after = Credentials.read(keys, "ward-1")
+    assert after.private_key == before.private_key
+    ends = [ends_of(each.certificate) for each in (before, after)]
+    assert ends[1] - ends[0] > datetime.timedelta(days=250)
+    # Somebody else's key, with a certificate of it beside it, which no authority has signed.
+    (keys / "ward-1.csr").unlink()
+    (keys / "ward-1.key").unlink()
+    Request.create("ward-1").write(keys)
+    own = Authority.create().sign(Request.read(keys / "ward-1.csr"), Role.NODE, users=30)
+    (keys / "ward-1.pem").write_bytes(own)
+    refused = provisioned(base, lambda name, key: False).enrolled
+    assert (refused.signed, list(refused.unapproved)) == ([], ["ward-1"])
+    assert provisioned(base).enrolled.signed == ["ward-1"]  # approved: the new key takes its place
+    (keys / "ward-1.key").write_bytes(before.private_key)
+    stolen = Request.renew(keys, "ward-1")
+    refused = provisioned(base, lambda name, key: False).enrolled
+    assert refused.unapproved == {"ward-1": stolen.fingerprint}
+
+
+def test_the_authority_keeps_a_log_of_what_it_did(base):
+    provisioned(base)
+    keys = request_everything(base, "ward-1", "ward-2")
+    provisioned(base)
+    nodes = [DEPLOYMENT["nodes"][0], DEPLOYMENT["nodes"][1] | {"withdrawn": True}]
+    provisioned(base, nodes=nodes)
+    log = base / "sites/authority/log.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all(line["by"] and line["time"].endswith("Z") for line in lines)
+    told = [(line["did"], line["name"]) for line in lines]
+    assert told[:2] == [("made", "authority"), ("made", "authority-flower")]
+    assert set(told[2:7]) == {("signed", name) for name in (*keys, "superlink")}
+    assert told[7:] == [*(("told the server of", name) for name in FLOWERS), ("withdrew", "ward-2")]
+    (node,) = [line for line in lines if (line["did"], line["name"]) == ("signed", "ward-1")]
+    assert node["certificate"] == Credentials.read(keys["ward-1"], "ward-1").fingerprint
+    assert node["key"] == Request.read(keys["ward-1"] / "ward-1.csr").fingerprint
+    with log.open("a") as file:
+        file.write('{"did": "sig')
+    with pytest.raises(ConfigError, match=r"log.jsonl: line 11 is damaged; remove it, or restore"):
+        provisioned(base)
+
+
+def test_certificates_do_not_all_end_on_one_day_and_say_when_they_end_soon(base):
+    provisioned(base)
+    keys = request_everything(base, "ward-1", "ward-2")
+    done = provisioned(base, days=100).enrolled
+    assert done.ending == {}
+    now = datetime.datetime.now(datetime.UTC)
+    paths = [folder / f"{name}.pem" for name, folder in keys.items()]
+    left = [(ends_of(path.read_bytes()) - now).days for path in paths]
+    assert all(89 <= each <= 100 for each in left) and len(set(left)) > 1
+    path, authority = keys["ward-2"] / "ward-2.pem", Authority.read(base / "sites/authority")
+    request = Request.read(path.with_suffix(".csr"))
+    path.write_bytes(authority.sign(request, Role.NODE, users=20, days=0.0001))
+    assert provisioned(base).enrolled.ending["ward-2"] < 0.0001
+    out = CliRunner().invoke(app, ["provision", str(base / "deployment.toml")]).stdout
+    assert "ending  ward-2: its certificate is valid for " in out
+    assert "shufl keys renew keys --name ward-2" in out
+    refused = CliRunner().invoke(app, ["provision", str(base / "deployment.toml"), "--days", "0"])
+    assert refused.stderr == "error: --days lies in (0, 36500], got 0\n"
+
+
+def ends_of(certificate):
+    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
 
 
 def test_every_site_has_files_that_its_process_reads(base):

@@ -36,13 +36,19 @@ def provision_command(
             "without it a terminal is asked.",
         ),
     ] = None,
+    days: Annotated[
+        float,
+        typer.Option(help="How long new certificates are valid, at most: each a bit less."),
+    ] = 365,
 ) -> None:
     """Make one folder for each site of a deployment, and sign the requests that have come.
 
     Run it again whenever a node is added or a request has come: what is there stays as it is.
+    authority/log.jsonl has who signed what, and when.
     """
     from shufl.deploy.plan import Deployment
     from shufl.deploy.provision import provision
+    from shufl.shuffler.keys import check_days
     from shufl.simulator.section import ConfigError, make_importable
 
     base = deployment.absolute().parent
@@ -61,23 +67,28 @@ def provision_command(
         question = f"{name}: key {key}. Has the party read out the same?"
         return sys.stdin.isatty() and typer.confirm(question)
 
-    with options.failing(ConfigError, OSError):
+    with options.failing(OSError, ValueError):
         plan = Deployment.read(deployment)
         if unknown := sorted({*approved} - plan.keys):
             raise ConfigError(
                 f"--approve must name one of {', '.join(sorted(plan.keys))}, got {unknown[0]}"
             )
-        done = provision(plan, base, out, approves)
+        check_days(days)
+        done = provision(plan, base, out, approves, days=days)
     for name in done.made:
         typer.echo(f"made    {out / name}: its README.md says what to do there")
-    for name in done.signed:
+    enrolled = done.enrolled
+    for name in enrolled.signed:
         typer.echo(f"signed  {name}")
-    for name, key in done.unapproved.items():
+    for name, key in enrolled.unapproved.items():
         typer.echo(f"not signed {name}: its key is {key}; --approve {name}=… what the party reads")
     for name in done.kept:
         typer.echo(f"kept    {out / name}: the deployment's file says otherwise by now")
-    for name in done.waiting:
+    for name in enrolled.waiting:
         typer.echo(f"waiting for {out / name}")
+    for name, left in enrolled.ending.items():
+        how = f"there: shufl keys renew keys --name {name}, and {name}.csr comes here"
+        typer.echo(f"ending  {name}: its certificate is valid for {left:.1f} days more; {how}")
 
 
 def rehearse_command(

@@ -11,9 +11,9 @@ import typer
 from shufl.cli import options
 from shufl.shuffler.callers import Role, fingerprint_of
 from shufl.shuffler.keys import (
-    MAX_DAYS,
     Authority,
     Request,
+    check_days,
     make_flower_key,
     read_certificate,
     write_new,
@@ -51,7 +51,7 @@ def authority_command(
     Keep authority.key on no machine of the running system: whoever has it can enrol users.
     """
     with options.failing(OSError, ValueError):
-        _check_days(days)
+        check_days(days)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         Authority.create(days).write(directory)
         typer.echo(str(directory / "authority.pem"))
@@ -70,6 +70,22 @@ def request_command(
         request.write(directory)
         typer.echo(str(directory / f"{name}.csr"))
         typer.echo(f"key {request.fingerprint}: the authority must be shown the same")
+
+
+@keys_app.command("renew")
+def renew_command(
+    directory: Annotated[Path, typer.Argument(help="Where NAME.key is, and NAME.csr is written.")],
+    name: Annotated[str, typer.Option(help="Name of the credential and of its files.")],
+) -> None:
+    """Ask for another certificate for the same key, before the one that is there ends.
+
+    The authority knows the key, and is shown nothing. A key that may have been stolen is not
+    renewed: move NAME.* away, and `shufl keys request` another.
+    """
+    with options.failing(OSError, ValueError):
+        request = Request.renew(directory, name)
+        typer.echo(str(directory / f"{name}.csr"))
+        typer.echo(f"key {request.fingerprint}, as before")
 
 
 @keys_app.command("flower")
@@ -104,7 +120,7 @@ def sign_command(
     one printed here.
     """
     with options.failing(OSError, ValueError):
-        _check_days(days)
+        check_days(days)
         asked = Request.read(request)
         authority = Authority.read(directory)
         certificate = authority.sign(asked, role, hosts=host or (), users=users, days=days)
@@ -114,11 +130,6 @@ def sign_command(
         typer.echo(f"key {asked.fingerprint}: the party must have been shown the same")
         fingerprint = fingerprint_of(read_certificate(path))
         typer.echo(f"name {asked.name}, fingerprint {fingerprint}: either withdraws it")
-
-
-def _check_days(days: float) -> None:
-    if not 0 < days <= MAX_DAYS:
-        raise ValueError(f"--days lies in (0, {MAX_DAYS}], got {days:g}")
 
 
 record_app = typer.Typer(

@@ -1,0 +1,250 @@
+"""Enrolment: the authorities of a deployment, what they have signed, and for which keys.
+
+Nothing is signed for a key that nobody has approved. A party that asks anew with the key that was
+signed for it last is known already. Everything the authority did is a line of its `log.jsonl`.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from shufl.deploy.plan import Deployment
+from shufl.shuffler.callers import Role, fingerprint_of
+from shufl.shuffler.keys import Authority, Request, read_certificate, replace_file
+from shufl.simulator.section import ConfigError
+
+Approve = Callable[[str, str], bool]
+"""Says whether a party has read out this fingerprint of its key: of the key's name, and SHA-256."""
+
+AGREED_FILE = "nodes/agreed.toml"
+"""In the server's folder: which nodes there are by now; their keys for Flower are beside it."""
+
+LOG_FILE = "log.jsonl"
+"""In the folder of the parties' authority."""
+
+_SPREAD = 0.1  # of its days by which a certificate may end earlier, so that not all end at once
+_SOON = 0.15  # of its days that are left when a certificate is said to end
+
+
+@dataclass
+class Enrolled:
+    """What a call of `provision` did about keys.
+
+    Attributes:
+        signed: requests that were signed, and Flower keys that the server is told of.
+        unapproved: fingerprints of keys that have come, and nobody has approved, by name.
+        waiting: requests that have not come.
+        ending: days that are left to certificates that end soon, by name.
+    """
+
+    signed: list[str] = field(default_factory=list)
+    unapproved: dict[str, str] = field(default_factory=dict)
+    waiting: list[str] = field(default_factory=list)
+    ending: dict[str, float] = field(default_factory=dict)
+
+
+class Enrolment:
+    """The two authorities in a folder, of the parties' certificates and of the SuperLink's.
+
+    Attributes:
+        done: so far.
+    """
+
+    def __init__(self, deployment: Deployment, out: Path, approve: Approve, days: float):
+        """Makes authorities where there are none.
+
+        Certificates are valid for at most `days`.
+
+        Raises:
+            ConfigError: they cannot be read or made.
+        """
+        self.done = Enrolled()
+        self._deployment, self._out, self._approve, self._days = deployment, out, approve, days
+        self._parties = self._authority("authority")
+        self._flower = self._authority("authority-flower")
+        lines = _read_lines(self._log) if self._log.exists() else []
+        signed = [each for each in lines if each["did"] == "signed"]
+        self._signed = {each["request"] for each in signed}
+        self._known = {each["name"]: each["key"] for each in signed}
+
+    def sign(self, site: str, requests: Sequence[tuple[str, Role]]) -> None:
+        """Puts the authorities' certificates into a site's keys, and signs what it asks for.
+
+        Raises:
+            ConfigError: what has come is no request of that name, or a certificate of another
+                authority is there.
+        """
+        keys = self._out / site / "keys"
+        keys.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _put(keys / "authority.pem", self._parties.certificate)
+        _put(keys / "flower-authority.pem", self._flower.certificate)
+        for name, role in requests:
+            asked, certificate = keys / f"{name}.csr", keys / f"{name}.pem"
+            if asked.exists():
+                self._sign(_request(asked, name), role, certificate)
+            elif not certificate.exists():
+                self.done.waiting.append(f"{site}/keys/{name}.csr")
+            if certificate.exists():
+                self._look_at(name, certificate)
+
+    def tell_server(self) -> None:
+        """Puts into the server's folder which nodes there are by now, and their keys for Flower."""
+        folder = self._out / "server" / Path(AGREED_FILE).parent
+        folder.mkdir(exist_ok=True)
+        agreed = [
+            {"name": node.name, "number": number, "users": node.users}
+            for number, node in self._deployment.numbered.items()
+        ]
+        text = tomli_w.dumps({"nodes": agreed})
+        (folder / Path(AGREED_FILE).name).write_text(text, encoding="utf-8")
+        for node in self._deployment.nodes:
+            theirs, ours = self._out / node.name / "keys/flower.pub", folder / f"{node.name}.pub"
+            if node.withdrawn:
+                if ours.exists():
+                    ours.unlink()
+                    self._note("withdrew", name=node.name)
+                continue
+            key = theirs.read_bytes() if theirs.exists() else b""
+            if not key or (ours.exists() and ours.read_bytes() == key):
+                continue
+            name, fingerprint = f"{node.name}.flower", hashlib.sha256(key).hexdigest()
+            if self._approve(name, fingerprint):
+                replace_file(ours, key)
+                self._note("told the server of", name=name, key=fingerprint)
+                self.done.signed.append(name)
+            else:
+                self.done.unapproved[name] = fingerprint
+
+    def _sign(self, request: Request, role: Role, certificate: Path) -> None:
+        """Signs a request that is new; what for is the deployment's to say."""
+        name, digest = request.name, hashlib.sha256(request.pem).hexdigest()
+        if digest in self._signed and certificate.exists():
+            return
+        known = self._known.get(name) == request.fingerprint
+        if not known and not self._approve(name, request.fingerprint):
+            self.done.unapproved[name] = request.fingerprint
+            return
+        hosts = {each.name: each.host for each in self._deployment.shufflers}
+        hosts["superlink"] = self._deployment.server.host
+        users = {each.name: each.users for each in self._deployment.nodes}
+        authority = self._flower if name == "superlink" else self._parties
+        of_shuffler = role is Role.SHUFFLER
+        try:
+            pem = authority.sign(
+                request,
+                role,
+                hosts=sorted({hosts[name], "127.0.0.1", "localhost"}) if of_shuffler else (),
+                users=users.get(name, 0),
+                days=self._days * (1.0 - _SPREAD * _share(name)),
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        replace_file(certificate, pem)
+        signed = read_certificate(certificate)
+        self._note(
+            "signed",
+            name=name,
+            key=request.fingerprint,
+            request=digest,
+            certificate=fingerprint_of(signed),
+            until=f"{signed.not_valid_after_utc:%F}",
+        )
+        self._known[name] = request.fingerprint
+        self.done.signed.append(name)
+
+    def _look_at(self, name: str, path: Path) -> None:
+        certificate = read_certificate(path)
+        begun, ends = (
+            each.timestamp()
+            for each in (certificate.not_valid_before_utc, certificate.not_valid_after_utc)
+        )
+        if (left := ends - time.time()) < _SOON * (ends - begun):
+            self.done.ending[name] = left / 86_400
+
+    def _authority(self, name: str) -> Authority:
+        """The authority in a folder, made if there is none."""
+        folder = self._out / name
+        try:
+            if not (folder / "authority.pem").exists():
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                Authority.create().write(folder)
+                self._note("made", name=name)
+            return Authority.read(folder)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder}: {error}") from error
+
+    @property
+    def _log(self) -> Path:
+        return self._out / "authority" / LOG_FILE
+
+    def _note(self, did: str, **what: str) -> None:
+        """Appends to the authority's log who did what, when."""
+        line = {"time": time.strftime("%FT%TZ", time.gmtime()), "by": _whoami()}
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line | {"did": did} | what) + "\n")
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The authority's log.
+
+    Raises:
+        ConfigError: a line of it is none that this module has written.
+    """
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            line = json.loads(text)
+            if line["did"] == "signed":
+                _ = line["name"], line["key"], line["request"]
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{path}: line {number} is damaged; remove it, or restore") from None
+        lines.append(line)
+    return lines
+
+
+def _whoami() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an account without a name, as in a container
+        return str(os.getuid())
+
+
+def _share(name: str) -> float:
+    """A number in [0, 1) that is a name's own."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
+
+
+def _request(asked: Path, name: str) -> Request:
+    """The request in a file, if it is for this name."""
+    try:
+        request = Request.read(asked)
+        if request.name != name:
+            raise ValueError(f"{asked}: a request for {name} is due here, got {request.name}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    return request
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Writes a certificate that every site has; refuses another one that is there.
+
+    Raises:
+        ConfigError: there is another.
+    """
+    if not path.exists():
+        path.write_bytes(content)
+    elif path.read_bytes() != content:
+        raise ConfigError(
+            f"{path} is of another authority than the one here: put that one back, or move the "
+            "sites' folders away and enrol everybody anew"
+        )
