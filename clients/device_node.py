@@ -20,6 +20,8 @@ from shufl.shuffler import ShufflerError
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.1
+
 
 class Clock:
     """Says when it is, and waits; tests have others."""
@@ -60,6 +62,7 @@ class DeviceNode(Node):
         settings.plan.check_dimension(self._work.dimension, users)  # whoever has made the settings
         self.window, self.clock = window, clock or Clock()
         self.round: PreparedRound | None = None
+        self._playing: threading.Thread | None = None
         self._over = threading.Event()
         self._worker = Worker(
             settings.make_model,
@@ -84,6 +87,11 @@ class DeviceNode(Node):
                 *(more, users, window.most_records, window.most_records),
             )
 
+    def finish(self, at_once: threading.Event) -> None:
+        """Returns when no round is under way any more, or as soon as `at_once` is set."""
+        while self._playing and self._playing.is_alive() and not at_once.is_set():
+            self._playing.join(_LOOK_SECONDS)
+
     def close(self) -> None:
         """Ends the child and what is under way."""
         self._over.set()
@@ -102,12 +110,13 @@ class DeviceNode(Node):
         """Begins a round, which ends an older one that is still under way, and returns at once."""
         self._over.set()
         self._over, self.round = threading.Event(), round
-        threading.Thread(
+        self._playing = threading.Thread(
             target=self._play,
             args=(users, round, self._over, node),
             name=f"round {round.header.round}",
             daemon=True,
-        ).start()
+        )
+        self._playing.start()
 
     def _play(
         self, users: np.ndarray, round: PreparedRound, over: threading.Event, node: int

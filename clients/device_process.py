@@ -41,11 +41,14 @@ _RECORDS = ("round", "model")
 _MOST_SAID_BYTES = 2**14  # of a message beside its model; a fifth of it would do
 
 
-def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) -> None:
+def serve_device(
+    settings: ClientSettings, socket: Path, stop: threading.Event, at_once: threading.Event
+) -> None:
     """Answers the messages of one deployed node until `stop` is set.
 
-    The settings have `users`, a ledger, and a plan with cover and a window. `socket` is the path of
-    the Unix socket, which is made; it has at most 100 characters.
+    A round that is under way then is finished, unless `at_once` is set. The settings have `users`,
+    a ledger, and a plan with cover and a window. `socket` is the path of the Unix socket, which is
+    made; it has at most 100 characters.
 
     Raises:
         ValueError: the settings lack what a deployed node has, the work does not fit into the
@@ -60,6 +63,7 @@ def serve_device(settings: ClientSettings, socket: Path, stop: threading.Event) 
     node = DeviceNode(settings)
     try:
         _serve(node, socket, stop)
+        node.finish(at_once)
     finally:
         node.close()
 

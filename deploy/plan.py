@@ -132,11 +132,27 @@ def _address(site: ServerEntry | ShufflerEntry) -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a site, started in the site's folder; `name` is that of its service unit."""
+    """A process of a site, started in the site's folder.
+
+    Attributes:
+        name: that of its service unit.
+        command: its program, by name, and arguments.
+        about: what it is.
+        user: the account that it runs as.
+        home: Flower's, in the site's folder.
+        stop_seconds: from SIGTERM until it is killed.
+        unit: what else its service unit has under `[Service]`.
+        after: the unit that it starts after, and ends before.
+    """
 
     name: str
     command: tuple[str, ...]
     about: str
+    user: str = "shufl"
+    home: str = "flower"
+    stop_seconds: float = 90.0
+    unit: tuple[str, ...] = ("Restart=always",)
+    after: str = ""
 
     @property
     def arguments(self) -> list[str]:
@@ -147,6 +163,8 @@ class Process:
 PROGRAMS = Path(sys.executable).parent
 """Where the programs of this environment are."""
 
+_ENDING_SECONDS = 30.0  # a process that has ended its round needs no more
+
 LONGEST_SOCKET = 100
 """Characters in the path of a node's Unix socket, at most."""
 
@@ -156,6 +174,20 @@ def flower_environment(home: Path) -> dict[str, str]:
     path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     return {**os.environ, **quiet, "PATH": path, "FLWR_HOME": str(home)}
+
+
+def run_process(deployment: str, seconds: float) -> Process:
+    """The run on a deployment's SuperLink, of whose rounds each takes so many seconds."""
+    command = ("shufl", "run", "run.toml", "--on", deployment, "--continue")
+    # It ends with 2 where somebody has to look, and with 130 where it was asked to.
+    unit = ("Restart=on-failure", "RestartPreventExitStatus=2", "SuccessExitStatus=130")
+    about = "the run, which goes on with the next round when it is started again"
+    return Process(
+        *("run", command, about),
+        stop_seconds=seconds + _ENDING_SECONDS,
+        unit=unit,
+        after="shufl-superlink.service",
+    )
 
 
 def server_process(server: ServerEntry) -> Process:
@@ -174,16 +206,31 @@ def shuffler_process() -> Process:
     return Process("shuffler", ("shufl", "shuffler", "--config", "shuffler.toml"), "the shuffler")
 
 
-def node_processes(node: NodeEntry, server_address: str) -> tuple[Process, Process]:
-    """A node's own process, and Flower's SuperNode, which passes messages on to it."""
+def node_processes(node: NodeEntry, server_address: str, seconds: float) -> tuple[Process, ...]:
+    """A node's own process, and Flower's two, which pass messages on to it.
+
+    A round takes so many seconds. What the server sends as code is run by the last one, which has
+    no key of Flower's, and where there is systemd no network but loopback.
+    """
+    port = str(node.port)
     relay = (
-        *("flower-supernode", "--superlink", server_address, "--port", str(node.port)),
+        *("flower-supernode", "--superlink", server_address, "--port", port),
         *("--root-certificates", "keys/flower-authority.pem"),
         *("--auth-supernode-private-key", "keys/flower.key"),
-        *("--node-config", 'socket="node.sock"'),
+        *("--node-config", 'socket="node.sock"', "--isolation", "process"),
     )
+    code = ("flower-superexec", "--runtime-api-address", f"127.0.0.1:{port}", "--insecure")
     own = ("shufl", "node", "--config", "node.toml")
+    about = "the process that has the data, coins and keys"
+    only_loopback = ("IPAddressDeny=any", "IPAddressAllow=localhost")
+    always = "Restart=always"
     return (
-        Process("node", own, "the process that has the data, coins and keys"),
-        Process("supernode", relay, "Flower's SuperNode, which passes messages on"),
+        Process("node", own, about, stop_seconds=seconds + _ENDING_SECONDS),
+        Process("supernode", relay, "Flower's SuperNode, the connection", "shufl-flower"),
+        Process(
+            *("clientapp", code, "Flower's SuperExec, which runs what the server sends"),
+            user="shufl-app",
+            home="app",
+            unit=(always, *only_loopback),
+        ),
     )

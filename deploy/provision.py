@@ -25,6 +25,7 @@ from shufl.deploy.plan import (
     Process,
     ShufflerEntry,
     node_processes,
+    run_process,
     server_process,
     shuffler_process,
 )
@@ -169,7 +170,7 @@ class _Sites:
         }
         requests = (("server", Role.SERVER), ("superlink", Role.SHUFFLER))
         site = Site("server", files, requests, (server_process(server),))
-        return self._complete(site, "server.md", **about)
+        return self._complete(site, "server.md", run_process(name, self._round_seconds), **about)
 
     def _shuffler(self, entry: ShufflerEntry, address: str) -> Site:
         config = {
@@ -221,10 +222,11 @@ class _Sites:
             "run.toml": dumps(self._experiment.config),
             "node.toml": tomli_w.dumps(about),
             "device.toml": _device(self._experiment.plan, self._experiment.halting_round),
-            "nftables.conf": _template("nftables.conf", port=entry.port, accounts="shufl-flower"),
+            "nftables.conf": _template("nftables.conf", port=entry.port, accounts="shufl-app"),
         }
         requests = ((entry.name, Role.NODE),)
-        site = Site(entry.name, files, requests, node_processes(entry, superlink))
+        processes = node_processes(entry, superlink, self._round_seconds)
+        site = Site(entry.name, files, requests, processes)
         return self._complete(site, "node.md")
 
     def _folder(self, name: str) -> str:
@@ -245,19 +247,30 @@ class _Sites:
         data, simulated = self._experiment.config.data, (node.data == "simulated" for node in nodes)
         return data_digest(data.dataset, data.features) if any(simulated) else ""
 
-    def _complete(self, site: Site, readme: str, **about: object) -> Site:
-        """The site with its README and a service unit for each process."""
+    @property
+    def _round_seconds(self) -> float:
+        window = self._experiment.plan.window
+        assert window is not None
+        return window.seconds
+
+    def _complete(self, site: Site, readme: str, *more: Process, **about: object) -> Site:
+        """The site with its README and a service unit for each process and for `more`."""
         folder = self._folder(site.name)
         about |= {"deployment": self._deployment.name, "site": site.name, "folder": folder}
         files = {"README.md": _template(readme, **about)}
-        for process in site.processes:
+        for process in (*site.processes, *more):
             program, *arguments = process.command
             unit = f"shufl-{process.name}"
             files[f"{unit}.service"] = _template(
                 "unit.service",
                 unit=unit,
                 about=process.about[0].upper() + process.about[1:],
-                user="shufl-flower" if process.name == "supernode" else "shufl",
+                user=process.user,
+                home=process.home,
+                writes=folder if process.user == "shufl" else f"{folder}/{process.home}",
+                stop_seconds=f"{process.stop_seconds:.0f}",
+                more="\n".join(process.unit),
+                after=f" {process.after}" if process.after else "",
                 command=shlex.join([f"{folder}/.venv/bin/{program}", *arguments]),
                 **about,
             )

@@ -152,7 +152,7 @@ class Rehearsal:
             self.running[site, name] = subprocess.Popen(
                 process.arguments,
                 cwd=folder,
-                env=flower_environment(folder / FLOWER_FOLDER) | _FAST,
+                env=flower_environment(folder / process.home) | _FAST,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -161,9 +161,9 @@ class Rehearsal:
             )
 
     def start_node(self, name: str) -> None:
-        """Starts a node's two processes."""
-        self.start(name, "node")
-        self.start(name, "supernode")
+        """Starts a node's processes."""
+        for process in self.sites[name].processes:
+            self.start(name, process.name)
 
     def kill(self, site: str, *names: str) -> None:
         """Ends processes of a site (SIGKILL), with all that they have started, for good."""

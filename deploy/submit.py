@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -21,7 +22,7 @@ from shufl.server import RoundFailed
 from shufl.simulator.config import Config
 from shufl.simulator.engines import EngineFailed, interrupts
 from shufl.simulator.run import config_of, make_folder
-from shufl.simulator.section import one_line
+from shufl.simulator.section import ConfigError, one_line
 
 # The Flower app: no code, but the names of two modules that are installed where they run.
 _APP = Path(__file__).with_name("flower_app")
@@ -63,6 +64,38 @@ def resume_on(connection: str, site_path: Path, folder: Path) -> str:
     return _follow(connection, site_path, folder.absolute())
 
 
+def go_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
+    """Goes on with the newest run of the configuration's name, or begins one if there is none.
+
+    It is looked for below `runs`. One that is under way is shown to its end. For one that has ended
+    there is nothing to do, whatever the configuration says by now: a second run has another name.
+
+    Returns, raises: as `run_on`; a ConfigError also where the run ended early by itself: to go on
+    may cost ε in vain, so that somebody has to look first.
+    """
+    _site(site_path)
+    name = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
+    found = runs.glob("*/ledger.jsonl")
+    ledgers = [path for path in found if name.fullmatch(path.parent.name)]
+    if not ledgers:
+        return run_on(connection, site_path, config, runs)
+    ledger = max(ledgers, key=lambda path: path.stat().st_mtime)
+    folder = ledger.parent.absolute()
+    if Ledger.is_held(ledger):
+        print(f"{folder} is under way", flush=True)
+        return _follow(connection, site_path, folder, under_way=True)
+    ended = _outcome(folder / OUTCOME_FILE, "")
+    if "error" in ended:
+        raise ConfigError(
+            f"{folder} ended early: {ended['error']}. When that is mended, shufl run --resume "
+            f"{folder} --on {connection} goes on with it"
+        )
+    if ended.get("stopped_by", "interrupt") != "interrupt":
+        print(f"{folder} has ended: {ended['stopped_by']}")
+        return ended["stopped_by"]
+    return _follow(connection, site_path, folder)
+
+
 def _site(path: Path) -> ServerSite:
     """The server's file, when all is there that it names."""
     site = load_site(path, ServerSite)
@@ -74,12 +107,14 @@ class _NotTaken(EngineFailed):
     """Flower refused the run, with its own words."""
 
 
-def _follow(connection: str, site_path: Path, folder: Path) -> str:
+def _follow(connection: str, site_path: Path, folder: Path, under_way: bool = False) -> str:
+    """Hands a run over, unless it is under way, and shows it to its end."""
     outcome_file, stop_file = folder / OUTCOME_FILE, folder / STOP_FILE
-    for file in (outcome_file, stop_file):
-        file.unlink(missing_ok=True)
+    attempt = "" if under_way else secrets.token_hex(8)  # one before may still be ending
+    if not under_way:
+        for file in (outcome_file, stop_file):
+            file.unlink(missing_ok=True)
     (folder / CONSOLE_FILE).touch()
-    attempt = secrets.token_hex(8)  # one before may still be ending
     stop, log_file = threading.Event(), folder / "flower.log"
     with (
         log_file.open("ab") as log,
@@ -88,30 +123,40 @@ def _follow(connection: str, site_path: Path, folder: Path) -> str:
     ):
         log_start = log.tell()
         shown.seek(0, os.SEEK_END)
-        process = _submit(connection, site_path.absolute(), folder, attempt, log)
+        process = None
+        if not under_way:
+            process = _submit(connection, site_path.absolute(), folder, attempt, log)
 
         def refusal() -> str:
-            return _refusal(log_file.read_bytes()[log_start:]) if (process.poll() or 0) > 0 else ""
+            if process is None or (process.poll() or 0) <= 0:
+                return ""
+            return _refusal(log_file.read_bytes()[log_start:])
 
         def goes_on() -> bool:
             """Also where Flower's command has died alone: then the ServerApp holds the ledger."""
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 return True
             return not refusal() and Ledger.is_held(folder / "ledger.jsonl")
 
+        def show() -> None:
+            try:
+                print(shown.read(), end="", flush=True)
+            except OSError:  # whoever looked is gone: the run is not left alone
+                stop.set()
+
         try:
             while goes_on() and not _outcome(outcome_file, attempt):
-                print(shown.read(), end="", flush=True)
+                show()
                 if stop.is_set():
                     stop_file.touch()
                 time.sleep(_POLL_SECONDS)
         finally:
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 process.send_signal(signal.SIGINT)
         if not refusal() and not _outcome(outcome_file, attempt):
             time.sleep(_LAST_WORDS_SECONDS)
         outcome = _outcome(outcome_file, attempt)
-        print(shown.read(), end="", flush=True)
+        show()
     if not outcome and (why := refusal()):
         raise _NotTaken(f"Flower did not take the run: {why}")
     if not outcome:
@@ -155,9 +200,9 @@ def _refusal(output: bytes) -> str:
 
 
 def _outcome(file: Path, attempt: str) -> dict[str, str]:
-    """How an attempt ended; empty: it has not, or nobody is left to tell."""
+    """How an attempt ended, or whichever it was; empty: none has, or nobody is left to tell."""
     try:
         outcome: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         return {}
-    return outcome if outcome["attempt"] == attempt else {}
+    return outcome if attempt in ("", outcome["attempt"]) else {}

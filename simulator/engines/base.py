@@ -166,6 +166,9 @@ def running_ray(log_file: Path) -> Iterator[None]:
 def interrupts(stop: threading.Event) -> Iterator[None]:
     """Turns the first SIGINT or SIGTERM into `stop`; then the old handlers are back.
 
+    SIGHUP is the same however often it comes, as it does when a terminal is closed, unless it is
+    ignored (`nohup`).
+
     Ray puts handlers of its own in place when it starts, so this is entered again after that.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -183,10 +186,14 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         previous[number] = signal.signal(number, on_signal)
+    before = signal.getsignal(signal.SIGHUP)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda number, frame: stop.set())
     try:
         yield
     finally:
         restore()
+        signal.signal(signal.SIGHUP, before)
 
 
 @contextmanager

@@ -250,7 +250,7 @@ def test_no_deployed_node_has_a_ledger_without_an_owners_limits(tmp_path):
     unlimited = DeviceLedger(tmp_path / "device.db")
     settings = round.deployed(unlimited.path, ledger=lambda number: unlimited).settings
     with pytest.raises(ValueError, match="ledger needs the limits of the device's owner"):
-        serve_device(settings, tmp_path / "socket", threading.Event())
+        serve_device(settings, tmp_path / "socket", threading.Event(), threading.Event())
 
 
 def test_an_owners_ledger_waits_for_the_disk(tmp_path):

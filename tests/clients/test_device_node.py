@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import threading
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from client_world import (
     DIMENSION,
     WIDTH,
     WINDOW,
+    PromptClock,
     Round,
     device_node,
     make_model,
@@ -107,6 +109,39 @@ def expected_of(round, seed, update_of):
         for user, training_seed, noise in zip(users.tolist(), seeds, noises, strict=True)
     ]
     return np.array(sorted(map(tuple, expected)))
+
+
+@pytest.mark.slow
+def test_a_node_that_is_to_end_finishes_its_round(make_round, running, tmp_path):
+    round = make_round(rate=1.0).deployed(tmp_path / "device.db").open()
+    node = running(round)
+    node.finish(threading.Event())  # there is none
+    round.begin(node)
+    node.finish(threading.Event())
+    assert len(round.released()) == round.settings.users
+
+
+@pytest.mark.slow
+def test_a_node_that_is_to_end_at_once_does_not_finish_its_round(
+    make_round, quick_starts, tmp_path
+):
+    class Stands(PromptClock):
+        """It is never time to send."""
+
+        def wait(self, until, over):
+            return over.wait()
+
+    round = make_round(rate=1.0).deployed(tmp_path / "device.db")
+    at_once = threading.Event()
+    with closing(DeviceNode(round.settings, clock=Stands())) as node:
+        round.open().begin(node)
+        ends = threading.Thread(target=node.finish, args=(at_once,))
+        ends.start()
+        assert ends.is_alive()
+        at_once.set()
+        ends.join(LIMIT)
+        assert not ends.is_alive()
+    assert round.released() == []
 
 
 @pytest.mark.slow
@@ -372,8 +407,8 @@ def test_a_plan_whose_work_does_not_fit_is_refused_at_the_start(make_round, quic
     window = WINDOW.model_copy(update={"work_until": 1e-5})
     round = make_round(rate=1.0).deployed(tmp_path / "device.db", window=window)
     with pytest.raises(ValueError, match=r"^window\.work_until must be at least .* 12 users take"):
-        serve_device(round.settings, tmp_path / "socket", threading.Event())
+        serve_device(round.settings, tmp_path / "socket", threading.Event(), threading.Event())
     round = make_round(rate=1.0).deployed(tmp_path / "device.db", window=None)
     with pytest.raises(ValueError, match="needs a plan with cover and a window"):
-        serve_device(round.settings, tmp_path / "socket", threading.Event())
+        serve_device(round.settings, tmp_path / "socket", threading.Event(), threading.Event())
     assert not (tmp_path / "socket").exists()

@@ -1,5 +1,6 @@
 """Whole deployments on loopback: real SuperLink, SuperNodes, shufflers, nodes; TLS everywhere."""
 
+import json
 import os
 import re
 import signal
@@ -11,17 +12,19 @@ import tomli_w
 
 from deployment_world import SUMS, World, deployment_of, window_here
 from run_world import LIMIT, children, json_lines, shufl_command, wait_until
-from shufl.deploy.sites import STOP_FILE
+from shufl.accounting import Ledger
+from shufl.deploy.sites import OUTCOME_FILE, STOP_FILE
 
 
 @pytest.mark.slow
 def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_its_commands_and_processes(tmp_path):
     """A node overstates its users; Flower's command is killed; then the node tells the truth.
 
-    Then the ServerApp is killed, and the run resumed. The shuffler hands over sums.
+    Then the ServerApp is killed, then `shufl run`, and the terminal is closed; the command of the
+    service goes on each time, until there is nothing to do. The shuffler hands over sums.
     """
     everybody = SUMS | {"minimum_batch": 6, "central_noise": 5.0}
-    with World(tmp_path, nodes=2, rounds=2, round_timeout=LIMIT, privacy=everybody) as world:
+    with World(tmp_path, nodes=2, rounds=4, round_timeout=LIMIT, privacy=everybody) as world:
         said = world.folder / "ward-1" / "node.toml"
         truth = said.read_text()
         said.write_text(truth.replace("users = 3", "users = 4"))
@@ -46,11 +49,40 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_its_commands_and_
         assert code == 1
         assert waiting in out
         assert re.fullmatch(r"error: .*--resume .* goes on with it\n", err), err
-        world.resume()
+
+        service = "run.toml", "--continue"
+        world.run(*service)
+        world.wait_until(lambda: Ledger.is_held(world.run_folder / "ledger.jsonl"), "the ServerApp")
+        world.command.kill()
+        world.command.communicate()
+        world.run(*service)
+        for _ in range(2):
+            world.wait_until(lambda: handles(world.command.pid, signal.SIGHUP), "the command")
+            world.command.send_signal(signal.SIGHUP)
+        code, out, err = world.finish()
+        assert (code, err) == (130, ""), world.tell()
+        assert out.startswith(f"{world.run_folder} is under way\n")
+        assert 1 < len(world.rounds_spent) < 4
+        world.run(*service)
         code, _, err = world.finish()
         assert (code, err) == (0, ""), world.tell()
-        assert world.rounds_spent == [1, 2]
+        assert world.rounds_spent == [1, 2, 3, 4]
         assert {row["users_present"] for row in world.rows} <= {0, 3, 6}
+        world.run(*service)
+        assert world.finish() == (0, f"{world.run_folder} has ended: rounds\n", "")
+        outcome = world.run_folder / OUTCOME_FILE
+        outcome.write_text(json.dumps({"error": "nothing is well", "attempt": "1"}))
+        world.run(*service)
+        code, out, err = world.finish()
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: {world.run_folder} ended early: nothing is well. When that")
+
+
+def handles(pid, number):
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = re.findall(r"^SigCgt:\t(\w+)$", status, re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 @pytest.mark.slow

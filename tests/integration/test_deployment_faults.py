@@ -85,7 +85,8 @@ def world(tmp_path):
         owner.write_text(owner.read_text().replace('"device.db"', f'"{nodes}/device.db"'))
         world.network = stack.enter_context(Network(world.deployment.server.local_port))
         address = f"127.0.0.1:{world.network.server_address[1]}"
-        processes = node_processes(world.deployment.nodes[1], address)
+        seconds = world.plan.window.seconds
+        processes = node_processes(world.deployment.nodes[1], address, seconds)
         world.sites["ward-2"] = dataclasses.replace(world.sites["ward-2"], processes=processes)
         stack.callback(world.network.shutdown)
         with world:

@@ -52,7 +52,8 @@ def test_compose_has_the_example_s_sites_and_hosts(example):
     for service, host in hosts.items():
         assert services[service]["networks"]["parties"]["aliases"] == [host]
     for node in example.nodes:
-        assert services[f"{node.name}-supernode"]["user"] != services[node.name].get("user")
+        names = node.name, f"{node.name}-supernode", f"{node.name}-clientapp"
+        assert len({services[name].get("user") for name in names}) == 3
 
 
 def test_docker_compose_accepts_the_file():
@@ -85,20 +86,23 @@ def test_a_party_has_a_namespace_and_runs_nothing_as_root(path):
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_accepts_the_units(sites):
     units = sorted(sites.glob("*/*.service"))
-    assert len(units) == 6
+    assert len(units) == 9
     for unit in units:
-        for name in ("shufl", "flower-superlink", "flower-supernode"):
+        for name in ("shufl", "flower-superlink", "flower-supernode", "flower-superexec"):
             _program(unit.parent / ".venv" / "bin", name, "true")
         checked = ["systemd-analyze", "verify", "--man=no", str(unit)]
         done = subprocess.run(checked, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
+        exposed = ["systemd-analyze", "security", "--offline=true", "--threshold=39", str(unit)]
+        done = subprocess.run(exposed, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
 
 
 def test_a_container_starts_what_the_unit_says(example, sites, tmp_path):
     address = f"{example.server.host}:{example.server.port}"
     node = example.nodes[0]
     cases = [("server", server_process(example.server))]
-    cases += [(node.name, process) for process in node_processes(node, address)]
+    cases += [(node.name, process) for process in node_processes(node, address, 120)]
     for site, process in cases:
         program, *arguments = process.command
         _program(tmp_path, program, 'printf "%s\\n" "$@"')
@@ -116,7 +120,7 @@ def test_a_container_starts_what_the_unit_says(example, sites, tmp_path):
 def test_a_container_installs_a_site_as_its_readme_says(sites, tmp_path):
     for name in ("chown", "chmod", "install"):
         _program(tmp_path, name, f'echo {name} "$@"')
-    for site, expected in (("ward-1", 8), ("server", 2), ("shuffler-1", 2)):
+    for site, expected in (("ward-1", 9), ("server", 2), ("shuffler-1", 2)):
         done = subprocess.run(
             ["sh", str(DEPLOY / "site.sh"), "install"],
             cwd=sites / site,
@@ -152,12 +156,12 @@ for account in sys.argv[2:]:
     reason="nft, unshare or ip is not installed",
 )
 def test_other_accounts_do_not_reach_flowers_ports(example, sites, tmp_path):
-    accounts = {"shufl-flower": 64_001, "shufl": 64_000, "www-data": 33}
-    stranger = 64_002
+    accounts = {"shufl-app": 64_002, "shufl-flower": 64_001, "shufl": 64_000, "www-data": 33}
+    stranger = 64_003
     node = example.nodes[0]
     cases = (
         ("server", example.server.local_port, {0, 64_000, 33}),
-        (node.name, node.port, {0, 64_001}),
+        (node.name, node.port, {0, 64_002}),
     )
     for site, port, allowed in cases:
         rules = (sites / site / "nftables.conf").read_text()

@@ -129,10 +129,18 @@ def node_command(
         Path | None, typer.Option(help="Where the log goes; left out: standard error.")
     ] = None,
 ) -> None:
-    """Run a deployed node: answer the messages that Flower's SuperNode passes on."""
-    stop = threading.Event()
+    """Run a deployed node: answer the messages that Flower's SuperNode passes on.
+
+    SIGTERM and SIGINT end it when the round that is under way is over; a second one ends it at
+    once.
+    """
+    stop, at_once = threading.Event(), threading.Event()
+
+    def end(number: int, _: object) -> None:
+        (at_once if stop.is_set() else stop).set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, end)
     folder = config.absolute().parent
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is said in our own words
     with options.failing(OSError):
@@ -145,7 +153,7 @@ def node_command(
     make_importable([folder])
     with options.failing(ValueError):
         site = load_site(config, NodeSite)
-        serve_device(node_settings(site, folder), Path(site.socket), stop)
+        serve_device(node_settings(site, folder), Path(site.socket), stop, at_once)
 
 
 def doctor_command(

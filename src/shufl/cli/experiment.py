@@ -42,6 +42,14 @@ def run_command(
         ),
     ] = None,
     site: Annotated[Path, typer.Option(help="With --on: the server's file.")] = Path("server.toml"),
+    continue_: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="With --on: go on with the newest run of CONFIG's name in --runs, if there is "
+            "one; do nothing if it has ended. For a service, which is started at each boot.",
+        ),
+    ] = False,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -65,6 +73,8 @@ def run_command(
             raise ConfigError("--resume goes alone: no --set, --engine or --runs")
         if on is not None and engine:
             raise ConfigError("--on goes without --engine: real nodes take part")
+        if continue_ and (on is None or config is None):
+            raise ConfigError("--continue goes with --on and a CONFIG")
         chosen = [f"simulation.engine={engine}"] if engine else []
         loaded = None if config is None else load(config, [*(set_ or []), *chosen])
     from torch import OutOfMemoryError
@@ -81,10 +91,10 @@ def run_command(
     with failing(ConfigError), failing(*early, OSError, OutOfMemoryError, code=1):
         runs = runs or Path("runs")
         if on is not None:
-            from shufl.deploy.submit import resume_on, run_on
+            from shufl.deploy.submit import go_on, resume_on, run_on
 
             if loaded is not None:
-                stopped_by = run_on(on, site, loaded, runs)
+                stopped_by = (go_on if continue_ else run_on)(on, site, loaded, runs)
             elif resume is not None:
                 stopped_by = resume_on(on, site, resume)
         elif loaded is not None:
