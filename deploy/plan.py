@@ -24,6 +24,13 @@ Host = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9.:-]+$", description="a DNS name or an IP address"),
 ]
+Folder = Annotated[
+    str,
+    Field(
+        pattern=r"^(/[A-Za-z0-9._-]+)+$",
+        description="an absolute path of letters, digits, '.', '_' and '-'",
+    ),
+]
 Port = Annotated[int, Field(ge=1, le=65535, description="a whole number from 1 to 65535")]
 
 
@@ -80,6 +87,8 @@ class Deployment(Section):
         config: the run's configuration: a file, relative to this one, or a name that ships.
         server, shufflers, nodes: its sites. The order of the nodes numbers them: append new ones,
             and leave those in the file that are withdrawn, and say so.
+        folder: where each site's folder is on its machine. Its last part begins the names of the
+            site's units, so that two deployments have sites on one machine.
         trusted_nodes: whether the software of all nodes is trusted, as sums need it.
     """
 
@@ -88,6 +97,7 @@ class Deployment(Section):
     server: ServerEntry
     shufflers: tuple[ShufflerEntry, ...] = Field(min_length=1, strict=False)
     nodes: tuple[NodeEntry, ...] = Field(min_length=1, strict=False)
+    folder: Folder = "/srv/shufl"
     trusted_nodes: bool = False
 
     @model_validator(mode="after")
@@ -142,7 +152,7 @@ class Process:
         home: Flower's, in the site's folder.
         stop_seconds: from SIGTERM until it is killed.
         unit: what else its service unit has under `[Service]`.
-        after: the unit that it starts after, and ends before.
+        after: the process that it starts after, and ends before.
     """
 
     name: str
@@ -186,7 +196,7 @@ def run_process(deployment: str, seconds: float) -> Process:
         *("run", command, about),
         stop_seconds=seconds + _ENDING_SECONDS,
         unit=unit,
-        after="shufl-superlink.service",
+        after="superlink",
     )
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.resources
 import shlex
 import string
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -87,7 +89,7 @@ def provision(
 
     The configuration's path is relative to `base`, where the deployment's file is. `out` gets a
     folder for each site, and the two authorities. Certificates are valid for at most `days`. With
-    `in_place` the sites run in these folders, and not in /srv/shufl of their machines.
+    `in_place` the sites run in these folders, and not in that of the deployment's file.
     """
     experiment = experiment_of(deployment, base)
     if experiment.plan.mixing == "sum" and not deployment.trusted_nodes:
@@ -162,8 +164,8 @@ class _Sites:
         about = {"host": server.host, "port": server.port, "local_port": server.local_port}
         listen, accounts = _listen(server.host), "shufl, www-data"
         files = self._modules() | {
-            "run.toml": dumps(self._experiment.config),
-            "server.toml": tomli_w.dumps(ServerSite(**told).model_dump()),
+            "run.toml": self._run(),
+            "server.toml": _toml("server.toml", ServerSite(**told).model_dump()),
             "flower/config.toml": tomli_w.dumps({"superlink": {"default": name, name: connection}}),
             "nginx.conf": _template("nginx.conf", folder=folder, listen=listen, **about),
             "nftables.conf": _template("nftables.conf", port=server.local_port, accounts=accounts),
@@ -192,7 +194,15 @@ class _Sites:
             local_port=entry.local_port,
             most=max(LEAST_CONNECTIONS, 2 * len(self._deployment.nodes)),
         )
-        files = {"shuffler.toml": tomli_w.dumps(config), "revoked": "", "nginx.conf": nginx}
+        plan = self._experiment.plan
+        text = _toml(
+            "shuffler.toml",
+            config,
+            blankets=f"{plan.shuffler_blankets:g}",
+            batch=plan.minimum_batch,
+            rounds=plan.rounds,
+        )
+        files = {"shuffler.toml": text, "revoked": "", "nginx.conf": nginx}
         site = Site(entry.name, files, ((entry.name, Role.SHUFFLER),), (shuffler_process(),))
         return self._complete(site, "shuffler.md", address=address)
 
@@ -219,8 +229,8 @@ class _Sites:
             "superlink": superlink,
         }
         files = self._modules(entry.data) | {
-            "run.toml": dumps(self._experiment.config),
-            "node.toml": tomli_w.dumps(about),
+            "run.toml": self._run(),
+            "node.toml": _toml("node.toml", about),
             "device.toml": _device(self._experiment.plan, self._experiment.halting_round),
             "nftables.conf": _template("nftables.conf", port=entry.port, accounts="shufl-app"),
         }
@@ -230,7 +240,7 @@ class _Sites:
         return self._complete(site, "node.md")
 
     def _folder(self, name: str) -> str:
-        return "/srv/shufl" if self._out is None else str(self._out / name)
+        return self._deployment.folder if self._out is None else str(self._out / name)
 
     def _modules(self, *others: str) -> dict[str, str]:
         """The modules beside the deployment's file that `module:callable` names, by file name."""
@@ -247,6 +257,9 @@ class _Sites:
         data, simulated = self._experiment.config.data, (node.data == "simulated" for node in nodes)
         return data_digest(data.dataset, data.features) if any(simulated) else ""
 
+    def _run(self) -> str:
+        return _template("run.toml", content=dumps(self._experiment.config))
+
     @property
     def _round_seconds(self) -> float:
         window = self._experiment.plan.window
@@ -256,11 +269,13 @@ class _Sites:
     def _complete(self, site: Site, readme: str, *more: Process, **about: object) -> Site:
         """The site with its README and a service unit for each process and for `more`."""
         folder = self._folder(site.name)
+        prefix = Path(self._deployment.folder).name
         about |= {"deployment": self._deployment.name, "site": site.name, "folder": folder}
+        about |= {"prefix": prefix}
         files = {"README.md": _template(readme, **about)}
         for process in (*site.processes, *more):
             program, *arguments = process.command
-            unit = f"shufl-{process.name}"
+            unit = f"{prefix}-{process.name}"
             files[f"{unit}.service"] = _template(
                 "unit.service",
                 unit=unit,
@@ -270,7 +285,7 @@ class _Sites:
                 writes=folder if process.user == "shufl" else f"{folder}/{process.home}",
                 stop_seconds=f"{process.stop_seconds:.0f}",
                 more="\n".join(process.unit),
-                after=f" {process.after}" if process.after else "",
+                after=f" {prefix}-{process.after}.service" if process.after else "",
                 command=shlex.join([f"{folder}/.venv/bin/{program}", *arguments]),
                 **about,
             )
@@ -292,7 +307,13 @@ def _device(plan: PrivacyPlan, rounds: int) -> str:
     charge = limits.charge(RunOffered(1, "", plan, rounds))
     about = {"ledger": "device.db", "most_epsilon": float(f"{charge * 1.01:.3g}")}
     about |= {"delta": plan.delta, "accountant": accountant, "adjacency": plan.adjacency}
-    return tomli_w.dumps(about | {"plans": [plan.digest()]})
+    work_until = 0.0 if plan.window is None else plan.window.work_until
+    return _toml("device.toml", about | {"plans": [plan.digest()]}, work_until=f"{work_until:g}")
+
+
+def _toml(name: str, content: Mapping[str, Any], **values: object) -> str:
+    """A site's file, with the comments of its template."""
+    return _template(name, content=tomli_w.dumps(content), **values)
 
 
 def _template(name: str, **values: object) -> str:

@@ -1,7 +1,7 @@
 #!/bin/sh
 # What a container does with a site's folder, /srv/shufl, as `shufl provision` made it:
 #   site install      unpacks /site/site.tar if there is one, and gives every file the owner and mode of its README
-#   site start NAME   runs what the unit shufl-NAME.service says
+#   site start NAME   runs what the unit *-NAME.service says
 #   site COMMAND …    runs another command
 set -eu
 umask 077
@@ -12,7 +12,7 @@ install)
     sed -nE 's/^ *\$ sudo ((chown|chmod|install) .*)$/\1/p' README.md | sh -eux
     ;;
 start)
-    eval "exec $(sed -n 's|^ExecStart=[^ ]*/||p' "shufl-$2.service")"
+    eval "exec $(sed -n 's|^ExecStart=[^ ]*/||p' ./*-"$2.service")"
     ;;
 *)
     exec "$@"

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -26,6 +27,7 @@ from shufl.shuffler import Credentials, RoundHeader
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import Authority, Request, make_flower_key
+from shufl.shuffler.store.floor import Floor
 from shufl.simulator.config import load
 from shufl.simulator.data.datasets import load_dataset
 from shufl.simulator.experiment import prepare
@@ -233,6 +235,42 @@ def test_every_site_has_files_that_its_process_reads(base):
     assert (settings.number, settings.users) == (1, 20)
     features, labels = settings.load_users()(19)
     assert features.shape[1:] == (1, 8, 8) and len(labels) == len(features)
+
+
+def test_files_explain_themselves_and_what_they_propose_is_taken(base):
+    provisioned(base)
+    sites = base / "sites"
+    shuffler = sites / "shuffler-1/shuffler.toml"
+    text = shuffler.read_text()
+    proposed = re.sub(r"^# (metrics|\[floor\]|least_|most_)", r"\1", text, flags=re.MULTILINE)
+    shuffler.write_text(proposed)
+    plan = agreed_plan(load(str(sites / "server/run.toml")))
+    config = load_config(shuffler)
+    config.floor.check(plan)
+    assert config.floor == Floor(least_blankets=100, least_batch=plan.minimum_batch, most_rounds=20)
+    assert config.metrics == "127.0.0.1:9464"
+    device = sites / "ward-1/device.toml"
+    device.write_text(device.read_text().replace("# least_work_seconds", "least_work_seconds"))
+    limits = load_device(device).limits
+    assert limits.least_work_seconds == plan.window.work_until
+    limits.check(plan)
+    for name in ("server/server.toml", "ward-1/node.toml", "ward-1/run.toml", "server/run.toml"):
+        assert (sites / name).read_text().startswith("# W")
+
+
+def test_a_second_deployment_has_sites_on_the_same_machine(base):
+    """In another folder, with units of other names."""
+    provisioned(base, folder="/srv/wards")
+    server = base / "sites/server"
+    units = {path.name for path in server.glob("*.service")}
+    assert units == {"wards-superlink.service", "wards-run.service"}
+    run = (server / "wards-run.service").read_text()
+    assert "ExecStart=/srv/wards/.venv/bin/shufl run run.toml --on wards --continue\n" in run
+    assert "After=network-online.target wards-superlink.service\n" in run
+    texts = "".join(contents(server)[path].decode() for path in server.glob("*.*"))
+    assert "/srv/shufl" not in texts and "shufl-superlink" not in texts
+    with pytest.raises(ConfigError, match="folder must be an absolute path"):
+        provisioned(base, folder="srv/wards")
 
 
 @pytest.mark.slow
