@@ -22,7 +22,7 @@ from shufl.accounting import rounds_within_budget
 from shufl.accounting.validation import read_toml
 from shufl.clients.device import DeviceLedger, RunOffered, read_device
 from shufl.deploy.plan import LONGEST_SOCKET
-from shufl.deploy.sites import NodeSite, ServerSite, load_site
+from shufl.deploy.sites import NodeSite, ServerSite, flower_connection, load_site
 from shufl.deploy.status import ask_health
 from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
@@ -120,7 +120,7 @@ class _Examination:
 
     def server(self) -> None:
         """The server's site."""
-        address = _superlink_address(self._folder / "flower" / "config.toml")
+        address = flower_connection(self._folder)[1]
         self._find_skew(address)
         self._certificate("server", Role.SERVER, 0)
         self._days("superlink", "SuperLink's certificate")
@@ -129,6 +129,9 @@ class _Examination:
         with self.look("nodes", "put back what `shufl provision` wrote to nodes"):
             if not site.agreed:
                 raise _Trouble("no node was agreed")
+        with self.look("nodes at Flower", "shufl register, once the SuperLink runs"):
+            if new := [each.name for each in site.agreed.values() if each.flower is None]:
+                raise _Trouble(f"the SuperLink was not told of {', '.join(new)}")
         self._shufflers(site)
         self._superlink(address, "systemctl start shufl-superlink")
 
@@ -306,20 +309,6 @@ def examine(folder: Path) -> list[Finding]:
     examination.machine()
     getattr(examination, role)()
     return examination.findings
-
-
-def _superlink_address(path: Path) -> str:
-    """Of the connection that Flower takes by default."""
-    content = read_toml(path)
-    try:
-        connections = content["superlink"]
-        address: str = connections[connections["default"]]["address"]
-        parse_address(address)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ConfigError(
-            f"{path} must have the SuperLink's address, as `shufl provision` wrote it"
-        ) from None
-    return address
 
 
 def _check_versions(role: str) -> None:

@@ -102,7 +102,7 @@ class Enrolment:
         folder = self._out / "server" / Path(AGREED_FILE).parent
         folder.mkdir(exist_ok=True)
         agreed = [
-            {"name": node.name, "number": number, "users": node.users}
+            {"name": node.name, "number": number, "users": node.users} | self._ends(node.name)
             for number, node in self._deployment.numbered.items()
         ]
         text = tomli_w.dumps({"nodes": agreed})
@@ -124,6 +124,15 @@ class Enrolment:
                 self.done.signed.append(name)
             else:
                 self.done.unapproved[name] = fingerprint
+
+    def _ends(self, name: str) -> dict[str, str]:
+        """Fingerprint and last day of a node's certificate, if it has one."""
+        path = self._out / name / "keys" / f"{name}.pem"
+        if not path.exists():
+            return {}
+        certificate = read_certificate(path)
+        until = f"{certificate.not_valid_after_utc:%F}"
+        return {"certificate": fingerprint_of(certificate), "until": until}
 
     def _sign(self, request: Request, role: Role, certificate: Path) -> None:
         """Signs a request that is new; what for is the deployment's to say."""

@@ -22,12 +22,12 @@ from shufl.deploy.plan import (
     LONGEST_SOCKET,
     Deployment,
     NodeEntry,
-    Process,
     ShufflerEntry,
     flower_environment,
 )
 from shufl.deploy.provision import provision
-from shufl.deploy.submit import FLOWER_FOLDER, run_on
+from shufl.deploy.register import flwr, register
+from shufl.deploy.submit import run_on
 from shufl.shuffler.keys import Request, make_flower_key
 from shufl.simulator.config import load
 from shufl.simulator.engines import EngineFailed
@@ -122,8 +122,8 @@ class Rehearsal:
             shufflers = (each.port for each in self.deployment.shufflers)
             for port in (self.deployment.server.local_port, *shufflers):
                 self._wait_for_port(port)
-            for node in self._nodes:
-                self.flwr("supernode", "register", f"nodes/{node.name}.pub", self.deployment.name)
+            for _ in register(self.folder / "server" / "server.toml"):
+                pass
             for node in self._nodes:
                 self.start_node(node.name)
         except BaseException:
@@ -177,15 +177,7 @@ class Rehearsal:
         Raises:
             EngineFailed: it failed; with what it said.
         """
-        folder = self.folder / "server"
-        program = Process("flwr", ("flwr", *arguments), "").arguments
-        environment = flower_environment(folder / FLOWER_FOLDER)
-        done = subprocess.run(
-            program, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise EngineFailed(f"flwr {' '.join(arguments)}: {done.stdout} {done.stderr}".strip())
-        return done.stdout
+        return flwr(self.folder / "server", *arguments)
 
     @property
     def _nodes(self) -> list[NodeEntry]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from shufl.accounting.validation import Count, Positive, Seconds
+from shufl.accounting.validation import Count, Positive, Seconds, read_toml
 from shufl.server import AgreedNode
 from shufl.shuffler import Credentials
-from shufl.shuffler.wire.channel import check_address
+from shufl.shuffler.wire.channel import check_address, parse_address
 from shufl.simulator.section import ConfigError, Section, read_file
 
 CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
 """In a run folder: what is printed; how the run ended; asks it to end."""
+
+FLOWER_FOLDER = "flower"
+"""Beside the server's file: Flower's home, with the connections."""
+
+REGISTERED_FILE = f"{FLOWER_FOLDER}/nodes.json"
+"""Beside Flower's database: which of its nodes is which."""
 
 _Address = Annotated[str, AfterValidator(check_address)]
 _Addresses = Annotated[
@@ -62,18 +68,58 @@ class ServerSite(_Site):
     patience: Positive = 3600.0
 
     @property
+    def entries(self) -> tuple[AgreedEntry, ...]:
+        """The nodes that the authority has told of, as the file says now."""
+        return AgreedNodes.read(Path(self.nodes)).nodes
+
+    @property
     def agreed(self) -> dict[int, AgreedNode]:
-        """What was agreed with each node, by its number, as the file says now."""
-        entries = AgreedNodes.read(Path(self.nodes)).nodes
-        return {each.number: AgreedNode(each.name, each.users) for each in entries}
+        """What was agreed with each node, by its number, as the files say now."""
+        flower = {each.name: number for number, each in self.registered.items()}
+        return {
+            each.number: AgreedNode(each.name, each.users, flower.get(each.name))
+            for each in self.entries
+        }
+
+    @property
+    def registered(self) -> dict[int, Registered]:
+        """The nodes that Flower's SuperLink was told of, by Flower's number."""
+        path = Path(self.nodes).parents[1] / REGISTERED_FILE
+        try:
+            return _REGISTERED.validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except ValidationError:
+            raise ConfigError(f"{path} is damaged; move it away, and shufl register anew") from None
 
 
 class AgreedEntry(Section):
-    """A node in the server's file of nodes: its name, its number from 0, and its users."""
+    """A node in the server's file of nodes.
+
+    Attributes:
+        name: the node's.
+        number: from 0.
+        users: for how many it speaks.
+        certificate: the fingerprint of its certificate, which withdraws that at a shuffler; empty:
+            it has none yet.
+        until: the day on which that ends.
+    """
 
     name: str
     number: int = Field(ge=0, description="a whole number, at least 0")
     users: Count
+    certificate: str = ""
+    until: str = ""
+
+
+class Registered(NamedTuple):
+    """A node that Flower's SuperLink was told of: its name, and SHA-256 of its key for Flower."""
+
+    name: str
+    key: str
+
+
+_REGISTERED = TypeAdapter(dict[int, Registered])
 
 
 class AgreedNodes(Section):
@@ -130,6 +176,26 @@ def check_cover(cover: bool) -> None:
             "privacy.cover must be true on real machines, got false: the server's code on a node "
             "would see from its traffic who checked in"
         )
+
+
+def flower_connection(folder: Path) -> tuple[str, str]:
+    """Name and HOST:PORT of the connection that Flower takes by default on the server.
+
+    Raises:
+        ConfigError: the server's folder has none.
+    """
+    path = folder / FLOWER_FOLDER / "config.toml"
+    content = read_toml(path)
+    try:
+        connections = content["superlink"]
+        name = connections["default"]
+        address: str = connections[name]["address"]
+        parse_address(address)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{path} must have the SuperLink's address, as `shufl provision` wrote it"
+        ) from None
+    return name, address
 
 
 _PATHS = ("certificate", "config", "device", "nodes", "socket")

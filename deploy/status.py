@@ -38,8 +38,9 @@ class Status:
         accountant: the halting one.
         score_name, score: on the test data, the last that was measured; None: none was.
         seconds_left: by the last rounds; None: it does not run, or has no round yet.
-        nodes: of each node its name, number, users, for how many seconds it has been silent (None:
-            it never came), and why.
+        nodes: of each node its name, number, Flower's number, users, the fingerprint and the last
+            day of its certificate, for how many seconds it has been silent (None: it never came),
+            and why.
         doubt: what the operator should look into; empty: nothing.
         shufflers: of each its address, and what is wrong; empty: it is well.
     """
@@ -86,7 +87,7 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
         score_name=rows[-1]["score"] if rows else "",
         score=next((score for _, score in reversed(scores_of(rows))), None),
         seconds_left=left,
-        nodes=[_node(node, now) for node in _read(folder / NODES_FILE, [])],
+        nodes=[_node(node, now, site) for node in _read(folder / NODES_FILE, [])],
         shufflers={each: health_of(each, site.credentials) for each in site.shufflers}
         if site
         else {},
@@ -94,10 +95,14 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
     )
 
 
-def _node(node: dict[str, Any], now: float) -> dict[str, Any]:
+def _node(node: dict[str, Any], now: float, site: ServerSite | None) -> dict[str, Any]:
     silent = None if node["heard"] is None else now - node["heard"]
-    told = {key: node[key] for key in ("name", "number", "users", "trouble")}
-    return told | {"silent_seconds": silent if node["trouble"] else 0.0}
+    told = {key: node[key] for key in ("name", "number", "flower", "users", "trouble")}
+    certificates = {each.name: each for each in site.entries} if site else {}
+    about = {"certificate": "", "until": ""}
+    if node["name"] in certificates:
+        about = certificates[node["name"]].model_dump(include={*about})
+    return told | about | {"silent_seconds": silent if node["trouble"] else 0.0}
 
 
 def _read(path: Path, otherwise: Any) -> Any:

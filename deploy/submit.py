@@ -17,7 +17,14 @@ from typing import IO
 from shufl.accounting import Ledger
 from shufl.deploy.plan import PROGRAMS, flower_environment
 from shufl.deploy.server_app import deployed_experiment
-from shufl.deploy.sites import CONSOLE_FILE, OUTCOME_FILE, STOP_FILE, ServerSite, load_site
+from shufl.deploy.sites import (
+    CONSOLE_FILE,
+    FLOWER_FOLDER,
+    OUTCOME_FILE,
+    STOP_FILE,
+    ServerSite,
+    load_site,
+)
 from shufl.server import RoundFailed
 from shufl.simulator.config import Config
 from shufl.simulator.engines import EngineFailed, interrupts
@@ -29,8 +36,6 @@ _APP = Path(__file__).with_name("flower_app")
 _POLL_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 2.0  # from when a ServerApp lets its ledger go until it tells its outcome
 _LEAST_FREE = 2**16
-FLOWER_FOLDER = "flower"
-"""Beside the server's file: Flower's home, with the connections."""
 
 
 def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:

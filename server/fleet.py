@@ -67,17 +67,20 @@ def read_node(said: dict[str, Any], shufflers: int) -> NodeState:
     return NodeState(number, users, shuffler)
 
 
-def check_agreed(state: NodeState, agreed: dict[int, AgreedNode]) -> None:
-    """Refuses a node that says something else than was agreed.
+def check_agreed(node: int, state: NodeState, agreed: dict[int, AgreedNode]) -> None:
+    """Refuses a node that says something else than was agreed with it; `node` is Flower's number.
 
     Raises:
         ValueError: one line for the operator.
     """
     if state.number not in agreed:
-        raise ValueError(f"a node says that it is number {state.number}, no such node was agreed")
-    name, users = agreed[state.number]
+        raise ValueError(f"it says that it is number {state.number}, no such node was agreed")
+    name, users, flower = agreed[state.number]
+    if flower != node:
+        known = "is not registered (shufl register)" if flower is None else f"is number {flower}"
+        raise ValueError(f"it says that it is {name}, which {known} at Flower")
     if state.users != users:
-        raise ValueError(f"{name} says that it speaks for {state.users} users, {users} were agreed")
+        raise ValueError(f"it says that it speaks for {state.users} users, {users} were agreed")
 
 
 class Fleet:
@@ -148,8 +151,10 @@ class Fleet:
     def _tell(self, present: list[int]) -> None:
         """Says for whom it waits, where that has changed, also in the run folder."""
         here = {self.known[node].number for node in present}
-        away = [name for number, (name, _) in self._agreed.items() if number not in here]
-        reasons = dict.fromkeys(reason for _, reason in self._refused.values())
+        refused = {self.name_of(node): reason for node, (_, reason) in self._refused.items()}
+        missing = [each.name for number, each in self._agreed.items() if number not in here]
+        away = [name for name in missing if name not in refused]
+        reasons = [f"{name}: {reason}" for name, reason in refused.items()]
         line = f"waiting for nodes: {len(present)} are there, too few for a round"
         line += f"; away: {', '.join(away)}" if away else ""
         line += f"; refused: {'; '.join(reasons)}" if reasons else ""
@@ -161,43 +166,36 @@ class Fleet:
                 self.known[node].trouble = self._why(node)
             self._write()
 
-    def _why(self, node: int) -> str:
-        """Why a node that agreed before is not in."""
-        _, reason = self._refused.get(node, (0.0, "not connected"))
+    def _why(self, node: int, otherwise: str = "not connected") -> str:
+        """Why a node is not in."""
+        _, reason = self._refused.get(node, (0.0, otherwise))
         return reason
 
     def name_of(self, node: int) -> str:
-        """What a node that has agreed is called."""
-        number = self.known[node].number
-        return self._agreed[number].name if number in self._agreed else f"node {number}"
+        """What a node is called, of which Flower's number is given."""
+        for each in self._agreed.values():
+            if each.flower == node:
+                return each.name
+        return f"node {self.known[node].number}" if node in self.known else f"{node} at Flower"
 
     def _write(self) -> None:
         """Writes what is known of every node, also of those that were agreed and never came."""
-        numbers = {state.number for state in self.known.values()}
-        rows: list[dict[str, Any]] = [
-            {
-                "name": self._agreed.get(state.number, ("", 0))[0],
-                "number": state.number,
-                "users": state.users,
-                "heard": state.heard,
-                "trouble": state.trouble,
-            }
-            for state in self.known.values()
-        ]
-        rows += [
-            {"name": name, "number": number, "users": users, "heard": None, "trouble": "away"}
-            for number, (name, users) in self._agreed.items()
-            if number not in numbers
-        ]
-        rows.sort(key=lambda row: row["number"])
-        rows += [
-            {"name": f"{node} at Flower", "number": None, "users": None, "heard": None}
-            | {"trouble": reason}
-            for node, (_, reason) in self._refused.items()
-            if node not in self.known
-        ]
+        rows: dict[int, dict[str, Any]] = {}
+        for number, (name, users, flower) in self._agreed.items():
+            why = "away" if flower is None else self._why(flower, "away")
+            about = {"name": name, "number": number, "flower": flower, "users": users}
+            rows[number] = about | {"heard": None, "trouble": why}
+        for node, state in self.known.items():
+            name = self.name_of(node)
+            about = {"name": name, "number": state.number, "flower": node, "users": state.users}
+            rows[state.number] = about | {"heard": state.heard, "trouble": state.trouble}
+        told = [rows[number] for number in sorted(rows)]
+        strange = self._refused.keys() - {row["flower"] for row in told}
+        for node in sorted(strange):
+            about = {"name": self.name_of(node), "number": None, "flower": node, "users": None}
+            told.append(about | {"heard": None, "trouble": self._why(node)})
         new = self.settings.folder / f"{NODES_FILE}.new"
-        new.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        new.write_text(json.dumps(told, indent=1), encoding="utf-8")
         new.replace(new.with_name(NODES_FILE))
 
     def with_enough(self, present: list[int]) -> list[int]:
@@ -262,17 +260,19 @@ class Fleet:
                 state = read_node(said, len(self.settings.shufflers))
                 if self.settings.agreed is not None:
                     self._agreed = self.settings.agreed()
-                    check_agreed(state, self._agreed)
+                    check_agreed(node, state, self._agreed)
                 here = connected & self._in - {node}
                 if any(self.known[each].number == state.number for each in here):
                     raise ValueError(f"two nodes say that they are number {state.number}")
             except ValueError as error:
                 greeting.errors[node] = str(error)
             else:
+                for each in [each for each, it in self.known.items() if it.number == state.number]:
+                    del self.known[each]  # under another number of Flower's
                 self.known[node] = state
                 self._in.add(node)
                 self._refused.pop(node, None)
         while greeting.errors:
             node, reason = greeting.errors.popitem()
-            log.warning("a node is not in: %s", reason)
+            log.warning("%s is not in: %s", self.name_of(node), reason)
             self._refused[node] = time.monotonic(), reason

@@ -14,10 +14,17 @@ NODES_FILE = "nodes.json"
 
 
 class AgreedNode(NamedTuple):
-    """What was agreed with a node before the run: its name, and for how many users it speaks."""
+    """What was agreed with a node before the run.
+
+    Attributes:
+        name: the node's.
+        users: for how many it speaks.
+        flower: Flower's number of it; None: it is not registered.
+    """
 
     name: str
     users: int
+    flower: int | None
 
 
 @dataclass(frozen=True)

@@ -30,17 +30,23 @@ def test_a_node_that_says_no_sensible_number_is_refused_in_one_line(said, messag
         read_node(said, shufflers=2)
 
 
-def test_a_node_that_says_another_number_than_agreed_is_refused_in_one_line():
-    agreed = {0: AgreedNode("ward-1", 300), 2: AgreedNode("ward-3", 20)}
-    for number, users in ((0, 300), (2, 20)):
-        check_agreed(NodeState(number, users, 0), agreed)
-    for number, users, message in (
-        (2, 21, "^ward-3 says that it speaks for 21 users, 20 were agreed$"),
-        (0, 299, "^ward-1 says that it speaks for 299 users, 300 were agreed$"),
-        (1, 20, "^a node says that it is number 1, no such node was agreed$"),
+def test_a_node_that_says_another_thing_than_agreed_is_refused_in_one_line():
+    agreed = {
+        0: AgreedNode("ward-1", 300, 11),
+        1: AgreedNode("ward-2", 20, None),
+        2: AgreedNode("ward-3", 20, 33),
+    }
+    for node, number, users in ((11, 0, 300), (33, 2, 20)):
+        check_agreed(node, NodeState(number, users, 0), agreed)
+    for node, number, users, message in (
+        (33, 2, 21, "^it says that it speaks for 21 users, 20 were agreed$"),
+        (11, 0, 299, "^it says that it speaks for 299 users, 300 were agreed$"),
+        (11, 3, 20, "^it says that it is number 3, no such node was agreed$"),
+        (11, 2, 20, "^it says that it is ward-3, which is number 33 at Flower$"),
+        (22, 1, 20, r"^it says that it is ward-2, which is not registered \(shufl register\) at"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_agreed(NodeState(number, users, 0), agreed)
+            check_agreed(node, NodeState(number, users, 0), agreed)
 
 
 def test_enough_is_what_the_halting_accountant_counts_on():

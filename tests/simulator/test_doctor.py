@@ -3,6 +3,7 @@
 import datetime
 import email.utils
 import http.server
+import json
 import re
 import shutil
 import signal
@@ -22,7 +23,7 @@ from shufl.deploy.doctor import examine
 from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.sites import NodeSite, load_site
 from shufl.shuffler.callers import Role
-from shufl.shuffler.keys import Authority, Request
+from shufl.shuffler.keys import Authority, Request, make_flower_key
 from shufl.simulator.section import ConfigError
 
 
@@ -61,8 +62,10 @@ def troubles_of(findings):
 
 @pytest.mark.slow
 def test_sites_as_they_were_provisioned_are_well_but_for_who_is_not_there(sites):
-    for name in ("server", "shuffler-1"):
-        assert troubles(sites / name) == {}
+    assert troubles(sites / "shuffler-1") == {}
+    (unregistered,) = troubles(sites / "server").values()
+    assert unregistered.trouble == "the SuperLink was not told of ward-1, ward-2"
+    assert unregistered.fix.startswith("shufl register")
     examined = examine(sites / "ward-1")
     assert troubles_of(examined) == {}
     findings = {each.what.split()[0]: each for each in examined}
@@ -84,11 +87,28 @@ def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(tmp_pa
     try:
         rehearsal.start("shuffler-1", "shuffler")
         rehearsal.start("server", "superlink")
-        wait_until(lambda: not found("server"), LIMIT, "a server's site without trouble")
+        wait_until(lambda: len(found("server")) == 1, LIMIT, "a server without registered nodes")
+        site = str(rehearsal.folder / "server/server.toml")
+        for said in (r"registered ward-1, number \d+\n", ""):
+            done = CliRunner().invoke(app, ["register", "--site", site])
+            assert re.fullmatch(said, done.stdout), done
+        assert found("server") == []
         assert found("ward-1") == found("shuffler-1") == []
+        keys, nodes = (rehearsal.folder / name for name in ("ward-1/keys", "server/nodes"))
+        for name in ("flower.key", "flower.pub"):
+            (keys / name).unlink()
+        make_flower_key(keys)  # another one, which the authority has told the server of
+        shutil.copy(keys / "flower.pub", nodes / "ward-1.pub")
+        done = CliRunner().invoke(app, ["register", "--site", site])
+        said = r"unregistered ward-1, number (\d+)\nregistered ward-1, number (\d+)\n"
+        assert len({*re.fullmatch(said, done.stdout).groups()}) == 2
+        (nodes / "agreed.toml").write_text("nodes = []")
+        done = CliRunner().invoke(app, ["register", "--site", site])
+        assert re.fullmatch(r"unregistered ward-1, number \d+\n", done.stdout)
+        assert json.loads((rehearsal.folder / "server/flower/nodes.json").read_text()) == {}
         authority = Authority.create().certificate
         (rehearsal.folder / "server/keys/flower-authority.pem").write_bytes(authority)
-        (trouble,) = found("server")
+        (_, trouble) = found("server")
         assert "its certificate: " in trouble.trouble
         assert "put the authorities' certificates in keys" in trouble.fix
         (rehearsal.folder / "shuffler-1/revoked").write_text("ward-1\n")

@@ -19,6 +19,7 @@ from shufl.cli.deployment import (
     doctor_command,
     node_command,
     provision_command,
+    register_command,
     rehearse_command,
     status_command,
 )
@@ -49,6 +50,7 @@ app.command("node")(node_command)
 app.command("status")(status_command)
 app.command("doctor")(doctor_command)
 app.command("provision")(provision_command)
+app.command("register")(register_command)
 app.command("rehearse")(rehearse_command)
 app.add_typer(keys_app, name="keys")
 app.add_typer(device_app, name="device")

@@ -180,6 +180,22 @@ def doctor_command(
         raise typer.Exit(1)
 
 
+def register_command(
+    site: Annotated[Path, typer.Option(help="The server's file.")] = Path("server.toml"),
+) -> None:
+    """Tell Flower's SuperLink which nodes there are by now, as the authority's folder nodes says.
+
+    Run it again whenever that folder has changed, also while a run goes on.
+    """
+    from shufl.deploy.register import register
+    from shufl.simulator.engines import EngineFailed
+    from shufl.simulator.section import ConfigError
+
+    with options.failing(ConfigError, OSError), options.failing(EngineFailed, code=1):
+        for line in register(site):
+            typer.echo(line)
+
+
 def status_command(
     folder: Annotated[
         Path | None, typer.Argument(help="A run folder; left out: the newest one under runs.")
@@ -222,12 +238,14 @@ def status_command(
     if not status.nodes:
         console.print("nodes: none known; a simulation has none, nor has a run without a round")
         return
-    table = Table("node", "users", "silent for", "because")
+    table = Table("node", "at Flower", "users", "certificate until", "silent for", "because")
     for node in status.nodes:
         seconds, users = node["silent_seconds"], node["users"]
         table.add_row(
             node["name"] or str(node["number"]),
+            "" if node["flower"] is None else str(node["flower"]),
             "" if users is None else str(users),
+            node["until"],
             f"{seconds:.0f} s" if seconds else "",
             node["trouble"],
         )

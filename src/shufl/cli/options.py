@@ -221,7 +221,9 @@ def print_error(error: BaseException) -> None:
 
 _EXTRAS = {
     "shufl node": "node",
-    **dict.fromkeys(["shufl provision", "shufl rehearse", "shufl status"], "server"),
+    **dict.fromkeys(
+        ["shufl provision", "shufl register", "shufl rehearse", "shufl status"], "server"
+    ),
 }
 _BROUGHT = {
     *("flwr", "jinja2", "matplotlib", "ray"),

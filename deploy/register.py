@@ -1,0 +1,88 @@
+"""`shufl register`: tells Flower's SuperLink which nodes there are, and remembers which is which.
+
+Flower numbers its nodes, and names none. The numbers of a SuperLink's nodes are in a file beside
+its database, so that no node can pass for another, and whatever is said of a node names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from shufl.deploy.plan import PROGRAMS, flower_environment
+from shufl.deploy.sites import (
+    FLOWER_FOLDER,
+    REGISTERED_FILE,
+    Registered,
+    ServerSite,
+    flower_connection,
+    load_site,
+)
+from shufl.shuffler.keys import replace_file
+from shufl.simulator.engines import EngineFailed
+
+
+def register(site_path: Path) -> Iterator[str]:
+    """Registers the nodes that were agreed, unregisters the others; tells a line of each.
+
+    It may be run again at any time, also while a run goes on. `site_path` is the server's file.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+        EngineFailed: Flower refuses; what was done before stays.
+    """
+    folder = site_path.absolute().parent
+    site, connection = load_site(site_path, ServerSite), flower_connection(folder)[0]
+    listed = json.loads(flwr(folder, "supernode", "list", connection, "--format", "json"))
+    nodes = [each for each in listed["nodes"] if each["status"] != "unregistered"]
+    there = {int(each["node-id"]) for each in nodes}
+    known = {number: each for number, each in site.registered.items() if number in there}
+    wanted = {}
+    for name, _, _ in site.agreed.values():
+        path = Path(site.nodes).with_name(f"{name}.pub")
+        if not path.exists():
+            yield f"waiting for {path}"
+            continue
+        wanted[name] = hashlib.sha256(path.read_bytes()).hexdigest(), path
+
+    def write() -> None:
+        told = {number: each._asdict() for number, each in known.items()}
+        replace_file(folder / REGISTERED_FILE, json.dumps(told, indent=1).encode(), 0o600)
+
+    for number, each in list(known.items()):
+        if wanted.get(each.name, ("",))[0] == each.key:
+            del wanted[each.name]
+            continue
+        flwr(folder, "supernode", "unregister", str(number), connection)
+        del known[number]
+        write()
+        yield f"unregistered {each.name}, number {number}"
+    for name, (key, path) in wanted.items():
+        said = flwr(folder, "supernode", "register", str(path), connection, "--format", "json")
+        number = int(json.loads(said)["node-id"])
+        known[number] = Registered(name, key)
+        write()
+        yield f"registered {name}, number {number}"
+
+
+def flwr(folder: Path, *arguments: str) -> str:
+    """Runs a command of Flower's on the server, whose folder this is; returns what it printed.
+
+    Raises:
+        EngineFailed: it failed; with what it said.
+    """
+    done = subprocess.run(
+        [str(PROGRAMS / "flwr"), *arguments],
+        cwd=folder,
+        env=flower_environment(folder / FLOWER_FOLDER),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise EngineFailed(f"flwr {' '.join(arguments)}: {done.stdout} {done.stderr}".strip())
+    return done.stdout
