@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -239,12 +240,19 @@ def _hear(child: _Child, until: float) -> None:
         EOFError, OSError: the child has ended.
         TimeoutError: there is none in time.
     """
-    while child.pipe.poll(max(0.0, until - time.monotonic())):
-        said = child.pipe.recv()
-        if not isinstance(said, str):
-            return
-        log.warning("an update cannot be computed, and counts as zero: %s", said)
-    raise TimeoutError
+    reasons = Counter[str]()
+    try:
+        while child.pipe.poll(max(0.0, until - time.monotonic())):
+            said = child.pipe.recv()
+            if not isinstance(said, str):
+                return
+            reasons[said] += 1
+        raise TimeoutError
+    finally:
+        if reasons:  # one line, however many users there are
+            ((most, _),) = reasons.most_common(1)
+            count = reasons.total()
+            log.warning("%d of the updates cannot be computed, and count as zero: %s", count, most)
 
 
 def _serve(

@@ -51,7 +51,7 @@ from shufl.trained import frozen_digest, sent
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
-
+_MOST_NAMES = 5  # of nodes, in a line of the log
 _SHUFFLER_SECONDS = 60.0  # for a shuffler that is away to come back within a round
 _TRY_AGAIN_SECONDS = 1.0
 _PASSING = {
@@ -237,8 +237,8 @@ class RoundLoop:
         closed = self._close(round, list(nonces), answers, lost)
         absent = {name for each in closed.values() for name in each.absent}
         self._fleet.note(answers, absent)
-        for node, why in answers.errors.items():
-            log.error("round %d, %s", round, self._why(round, node, why))
+        for line in errors_told(round, answers.errors, self._fleet.name_of):
+            log.error("%s", line)
         if not self._patient and answers.errors and not self._stop():
             node, why = next(iter(answers.errors.items()))
             raise NodeFailed(f"round {round}, {self._why(round, node, why)}")
@@ -370,3 +370,15 @@ def _together(parts: list[tuple[Aggregate, int]]) -> Aggregate | None:
     reasons = sum((Counter(each.reasons) for each in aggregates), Counter[str]())
     reports = sum(each.reports for each in aggregates)
     return Aggregate(estimate, reports, reasons.total(), dict(reasons))
+
+
+def errors_told(round: int, errors: dict[int, str], name_of: Callable[[int], str]) -> list[str]:
+    """A line for each reason why nodes failed in a round, however many have it."""
+    failed: dict[str, list[str]] = {}
+    for node, why in errors.items():
+        failed.setdefault(why.removeprefix(f"round {round}, "), []).append(name_of(node))
+    lines = []
+    for reason, names in failed.items():
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        lines.append(f"round {round}, {', '.join(names[:_MOST_NAMES])}{more}: {reason}")
+    return lines

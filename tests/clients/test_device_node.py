@@ -239,6 +239,15 @@ def test_one_user_of_4000_records_among_200_of_20_changes_nobody_elses_report(
     np.testing.assert_allclose(moments[0], moments[1], rtol=0, atol=1e-6)
 
 
+def test_updates_that_fail_are_one_line_however_many_there_are(caplog):
+    ours, theirs = multiprocessing.Pipe()
+    for said in (*(f"user {user}: no" for user in range(500)), None):
+        theirs.send(said)
+    worker._hear(SimpleNamespace(pipe=ours), time.monotonic() + LIMIT)
+    (line,) = caplog.messages
+    assert line == "500 of the updates cannot be computed, and count as zero: user 0: no"
+
+
 @pytest.mark.slow
 def test_a_user_whose_records_make_the_model_fail_or_crash_counts_as_zero_alone(
     make_round, running, tmp_path, caplog

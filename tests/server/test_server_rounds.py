@@ -5,6 +5,7 @@ import pytest
 from rounds import make_plan
 from shufl.server import AgreedNode
 from shufl.server.fleet import NodeState, check_agreed, read_node
+from shufl.server.rounds import errors_told
 
 PLAN = make_plan(
     users=100, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=1.0, rounds=10, delta=1e-3,
@@ -47,6 +48,15 @@ def test_a_node_that_says_another_thing_than_agreed_is_refused_in_one_line():
     ):
         with pytest.raises(ValueError, match=message):
             check_agreed(node, NodeState(number, users, 0), agreed)
+
+
+def test_a_reason_is_one_line_however_many_nodes_have_it():
+    errors = dict.fromkeys(range(300), "round 3, no answer within 20 s") | {7: "it failed"}
+    names = ", ".join(f"ward-{node}" for node in range(5))
+    assert errors_told(3, errors, lambda node: f"ward-{node}") == [
+        f"round 3, {names} and 294 more: no answer within 20 s",
+        "round 3, ward-7: it failed",
+    ]
 
 
 def test_enough_is_what_the_halting_accountant_counts_on():
