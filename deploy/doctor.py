@@ -22,7 +22,7 @@ from shufl.accounting import rounds_within_budget
 from shufl.accounting.validation import read_toml
 from shufl.clients.device import DeviceLedger, RunOffered, read_device
 from shufl.deploy.plan import LONGEST_SOCKET
-from shufl.deploy.sites import NodeSite, ServerSite, flower_connection, load_site
+from shufl.deploy.sites import NodeSite, ServerSite, flower_connection, load_site, role_of
 from shufl.deploy.status import ask_health
 from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
@@ -30,7 +30,7 @@ from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import read_certificate
 from shufl.shuffler.wire.channel import parse_address
 from shufl.simulator.config import load
-from shufl.simulator.section import ConfigError, one_line
+from shufl.simulator.section import one_line
 
 _EXTRAS = {"node": ("node",), "server": ("node", "server")}  # what a role installs with shufl
 _LEAST_DAYS = 30
@@ -297,14 +297,7 @@ class _Examination:
 
 def examine(folder: Path) -> list[Finding]:
     """Looks at everything that a site needs."""
-    files = "server.toml", "shuffler.toml", "node.toml"
-    found = [name for name in files if (folder / name).exists()]
-    if len(found) != 1:
-        raise ConfigError(
-            f"a site's folder holds exactly one of {', '.join(files)}, {folder} holds "
-            f"{' and '.join(found) or 'none'}"
-        )
-    role = found[0].removesuffix(".toml")
+    role = role_of(folder)
     examination = _Examination(folder.absolute(), role)
     examination.machine()
     getattr(examination, role)()

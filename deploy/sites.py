@@ -178,6 +178,22 @@ def check_cover(cover: bool) -> None:
         )
 
 
+def role_of(folder: Path) -> str:
+    """What a site's folder is of: `server`, `shuffler` or `node`.
+
+    Raises:
+        ConfigError: it is of none, or of several.
+    """
+    files = "server.toml", "shuffler.toml", "node.toml"
+    found = [name for name in files if (folder / name).exists()]
+    if len(found) != 1:
+        raise ConfigError(
+            f"a site's folder holds exactly one of {', '.join(files)}, {folder} holds "
+            f"{' and '.join(found) or 'none'}"
+        )
+    return found[0].removesuffix(".toml")
+
+
 def flower_connection(folder: Path) -> tuple[str, str]:
     """Name and HOST:PORT of the connection that Flower takes by default on the server.
 

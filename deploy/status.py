@@ -95,6 +95,12 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
     )
 
 
+def newest_run(runs: Path) -> Path | None:
+    """The run folder that was made last; None: there is none."""
+    found = sorted(runs.glob("*/ledger.jsonl"), key=lambda path: path.stat().st_mtime)
+    return found[-1].parent if found else None
+
+
 def _node(node: dict[str, Any], now: float, site: ServerSite | None) -> dict[str, Any]:
     silent = None if node["heard"] is None else now - node["heard"]
     told = {key: node[key] for key in ("name", "number", "flower", "users", "trouble")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from shufl.deploy.plan import (
     server_process,
 )
 from shufl.deploy.provision import provision
+from shufl.shuffler.service.operations import Metrics
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -96,6 +98,24 @@ def test_systemd_accepts_the_units(sites):
         exposed = ["systemd-analyze", "security", "--offline=true", "--threshold=39", str(unit)]
         done = subprocess.run(exposed, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_there_are(sites):
+    """Their names; where promtool is at hand, the rules' grammar too."""
+    folder = DEPLOY / "monitoring"
+    rules = yaml.safe_load((folder / "alerts.yml").read_text())["groups"]
+    alerts = [rule for group in rules for rule in group["rules"]]
+    dashboard = json.loads((folder / "dashboard.json").read_text())
+    asked = [rule["expr"] for rule in alerts]
+    asked += [each["expr"] for panel in dashboard["panels"] for each in panel["targets"]]
+    assert len(asked) == 23 and len({rule["alert"] for rule in alerts}) == len(alerts)
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    told = re.findall(r'"(shufl_\w+)"', (DEPLOY / "metrics.py").read_text())
+    told += [name for each in Metrics().registry.collect() for name in (each.name,)]
+    known = {*told, *(f"{name}_total" for name in told)}
+    assert known >= {name for text in asked for name in re.findall(r"shufl_\w+", text)}
+    if promtool := shutil.which("promtool"):
+        subprocess.run([promtool, "check", "rules", str(folder / "alerts.yml")], check=True)
 
 
 def test_a_container_starts_what_the_unit_says(example, sites, tmp_path):

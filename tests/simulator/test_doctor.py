@@ -14,16 +14,21 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from cryptography import x509
+from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from deployment_world import deployment_of
 from run_world import LIMIT, wait_until
+from shufl.accounting import Ledger
 from shufl.cli.__main__ import app
+from shufl.clients import load_device
 from shufl.deploy.doctor import examine
+from shufl.deploy.node import agreed_plan
 from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.sites import NodeSite, load_site
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority, Request, make_flower_key
+from shufl.simulator.config import load
 from shufl.simulator.section import ConfigError
 
 
@@ -153,6 +158,51 @@ def test_certificates_that_do_not_fit_are_found(
     certificate = authority.sign(request, role, users=users, days=days)
     (node / "keys/ward-1.pem").write_bytes(certificate)
     assert message in troubles(node)[what].trouble
+
+
+def metrics_of(folder):
+    done = CliRunner().invoke(app, ["metrics", str(folder)])
+    assert done.exit_code == 0, done.stderr
+    return {
+        (each.name, *sorted(each.labels.items())): each.value
+        for family in text_string_to_metric_families(done.stdout)
+        for each in family.samples
+    }
+
+
+def test_metrics_are_those_of_the_site(sites, node, tmp_path):
+    found = metrics_of(sites / "shuffler-1")
+    own = x509.load_pem_x509_certificate((sites / "shuffler-1/keys/shuffler-1.pem").read_bytes())
+    ends = found["shufl_certificate_end_seconds", ("certificate", "shuffler-1")]
+    assert ends == own.not_valid_after_utc.timestamp() and found["shufl_disk_free_bytes",] > 0
+    assert not [name for name, *_ in found if name.startswith(("shufl_run", "shufl_device"))]
+
+    found = metrics_of(node)
+    limits = load_device(node / "device.toml").limits
+    assert (found["shufl_device_epsilon",], found["shufl_device_rounds",]) == (0, 0)
+    assert found["shufl_device_epsilon_most",] == limits.most_epsilon
+
+    server = shutil.copytree(sites / "server", tmp_path / "s")
+    assert not [name for name, *_ in metrics_of(server) if name.startswith("shufl_run")]
+    plan = agreed_plan(load(str(server / "run.toml")))
+    run = server / "runs/one"
+    run.mkdir(parents=True)
+    told = {"number": 0, "flower": 5, "users": 3, "heard": 1.0}
+    nodes = [told | {"name": "ward-1", "trouble": ""}, told | {"name": "ward-2", "trouble": "away"}]
+    (run / "nodes.json").write_text(json.dumps(nodes))
+    with Ledger.create(run / "ledger.jsonl", plan, "run") as ledger:
+        ledger.append_round(1)
+        found = metrics_of(server)
+    assert (found["shufl_run_running",], found["shufl_run_interrupted",]) == (1, 0)
+    assert (found["shufl_run_rounds",], found["shufl_run_rounds_allowed",]) == (1, 2)
+    assert found["shufl_run_epsilon",] == plan.epsilon(rounds=1)
+    assert found["shufl_run_epsilon_budget",] == plan.target_epsilon
+    silent = [found["shufl_node_silent", ("node", name)] for name in ("ward-1", "ward-2")]
+    assert silent == [0, 1]
+    (up,) = (value for (name, *_), value in found.items() if name == "shufl_shuffler_up")
+    assert up == 0
+    found = metrics_of(server)
+    assert (found["shufl_run_running",], found["shufl_run_interrupted",]) == (0, 1)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from shufl.cli.audit import audit_command
 from shufl.cli.calibrate import calibrate_command
 from shufl.cli.deployment import (
     doctor_command,
+    metrics_command,
     node_command,
     provision_command,
     register_command,
@@ -49,6 +50,7 @@ app.command("shuffler")(shuffler_command)
 app.command("node")(node_command)
 app.command("status")(status_command)
 app.command("doctor")(doctor_command)
+app.command("metrics")(metrics_command)
 app.command("provision")(provision_command)
 app.command("register")(register_command)
 app.command("rehearse")(rehearse_command)

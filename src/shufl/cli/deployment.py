@@ -180,6 +180,19 @@ def doctor_command(
         raise typer.Exit(1)
 
 
+def metrics_command(
+    folder: Annotated[Path, typer.Argument(help="A site's folder.")] = Path(),
+) -> None:
+    """Print what a site's operator watches, for Prometheus: run, budget, nodes, certificates, disk.
+
+    For the text files of Prometheus' node exporter, every few minutes.
+    """
+    from shufl.deploy.metrics import metrics_of
+
+    with options.failing(OSError, ValueError):
+        typer.echo(metrics_of(folder.absolute()), nl=False)
+
+
 def register_command(
     site: Annotated[Path, typer.Option(help="The server's file.")] = Path("server.toml"),
 ) -> None:
@@ -208,13 +221,15 @@ def status_command(
 ) -> None:
     """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
     from shufl.deploy.sites import ServerSite, load_site
-    from shufl.deploy.status import status_of
+    from shufl.deploy.status import newest_run, status_of
     from shufl.simulator.section import ConfigError
 
     here = Path("server.toml")
     with options.failing(ConfigError, OSError):
         known = load_site(site or here, ServerSite) if site or here.exists() else None
-        status = status_of(folder or _newest(), known)
+        if (run := folder or newest_run(Path("runs"))) is None:
+            raise ConfigError("give a run folder: there is none under runs")
+        status = status_of(run, known)
     if json:
         options.print_json(asdict(status))
         return
@@ -250,13 +265,3 @@ def status_command(
             node["trouble"],
         )
     console.print(table)
-
-
-def _newest() -> Path:
-    """The run folder that was made last."""
-    from shufl.simulator.section import ConfigError
-
-    found = sorted(Path("runs").glob("*/ledger.jsonl"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise ConfigError("give a run folder: there is none under runs")
-    return found[-1].parent

@@ -1,0 +1,84 @@
+"""`shufl metrics`: what a site's own operator watches, as text for Prometheus.
+
+It is read from the site's files at each call. So no process of the site serves it, and nobody sees
+it but who may read the files: in particular not the server's code on a node.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from shufl.clients.device import DeviceLedger, read_device
+from shufl.deploy.sites import NodeSite, ServerSite, load_site, role_of
+from shufl.deploy.status import newest_run, status_of
+from shufl.shuffler.keys import read_certificate
+
+
+def metrics_of(folder: Path) -> str:
+    """Gauges of a site, in Prometheus' text format.
+
+    Raises:
+        ConfigError, OSError, ValueError: a file of the site is missing or damaged.
+    """
+    gauges = _Gauges()
+    gauges.add("shufl_disk_free_bytes", "Free on the site's disk", shutil.disk_usage(folder).free)
+    for path in sorted((folder / "keys").glob("*.pem")):
+        ends = read_certificate(path).not_valid_after_utc.timestamp()
+        about = "When a certificate ends, in seconds since 1970"
+        gauges.add("shufl_certificate_end_seconds", about, ends, certificate=path.stem)
+    role = role_of(folder)
+    if role == "server":
+        _of_server(folder, gauges)
+    if role == "node":
+        _of_node(folder, gauges)
+    return generate_latest(gauges.registry).decode()
+
+
+class _Gauges:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._made: dict[str, Gauge] = {}
+
+    def add(self, name: str, about: str, value: float, **labels: str) -> None:
+        if name not in self._made:
+            self._made[name] = Gauge(name, about, list(labels), registry=self.registry)
+        gauge = self._made[name]
+        (gauge.labels(**labels) if labels else gauge).set(value)
+
+
+def _of_server(folder: Path, gauges: _Gauges) -> None:
+    """The newest run, if there is one, and the shufflers."""
+    site = load_site(folder / "server.toml", ServerSite)
+    run = newest_run(folder / "runs")
+    if run is None:
+        return
+    status = status_of(run, site)
+    add = gauges.add
+    state = status.state
+    add("shufl_run_running", "1 while the newest run goes on", state == "running")
+    add("shufl_run_interrupted", "1 if it is to be resumed", state == "interrupted")
+    add("shufl_run_rounds", "Its rounds that are spent", status.rounds)
+    add("shufl_run_rounds_allowed", "Rounds that its budget allows", status.allowed)
+    add("shufl_run_epsilon", "ε spent, by the halting accountant", status.epsilon)
+    add("shufl_run_epsilon_budget", "Its budget", status.target)
+    for node in status.nodes:
+        in_trouble = bool(node["trouble"])
+        add("shufl_node_silent", "1 for a node in trouble", in_trouble, node=node["name"])
+    for address, trouble in status.shufflers.items():
+        add("shufl_shuffler_up", "1 for a shuffler that serves", not trouble, shuffler=address)
+
+
+def _of_node(folder: Path, gauges: _Gauges) -> None:
+    """What the owner's ledger says."""
+    site = load_site(folder / "node.toml", NodeSite)
+    path, limits = read_device(Path(site.device))
+    runs = DeviceLedger(path, limits, create=False).offered() if path.exists() else []
+    charged = sum(limits.charge(run) for run in runs)
+    gauges.add("shufl_device_epsilon", "ε charged to the owner, over all runs", charged)
+    gauges.add("shufl_device_epsilon_most", "The most that the owner accepts", limits.most_epsilon)
+    gauges.add("shufl_device_runs", "Runs that were offered", len(runs))
+    offered = sum(run.offered for run in runs)
+    gauges.add("shufl_device_rounds", "Rounds that were offered", offered)
