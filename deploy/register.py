@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from shufl.deploy.acts import note
 from shufl.deploy.plan import PROGRAMS, flower_environment
 from shufl.deploy.sites import (
     FLOWER_FOLDER,
@@ -59,12 +60,14 @@ def register(site_path: Path) -> Iterator[str]:
         flwr(folder, "supernode", "unregister", str(number), connection)
         del known[number]
         write()
+        note(folder, "unregistered", name=each.name, flower=number)
         yield f"unregistered {each.name}, number {number}"
     for name, (key, path) in wanted.items():
         said = flwr(folder, "supernode", "register", str(path), connection, "--format", "json")
         number = int(json.loads(said)["node-id"])
         known[number] = Registered(name, key)
         write()
+        note(folder, "registered", name=name, flower=number)
         yield f"registered {name}, number {number}"
 
 

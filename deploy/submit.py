@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from shufl.accounting import Ledger
+from shufl.deploy.acts import note
 from shufl.deploy.plan import PROGRAMS, flower_environment
 from shufl.deploy.server_app import deployed_experiment
 from shufl.deploy.sites import (
@@ -115,6 +116,8 @@ class _NotTaken(EngineFailed):
 def _follow(connection: str, site_path: Path, folder: Path, under_way: bool = False) -> str:
     """Hands a run over, unless it is under way, and shows it to its end."""
     outcome_file, stop_file = folder / OUTCOME_FILE, folder / STOP_FILE
+    acts = site_path.absolute().parent
+    note(acts, "shows" if under_way else "runs", run=str(folder))
     attempt = "" if under_way else secrets.token_hex(8)  # one before may still be ending
     if not under_way:
         for file in (outcome_file, stop_file):
@@ -153,6 +156,8 @@ def _follow(connection: str, site_path: Path, folder: Path, under_way: bool = Fa
             while goes_on() and not _outcome(outcome_file, attempt):
                 show()
                 if stop.is_set():
+                    if not stop_file.exists():
+                        note(acts, "stops", run=str(folder))
                     stop_file.touch()
                 time.sleep(_POLL_SECONDS)
         finally:

@@ -121,6 +121,7 @@ class Fleet:
         tell_at = begun + _TELL_SECONDS
         if settings.patience:
             self._prompt, self._in = self._in or None, set()
+        self._read_agreed()
         while True:
             connected = set(self._grid.get_node_ids())
             self._ask(connected)
@@ -147,6 +148,19 @@ class Fleet:
                 )
             now = time.monotonic()
             time.sleep(max(0.0, min(pause_after(now - begun), until - now)))
+
+    def _read_agreed(self) -> None:
+        """Reads again what was agreed; who is withdrawn and away is known no more."""
+        if self.settings.agreed is None:
+            return
+        try:
+            self._agreed = self.settings.agreed()
+        except (OSError, ValueError) as error:  # as while the files are being replaced
+            log.warning("what was agreed with nodes stays: %s", error)
+            return
+        for node in [each for each, it in self.known.items() if it.number not in self._agreed]:
+            if node not in self._in:
+                del self.known[node]
 
     def _tell(self, present: list[int]) -> None:
         """Says for whom it waits, where that has changed, also in the run folder."""
@@ -259,7 +273,7 @@ class Fleet:
             try:
                 state = read_node(said, len(self.settings.shufflers))
                 if self.settings.agreed is not None:
-                    self._agreed = self.settings.agreed()
+                    self._read_agreed()
                     check_agreed(node, state, self._agreed)
                 here = connected & self._in - {node}
                 if any(self.known[each].number == state.number for each in here):
