@@ -272,7 +272,8 @@ class _Sites:
         prefix = Path(self._deployment.folder).name
         about |= {"deployment": self._deployment.name, "site": site.name, "folder": folder}
         about |= {"prefix": prefix}
-        files = {"README.md": _template(readme, **about)}
+        texts = {"README.md": readme, "install.sh": "install.sh"}
+        files = {name: _template(of, **about) for name, of in texts.items()}
         for process in (*site.processes, *more):
             program, *arguments = process.command
             unit = f"{prefix}-{process.name}"

@@ -137,13 +137,14 @@ def test_a_container_starts_what_the_unit_says(example, sites, tmp_path):
         assert started.stdout.splitlines() == arguments
 
 
-def test_a_container_installs_a_site_as_its_readme_says(sites, tmp_path):
-    for name in ("chown", "chmod", "install"):
+def test_a_container_gives_a_site_s_files_their_owners(sites, tmp_path):
+    for name in ("chown", "chmod"):
         _program(tmp_path, name, f'echo {name} "$@"')
     for site, expected in (("ward-1", 9), ("server", 2), ("shuffler-1", 2)):
+        folder = shutil.copytree(sites / site, tmp_path / site)
         done = subprocess.run(
             ["sh", str(DEPLOY / "site.sh"), "install"],
-            cwd=sites / site,
+            cwd=folder,
             env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
             capture_output=True,
             text=True,
@@ -152,6 +153,37 @@ def test_a_container_installs_a_site_as_its_readme_says(sites, tmp_path):
         lines = done.stdout.splitlines()
         assert len(lines) == expected
         assert lines[0] == "chown -R shufl:shufl ."
+        assert (folder / "app").exists() is (site == "ward-1")
+
+
+def test_a_machine_is_installed_by_one_command_that_may_be_run_again(sites, tmp_path):
+    """With programs that only note how they were called: nobody becomes root for it."""
+    called = tmp_path / "called"
+    for name in ("groupadd", "useradd", "chown", "chmod", "nft", "systemctl", "cp", "ln", "id"):
+        known = f"grep -q useradd.*$1 {called}" if name == "id" else "true"
+        _program(tmp_path, name, f'{known} && echo {name} "$@" >> {called}')
+    _program(tmp_path, "getent", f"grep -q groupadd {called}")
+    for site, accounts in (("ward-1", 3), ("server", 1), ("shuffler-1", 1)):
+        called.write_text("")
+        folder = shutil.copytree(sites / site, tmp_path / site, dirs_exist_ok=True)
+        script = (folder / "install.sh").read_text().replace("/etc/nftables.conf", f"{tmp_path}/n")
+        (folder / "install.sh").write_text(script)
+        for _ in range(2):
+            subprocess.run(
+                ["sh", str(folder / "install.sh")],
+                env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+        lines = called.read_text().splitlines()
+        assert sum(line.startswith("useradd") for line in lines) == accounts
+        assert sum(line.startswith("groupadd") for line in lines) == 1
+        assert sum(line == "systemctl daemon-reload" for line in lines) == 2
+        closed = site != "shuffler-1"
+        assert sum(line == "nft -f nftables.conf" for line in lines) == 2 * closed
+        included = tmp_path / "n"
+        assert (included.read_text().count("include") if included.exists() else 0) == closed
+        included.unlink(missing_ok=True)
 
 
 _PROBE = """

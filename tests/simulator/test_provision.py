@@ -315,14 +315,14 @@ def test_the_server_is_told_for_how_many_users_each_node_speaks(base):
     provisioned(base)
     server = base / "sites/server"
     site = load_site(server / "server.toml", ServerSite)
-    assert site.agreed == {0: ("ward-1", 30), 1: ("ward-2", 20)}
+    assert site.agreed == {0: ("ward-1", 30, None), 1: ("ward-2", 20, None)}
     gone, left, new = (
         {"name": "ward-1", "users": 30, "withdrawn": True},
         {"name": "ward-2", "users": 20},
         {"name": "ward-3", "users": 50},
     )
     provisioned(base, nodes=[gone, left, new])
-    assert site.agreed == {1: ("ward-2", 20), 2: ("ward-3", 50)}
+    assert site.agreed == {1: ("ward-2", 20, None), 2: ("ward-3", 50, None)}
     assert [path.name for path in server.glob("nodes/*.pub")] == ["ward-2.pub"]
     (server / "nodes/agreed.toml").write_text("nodes = [{ name = 'ward-1', number = 0 }]")
     with pytest.raises(ConfigError, match=r"agreed\.toml: nodes\.0\.users is missing"):
