@@ -267,7 +267,8 @@ def _serve(
     """What the child does."""
     torch.set_flush_denormal(True)  # a processor takes longer for denormal numbers
     torch.set_num_threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the parent
+        signal.signal(number, signal.SIG_IGN)
     work = Work(make_model, training, together)
     try:
         try:

@@ -33,12 +33,12 @@ from shufl.simulator.config import load
 from shufl.simulator.section import one_line
 
 _EXTRAS = {"node": ("node",), "server": ("node", "server")}  # what a role installs with shufl
-_LEAST_DAYS = 30
+_LEAST_LEFT, _LEAST_SHARE = datetime.timedelta(days=30), 0.15  # of a certificate's life
 _LEAST_FREE = 10**9
 _LEAST_DESCRIPTORS = 4096
 _TAKEN = {
-    "shuffler": ", and systemctl kill --signal HUP shufl-shuffler",
-    "server": " (superlink: nginx -s reload; and restart shufl-superlink when no run goes on)",
+    "shuffler": ", and systemctl kill --signal HUP {unit}-shuffler",
+    "server": " (superlink: nginx -s reload; and restart {unit}-superlink when no run goes on)",
     "node": "",
 }
 _SET_CLOCK = "systemctl enable --now systemd-timesyncd"
@@ -133,7 +133,7 @@ class _Examination:
             if new := [each.name for each in site.agreed.values() if each.flower is None]:
                 raise _Trouble(f"the SuperLink was not told of {', '.join(new)}")
         self._shufflers(site)
-        self._superlink(address, "systemctl start shufl-superlink")
+        self._superlink(address, f"systemctl start {self._folder.name}-superlink")
 
     def shuffler(self) -> None:
         """A shuffler's site."""
@@ -149,7 +149,7 @@ class _Examination:
             config = load_config(path)
             if config.tls.revoked is not None:
                 config.tls.revoked.read_text()
-        with self.look("port", "systemctl status shufl-shuffler; or another port"):
+        with self.look("port", f"systemctl status {self._folder.name}-shuffler; or another port"):
             host, port, *_ = parse_address(load_config(path).listen)
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -212,7 +212,8 @@ class _Examination:
         ask = "renew" if (self._keys / f"{name}.key").exists() else "request"
         return (
             f"shufl keys {ask} {self._keys} --name {name}; send {name}.csr to whoever provisions, "
-            f"and put the {name}.pem that comes back in place of the old one{_TAKEN[self._role]}"
+            f"and put the {name}.pem that comes back in place of the old one"
+            + _TAKEN[self._role].format(unit=self._folder.name)
         )
 
     def _days(self, name: str, what: str = "certificate's days") -> None:
@@ -231,8 +232,8 @@ class _Examination:
                     f"{path} is valid from {begins:%F %T} to {ends:%F %T}, here it is {now:%F %T}",
                     fix,
                 )
-            if (days := (ends - real).days) < _LEAST_DAYS:
-                raise _Trouble(f"{path} is valid for {days} days more")
+            if (left := ends - real) < min(_LEAST_LEFT, _LEAST_SHARE * (ends - begins)):
+                raise _Trouble(f"{path} is valid for {left.days} days more")
 
     def _plan(self) -> None:
         with self.look("plan", "put run.toml back as `shufl provision` made it"):

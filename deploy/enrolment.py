@@ -41,12 +41,14 @@ class Enrolled:
         unapproved: fingerprints of keys that have come, and nobody has approved, by name.
         waiting: requests that have not come.
         ending: days that are left to certificates that end soon, by name.
+        to_withdraw: fingerprints of valid certificates of keys that are forgotten.
     """
 
     signed: list[str] = field(default_factory=list)
     unapproved: dict[str, str] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
     ending: dict[str, float] = field(default_factory=dict)
+    to_withdraw: list[str] = field(default_factory=list)
 
 
 class Enrolment:
@@ -70,9 +72,31 @@ class Enrolment:
         self._flower = self._authority("authority-flower")
         log = self._acts / LOG_FILE
         lines = _read_lines(log) if log.exists() else []
+        self._lines = lines
         signed = [each for each in lines if each["did"] == "signed"]
         self._signed = {each["request"] for each in signed}
-        self._known = {each["name"]: each["key"] for each in signed}
+        self._known: dict[str, str] = {}
+        for each in lines:
+            if each["did"] == "signed":
+                self._known[each["name"]] = each["key"]
+            if each["did"] == "forgot":
+                self._known.pop(each["name"], None)
+
+    def forget(self, name: str) -> None:
+        """Takes the key that was signed last for a name for a stranger's from now on.
+
+        Raises:
+            ConfigError: none was.
+        """
+        if name not in self._known:
+            raise ConfigError(f"--forget must name one of {', '.join(self._known)}, got {name}")
+        key, today = self._known.pop(name), time.strftime("%F", time.gmtime())
+        note(self._acts, "forgot", name=name, key=key)
+        self.done.to_withdraw += [
+            each["certificate"]
+            for each in self._lines
+            if each["did"] == "signed" and each["key"] == key and each["until"] >= today
+        ]
 
     def sign(self, site: str, requests: Sequence[tuple[str, Role]]) -> None:
         """Puts the authorities' certificates into a site's keys, and signs what it asks for.
@@ -205,8 +229,10 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             line = json.loads(text)
+            if line["did"] in ("signed", "forgot"):
+                _ = line["name"], line["key"]
             if line["did"] == "signed":
-                _ = line["name"], line["key"], line["request"]
+                _ = line["request"], line["certificate"], line["until"]
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{path}: line {number} is damaged; remove it, or restore") from None
         lines.append(line)

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from shufl.clients.device import DeviceLedger, read_device
 from shufl.deploy.sites import NodeSite, ServerSite, load_site, role_of
-from shufl.deploy.status import newest_run, status_of
+from shufl.deploy.status import health_of, newest_run, status_of
 from shufl.shuffler.keys import read_certificate
 
 
@@ -50,13 +50,15 @@ class _Gauges:
 
 
 def _of_server(folder: Path, gauges: _Gauges) -> None:
-    """The newest run, if there is one, and the shufflers."""
+    """The shufflers; the newest run, if there is one."""
     site = load_site(folder / "server.toml", ServerSite)
-    run = newest_run(folder / "runs")
-    if run is None:
-        return
-    status = status_of(run, site)
     add = gauges.add
+    for address in site.shufflers:
+        well = not health_of(address, site.credentials)
+        add("shufl_shuffler_up", "1 for a shuffler that serves", well, shuffler=address)
+    if (run := newest_run(folder / "runs")) is None:
+        return
+    status = status_of(run, None)
     state = status.state
     add("shufl_run_running", "1 while the newest run goes on", state == "running")
     add("shufl_run_interrupted", "1 if it is to be resumed", state == "interrupted")
@@ -67,8 +69,6 @@ def _of_server(folder: Path, gauges: _Gauges) -> None:
     for node in status.nodes:
         in_trouble = bool(node["trouble"])
         add("shufl_node_silent", "1 for a node in trouble", in_trouble, node=node["name"])
-    for address, trouble in status.shufflers.items():
-        add("shufl_shuffler_up", "1 for a shuffler that serves", not trouble, shuffler=address)
 
 
 def _of_node(folder: Path, gauges: _Gauges) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import shlex
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,14 @@ def provision(
     approve: Approve,
     *,
     days: float = 365,
+    forget: Sequence[str] = (),
     in_place: bool = False,
 ) -> Provisioned:
     """Makes what is missing of a deployment's folders, and signs for the keys that are approved.
 
     The configuration's path is relative to `base`, where the deployment's file is. `out` gets a
-    folder for each site, and the two authorities. Certificates are valid for at most `days`. With
+    folder for each site, and the two authorities. Certificates are valid for at most `days`. The
+    keys of the names in `forget` are strangers' from now on, as if they had never come. With
     `in_place` the sites run in these folders, and not in that of the deployment's file.
     """
     experiment = experiment_of(deployment, base)
@@ -103,6 +105,8 @@ def provision(
             f"{experiment.plan.users}"
         )
     enrolment = Enrolment(deployment, out, approve, days)
+    for name in forget:
+        enrolment.forget(name)
     sites = _Sites(deployment, experiment, base, out if in_place else None).all()
     done = Provisioned(sites, enrolment.done)
     for site in sites:

@@ -24,6 +24,7 @@ from shufl.deploy.sites import (
 )
 from shufl.shuffler.keys import replace_file
 from shufl.simulator.engines import EngineFailed
+from shufl.simulator.section import one_line
 
 
 def register(site_path: Path) -> Iterator[str]:
@@ -46,6 +47,9 @@ def register(site_path: Path) -> Iterator[str]:
         path = Path(site.nodes).with_name(f"{name}.pub")
         if not path.exists():
             yield f"waiting for {path}"
+            known_key = next((each.key for each in known.values() if each.name == name), None)
+            if known_key is not None:
+                wanted[name] = known_key, path  # it stays as it is
             continue
         wanted[name] = hashlib.sha256(path.read_bytes()).hexdigest(), path
 
@@ -63,7 +67,14 @@ def register(site_path: Path) -> Iterator[str]:
         note(folder, "unregistered", name=each.name, flower=number)
         yield f"unregistered {each.name}, number {number}"
     for name, (key, path) in wanted.items():
-        said = flwr(folder, "supernode", "register", str(path), connection, "--format", "json")
+        try:
+            said = flwr(folder, "supernode", "register", str(path), connection, "--format", "json")
+        except EngineFailed as error:
+            raise EngineFailed(
+                f"{one_line(error)}. Flower takes no key a second time: the node makes another one "
+                "(shufl keys flower), or, with the SuperLink stopped, flower/superlink.db and "
+                "flower/nodes.json are moved away"
+            ) from error
         number = int(json.loads(said)["node-id"])
         known[number] = Registered(name, key)
         write()

@@ -90,7 +90,10 @@ class ServerSite(_Site):
         except FileNotFoundError:
             return {}
         except ValidationError:
-            raise ConfigError(f"{path} is damaged; move it away, and shufl register anew") from None
+            raise ConfigError(
+                f"{path} is damaged; with the SuperLink stopped, move it and superlink.db away, "
+                "and shufl register anew"
+            ) from None
 
 
 class AgreedEntry(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,15 +27,17 @@ from shufl.deploy.sites import (
     ServerSite,
     load_site,
 )
-from shufl.server import RoundFailed
+from shufl.server import MOST_IN_VAIN, RoundFailed
 from shufl.simulator.config import Config
 from shufl.simulator.engines import EngineFailed, interrupts
+from shufl.simulator.records import read_rows
 from shufl.simulator.run import config_of, make_folder
 from shufl.simulator.section import ConfigError, one_line
 
 # The Flower app: no code, but the names of two modules that are installed where they run.
 _APP = Path(__file__).with_name("flower_app")
 _POLL_SECONDS = 0.2
+_BEGIN_SECONDS = 30.0  # from when Flower has said something last until a ServerApp holds the ledger
 _LAST_WORDS_SECONDS = 2.0  # from when a ServerApp lets its ledger go until it tells its outcome
 _LEAST_FREE = 2**16
 
@@ -81,12 +84,14 @@ def go_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
     """
     _site(site_path)
     name = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
-    found = runs.glob("*/ledger.jsonl")
-    ledgers = [path for path in found if name.fullmatch(path.parent.name)]
-    if not ledgers:
+    begun = [path for path in runs.glob("*/config.toml") if name.fullmatch(path.parent.name)]
+    if not begun:
         return run_on(connection, site_path, config, runs)
-    ledger = max(ledgers, key=lambda path: path.stat().st_mtime)
-    folder = ledger.parent.absolute()
+    folder = max(begun, key=lambda path: path.stat().st_mtime).parent.absolute()
+    ledger = folder / "ledger.jsonl"
+    _wait_for_server_app(folder)
+    if not ledger.exists():
+        return run_on(connection, site_path, config, runs)
     if Ledger.is_held(ledger):
         print(f"{folder} is under way", flush=True)
         return _follow(connection, site_path, folder, under_way=True)
@@ -99,7 +104,26 @@ def go_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
     if ended.get("stopped_by", "interrupt") != "interrupt":
         print(f"{folder} has ended: {ended['stopped_by']}")
         return ended["stopped_by"]
+    entries, rows = Ledger.read(ledger).entries, read_rows(folder / "metrics.jsonl")
+    released = {row["round"] for row in rows if row["outcome"] == "released"}
+    if len(entries) >= MOST_IN_VAIN and not released & {
+        entry.round for entry in entries[-MOST_IN_VAIN:]
+    }:
+        raise ConfigError(
+            f"{folder}: {MOST_IN_VAIN} rounds in a row were spent in vain. When it is known why, "
+            f"shufl run --resume {folder} --on {connection} goes on with it"
+        )
     return _follow(connection, site_path, folder)
+
+
+def _wait_for_server_app(folder: Path) -> None:
+    """Waits until the run's ledger is held, if a ServerApp may be about to take it."""
+    ledger, outcome, log = (folder / name for name in ("ledger.jsonl", OUTCOME_FILE, "flower.log"))
+    if outcome.exists() or not log.exists():
+        return
+    until = log.stat().st_mtime + _BEGIN_SECONDS
+    while not (ledger.exists() and Ledger.is_held(ledger)) and time.time() < until:
+        time.sleep(_POLL_SECONDS)
 
 
 def _site(path: Path) -> ServerSite:
@@ -155,12 +179,14 @@ def _follow(connection: str, site_path: Path, folder: Path, under_way: bool = Fa
         try:
             while goes_on() and not _outcome(outcome_file, attempt):
                 show()
-                if stop.is_set():
-                    if not stop_file.exists():
-                        note(acts, "stops", run=str(folder))
+                if stop.is_set() and not stop_file.exists():
                     stop_file.touch()
+                    with contextlib.suppress(OSError):  # the disk is full
+                        note(acts, "stops", run=str(folder))
                 time.sleep(_POLL_SECONDS)
         finally:
+            if stop.is_set():
+                stop_file.touch()
             if process is not None and process.poll() is None:
                 process.send_signal(signal.SIGINT)
         if not refusal() and not _outcome(outcome_file, attempt):

@@ -150,7 +150,7 @@ class Fleet:
             time.sleep(max(0.0, min(pause_after(now - begun), until - now)))
 
     def _read_agreed(self) -> None:
-        """Reads again what was agreed; who is withdrawn and away is known no more."""
+        """Reads again what was agreed; who is withdrawn, or has another key, is known no more."""
         if self.settings.agreed is None:
             return
         try:
@@ -158,7 +158,8 @@ class Fleet:
         except (OSError, ValueError) as error:  # as while the files are being replaced
             log.warning("what was agreed with nodes stays: %s", error)
             return
-        for node in [each for each, it in self.known.items() if it.number not in self._agreed]:
+        now = {(each.flower, number) for number, each in self._agreed.items()}
+        for node in [each for each, it in self.known.items() if (each, it.number) not in now]:
             if node not in self._in:
                 del self.known[node]
 

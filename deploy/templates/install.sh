@@ -2,6 +2,8 @@
 # Run as root in this folder, once the keys are made, and at any later time. It makes the accounts, gives each what is
 # its own, closes Flower's port on loopback to all others, and installs the units, which it does not start.
 # `install.sh modes`, as in a container, gives the files their owners and modes, and does no more.
+# What root reads later is copied to /etc: the account shufl can write to this folder. For the same reason, whoever no
+# longer trusts that account runs this file as `shufl provision` made it, and not the one that lies here.
 set -eu
 cd "$$(dirname "$$0")"
 what=$${1:-all}
@@ -13,27 +15,35 @@ if [ "$$what" = all ]; then
     done
 fi
 
-chown -R shufl:shufl .
-chmod -R u=rwX,g=,o= .
+chown shufl:shufl .
+chmod u=rwx,g=,o= .
+for each in ./* ./.[!.]*; do
+    case "$$each" in ./.venv | ./node.sock) continue ;; esac
+    [ ! -f node.toml ] || case "$$each" in ./flower | ./app) continue ;; esac
+    [ -e "$$each" ] || continue
+    chown -R shufl:shufl "$$each"
+    chmod -R u=rwX,g=,o= "$$each"
+done
+chown -R root:root .venv
+chmod -R u=rwX,go=rX .venv
 if [ -f node.toml ]; then  # Flower's two accounts have what is theirs, and enter the socket
-    chown -R root:root .venv
-    chmod -R u=rwX,go=rX .venv
     chmod g=x . keys
     chmod g=r keys/flower-authority.pem
     chown shufl-flower keys/flower.key
     mkdir -p -m 700 flower app
-    chown -R shufl-flower flower
-    chown -R shufl-app app
+    chown -R shufl-flower:shufl flower
+    chown -R shufl-app:shufl app
 fi
 [ "$$what" = all ] || exit 0
 
 if [ -f nftables.conf ]; then  # now, and whenever this machine starts
-    nft -f nftables.conf
-    grep -qsF '$folder/nftables.conf' /etc/nftables.conf || echo 'include "$folder/nftables.conf"' >> /etc/nftables.conf
+    install -D -m 644 nftables.conf /etc/shufl/$prefix.nft
+    nft -f /etc/shufl/$prefix.nft
+    grep -qsF /etc/shufl/$prefix.nft /etc/nftables.conf || echo 'include "/etc/shufl/$prefix.nft"' >> /etc/nftables.conf
     systemctl enable nftables
 fi
 # nginx of Debian: a server's file belongs into the http block, a shuffler's outside of it.
-[ ! -f server.toml ] || ln -sfn $folder/nginx.conf /etc/nginx/conf.d/$prefix.conf
-[ ! -f shuffler.toml ] || ln -sfn $folder/nginx.conf /etc/nginx/modules-enabled/99-$prefix.conf
-cp ./*.service /etc/systemd/system/
+[ ! -f server.toml ] || install -m 644 nginx.conf /etc/nginx/conf.d/$prefix.conf
+[ ! -f shuffler.toml ] || install -m 644 nginx.conf /etc/nginx/modules-enabled/99-$prefix.conf
+install -m 644 ./*.service /etc/systemd/system/
 systemctl daemon-reload

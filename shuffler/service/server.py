@@ -53,6 +53,7 @@ class ShufflerServer:
         memory.keep_little()
         self._gate = gate = Gate(revoked, limits, metrics)
         self._credentials = credentials
+        self._changed = False
         self._store = store
         self._server = grpc.aio.server(
             options=[
@@ -100,10 +101,14 @@ class ShufflerServer:
     def renew(self, credentials: Credentials) -> bool:
         """Shows these to whoever connects from now on; says whether they are others."""
         before, self._credentials = self._credentials, credentials
+        self._changed |= credentials != before
         return credentials != before
 
-    def _renewed(self) -> grpc.ServerCertificateConfiguration:
-        """What a handshake shows; gRPC asks before each."""
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """What handshakes show from now on; gRPC asks before each. None: the same as before."""
+        if not self._changed:
+            return None
+        self._changed = False
         return _configuration(self._credentials)
 
     async def stop(self, at_once: asyncio.Event | None = None) -> None:

@@ -186,14 +186,16 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         previous[number] = signal.signal(number, on_signal)
-    before = signal.getsignal(signal.SIGHUP)
-    if before is not signal.SIG_IGN:
+    hang_up = signal.getsignal(signal.SIGHUP)
+    heard = hang_up not in (signal.SIG_IGN, None)
+    if heard:
         signal.signal(signal.SIGHUP, lambda number, frame: stop.set())
     try:
         yield
     finally:
         restore()
-        signal.signal(signal.SIGHUP, before)
+        if heard:
+            signal.signal(signal.SIGHUP, hang_up)
 
 
 @contextmanager

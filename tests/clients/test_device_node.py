@@ -4,6 +4,7 @@ import errno
 import functools
 import math
 import multiprocessing
+import os
 import signal
 import sqlite3
 import threading
@@ -116,9 +117,13 @@ def test_a_node_that_is_to_end_finishes_its_round(make_round, running, tmp_path)
     round = make_round(rate=1.0).deployed(tmp_path / "device.db").open()
     node = running(round)
     node.finish(threading.Event())  # there is none
+    child = node._worker._child.process.pid
+    os.kill(child, signal.SIGTERM)  # as a whole process group may get it
     round.begin(node)
     node.finish(threading.Event())
     assert len(round.released()) == round.settings.users
+    assert node._worker.states.tolist() == [DONE] * round.settings.users
+    assert node._worker._child.process.pid == child
 
 
 @pytest.mark.slow
@@ -137,6 +142,7 @@ def test_a_node_that_is_to_end_at_once_does_not_finish_its_round(
         round.open().begin(node)
         ends = threading.Thread(target=node.finish, args=(at_once,))
         ends.start()
+        ends.join(0.5)
         assert ends.is_alive()
         at_once.set()
         ends.join(LIMIT)

@@ -148,6 +148,7 @@ def test_a_year(tmp_path):
         year.command.kill()
         year.command.communicate()
         year.kill("server", "superlink")
+        backup = shutil.copytree(year.run_folder, tmp_path / "backup")
         for path in (year.server / "flower").glob("superlink.db*"):
             path.unlink()
         year.start("server", "superlink")
@@ -163,13 +164,22 @@ def test_a_year(tmp_path):
         year.start("shuffler-1", "shuffler")
         year.wait_for_users(6)
 
-        # The run is ended, and another one begun with the same users.
+        # The run is ended. Its folder comes from a backup: what that has forgotten is refused.
         year.command.send_signal(signal.SIGTERM)
         code, _, err = year.finish()
         assert (code, err) == (130, ""), year.tell()
         first = year.run_folder
         offered = year.rounds_offered("ward-1")
         assert len(offered) == len({*offered}) and {*offered} <= {*year.rounds_spent}
+        kept = shutil.move(first, tmp_path / "kept")
+        shutil.copytree(backup, first)
+        year.run("--resume", first)
+        code, _, err = year.finish()
+        assert code == 1 and "this round does not follow the last one" in err, err
+        shutil.rmtree(first)
+        shutil.move(kept, first)
+
+        # Another one is begun with the same users.
         text = (year.server / "run.toml").read_text()
         (year.server / "second.toml").write_text(text.replace('name = "wards"', 'name = "second"'))
         year.run("second.toml", "--continue")

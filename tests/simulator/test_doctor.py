@@ -145,7 +145,7 @@ def test_a_certificate_of_another_node_is_found(sites, without_records):
     [
         (Role.NODE, 4, 365, "certificate's role", "must be for a node of 3 users"),
         (Role.SERVER, 0, 365, "certificate's role", "is for a server of 0 users"),
-        (Role.NODE, 3, 5, "certificate's days", "valid for 4 days more"),
+        (Role.NODE, 3, 0.0005, "certificate's days", "is valid f"),  # for 0 days more, or ended
         (Role.NODE, 3, -1, "certificate's days", "is valid from"),
     ],
 )

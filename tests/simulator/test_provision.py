@@ -65,10 +65,10 @@ def base(tmp_path):
     return tmp_path
 
 
-def provisioned(base, approve=lambda name, key: True, days=365, **changes):
+def provisioned(base, approve=lambda name, key: True, days=365, forget=(), **changes):
     path = base / "deployment.toml"
     path.write_text(tomli_w.dumps(DEPLOYMENT | changes))
-    return provision(Deployment.read(path), base, base / "sites", approve, days=days)
+    return provision(Deployment.read(path), base, base / "sites", approve, days=days, forget=forget)
 
 
 def request_everything(base, *nodes):
@@ -170,6 +170,49 @@ def test_who_asks_anew_with_the_same_key_gets_another_certificate_unasked(base):
     stolen = Request.renew(keys, "ward-1")
     refused = provisioned(base, lambda name, key: False).enrolled
     assert refused.unapproved == {"ward-1": stolen.fingerprint}
+
+
+def test_a_key_that_may_be_stolen_is_known_no_more(base):
+    """All its valid certificates are named, which withdraw it at the shufflers."""
+    provisioned(base)
+    keys = request_everything(base, "ward-1", "ward-2")["ward-1"]
+    provisioned(base)
+    first = Credentials.read(keys, "ward-1").fingerprint
+    Request.renew(keys, "ward-1")
+    provisioned(base, nobody)
+    second = Credentials.read(keys, "ward-1").fingerprint
+    done = provisioned(base, nobody, forget=["ward-1"]).enrolled
+    assert done.to_withdraw == [first, second]
+    Request.renew(keys, "ward-1")
+    for _ in range(2):
+        refused = provisioned(base, lambda name, key: False).enrolled
+        assert ({*refused.unapproved}, refused.to_withdraw) == ({"ward-1"}, [])
+    with pytest.raises(ConfigError, match=r"--forget must name one of .*, got ward-1$"):
+        provisioned(base, forget=["ward-1"])
+
+
+def test_after_the_authority_s_disk_is_lost_everybody_is_enrolled_anew(base):
+    """As docs/recovery.md says: with the keys that parties have, read out once more."""
+    provisioned(base)
+    keys = request_everything(base, "ward-1", "ward-2")
+    provisioned(base)
+    before = {name: Credentials.read(keys[name], name) for name in keys}
+    lost = base / "sites"
+    lost.rename(base / "lost")
+    provisioned(base)
+    for name, folder in keys.items():
+        old = base / "lost" / name / "keys"
+        for path in (*old.glob("*.key"), *old.glob("flower.pub")):  # what the party has
+            (folder / path.name).write_bytes(path.read_bytes())
+        Request.renew(folder, name)
+    Request.renew(keys["server"], "superlink")
+    asked = provisioned(base, lambda name, key: False).enrolled.unapproved
+    assert {*asked} == {"superlink", *keys, *FLOWERS}
+    assert {*provisioned(base).enrolled.signed} == {*asked}
+    for name, folder in keys.items():
+        after = Credentials.read(folder, name)
+        assert after.private_key == before[name].private_key
+        assert after.authority != before[name].authority
 
 
 def test_the_authority_keeps_a_log_of_what_it_did(base):

@@ -36,6 +36,12 @@ def provision_command(
             "without it a terminal is asked.",
         ),
     ] = None,
+    forget: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="The key of this name may be stolen: know it no more. Repeatable."
+        ),
+    ] = None,
     days: Annotated[
         float,
         typer.Option(help="How long new certificates are valid, at most: each a bit less."),
@@ -74,7 +80,7 @@ def provision_command(
                 f"--approve must name one of {', '.join(sorted(plan.keys))}, got {unknown[0]}"
             )
         check_days(days)
-        done = provision(plan, base, out, approves, days=days)
+        done = provision(plan, base, out, approves, days=days, forget=forget or ())
     for name in done.made:
         typer.echo(f"made    {out / name}: its README.md says what to do there")
     enrolled = done.enrolled
@@ -86,6 +92,8 @@ def provision_command(
         typer.echo(f"kept    {out / name}: the deployment's file says otherwise by now")
     for name in enrolled.waiting:
         typer.echo(f"waiting for {out / name}")
+    for fingerprint in enrolled.to_withdraw:
+        typer.echo(f"to withdraw at every shuffler: {fingerprint}")
     for name, left in enrolled.ending.items():
         how = f"there: shufl keys renew keys --name {name}, and {name}.csr comes here"
         typer.echo(f"ending  {name}: its certificate is valid for {left:.1f} days more; {how}")
