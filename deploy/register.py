@@ -87,9 +87,13 @@ def flwr(folder: Path, *arguments: str) -> str:
 
     Raises:
         EngineFailed: it failed; with what it said.
+        ModuleNotFoundError: Flower is not installed.
     """
+    program = PROGRAMS / "flwr"
+    if not program.exists():
+        raise ModuleNotFoundError("flwr is not installed", name="flwr")
     done = subprocess.run(
-        [str(PROGRAMS / "flwr"), *arguments],
+        [str(program), *arguments],
         cwd=folder,
         env=flower_environment(folder / FLOWER_FOLDER),
         stdin=subprocess.DEVNULL,
