@@ -187,11 +187,14 @@ def test_a_year(tmp_path):
         waiting = "this device does not take part"
         wait_until(lambda: waiting in year.shown, LIMIT, "the owners' refusal")
         assert not year.rows
+        year.command.send_signal(signal.SIGTERM)
+        assert year.finish()[0] == 130, year.tell()
         for name in ("ward-1", "ward-3"):
             device = year.folder / name / "device.toml"
             accepted = tomllib.loads(device.read_text())["most_epsilon"]
             device.write_text(device.read_text().replace(str(accepted), str(3 * accepted)))
             year.kill_process(name, "node")
+        year.run("second.toml", "--continue")
         year.wait_for_users(6)
 
         log = year.folder / "authority/log.jsonl"
