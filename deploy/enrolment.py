@@ -71,12 +71,10 @@ class Enrolment:
         self._parties = self._authority("authority")
         self._flower = self._authority("authority-flower")
         log = self._acts / LOG_FILE
-        lines = _read_lines(log) if log.exists() else []
-        self._lines = lines
-        signed = [each for each in lines if each["did"] == "signed"]
-        self._signed = {each["request"] for each in signed}
+        self._lines = _read_lines(log) if log.exists() else []
+        self._signed = {each["request"] for each in self._lines if each["did"] == "signed"}
         self._known: dict[str, str] = {}
-        for each in lines:
+        for each in self._lines:
             if each["did"] == "signed":
                 self._known[each["name"]] = each["key"]
             if each["did"] == "forgot":
@@ -89,7 +87,8 @@ class Enrolment:
             ConfigError: none was.
         """
         if name not in self._known:
-            raise ConfigError(f"--forget must name one of {', '.join(self._known)}, got {name}")
+            known = ", ".join(self._known) or "none yet"
+            raise ConfigError(f"--forget must name a key that was signed ({known}), got {name}")
         key, today = self._known.pop(name), time.strftime("%F", time.gmtime())
         note(self._acts, "forgot", name=name, key=key)
         self.done.to_withdraw += [

@@ -187,7 +187,7 @@ def test_a_key_that_may_be_stolen_is_known_no_more(base):
     for _ in range(2):
         refused = provisioned(base, lambda name, key: False).enrolled
         assert ({*refused.unapproved}, refused.to_withdraw) == ({"ward-1"}, [])
-    with pytest.raises(ConfigError, match=r"--forget must name one of .*, got ward-1$"):
+    with pytest.raises(ConfigError, match=r"--forget must name a key that was signed .*ward-1$"):
         provisioned(base, forget=["ward-1"])
 
 
