@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 """In the run folder: what the server knows of every node, after every round and while it waits."""
 
-START_SECONDS = 600.0  # for nodes to connect and load their data, at least
+START_SECONDS = 600.0  # for simulated nodes to start and load their data, at least
 _ASK_AGAIN_SECONDS = 30.0  # a node that refused or failed
 _TELL_SECONDS = 5.0  # after which, and how often at most, the operator is told who is waited for
 _MOST_CHARACTERS = 500
@@ -260,12 +260,22 @@ class Fleet:
             done |= question.waiting
         if new := connected - done:
             settings = self.settings
-            seconds = max(START_SECONDS, settings.round_timeout)
             about = {
                 **{"run_id": settings.run_id, "plan_digest": settings.plan.digest()},
                 "frozen": self._frozen,
             }
+            seconds = self._seconds_to_answer()
             self._questions.append(greet(self._grid, sorted(new), about, seconds))
+
+    def _seconds_to_answer(self) -> float:
+        """After which the answer to a question is lost, as when the node's process was killed.
+
+        A real node may keep it until the round under way is over and it may answer again.
+        """
+        settings, window = self.settings, self.settings.plan.window
+        if not settings.patience or window is None:
+            return max(START_SECONDS, settings.round_timeout)
+        return window.seconds + window.query_every + settings.round_timeout
 
     def _take(self, greeting: Exchange, connected: set[int]) -> None:
         """Takes those in that have agreed; remembers why others are not."""

@@ -143,7 +143,7 @@ class Run:
                 checkpoint_every=1, origin={}, reproducible=False,
                 checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
                 nodes=0, shufflers=tuple((each.address, each.control) for each in self.shufflers),
-                round_timeout=60.0, patience=600.0, tell=tell, **settings,
+                patience=600.0, tell=tell, **{"round_timeout": 60.0} | settings,
             )  # fmt: skip
             done = len(self.rows) + rounds
             loop = RoundLoop(
@@ -284,6 +284,24 @@ def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers, m
 
     run.play(1, tell)
     assert told == [("waiting for nodes: 2 are there, too few for a round", [])]
+    assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]
+
+
+def test_a_node_whose_answer_to_a_question_is_lost_is_asked_again(tmp_path, shufflers, monkeypatch):
+    monkeypatch.setattr(shufl.server.fleet, "_ASK_AGAIN_SECONDS", 0.1)
+    run = Run(tmp_path, shufflers[:1], PLAN.replace(minimum_batch=USERS))
+    asked = []
+
+    def lose(messages):
+        push(messages)
+        of_node = [each for each in messages if each.metadata.dst_node_id == 2]
+        asked.extend(each.metadata.message_type for each in of_node)
+        if asked == ["query"]:
+            del run.network.replies[of_node[0].metadata.message_id]
+
+    push, run.network.push_messages = run.network.push_messages, lose
+    run.play(1, round_timeout=0.5)
+    assert asked == ["query", "query", "train"]
     assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]
 
 
