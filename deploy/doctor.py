@@ -27,13 +27,12 @@ from shufl.deploy.status import ask_health
 from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
-from shufl.shuffler.keys import read_certificate
+from shufl.shuffler.keys import read_certificate, renew_from
 from shufl.shuffler.wire.channel import parse_address
 from shufl.simulator.config import load
 from shufl.simulator.section import one_line
 
 _EXTRAS = {"node": ("node",), "server": ("node", "server")}  # what a role installs with shufl
-_LEAST_LEFT, _LEAST_SHARE = datetime.timedelta(days=30), 0.15  # of a certificate's life
 _LEAST_FREE = 10**9
 _LEAST_DESCRIPTORS = 4096
 _TAKEN = {
@@ -232,8 +231,8 @@ class _Examination:
                     f"{path} is valid from {begins:%F %T} to {ends:%F %T}, here it is {now:%F %T}",
                     fix,
                 )
-            if (left := ends - real) < min(_LEAST_LEFT, _LEAST_SHARE * (ends - begins)):
-                raise _Trouble(f"{path} is valid for {left.days} days more")
+            if real > renew_from(certificate):
+                raise _Trouble(f"{path} is valid for {(ends - real).days} days more")
 
     def _plan(self) -> None:
         with self.look("plan", "put run.toml back as `shufl provision` made it"):

@@ -6,6 +6,7 @@ signed for it last is known already. Everything the authority did is a line of i
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import time
@@ -19,7 +20,7 @@ import tomli_w
 from shufl.deploy.acts import LOG_FILE, note
 from shufl.deploy.plan import Deployment
 from shufl.shuffler.callers import Role, fingerprint_of
-from shufl.shuffler.keys import Authority, Request, read_certificate, replace_file
+from shufl.shuffler.keys import Authority, Request, read_certificate, renew_from, replace_file
 from shufl.simulator.section import ConfigError
 
 Approve = Callable[[str, str], bool]
@@ -29,7 +30,6 @@ AGREED_FILE = "nodes/agreed.toml"
 """In the server's folder: which nodes there are by now; their keys for Flower are beside it."""
 
 _SPREAD = 0.1  # of its days by which a certificate may end earlier, so that not all end at once
-_SOON = 0.15  # of its days that are left when a certificate is said to end
 
 
 @dataclass
@@ -40,14 +40,14 @@ class Enrolled:
         signed: requests that were signed, and Flower keys that the server is told of.
         unapproved: fingerprints of keys that have come, and nobody has approved, by name.
         waiting: requests that have not come.
-        ending: days that are left to certificates that end soon, by name.
+        ending: when certificates end that do so soon, by name.
         to_withdraw: fingerprints of valid certificates of keys that are forgotten.
     """
 
     signed: list[str] = field(default_factory=list)
     unapproved: dict[str, str] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
-    ending: dict[str, float] = field(default_factory=dict)
+    ending: dict[str, datetime.datetime] = field(default_factory=dict)
     to_withdraw: list[str] = field(default_factory=list)
 
 
@@ -194,12 +194,8 @@ class Enrolment:
 
     def _look_at(self, name: str, path: Path) -> None:
         certificate = read_certificate(path)
-        begun, ends = (
-            each.timestamp()
-            for each in (certificate.not_valid_before_utc, certificate.not_valid_after_utc)
-        )
-        if (left := ends - time.time()) < _SOON * (ends - begun):
-            self.done.ending[name] = left / 86_400
+        if datetime.datetime.now(datetime.UTC) > renew_from(certificate):
+            self.done.ending[name] = certificate.not_valid_after_utc
 
     def _authority(self, name: str) -> Authority:
         """The authority in a folder, made if there is none."""

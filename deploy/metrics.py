@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from shufl.clients.device import DeviceLedger, read_device
 from shufl.deploy.sites import NodeSite, ServerSite, load_site, role_of
 from shufl.deploy.status import health_of, newest_run, status_of
-from shufl.shuffler.keys import read_certificate
+from shufl.shuffler.keys import read_certificate, renew_from
 
 
 def metrics_of(folder: Path) -> str:
@@ -26,9 +26,13 @@ def metrics_of(folder: Path) -> str:
     gauges = _Gauges()
     gauges.add("shufl_disk_free_bytes", "Free on the site's disk", shutil.disk_usage(folder).free)
     for path in sorted((folder / "keys").glob("*.pem")):
-        ends = read_certificate(path).not_valid_after_utc.timestamp()
-        about = "When a certificate ends, in seconds since 1970"
-        gauges.add("shufl_certificate_end_seconds", about, ends, certificate=path.stem)
+        certificate = read_certificate(path)
+        for name, about, moment in (
+            ("shufl_certificate_end_seconds", "ends", certificate.not_valid_after_utc),
+            ("shufl_certificate_renew_seconds", "should be renewed", renew_from(certificate)),
+        ):
+            about = f"When a certificate {about}, in seconds since 1970"
+            gauges.add(name, about, moment.timestamp(), certificate=path.stem)
     role = role_of(folder)
     if role == "server":
         _of_server(folder, gauges)

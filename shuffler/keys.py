@@ -331,6 +331,12 @@ def read_certificate(path: Path) -> x509.Certificate:
         raise ValueError(f"{path}: not a certificate in PEM") from None
 
 
+def renew_from(certificate: x509.Certificate) -> datetime.datetime:
+    """From when a certificate ends soon: 30 days before, or the last 15 % of a shorter life."""
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return ends - min(datetime.timedelta(days=30), 0.15 * (ends - begins))
+
+
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)

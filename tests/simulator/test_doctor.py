@@ -174,7 +174,9 @@ def test_metrics_are_those_of_the_site(sites, node, tmp_path):
     found = metrics_of(sites / "shuffler-1")
     own = x509.load_pem_x509_certificate((sites / "shuffler-1/keys/shuffler-1.pem").read_bytes())
     ends = found["shufl_certificate_end_seconds", ("certificate", "shuffler-1")]
-    assert ends == own.not_valid_after_utc.timestamp() and found["shufl_disk_free_bytes",] > 0
+    renew = found["shufl_certificate_renew_seconds", ("certificate", "shuffler-1")]
+    assert ends == own.not_valid_after_utc.timestamp() and ends - renew == 30 * 86_400
+    assert found["shufl_disk_free_bytes",] > 0
     assert not [name for name, *_ in found if name.startswith(("shufl_run", "shufl_device"))]
 
     found = metrics_of(node)

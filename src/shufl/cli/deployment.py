@@ -94,9 +94,9 @@ def provision_command(
         typer.echo(f"waiting for {out / name}")
     for fingerprint in enrolled.to_withdraw:
         typer.echo(f"to withdraw at every shuffler: {fingerprint}")
-    for name, left in enrolled.ending.items():
+    for name, end in enrolled.ending.items():
         how = f"there: shufl keys renew keys --name {name}, and {name}.csr comes here"
-        typer.echo(f"ending  {name}: its certificate is valid for {left:.1f} days more; {how}")
+        typer.echo(f"ending  {name}: its certificate is valid until {end:%F}; {how}")
 
 
 def rehearse_command(
