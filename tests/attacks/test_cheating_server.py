@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from deployment_world import NAME, deployment_of, run_flwr, write_flower_app
-from run_world import wait_until
+from run_world import LIMIT, wait_until
 from shufl.deploy.provision import experiment_of
 from shufl.deploy.rehearse import Rehearsal
 
@@ -166,8 +166,11 @@ class AsInstalled(Rehearsal):
 
         script = re.sub("^ *chown .*$", numbered, script, flags=re.MULTILINE)
         (site / "install.sh").write_text(script)
-        for _ in range(2):  # it may be run again
-            subprocess.run(["sh", "install.sh", "modes"], cwd=site, check=True)
+        self.install_modes(name)
+
+    def install_modes(self, name: str) -> None:
+        """Gives the files their owners and modes, as at any later time."""
+        subprocess.run(["sh", "install.sh", "modes"], cwd=self.folder / name, check=True)
 
     def start_node(self, name: str) -> None:
         """Starts the processes with the units' accounts."""
@@ -190,7 +193,10 @@ def said():
         site = folder / "ward-1"
         rehearsal.install("ward-1")
         with rehearsal:
-            wait_until((site / "node.sock").exists, 90, "the node")
+            wait_until((site / "node.sock").exists, LIMIT, "the node")
+            before = (site / "node.sock").stat()
+            rehearsal.install_modes("ward-1")  # while it runs
+            assert (site / "node.sock").stat() == before
             files = [path for path in site.rglob("*") if path.is_file()]
             paths = [
                 str(path) for path in files if path.suffix != ".out"
@@ -207,7 +213,7 @@ def said():
             home = folder / "server" / "flower"
             done = run_flwr(home, "run", str(folder / "app"), NAME)
             assert done.returncode == 0, done.stdout
-            wait_until(out.exists, 90, "an answer")
+            wait_until(out.exists, LIMIT, "an answer")
             yield json.loads(out.read_text()) | {"site": site, "tried": paths}
             assert rehearsal.running["ward-1", "node"].poll() is None
 

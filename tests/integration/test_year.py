@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from deployment_world import World, deployment_of, window_here
 from run_world import LIMIT, wait_until
 from shufl.cli.__main__ import app
+from shufl.clients.device import load_device
 from shufl.deploy.provision import provision
 from shufl.deploy.register import register
 from shufl.deploy.rehearse import Rehearsal, free_ports
@@ -69,6 +71,15 @@ class Year(World):
         with (self.folder / "shuffler-1/revoked").open("a") as file:
             file.write("".join(f"{entry}\n" for entry in entries))
         self.hang_up()
+
+    def limit(self, name, **limits):
+        """What a node's owner does."""
+        device = self.folder / name / "device.toml"
+        text = device.read_text()
+        for key, value in limits.items():
+            text, done = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value!r}", text)
+            assert done == 1
+        device.write_text(text)
 
     def hang_up(self):
         os.kill(self.running["shuffler-1", "shuffler"].pid, signal.SIGHUP)
@@ -179,20 +190,32 @@ def test_a_year(tmp_path):
         shutil.rmtree(first)
         shutil.move(kept, first)
 
-        # Another one is begun with the same users.
+        # A node's ledger is lost: its owner takes what was charged off the limits.
+        device = year.folder / "ward-3/device.toml"
+        ledger = load_device(device)
+        charged = sum(ledger.limits.charge(run) for run in ledger.offered())
+        year.kill("ward-3", "node")
+        for path in device.parent.glob("device.db*"):
+            path.unlink()
+        limits = tomllib.loads(device.read_text())
+        accepted, delta = limits["most_epsilon"], limits["delta"]
+        year.limit("ward-3", most_epsilon=accepted - charged, delta=delta * 0.6 / (1 + 1))
+        year.start("ward-3", "node")
+
+        # Another run is begun with the same users.
         text = (year.server / "run.toml").read_text()
         (year.server / "second.toml").write_text(text.replace('name = "wards"', 'name = "second"'))
         year.run("second.toml", "--continue")
         wait_until(lambda: year.run_folder != first, LIMIT, "the second run")
-        waiting = "this device does not take part"
-        wait_until(lambda: waiting in year.shown, LIMIT, "the owners' refusal")
+        refused = "this device does not take part"
+        names = "ward-1", "ward-3"
+        waiting = [f"{name}: {refused}" for name in names]
+        wait_until(lambda: all(each in year.shown for each in waiting), LIMIT, "owners' refusals")
         assert not year.rows
         year.command.send_signal(signal.SIGTERM)
         assert year.finish()[0] == 130, year.tell()
-        for name in ("ward-1", "ward-3"):
-            device = year.folder / name / "device.toml"
-            accepted = tomllib.loads(device.read_text())["most_epsilon"]
-            device.write_text(device.read_text().replace(str(accepted), str(3 * accepted)))
+        for name in names:
+            year.limit(name, most_epsilon=3 * accepted)
             year.kill_process(name, "node")
         year.run("second.toml", "--continue")
         year.wait_for_users(6)
@@ -201,4 +224,4 @@ def test_a_year(tmp_path):
         told = [json.loads(line)["did"] for line in log.read_text().splitlines()]
         assert told.count("signed") == 5 + 1 + 3 + 1 and told.count("withdrew") == 1
         told = [json.loads(line)["did"] for line in (year.server / "log.jsonl").open()]
-        assert [told.count(did) for did in ("stops", "registered")] == [1, 6]
+        assert [told.count(did) for did in ("stops", "registered")] == [2, 6]
