@@ -119,7 +119,7 @@ class Shuffled(dp_accounting.DpEvent):
         """Returns what so many of these rounds are for accountants: a round, and how many of it.
 
         A block of b rounds by `Allocation` is one round in which every user reports, among the
-        blankets of all b: docs/theory-blanket.md, section 9. A block that has begun counts whole.
+        blankets of all b: docs/theory/blanket.md, section 9. A block that has begun counts whole.
         """
         if not isinstance(self.participation, Allocation):
             return self, count

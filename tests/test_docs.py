@@ -16,7 +16,8 @@ from shufl.simulator.config import Config
 from shufl.simulator.tables import epsilon_text
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FOLDERS = ROOT, ROOT / "docs", ROOT / "docs/theory"
+PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md"))
 RATES = {"low": 1, "medium": 2, "high": 3}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,6 +1,6 @@
 """`blanket`: reports that the shuffler adds hide a user's own, for every pair of neighbours.
 
-The shuffler adds M ~ Poisson(λ) reports of noise alone to each round. `docs/theory-blanket.md`
+The shuffler adds M ~ Poisson(λ) reports of noise alone to each round. `docs/theory/blanket.md`
 proves: if every other user's report is handed to the adversary, a round's hockey-stick divergence
 between records x and x' of user 1 is *exactly*
 
@@ -38,7 +38,7 @@ _LEAST, _MOST = 1e-6, 1e12
 class BlanketAccountant(AmplifiedAccountant):
     """(ε, δ) of rounds with shuffler blankets: tight once the others' reports are handed over.
 
-    Prices rounds with λ > 0 only. Source: docs/theory-blanket.md.
+    Prices rounds with λ > 0 only. Source: docs/theory/blanket.md.
     """
 
     name = "blanket"

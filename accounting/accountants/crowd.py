@@ -6,7 +6,7 @@ then.
 *Swaps* (`numerics.swap_bound`): user 1's report is taken to have changed places with another's.
 
 *Implicit blankets*, for few users and rounds of a fixed size: every other user's report is, up to a
-defect in total variation, with probability β a blanket, noise alone. `docs/theory-blanket.md`
+defect in total variation, with probability β a blanket, noise alone. `docs/theory/blanket.md`
 proves: if all but the blankets is handed to the adversary, a round's hockey-stick divergence
 between records x and x' of user 1 is at most
 
@@ -57,7 +57,7 @@ _COARSENESS = 1.5  # of the steps of α: chords cost 0.4 % of ε
 class CrowdAccountant(AmplifiedAccountant):
     """Every pair of neighbouring datasets, in any dimension, counting on the n users' noise.
 
-    Source: docs/theory-swap.md, and section 4 of docs/theory-blanket.md.
+    Source: docs/theory/swap.md, and section 4 of docs/theory/blanket.md.
     """
 
     name = "crowd"

@@ -21,9 +21,9 @@ class LocalAccountant(ProfileShuffleAccountant):
     """No shuffling at all: a user whose reports are all seen by name.
 
     The device's own coins do not depend on data, so a round is a report with probability γ and
-    nothing otherwise, and its divergence is γ times the report's (docs/theory.md, section 4). Of
-    rounds by allocation it is one report a block. A round of fixed size is priced as one in which
-    the user reports for certain: others draw it.
+    nothing otherwise, and its divergence is γ times the report's (docs/theory/gaussian.md, section
+    4). Of rounds by allocation it is one report a block. A round of fixed size is priced as one in
+    which the user reports for certain: others draw it.
     """
 
     name = "local"

@@ -4,9 +4,9 @@ Under the homogeneous pair the likelihood ratio of a round's shuffled reports is
 
     W̄ = 1 + (1/n) Σ_{i ≤ n} Z_i,      Z_i = Y_i - 1 with probability γ, otherwise 0
 
-(`docs/theory.md`, section 2), so both hockey-stick divergences are expectations of convex functions
-of one sum, `δ(ε) = E[(W̄ - e^ε)_+]` and, reversed, `E[(1 - e^ε W̄)_+]`. `numerics.graded_law`
-bounds them from both sides.
+(`docs/theory/gaussian.md`, section 2), so both hockey-stick divergences are expectations of convex
+functions of one sum, `δ(ε) = E[(W̄ - e^ε)_+]` and, reversed, `E[(1 - e^ε W̄)_+]`.
+`numerics.graded_law` bounds them from both sides.
 """
 
 import math
@@ -33,7 +33,7 @@ _POINTS = 100
 class PldAccountant(AmplifiedAccountant):
     """Numerically tight (ε, δ) of the homogeneous pair, and how far below it could still be.
 
-    Source: section 2 of docs/theory.md; composition as for every profile.
+    Source: section 2 of docs/theory/gaussian.md; composition as for every profile.
     """
 
     name = "pld"

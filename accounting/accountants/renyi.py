@@ -118,8 +118,8 @@ class Theorem3Accountant(RdpShuffleAccountant):
     ) -> None:
         """If `capped`, no order costs more than Theorem 1's with all n users.
 
-        That bounds every check-in rate and every number of reports (docs/theory.md, section 3). It
-        is not the published bound then: 0.214 in the published setting, not 9.618.
+        That bounds every check-in rate and every number of reports (docs/theory/gaussian.md,
+        section 3). It is not the published bound then: 0.214 in the published setting, not 9.618.
         """
         super().__init__(neighboring_relation, max_order)
         self._capped = bool(capped)

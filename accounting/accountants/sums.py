@@ -1,7 +1,7 @@
 """`sum-distributed` and `sum-central`: rounds of which only the noisy sum is handed over.
 
 Everybody sends in every round, so nobody sees a user's coin, and the worst pair is the subsampled
-Gaussian, in every dimension: section 10 of docs/theory-blanket.md.
+Gaussian, in every dimension: section 10 of docs/theory/blanket.md.
 """
 
 import abc

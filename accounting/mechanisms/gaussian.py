@@ -20,7 +20,8 @@ from shufl.accounting.validation import Checked, ClipNorm, NotNegative
 
 _LARGEST = 2**15 - 1
 _NOISE_RANGE = 12.0  # standard deviations that the grid holds; beyond lie 4e-33 of the law
-_NEAR, _RARE = 2.0**-26, 2**37  # docs/theory.md, section 7: where floats do not decide an entry
+# Where floats do not decide an entry: docs/theory/gaussian.md, section 7.
+_NEAR, _RARE = 2.0**-26, 2**37
 _LOG_FALSE_REJECT = math.log(1e12)  # an honest report is rejected with probability below 1e-12
 
 

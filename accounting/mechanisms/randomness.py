@@ -28,7 +28,7 @@ _COIN, _NOISE, _TRAINING, _SUMMED_NOISE, _BLANKETS, _BLANKET_NOISE = 1, 2, 3, 5,
 
 _BLOCK = 2**18  # numbers drawn at once: they stay in a core's cache
 _ZEROS = bytes(8 * _BLOCK)
-_NEVER = 2.0**-128  # of a round: docs/theory.md, section 7, says what it adds to δ
+_NEVER = 2.0**-128  # of a round: docs/theory/gaussian.md, section 7, says what it adds to δ
 _BITS = 256  # of the uniform that the number of blankets is the inverse of
 
 
@@ -133,7 +133,8 @@ class SystemRandomness:
         They are uint64, words that stand for draws of any precision; `to_normals` makes floats of
         them. A double-precision normal has holes that can identify the value it was added to
         (Mironov 2012, "On significance of the least significant bits for differential privacy"). So
-        a report is decided by the word, with more bits where it needs them: docs/theory.md.
+        a report is decided by the word, with more bits where it needs them:
+        docs/theory/gaussian.md.
         """
         return _secret_words(len(users) * size).reshape(len(users), size)
 

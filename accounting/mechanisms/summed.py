@@ -2,7 +2,7 @@
 
 An update is clipped to C and rounded to whole numbers of a unit u = C / (10 √d). Its node adds the
 rounded noise of all its users, and hides the result by the key stream of a seed, modulo 2^32.
-docs/theory-blanket.md, section 10, says why rounded noises add up to what a real Gaussian would be.
+docs/theory/blanket.md, section 10, says why rounded noises add up to what a real Gaussian would be.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many jumps are in a sum: a Poisson number, or that of n independent terms.
 
 Each gives what `accounting.numerics.jump_sum` needs of the sum's law, from that of one jump. In
-docs/theory-blanket.md, section 6, are the proofs of the inequalities.
+docs/theory/blanket.md, section 6, are the proofs of the inequalities.
 """
 
 import dataclasses

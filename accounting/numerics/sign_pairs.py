@@ -2,7 +2,7 @@
 
 Seen against a blanket, which is uniform, such a report has density ratio `β + sk` at its own place
 and β elsewhere, β = 1 - s. Of the blankets only those at the two records' places count: which of
-the two is a fair sign. Section 8 of docs/theory-blanket.md.
+the two is a fair sign. Section 8 of docs/theory/blanket.md.
 
 For k = 2 the ratios are 1 + s and 1 - s. X = E - αE' for the ratios E and E' of two records has
 mean 1 - α. Of all laws within [1 - s, 1 + s] the one with two values only, each with probability

@@ -1,6 +1,6 @@
 """A Gaussian that hides whether a record is in a sum at all: the profile of the subsampled pair.
 
-With the chance γ a user's vector is added to noise N(0, s²). Section 10 of docs/theory-blanket.md
+With the chance γ a user's vector is added to noise N(0, s²). Section 10 of docs/theory/blanket.md
 says why these pairs are the worst, with w = 1/s and δ_G the profile of two unit Gaussians w apart:
 
     zero-out:  γ δ_G(log(1 + (α-1)/γ)),  and  αγE δ_G(-log E),  E = (1 - α(1-γ))/αγ > 0,

@@ -1,6 +1,6 @@
 """The swap bound: a user's report hides among those of n - 1 others, wherever these are.
 
-`docs/theory-swap.md` proves: with N = n - 1, any c >= 1 and M > c, and η = c/(M - c), a round's
+`docs/theory/swap.md` proves: with N = n - 1, any c >= 1 and M > c, and η = c/(M - c), a round's
 hockey-stick divergence between records x and x' of user 1 is at most
 
     H_α = (1/M) E[(V_1 + ... + V_N + cU)_+] + α γ m N/(M - c) + π,        m = δ_G(log c; 1/z),

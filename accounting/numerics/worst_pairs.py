@@ -1,6 +1,6 @@
 """The worst pairs of one user's records among blankets, and how their profile is read.
 
-Section 3 of docs/theory-blanket.md: of all pairs of records in the ball of radius C, two opposite
+Section 3 of docs/theory/blanket.md: of all pairs of records in the ball of radius C, two opposite
 ones on its surface are the worst whatever blankets hide them; under zero-out one of the two is
 zero. Against a blanket a report at `τ = wt`, `w = 1/z`, then has the density ratio
 `E = e^{τ - w²/2}` for the one record and `E' = e^{-τ - w²/2}` for the other, or 1 if that is zero.

@@ -88,7 +88,7 @@ class OpenBatches:
 
         A blanket comes from the same mechanism and the same source of randomness as a user's
         report, and is sealed in the same way, so that nothing in it tells the two apart.
-        docs/theory-blanket.md proves what Poisson many of them hide. Always as many are made as
+        docs/theory/blanket.md proves what Poisson many of them hide. Always as many are made as
         there may be. Those beyond the number that was drawn are empty reports under a plan with
         cover, so that their number in a batch tells nothing; without it they are thrown away.
 

@@ -293,7 +293,7 @@ def test_the_rule_over_the_unswapped_report(pair, users, rate, noise, lost):
         found = positive_parts(law, count, np.append(own, 0.0))
         whole = (float(weight @ found[:-1]) + (1.0 - rate) * float(found[-1])) / crowd_size
         whole += alpha * rate * missing * others / (crowd_size - cap) + rare
-        # What the rule of few nodes may miss: docs/theory-swap.md, section 4.
+        # What the rule of few nodes may miss: docs/theory/swap.md, section 4.
         assert bound.divergence(alpha, pair) == pytest.approx(whole, rel=5e-4)
 
 
