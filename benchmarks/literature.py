@@ -2,7 +2,7 @@
 
     python benchmarks/literature.py docs/results
 
-It writes literature.md, literature.png and literature.svg there, in some minutes. It needs
+It writes literature.md and literature.svg there, in some minutes. It needs
 `pip install --group dev`.
 """
 
@@ -121,7 +121,7 @@ less: it is no bound.
 One round in which all n users report (zero-out, σ = 2): δ(0.3) by Monte Carlo with 4·10⁶ draws as
 Koskela et al. have it for few users, and by `pld`, which takes any number of them.
 
-![δ against ε](literature.png)
+![δ against ε](literature.svg)
 
 {gaussian}
 """
@@ -372,7 +372,7 @@ def shuffled_gaussian(folder: Path) -> list[list[str]]:
         mechanism = GaussianMechanism(noise_multiplier=sigma)
         accountants[users].compose(Shuffled(users, CheckIn(1.0), mechanism))
     rows = []
-    with draw(folder / "literature.png", folder / "literature.svg") as axes:
+    with draw(folder / "literature.svg") as axes:
         for users, accountant in accountants.items():
             monte_carlo = "–"
             if users <= 7:

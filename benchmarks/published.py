@@ -2,7 +2,7 @@
 
     python benchmarks/published.py docs/results
 
-It writes published.md, published.png and published.svg there, in about a minute.
+It writes published.md and published.svg there, in about a minute.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ with the orders that it allows, `pld` the privacy loss distribution without a bo
 
 The paper halts at ε = {halted} after 5 540 rounds.
 
-![ε against rounds](published.png)
+![ε against rounds](published.svg)
 
 {figure}
 """
@@ -90,7 +90,7 @@ def main() -> None:
     heads = ["compositions", "published", f"RDP, orders to {LARGEST_ORDER}", *ours]
     rounds = sorted({*(round(ROUNDS ** (step / 8)) for step in range(9))})
     curves = epsilons(RATE, FIGURE_SIGMA, rounds)
-    with draw(folder / "published.png", folder / "published.svg") as axes:
+    with draw(folder / "published.svg") as axes:
         for name, values in curves.items():
             axes.plot(rounds, values, **style_of(name))
         axes.axhline(float(HALTED), color="gray", linestyle=":", label=f"published end, {HALTED}")

@@ -29,13 +29,12 @@ Result = dict[str, Any]
 def write_page(
     name: str, grid: Grid, points: list[Point], folder: Path, pages: Path, failed: dict[str, str]
 ) -> Path:
-    """Writes NAME.csv, NAME.png, NAME.svg and NAME.md, which it returns, to `pages`."""
+    """Writes NAME.csv, NAME.svg and NAME.md, which it returns, to `pages`."""
     pages.mkdir(parents=True, exist_ok=True)
     results = finished(points, folder)
     write_rows(results, pages / f"{name}.csv")
-    images = (pages / f"{name}.{kind}" for kind in ("png", "svg"))
-    plot_results(grid, [result for _, result in results], *images)
-    sections = _sections(grid, points, results, failed, f"{name}.png")
+    plot_results(grid, [result for _, result in results], pages / f"{name}.svg")
+    sections = _sections(grid, points, results, failed, f"{name}.svg")
     page = pages / f"{name}.md"
     text = render("page.md", grid.title, f"All numbers: [{name}.csv]({name}.csv).", sections)
     page.write_text(text, encoding="utf-8")
@@ -59,6 +58,7 @@ def html_page(folder: Path) -> str:
     results = finished(points, folder)
     plot = image(plot_results, grid, [result for _, result in results])
     sections = _sections(grid, points, results, stored["failed"], plot)
+    sections.append(_configurations(grid, results))
     return render("page.html", grid.title, folder.resolve().name, sections)
 
 
@@ -165,11 +165,14 @@ def _sections(
     ):
         if lines:
             sections.append({"title": title, "lines": lines})
+    return sections
+
+
+def _configurations(grid: Grid, finished: list[tuple[Point, Result]]) -> Part:
+    """Of each series' first run; the table of `write_rows` has those of all."""
     first = {point.series: dumps(point.config).strip() for point, _ in reversed(finished)}
     files = [(each.name, first[each.name]) for each in grid.series if each.name in first]
-    note = "Of each series' first run."
-    sections.append({"title": "Configurations", "note": note, "files": files})
-    return sections
+    return {"title": "Configurations", "note": "Of each series' first run.", "files": files}
 
 
 def score_table(grid: Grid, results: list[Result]) -> Table:

@@ -342,4 +342,4 @@ def test_the_page_of_figure_1b_tells_the_end_of_a_run(run_folder, tmp_path):
     page = (tmp_path / "figure-1b.md").read_text()
     last = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"| 4 | {last['accuracy']:.1%} | {last['epsilon']:.4g} |" in page
-    assert (tmp_path / "figure-1b.png").stat().st_size > 10_000
+    assert (tmp_path / "figure-1b.svg").stat().st_size > 10_000
