@@ -252,7 +252,7 @@ def _dropout(seed: torch.Tensor, labels: torch.Tensor, step: int = 0) -> SeededD
 
 def as_keys(seeds: np.ndarray) -> torch.Tensor:
     """Seeds in [0, 2^64), uint64, as int64 of the same bits."""
-    return torch.from_numpy(seeds.view(np.int64))
+    return torch.from_numpy(seeds.view(np.int64).copy())
 
 
 def in_type(dtype: torch.dtype, outputs: Any) -> Any:

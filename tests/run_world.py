@@ -8,11 +8,15 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
+from typer.testing import CliRunner
 
 from rounds import check_in
 from shufl.accounting import make_accountant
+from shufl.cli.__main__ import app
 
 LIMIT = 1200
 """Seconds in which anything that is waited for happens, however busy the machine is."""
@@ -74,6 +78,16 @@ def shufl(*arguments, **options):
     return subprocess.run(
         shufl_command(*arguments), capture_output=True, text=True, timeout=LIMIT, **options
     )
+
+
+def shufl_here(*arguments):
+    """The command in this process, which has imported all that it needs already."""
+    arguments = [*map(str, arguments)]
+    with mock.patch.object(sys, "argv", ["shufl", *arguments]):
+        done = CliRunner().invoke(app, arguments)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
 
 
 def python_path(folder):

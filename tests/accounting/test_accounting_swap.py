@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import special
 
+from nights import by_night
 from rounds import check_in
 from shufl import accounting
 from shufl.accounting.audit import placements as audit_placements
@@ -212,7 +213,7 @@ def test_few_users_by_permanents(adjacency, users):
 
 @pytest.mark.parametrize("adjacency", DIRECTIONS)
 @pytest.mark.parametrize(
-    ("users", "rate", "noise"), [(60, 1.0, 3.0), (150, 0.5, 3.0), (100, 1.0, 5.0)]
+    ("users", "rate", "noise"), [(60, 1.0, 3.0), *by_night((150, 0.5, 3.0), (100, 1.0, 5.0))]
 )
 def test_two_groups_of_others_by_exact_ratios(monkeypatch, adjacency, users, rate, noise):
     monkeypatch.setattr(audit_placements, "_MOST_EXACT_WORK", 10**9)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 
+from nights import by_night
 from rounds import check_in, fixed_size
 from shufl import accounting
 from shufl.accounting.accountants.blanket import BlanketAccountant
@@ -24,12 +25,14 @@ DELTAS = [10.0**-exponent for exponent in (5, 12, 20, 40, 100)]
     ("accountant", "event", "rounds"),
     [
         (PldAccountant, check_in(10_000, 0.1, 4.0), 100),
-        (PldAccountant, fixed_size(100, 60, 2.0), 10),
-        (PldAccountant, check_in(50, 1.0, 0.5), 1),
-        (CrowdAccountant, check_in(10_000, 0.1, 4.0), 100),
         (BlanketAccountant, check_in(10_000, 0.1, 4.0, 1000.0), 100),
-        (BlanketAccountant, check_in(10, 1.0, 0.6, 30.0), 5),
         (LocalAccountant, check_in(10, 0.2, 3.0), 50),
+        *by_night(
+            (PldAccountant, fixed_size(100, 60, 2.0), 10),
+            (PldAccountant, check_in(50, 1.0, 0.5), 1),
+            (CrowdAccountant, check_in(10_000, 0.1, 4.0), 100),
+            (BlanketAccountant, check_in(10, 1.0, 0.6, 30.0), 5),
+        ),
     ],
 )
 def test_epsilon_rises_evenly_as_delta_falls(accountant, event, rounds, relation):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from nights import by_night
 from shufl.accounting.mechanisms import LdpSgd, SeededRandomness, SystemRandomness
 
 
@@ -45,7 +46,7 @@ def test_longer_updates_are_clipped_and_one_that_is_not_finite_is_a_blanket():
         assert (mechanism.report(np.full(10, wrong), draws) == blanket).all()
 
 
-@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("share", [0.3, *by_night(1.0)])
 @pytest.mark.slow
 def test_the_chance_of_the_updates_side_is_that_of_local_epsilon(share):
     """All that an update changes is which of v and -v is sent; its odds are e^{ε₀} at most."""

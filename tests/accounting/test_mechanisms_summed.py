@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
+from nights import by_night
 from shufl.accounting.mechanisms import SystemRandomness, clip
 from shufl.accounting.mechanisms.summed import (
     check_sums,
@@ -98,7 +99,7 @@ def test_whole_sums_leak_no_more_than_the_profile_of_real_ones(relation, nodes, 
                 assert real > 0.98 * delta  # rounding hides hardly more
 
 
-@pytest.mark.parametrize("multiplier", [0.01, 0.7, 300.0])
+@pytest.mark.parametrize("multiplier", [300.0, *by_night(0.01, 0.7)])
 def test_noise_is_that_of_real_numbers_at_the_ends_of_a_whole_numbers_interval(multiplier):
     """Where floats cannot tell them apart: by 100 digits."""
     size, users = 400, 3

@@ -36,6 +36,7 @@ class Device:
         self.rehearsal = Rehearsal(deployment_of(folder, 1, 2), folder, folder / "s")
         self.site = self.rehearsal.folder / "ward-1"
         self.log = self.site / "node.out"
+        self.rehearsal.start("shuffler-1", "shuffler")  # which knows no run
         self.rehearsal.start("ward-1", "node")
         wait_until(lambda: "listening on" in self.log.read_text(), 90, "the node")
         self.pid = self.rehearsal.running["ward-1", "node"].pid

@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shufl
+from nights import by_night
 from run_world import LIMIT, only_folder, same_model
 from shufl import api
 from shufl.accounting import GaussianMechanism, plan, search
@@ -111,7 +112,7 @@ def trapped(tmp_path):
     ("engine", "ray"),
     [
         ({}, "ray"),
-        ({"simulation.engine": "vectorised", "simulation.workers": 2}, ""),
+        *by_night(({"simulation.engine": "vectorised", "simulation.workers": 2}, "")),
     ],
     ids=["flower", "workers"],
 )

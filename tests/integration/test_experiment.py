@@ -23,6 +23,7 @@ from run_world import (
     same_model,
     shufl,
     shufl_command,
+    shufl_here,
     tiny_config,
     wait_until,
 )
@@ -95,12 +96,11 @@ def rounds_of(run):
 
 
 @pytest.mark.slow
-def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_address):
+@pytest.mark.nightly
+def test_a_grid_killed_amid_its_points_goes_on_with_those_that_are_left(tmp_path, ray_address):
     grid, results = write_grid(tmp_path, 60), tmp_path / "results"
     folder = results / "tiny-grid"
-    pages = tmp_path / "pages"
-    command = ["experiment", grid, "--results", results, "--pages", pages]
-    on_a_cluster = {"env": {**os.environ, "RAY_ADDRESS": ray_address}}
+    command = ["experiment", grid, "--results", results]
     process = subprocess.Popen(shufl_command(*command), stdout=subprocess.DEVNULL)
     wait_until(lambda: list(folder.glob("*/result.json")), LIMIT, "a point to end")
     started = [pid for pid, name in descendants(process.pid).items() if "Agent" not in name]
@@ -110,13 +110,37 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_ad
     wait_until(lambda: not any(map(running, started)), LIMIT, "Ray's processes to end")
     done = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
     assert 1 <= len(done) < 6
+    again = shufl(*command, env={**os.environ, "RAY_ADDRESS": ray_address})
+    assert f"8 runs, {len(done)} of them already there" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    check_the_model_of_one_point(folder, tmp_path, 60)
 
+
+def check_the_model_of_one_point(folder, tmp_path, rounds):
+    """It is that of a run alone; returns its folder."""
+    runs = tmp_path / "alone"
+    sets = ["simulation.engine=vectorised", f"privacy.rounds={rounds}"]
+    sets += ["privacy.target_epsilon=1e6", "privacy.noise_multiplier=2.0", "seed=4"]
+    Run.new(load(str(tmp_path / "tiny.toml"), sets), runs, Console(quiet=True)).train()
+    (same,) = folder.glob("fast_2_4_*/*/model.pt")
+    (other,) = runs.iterdir()
+    assert rounds_of(same.parent) == rounds_of(other)
+    assert same_model(same.parent, other)
+    return other
+
+
+@pytest.mark.slow
+def test_a_grid_has_a_page_of_the_runs_that_ended_and_names_the_others(tmp_path, ray_address):
+    grid, results = write_grid(tmp_path, 6), tmp_path / "results"
+    folder = results / "tiny-grid"
+    pages = tmp_path / "pages"
+    command = ["experiment", grid, "--results", results, "--pages", pages]
+    on_a_cluster = {"env": {**os.environ, "RAY_ADDRESS": ray_address}}
     again = shufl(*command, **on_a_cluster)
     assert again.returncode == 1
     assert again.stderr == f"error: 2 of 8 runs failed, see {pages}/tiny-grid.md\n"
-    assert f"8 runs, {len(done)} of them already there" in again.stdout
+    assert "8 runs, 0 of them already there" in again.stdout
     assert again.stdout.count("  [red]impossible, 2, seed 3: failed: 3 rounds in a row were d") == 1
-    assert {path: path.stat().st_mtime_ns for path in done} == done
     page = (pages / "tiny-grid.md").read_text()
     assert "- [red]impossible, 2, seed 4: 3 rounds in a row were discarded" in page
     with (pages / "tiny-grid.csv").open() as file:
@@ -140,14 +164,7 @@ def test_a_grid_killed_amid_its_points_ends_as_one_never_killed(tmp_path, ray_ad
     assert at_once.exit_code == 2
     assert at_once.stderr == f"error: another shufl experiment is at work in {folder}\n"
 
-    runs = tmp_path / "alone"
-    sets = ["simulation.engine=vectorised", "privacy.rounds=60", "privacy.target_epsilon=1e6"]
-    sets += ["privacy.noise_multiplier=2.0", "seed=4"]
-    Run.new(load(str(tmp_path / "tiny.toml"), sets), runs, Console(quiet=True)).train()
-    (same,) = folder.glob("fast_2_4_*/*/model.pt")
-    (other,) = runs.iterdir()
-    assert rounds_of(same.parent) == rounds_of(other)
-    assert same_model(same.parent, other)
+    other = check_the_model_of_one_point(folder, tmp_path, 6)
     (row,) = (row for row in rows if (row["value"], row["seed"]) == ("2.0", "4"))
     assert float(row["score"]) == json.loads((other / "summary.json").read_text())["accuracy"]
 
@@ -284,7 +301,7 @@ def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
     """Each setting is allowed, and that of `central` alone does not fit."""
     central = 'name = "central"\ntrainer = "central"\n[series.settings]\n"privacy.delta" = 1e-5'
     grid = write_grid(tmp_path, 3, **{'name = "[red]impossible"': central, "each = [": "# ["})
-    asked = shufl("experiment", grid, "--results", tmp_path / "results")
+    asked = shufl_here("experiment", grid, "--results", tmp_path / "results")
     assert asked.returncode == 2
     assert re.fullmatch(
         r"error: central, [12], seed 3: data\.users must be left out with trainer central, .* got "
@@ -298,7 +315,7 @@ def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
 @pytest.mark.usefixtures("shared_ray")
 def test_more_processors_than_there_are_is_one_line(tmp_path):
     grid = write_grid(tmp_path, 3, **{"each = [{}, ": "each = [{}, "})
-    asked = shufl("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)
+    asked = shufl_here("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)
     assert asked.returncode == 1
     assert re.fullmatch(r"error: a run needs 4096 CPUs, and Ray has \d+\n", asked.stderr)
 

@@ -101,6 +101,7 @@ def test_a_killed_ray_worker_ends_the_run_in_one_line_and_it_goes_on(tmp_path):
 
 @pytest.mark.slow
 @on_shared_ray
+@pytest.mark.nightly  # without Flower: tests/clients
 def test_a_model_that_fails_for_one_users_records_ends_the_run_in_one_line(tmp_path):
     (tmp_path / "failing").mkdir()
     features, _ = prepare(load(str(tiny_config(tmp_path, 4)))).load_users()(4)
@@ -120,6 +121,7 @@ def test_a_model_that_fails_for_one_users_records_ends_the_run_in_one_line(tmp_p
 
 @pytest.mark.slow
 @on_shared_ray
+@pytest.mark.nightly  # without Flower: tests/server
 def test_a_node_slower_than_the_round_ends_the_run_in_one_line(tmp_path):
     result = with_model(tmp_path, "always_hangs", *ALONE, "simulation.round_timeout=1.0")
     assert result.returncode == 1

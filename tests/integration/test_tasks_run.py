@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shufl
+from nights import by_night
 from shufl.simulator.config import load
 from shufl.simulator.experiment import _NO_METRICS
 from task_world import SETTINGS, TASKS
@@ -14,7 +15,7 @@ from task_world import SETTINGS, TASKS
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["own", *by_night("regression", "next-token")])
 def test_both_engines_train_alike(task, tmp_path):
     dataset, model, score, more = TASKS[task]
     names = f"data.dataset={dataset}", f"model.name={model}"

@@ -63,6 +63,7 @@ def check_printed(shown, printed, command):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
+@pytest.mark.nightly  # other tests have each of its commands
 def test_every_command_prints_what_the_page_says(place):
     assert sorted(path.name for path in place.iterdir()) == [
         "deployment.toml", "experiment.toml", "over-epsilon.toml", "wards.py"

@@ -101,6 +101,7 @@ def test_killed_workers_change_nothing(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_that_always_die_end_the_run_in_one_line_and_the_cluster_stays(tmp_path):
     """On a cluster that is there before the run."""
     with cluster(num_cpus=2) as address:
@@ -131,6 +132,7 @@ def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_share_the_gpus_of_a_cluster():
     """Two, by Ray's count, which it can be told."""
     with cluster(num_cpus=1, num_gpus=2):

@@ -270,13 +270,13 @@ UNUSED = "the target is not used up: ε is "
         ("--n 1000 --noise 9 --rounds 5 --accountant local --target-epsilon 50", "gamma = 1"),
         ("--n 1000 --noise 9 --gamma 1 --rounds 1 --accountant blanket --target-epsilon 50",
          "blankets = 0.1"),
-        ("--n 1000 --gamma 1 --rounds 1 --accountant blanket --target-epsilon 9e4",
-         "noise = 0.2, blankets = 0.1"),
         ("--n 1000 --gamma 1 --rounds 5 --accountant local --mechanism ldp-sgd "
          "--target-epsilon 9e4", "noise = 1.254"),
         ("--n 1000 --gamma 1 --rounds 5 --accountant local --target-epsilon 9", None),
         ("--n 1000 --noise 2 --rounds 5 --accountant local --target-epsilon 4", None),
         ("--n 1000 --noise 9 --gamma 1 --accountant local --target-epsilon 0.7", None),
+        *by_night(("--n 1000 --gamma 1 --rounds 1 --accountant blanket --target-epsilon 9e4",
+                   "noise = 0.2, blankets = 0.1")),
     ],
 )  # fmt: skip
 def test_a_target_that_is_not_used_up_is_told_in_one_line(command, edge):
@@ -294,6 +294,7 @@ def test_a_target_that_is_not_used_up_is_told_in_one_line(command, edge):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_that_does_not_use_up_its_target_is_told_in_one_line():
     few = "plan --users 2000 --delta 1e-5 --dimension 10 --device-megabytes 0.0012"
     (line,) = shufl(f"{few} --epsilon 990").stderr.splitlines()

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nights import by_night
-from run_world import shufl
+from run_world import shufl_here
 from shufl.cli.__main__ import app
 from shufl.cli.histogram import _categories
 from shufl.simulator.histogram import Histogram, count_column, plan_for, simulate
@@ -57,6 +57,7 @@ def test_errors_cover_users_of_several_records():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_blankets_err_less_than_answers_at_random():
     users = int(COUNTS.sum())
     errors = [
@@ -96,7 +97,7 @@ def column(tmp_path):
 def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
     out = tmp_path / "out"
     given = ["--column", "town", "--categories", "A,B,C", "--other", "--epsilon", "1"]
-    done = shufl("histogram", str(column), *given, "--out", str(out), "--consistent")
+    done = shufl_here("histogram", str(column), *given, "--out", str(out), "--consistent")
     assert (done.returncode, done.stderr) == (0, "")
     assert "simulated: coins, answers and blankets follow from the seed" in done.stdout
     assert "a round can be lost, with its ε: have a budget for two" in done.stdout
@@ -171,7 +172,7 @@ def test_every_mistake_is_one_line(column, arguments, message):
     ("seed", "shown"), [("-1", "-1 is not in the range 0<=x<="), *by_night((str(2**128), "3402"))]
 )
 def test_a_seed_out_of_range_is_one_line(column, seed, shown):
-    done = shufl("histogram", str(column), *WHOLE, "--seed", seed)
+    done = shufl_here("histogram", str(column), *WHOLE, "--seed", seed)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f"'--seed': {shown}" in done.stderr
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from run_world import shufl
+from nights import by_night
+from run_world import shufl_here
 from shufl.accounting.mechanisms import SeededRandomness, clip
 from shufl.cli.__main__ import app
 from shufl.clients import local_update
@@ -67,9 +68,11 @@ def test_reports_of_their_own_are_refused_where_only_sums_are_made():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
-@pytest.mark.parametrize(("engine", "noise"), [("vectorised", "aggregate"), ("flower", "report")])
+@pytest.mark.parametrize(
+    ("engine", "noise"), [("vectorised", "aggregate"), *by_night(("flower", "report"))]
+)
 def test_a_run_learns_and_keeps_its_budget(tmp_path, engine, noise):
-    finished = shufl(
+    finished = shufl_here(
         "run", "quickstart", "--runs", tmp_path, "--set", f"simulation.engine={engine}",
         "--set", "simulation.nodes=3", "--set", f"simulation.noise={noise}",
         "--set", "privacy.noise_multiplier=",

@@ -81,6 +81,7 @@ def test_a_small_model_of_ones_own_has_its_traffic_in_kilobytes_and_no_accuracy(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_with_cover_every_user_sends_in_every_round(tmp_path):
     path, megabytes = tmp_path / "plan.toml", 100 * 39_700 * 2 / 1e6
     asked = [*ASKED, "--dataset", "mnist", "--device-megabytes", 1.01 * megabytes, "--cover"]

@@ -7,6 +7,7 @@ from sklearn import metrics as sklearn
 from torch.nn import functional
 
 import shufl
+from nights import by_night
 from shufl.accounting.mechanisms import SeededRandomness, clip
 from shufl.clients import local_update
 from shufl.simulator.config import load
@@ -28,7 +29,12 @@ def experiment_of(task, *changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [3, 256])
 @pytest.mark.parametrize(
-    ("task", "algorithm"), [*((task, "fedsgd") for task in TASKS), ("next-token", "fedavg")]
+    ("task", "algorithm"),
+    [
+        ("own", "fedsgd"),
+        ("next-token", "fedavg"),
+        *by_night(("regression", "fedsgd"), ("next-token", "fedsgd")),
+    ],
 )
 def test_reports_of_unequal_users_are_those_of_one_after_another(task, algorithm, chunk):
     changes = [
