@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test nightly year soak check lint experiments bench load timing proto lock mnist clean
+.PHONY: run test nightly year soak check lint site experiments bench load timing proto lock mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
@@ -28,6 +28,9 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p shufl
 	$(BIN)/lint-imports
+
+site: .venv/ready  ## the documents as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 mnist: .venv/ready  ## full MNIST experiment: hours on 2 cores
 	$(BIN)/shufl run configs/mnist.toml

@@ -3,7 +3,10 @@
 import contextlib
 import csv
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +89,21 @@ def test_python_examples_print_what_they_say(page):
 def test_commands_of_the_examples_exist(page):
     commands = set(get_command(app).commands)
     assert set(re.findall(r"^\$ shufl (\S+)", text_of(page), re.M)) <= commands
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    """With the docstrings of the API; a link or a heading that is not there is a warning."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'id="shufl.api.run"' in (tmp_path / "site/api/index.html").read_text()
+    assert "Two commands" in (tmp_path / "site/index.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/accounting.md"])
