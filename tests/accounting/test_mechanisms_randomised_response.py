@@ -65,11 +65,8 @@ def test_reports_have_the_law_and_the_mean_that_is_stated(shares, local, randomn
     "update",
     [
         np.full(3, np.nan),
-        np.full(3, np.inf),
-        np.full(3, -np.inf),
         np.array([np.nan, -1e38, 0.0]),
-        np.full(3, 1e30),
-        np.zeros(3),
+        *by_night(np.full(3, np.inf), np.full(3, -np.inf), np.full(3, 1e30), np.zeros(3)),
     ],
 )
 @pytest.mark.slow
@@ -124,7 +121,7 @@ def fitted(users, categories, target, local, blankets):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("users", "categories", "target"), [(300, 3, 4.0), *by_night((10**5, 8, 0.5))]
+    ("users", "categories", "target"), [(10**5, 8, 0.5), *by_night((300, 3, 4.0))]
 )
 def test_what_is_fitted_is_within_the_budget_and_beats_its_neighbours(users, categories, target):
     at = functools.partial(epsilon_at, "blanket", users, categories)

@@ -6,8 +6,8 @@ from run_world import LongRun
 
 
 @pytest.fixture
-def long_run(tmp_path):
-    run = LongRun(tmp_path, ray="own")
+def long_run(tmp_path, shared_ray):
+    run = LongRun(tmp_path)
     yield run
     run.clean_up()
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from nights import by_night
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -23,7 +25,7 @@ def printed_by(name, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "score", "least", "most"),
-    [("visits", "accuracy", 0.75, 1.0), ("own_algorithm", "coverage", 0.75, 0.98)],
+    [("visits", "accuracy", 0.75, 1.0), *by_night(("own_algorithm", "coverage", 0.75, 0.98))],
 )
 def test_an_example_learns_and_keeps_its_budget(name, score, least, most, tmp_path):
     printed = printed_by(name, tmp_path)
@@ -33,6 +35,7 @@ def test_an_example_learns_and_keeps_its_budget(name, score, least, most, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
+@pytest.mark.nightly  # tests/server and test_poisoning_benchmark.py without Flower
 def test_an_aggregator_of_ones_own_gets_every_report(tmp_path):
     printed = printed_by("spectral_filter", tmp_path)
     left_out, reports = re.search(r", (\d+) of (\d+) reports left out$", printed).groups()
@@ -40,5 +43,6 @@ def test_an_aggregator_of_ones_own_gets_every_report(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tracker_gets_every_round(tmp_path):
     assert re.search(r"^5 rounds, the last with ε = \d", printed_by("tracker", tmp_path), re.M)

@@ -184,9 +184,8 @@ def test_a_grid_has_a_page_of_the_runs_that_ended_and_names_the_others(tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
-@pytest.mark.parametrize(
-    "interrupt", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_before_any_result_leaves_an_older_page(tmp_path, interrupt):
     grid, pages, results = write_grid(tmp_path, 10_000), tmp_path / "pages", tmp_path / "results"
     pages.mkdir()

@@ -97,6 +97,7 @@ def finished_here(place, name, *settings):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_api.py has a dataset of the reader's on Flower
 def test_both_engines_train_on_features_of_it(place):
     """Flower does in processes of its own, in the same folder. The map is the reader's too."""
     doubled = "data.features=blobs:doubled"

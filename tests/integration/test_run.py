@@ -21,7 +21,7 @@ from run_world import (
     only_folder,
     running,
     same_model,
-    shufl_here,
+    shufl,
     tiny_config,
     wait_until,
 )
@@ -40,7 +40,7 @@ ROUNDS = 6
 def finished(tmp_path_factory, shared_ray):
     """A run whose budget admits six rounds."""
     folder = tmp_path_factory.mktemp("finished")
-    result = shufl_here("run", tiny_config(folder, ROUNDS), "--runs", folder / "runs")
+    result = shufl("run", tiny_config(folder, ROUNDS), "--runs", folder / "runs")
     assert result.returncode == 0, result.stderr
     return result, only_folder(folder / "runs")
 
@@ -141,7 +141,7 @@ def killed(tmp_path_factory):
         wait_until(lambda: not running(killed.shuffler_pid), 15, "the shuffler to end")
     finally:
         killed.clean_up()
-    result = shufl_here("run", "--resume", killed.folder)
+    result = shufl("run", "--resume", killed.folder)
     assert result.returncode == 0, result.stderr
     return killed.folder, done, spent
 

@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 
 from client_world import DIMENSION, USERS, Round, begin_flower_task, device_node, wait_for_rounds
+from nights import by_night
 from rounds import make_plan
 from run_world import json_lines, only_folder, shufl_here
 from shuffler_world import ShufflerHere
@@ -319,19 +320,23 @@ def test_an_audit_through_the_system_refutes_no_claim_on_sums():
 
 
 @pytest.mark.slow
-def test_an_audit_through_the_system_finds_missing_noise():
+@pytest.mark.parametrize(
+    ("make_randomness", "violated"), [(HalvedNoise, True), *by_night((SeededRandomness, False))]
+)
+def test_an_audit_through_the_system_finds_missing_noise(make_randomness, violated):
     plan = audited(adjacency="zero-out", noise_multiplier=0.3, check_in_rate=1.0)
     claim = plan.make_accountant().compose(plan.event()).get_delta(0.5)
     score = likelihood_score(plan, "zero")
     with ShufflerProcess() as shuffler:
-        for make_randomness, violated in ((SeededRandomness, False), (HalvedNoise, True)):
-
-            def make_node(settings, make_randomness=make_randomness):
-                return Node(settings, make_randomness(settings.seed))
-
-            worlds = run_canary(plan, "zero", shuffler, 4, make_node)
-            found = delta_lower_bound(*worlds.scores(score), 0.5, 0.999)
-            assert (found > claim) == violated
+        worlds = run_canary(
+            plan,
+            "zero",
+            shuffler,
+            4,
+            lambda settings: Node(settings, make_randomness(settings.seed)),
+        )
+    found = delta_lower_bound(*worlds.scores(score), 0.5, 0.999)
+    assert (found > claim) == violated
 
 
 @pytest.mark.slow

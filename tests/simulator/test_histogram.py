@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nights import by_night
-from run_world import shufl_here
+from run_world import shufl, shufl_here
 from shufl.cli.__main__ import app
 from shufl.cli.histogram import _categories
 from shufl.simulator.histogram import Histogram, count_column, plan_for, simulate
@@ -172,7 +172,7 @@ def test_every_mistake_is_one_line(column, arguments, message):
     ("seed", "shown"), [("-1", "-1 is not in the range 0<=x<="), *by_night((str(2**128), "3402"))]
 )
 def test_a_seed_out_of_range_is_one_line(column, seed, shown):
-    done = shufl_here("histogram", str(column), *WHOLE, "--seed", seed)
+    done = shufl("histogram", str(column), *WHOLE, "--seed", seed)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f"'--seed': {shown}" in done.stderr
 
