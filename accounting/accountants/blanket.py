@@ -39,6 +39,11 @@ class BlanketAccountant(AmplifiedAccountant):
     """(ε, δ) of rounds with shuffler blankets: tight once the others' reports are handed over.
 
     Prices rounds with λ > 0 only. Source: docs/theory/blanket.md.
+
+    Guarantee:
+        ε holds for every pair of neighbouring datasets, in any dimension, whoever else takes part;
+        assumes that the user's own device follows the protocol, that the shuffler adds its
+        blankets, and that the server gets nothing of the round but the shuffled reports.
     """
 
     name = "blanket"

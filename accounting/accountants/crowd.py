@@ -58,6 +58,11 @@ class CrowdAccountant(AmplifiedAccountant):
     """Every pair of neighbouring datasets, in any dimension, counting on the n users' noise.
 
     Source: docs/theory/swap.md, and section 4 of docs/theory/blanket.md.
+
+    Guarantee:
+        ε holds for every pair of neighbouring datasets, in any dimension; assumes that all n users
+        flip their coins and add their noise every round, and that the server gets nothing of the
+        round but the shuffled reports.
     """
 
     name = "crowd"

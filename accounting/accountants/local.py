@@ -24,6 +24,11 @@ class LocalAccountant(ProfileShuffleAccountant):
     nothing otherwise, and its divergence is γ times the report's (docs/theory/gaussian.md, section
     4). Of rounds by allocation it is one report a block. A round of fixed size is priced as one in
     which the user reports for certain: others draw it.
+
+    Guarantee:
+        ε holds for every pair of neighbouring datasets, and a server that colludes with the
+        shuffler and so knows when the user took part; assumes only that the user's own device flips
+        its coins and adds the noise.
     """
 
     name = "local"

@@ -34,6 +34,10 @@ class PldAccountant(AmplifiedAccountant):
     """Numerically tight (ε, δ) of the homogeneous pair, and how far below it could still be.
 
     Source: section 2 of docs/theory/gaussian.md; composition as for every profile.
+
+    Guarantee:
+        ε holds for the homogeneous pair only (all other users hold the differing user's record),
+        numerically tight; the same assumptions as theorem3.
     """
 
     name = "pld"

@@ -99,6 +99,11 @@ class Theorem3Accountant(RdpShuffleAccountant):
     Where the printed bound falls below the exact divergence (nγ < 1: Theorem 3 samples at rate γ
     though k reports mean rate k/n), the exact one is taken. If everyone takes part for certain
     (γ = 1 or m = n) the mechanism is Theorem 1's and is priced by it.
+
+    Guarantee:
+        ε holds for the homogeneous pair only (all other users hold the differing user's record);
+        assumes that all n users flip their coins every round, and that the server gets nothing of
+        the round but the shuffled reports.
     """
 
     name = "theorem3"
@@ -160,7 +165,12 @@ class Theorem3Accountant(RdpShuffleAccountant):
 
 
 class CheckInRdpAccountant(RdpShuffleAccountant):
-    """Exact Rényi divergences of the homogeneous pair, the larger direction at each order."""
+    """Exact Rényi divergences of the homogeneous pair, the larger direction at each order.
+
+    Guarantee:
+        ε holds for the homogeneous pair only (all other users hold the differing user's record),
+        exact in Rényi divergence; the same assumptions as theorem3.
+    """
 
     name = "rdp"
     holds_for = "homogeneous pair"

@@ -41,6 +41,12 @@ class SumDistributedAccountant(SumAccountant):
 
     The adversary knows the noise of none of them. A user who is itself the adversary, or who works
     with it, is not one of the n.
+
+    Guarantee:
+        ε holds for every pair of neighbouring datasets, in any dimension, against server, shuffler,
+        other users and whoever sees the models; assumes that n users add noise every round which
+        the adversary does not know, that the user's own device flips its coin, and that shuffler
+        and server do not collude.
     """
 
     name = "sum-distributed"
@@ -57,7 +63,14 @@ class SumDistributedAccountant(SumAccountant):
 
 
 class SumCentralAccountant(SumAccountant):
-    """Counts on the noise of the shuffler or the server, whichever is not the adversary."""
+    """Counts on the noise of the shuffler or the server, whichever is not the adversary.
+
+    Guarantee:
+        ε holds for every pair of neighbouring datasets, in any dimension, whoever else takes part,
+        against server, shuffler, other users and whoever sees the models; assumes that the user's
+        own device flips its coin, that shuffler and server both add their noise every round, and
+        that they do not collude.
+    """
 
     name = "sum-central"
     counts_on_others = False

@@ -33,6 +33,10 @@ class GaussianMechanism(Checked):
             depends on it.
         noise_multiplier: z, the noise's standard deviation in units of C, in [0, 1e15]. 0 is not
             private.
+
+    Guarantee:
+        Two updates of a user, whatever they are, give reports of normal law with standard deviation
+        zC in each entry, rounded, whose means are at most 2C apart.
     """
 
     least_noise: ClassVar[float] = 0.2

@@ -35,6 +35,10 @@ class LdpSgd(Checked):
     Attributes:
         clip_norm: C in [1e-18, 1e15], the largest Euclidean norm of an update. No ε depends on it.
         noise_multiplier: z = sqrt(π/2)/t, above sqrt(π/2) by a billionth of it or more: ε₀ < 22.
+
+    Guarantee:
+        Whatever two updates a user may have, no report is more than e^ε₀ times as likely with one
+        as with the other.
     """
 
     least_noise: ClassVar[float] = 1.254

@@ -34,6 +34,10 @@ class RandomisedResponse(Checked):
     Attributes:
         categories: k.
         local_epsilon: ε₀ in [1e-9, 20], what a report costs its user whoever cheats.
+
+    Guarantee:
+        Whatever two updates a user may have, no report is more than e^ε₀ times as likely with one
+        as with the other.
     """
 
     most_epsilon: ClassVar[float] = 20.0
