@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine: `make run` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+export PYTHONDONTWRITEBYTECODE =  # else each of the tests' hundreds of processes compiles all modules anew
 
 .PHONY: run test nightly year soak check lint site experiments bench load timing proto lock mnist clean
 
