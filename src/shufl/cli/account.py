@@ -74,7 +74,7 @@ def compare_command(
     ] = None,
     peers: Annotated[
         bool,
-        typer.Option("--peers", help="Also other systems, at the ε₀ of a report (replace)."),
+        typer.Option("--peers", help="Also show other systems, at one report's ε₀ (replace only)."),
     ] = False,
     json: options.Json = False,
 ) -> None:

@@ -13,7 +13,9 @@ from shufl.simulator.console import Console
 
 Accountants = Annotated[
     list[str] | None,
-    typer.Option("--accountant", help="Whose claim; repeatable. Default: all that make one."),
+    typer.Option(
+        "--accountant", help="Accountant to attack. Repeatable. Default: all that price it."
+    ),
 ]
 Placements = Annotated[
     list[str] | None,

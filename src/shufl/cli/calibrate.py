@@ -34,7 +34,9 @@ def calibrate_command(
             "--accountant blanket those that are needed.",
         ),
     ] = None,
-    accountant: Annotated[str, typer.Option("--accountant", help="Whose ε.")] = "theorem3",
+    accountant: Annotated[
+        str, typer.Option("--accountant", help="The accountant of ε.")
+    ] = "theorem3",
     mechanism: options.Mechanism = "gaussian",
     participation: options.Participation = "check-in",
     mixing: options.Mixing = "shuffle",
@@ -45,7 +47,7 @@ def calibrate_command(
             "--dimension",
             min=1,
             max=10**9,
-            help="Parameters d of the model, for its error. Default: many, only noise counts.",
+            help="Model parameters d, for the error. Default: so many that only noise counts.",
         ),
     ] = None,
     json: options.Json = False,

@@ -26,7 +26,7 @@ _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/dep
 def provision_command(
     deployment: _File,
     out: Annotated[
-        Path | None, typer.Option(help="Where the folders go; left out: sites, beside the file.")
+        Path | None, typer.Option(help="Folder for the sites. Default: sites, beside the file.")
     ] = None,
     approve: Annotated[
         list[str] | None,
@@ -39,12 +39,12 @@ def provision_command(
     forget: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="The key of this name may be stolen: know it no more. Repeatable."
+            metavar="NAME", help="Forget the key of this name, which may be stolen. Repeatable."
         ),
     ] = None,
     days: Annotated[
         float,
-        typer.Option(help="How long new certificates are valid, at most: each a bit less."),
+        typer.Option(help="Longest validity of new certificates; each gets a little less."),
     ] = 365,
 ) -> None:
     """Make one folder for each site of a deployment, and sign the requests that have come.
@@ -134,7 +134,7 @@ def rehearse_command(
 def node_command(
     config: Annotated[Path, typer.Option(help="The node's file, node.toml.")] = Path("node.toml"),
     log_file: Annotated[
-        Path | None, typer.Option(help="Where the log goes; left out: standard error.")
+        Path | None, typer.Option(help="Log file. Default: standard error.")
     ] = None,
 ) -> None:
     """Run a deployed node: answer the messages that Flower's SuperNode passes on.
@@ -219,11 +219,11 @@ def register_command(
 
 def status_command(
     folder: Annotated[
-        Path | None, typer.Argument(help="A run folder; left out: the newest one under runs.")
+        Path | None, typer.Argument(help="A run folder. Default: the newest one under runs.")
     ] = None,
     site: Annotated[
         Path | None,
-        typer.Option(help="The server's file; left out: server.toml here, if there is one."),
+        typer.Option(help="The server's file. Default: server.toml here, if it exists."),
     ] = None,
     json: options.Json = False,
 ) -> None:

@@ -23,7 +23,7 @@ def run_command(
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="Override a setting: section.key=value; empty: leave it out. Repeatable."
+            "--set", help="Set section.key=value. An empty value removes the key. Repeatable."
         ),
     ] = None,
     engine: Annotated[
@@ -31,7 +31,7 @@ def run_command(
         typer.Option(help="flower, or vectorised: no messages. Same as --set simulation.engine=…."),
     ] = None,
     runs: Annotated[
-        Path | None, typer.Option(help="Where the run folder is made; runs if left out.")
+        Path | None, typer.Option(help="Where the run folder is made. Default: runs.")
     ] = None,
     on: Annotated[
         str | None,
@@ -110,7 +110,7 @@ def experiment_command(
         str, typer.Argument(help="A TOML file, or the name of one in configs/experiments.")
     ],
     results: Annotated[
-        Path, typer.Option(help="Where the runs are kept; those that are there are not made anew.")
+        Path, typer.Option(help="Folder of the runs. Finished runs in it are not repeated.")
     ] = Path("results"),
     pages: Annotated[
         Path | None,

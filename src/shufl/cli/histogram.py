@@ -55,15 +55,15 @@ def histogram_command(
     ] = "blanket",
     local_epsilon: Annotated[
         float | None,
-        typer.Option(help="ε₀ in [1e-9, 20] of each report; left out: what is best."),
+        typer.Option(help="ε₀ in [1e-9, 20] of each report. Default: the best one."),
     ] = None,
     consistent: Annotated[
-        bool, typer.Option("--consistent", help="No share below 0, and 1 in all.")
+        bool, typer.Option("--consistent", help="Make the shares sum to 1, none below 0.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of a simulation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of a simulation.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="A folder for histogram.csv and .png; left out: the run's, or none."),
+        typer.Option(help="Folder for histogram.csv and .png. Default: the run's, or none."),
     ] = None,
     json: options.Json = False,
 ) -> None:

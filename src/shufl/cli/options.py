@@ -22,7 +22,7 @@ Users = Annotated[int | None, typer.Option("--n", help="Eligible users n.")]
 Rate = Annotated[float | None, typer.Option("--gamma", help="Check-in rate γ in (0, 1].")]
 Noise = Annotated[float | None, typer.Option("--noise", help="Noise multiplier z.")]
 Mechanism = Annotated[
-    str, typer.Option("--mechanism", help="What makes a report: gaussian or ldp-sgd.")
+    str, typer.Option("--mechanism", help="How a report is made: gaussian or ldp-sgd.")
 ]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds T.")]
 Delta = Annotated[str, typer.Option("--delta", help='δ in (0, 1), or "1/n".')]
@@ -36,12 +36,12 @@ Participation = Annotated[
 ]
 Mixing = Annotated[
     str,
-    typer.Option("--mixing", help="What the shuffler hands over: shuffle, reports, or sum, a sum."),
+    typer.Option("--mixing", help="shuffle: reports in random order; sum: only their sum."),
 ]
 CentralNoise = Annotated[
     float | None,
     typer.Option(
-        "--central-noise", help="With --mixing sum: σ, of shuffler and server, in clip norms."
+        "--central-noise", help="With --mixing sum: noise σ of shuffler and server, in clip norms."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
