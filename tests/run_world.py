@@ -81,7 +81,10 @@ def shufl(*arguments, **options):
 
 
 def shufl_here(*arguments):
-    """The command in this process, which has imported all that it needs already."""
+    """The command in this process, which has imported what it needs: not for runs on Flower or Ray.
+
+    In one of many suites a thread of gRPC crashed in a process that had had such runs.
+    """
     arguments = [*map(str, arguments)]
     with mock.patch.object(sys, "argv", ["shufl", *arguments]):
         done = CliRunner().invoke(app, arguments)

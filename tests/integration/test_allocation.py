@@ -12,7 +12,7 @@ from client_world import (
     reply_content,
 )
 from rounds import make_plan
-from run_world import json_lines, only_folder, shufl_here
+from run_world import json_lines, only_folder, shufl
 from shuffler_world import ShufflerHere
 from shufl.accounting.mechanisms import allocated, simulated_allocation_key
 from shufl.clients import DeviceLedger, app
@@ -99,7 +99,7 @@ def config(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
 def test_both_engines_let_every_user_report_once_in_each_block(config, tmp_path):
-    result = shufl_here("run", config, "--runs", tmp_path / "flower")
+    result = shufl("run", config, "--runs", tmp_path / "flower")
     assert result.returncode == 0, result.stderr
     vectorised = load(str(config), ["simulation.engine=vectorised"])
     Run.new(vectorised, tmp_path / "vectorised", Console(quiet=True)).train()

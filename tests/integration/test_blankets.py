@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from nights import by_night
 from rounds import make_plan
-from run_world import json_lines, model_of, only_folder, python_path, shufl_here
+from run_world import json_lines, model_of, only_folder, python_path, shufl
 from shufl.accounting import make_accountant
 from shufl.accounting.audit.attack import clopper_pearson, delta_lower_bound
 from shufl.accounting.mechanisms import SeededRandomness, seed_of_shuffler
@@ -221,7 +221,7 @@ def test_users_whose_shuffler_releases_nothing_are_not_present(tmp_path, engine)
         Run.new(load("quickstart", chosen), tmp_path, Console(quiet=True)).train()
     else:
         chosen = [part for each in settings.items() for part in ("--set", "{}={}".format(*each))]
-        result = shufl_here("run", "quickstart", *chosen, "--runs", tmp_path)
+        result = shufl("run", "quickstart", *chosen, "--runs", tmp_path)
         assert result.returncode == 0, result.stderr
     ((row,), _) = rows_and_model(only_folder(tmp_path))
     assert (row["outcome"], row["reports"]) == ("released", 200)
@@ -235,7 +235,7 @@ def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
     number = 2
     config = blankets_config(tmp_path, rounds=3, nodes=4, number=number)
     found = {}
-    result = shufl_here("run", config, "--runs", tmp_path / "flower")
+    result = shufl("run", config, "--runs", tmp_path / "flower")
     assert result.returncode == 0, result.stderr
     vectorised = load(str(config), ["simulation.engine=vectorised"])
     Run.new(vectorised, tmp_path / "vectorised", Console(quiet=True)).train()

@@ -23,7 +23,6 @@ from run_world import (
     same_model,
     shufl,
     shufl_command,
-    shufl_here,
     tiny_config,
     wait_until,
 )
@@ -300,7 +299,7 @@ def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
     """Each setting is allowed, and that of `central` alone does not fit."""
     central = 'name = "central"\ntrainer = "central"\n[series.settings]\n"privacy.delta" = 1e-5'
     grid = write_grid(tmp_path, 3, **{'name = "[red]impossible"': central, "each = [": "# ["})
-    asked = shufl_here("experiment", grid, "--results", tmp_path / "results")
+    asked = shufl("experiment", grid, "--results", tmp_path / "results")
     assert asked.returncode == 2
     assert re.fullmatch(
         r"error: central, [12], seed 3: data\.users must be left out with trainer central, .* got "
@@ -314,7 +313,7 @@ def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
 @pytest.mark.usefixtures("shared_ray")
 def test_more_processors_than_there_are_is_one_line(tmp_path):
     grid = write_grid(tmp_path, 3, **{"each = [{}, ": "each = [{}, "})
-    asked = shufl_here("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)
+    asked = shufl("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)
     assert asked.returncode == 1
     assert re.fullmatch(r"error: a run needs 4096 CPUs, and Ray has \d+\n", asked.stderr)
 

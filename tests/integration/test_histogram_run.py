@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from run_world import only_folder, shufl_here
+from run_world import only_folder, shufl
 from shufl.cli.__main__ import app
 from shufl.simulator.data.datasets import load_dataset
 
@@ -19,7 +19,7 @@ def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     runs = tmp_path / "runs"
     settings = ("data.users=479", "simulation.nodes=4", "shuffler.number=2")
     chosen = [part for each in settings for part in ("--set", each)]
-    done = shufl_here("run", "histogram", *chosen, "--runs", runs)
+    done = shufl("run", "histogram", *chosen, "--runs", runs)
     assert done.returncode == 0, done.stderr
     folder = only_folder(runs)
     shown = in_process("histogram", folder, "--json")

@@ -20,7 +20,6 @@ from run_world import (
     only_folder,
     running,
     shufl,
-    shufl_here,
     tiny_config,
     wait_until,
 )
@@ -34,16 +33,16 @@ on_shared_ray = pytest.mark.usefixtures("shared_ray")
 
 @pytest.mark.slow
 @on_shared_ray
-def test_a_round_is_in_the_ledger_before_any_client_works_on_it(tmp_path, monkeypatch):
+def test_a_round_is_in_the_ledger_before_any_client_works_on_it(tmp_path):
     """The model reads the ledger from disk in every forward pass."""
-    monkeypatch.chdir(Path(__file__).parent)
-    result = shufl_here(
+    result = shufl(
         "run", tiny_config(tmp_path, 3), "--runs", tmp_path / "runs",
         "--set", "model.name=odd_models:reads_ledger",
         "--set", f"model.options={{folder='{tmp_path}'}}",
         "--set", "training.algorithm=fedavg", "--set", "training.local_epochs=2",
         "--set", "training.optimiser=adam", "--set", "training.optimiser_options={}",
         "--set", "seed=system",
+        cwd=Path(__file__).parent,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     seen = [line.split(maxsplit=2) for line in (tmp_path / "seen").read_text().splitlines()]

@@ -11,7 +11,7 @@ from scipy import stats
 from client_world import DIMENSION, USERS, Round, begin_flower_task, device_node, wait_for_rounds
 from nights import by_night
 from rounds import make_plan
-from run_world import json_lines, only_folder, shufl_here
+from run_world import json_lines, only_folder, shufl
 from shuffler_world import ShufflerHere
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.accounting.mechanisms import SeededRandomness, seed_of_shuffler
@@ -218,7 +218,7 @@ def model_of(folder):
 @pytest.mark.usefixtures("shared_ray")
 def test_a_run_on_flower_ends_with_the_model_that_whole_numbers_say(config, tmp_path):
     """Every coin, update and noise made again here: of nodes, of two shufflers, and the server."""
-    result = shufl_here("run", config, "--runs", tmp_path / "flower")
+    result = shufl("run", config, "--runs", tmp_path / "flower")
     assert result.returncode == 0, result.stderr
     assert prepare(load(str(config))).config.shuffler.sealing == "mlkem768-x25519"
     said = load(str(config), ["shuffler.sealing=x25519"])
