@@ -8,15 +8,11 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
-from typer.testing import CliRunner
 
 from rounds import check_in
 from shufl.accounting import make_accountant
-from shufl.cli.__main__ import app
 
 LIMIT = 1200
 """Seconds in which anything that is waited for happens, however busy the machine is."""
@@ -78,19 +74,6 @@ def shufl(*arguments, **options):
     return subprocess.run(
         shufl_command(*arguments), capture_output=True, text=True, timeout=LIMIT, **options
     )
-
-
-def shufl_here(*arguments):
-    """The command in this process, which has imported what it needs: not for runs on Flower or Ray.
-
-    In one of many suites a thread of gRPC crashed in a process that had had such runs.
-    """
-    arguments = [*map(str, arguments)]
-    with mock.patch.object(sys, "argv", ["shufl", *arguments]):
-        done = CliRunner().invoke(app, arguments)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
 
 
 def python_path(folder):

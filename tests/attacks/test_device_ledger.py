@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,15 @@ def charge_of(rounds, number, plan=PLAN):
 
 def test_the_shares_of_delta_add_up_to_it():
     assert sum(share(number) for number in range(1, 100_000)) < 1e-5
+
+
+@pytest.mark.parametrize("forgotten", [1, 2, 7, 40])
+def test_a_lost_ledger_costs_no_more_than_delta_if_its_owner_does_as_the_page_says(forgotten):
+    """Its shares, and all that the new one may ever spend; most_epsilon is in test_year.py."""
+    page = Path(__file__).parents[2] / "docs/recovery.md"
+    assert "multiply `delta` by 0.6 / (n + 1)" in page.read_text(encoding="utf-8")
+    left = 1e-5 * 0.6 / (forgotten + 1)
+    assert sum(map(share, range(1, forgotten + 1))) + left <= 1e-5
 
 
 def test_an_open_round_announced_under_many_contexts_flips_one_coin(tmp_path):

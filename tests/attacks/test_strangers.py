@@ -97,7 +97,8 @@ class Stranger:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("w")
-    seldom = {key: 2 * seconds for key, seconds in window_here().items()}  # rounds: less to do
+    # Rounds are rarer, so that less runs beside the attacks.
+    seldom = {key: 2 * seconds for key, seconds in window_here().items()}
     about = {"hidden": 8192, "round_timeout": 60.0, "proxied": True, "window": seldom}
     deployed = World(folder, nodes=2, rounds=1000, **about)
     shuffler = deployed.folder / "shuffler-1/nginx.conf"

@@ -12,8 +12,8 @@ from run_world import (
     json_lines,
     only_folder,
     same_model,
+    shufl,
     shufl_command,
-    shufl_here,
     tiny_config,
     wait_until,
 )
@@ -97,7 +97,7 @@ def test_with_the_systems_entropy_every_draw_is_spent_once(tmp_path):
     folder = killed(tmp_path, "seed=system")
     before = rows(folder)
     spent = Ledger.read(folder / "ledger.jsonl").entries[-1].round
-    result = shufl_here("run", "--resume", folder)
+    result = shufl("run", "--resume", folder)
     assert result.returncode == 0, result.stderr
     assert "resumed after round" in result.stdout
     assert read_starts(folder)[-1]["command"] == f"shufl run --resume {folder}"
@@ -123,7 +123,7 @@ def test_a_disk_too_full_for_a_checkpoint_ends_the_run_in_one_line(tmp_path):
     sets = ["simulation.engine=vectorised", "privacy.rounds=4", "model.options={hidden=1500}"]
     given = [part for setting in sets for part in ("--set", setting)]
     with tiny_disk_at(tmp_path / "runs") as runs:
-        result = shufl_here("run", tiny_config(tmp_path, 4), "--runs", runs, *given)
+        result = shufl("run", tiny_config(tmp_path, 4), "--runs", runs, *given)
         shutil.copytree(only_folder(runs), folder := tmp_path / "with_room")
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()

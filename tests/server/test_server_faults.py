@@ -290,18 +290,20 @@ def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers, m
 def test_a_node_whose_answer_to_a_question_is_lost_is_asked_again(tmp_path, shufflers, monkeypatch):
     monkeypatch.setattr(shufl.server.fleet, "_ASK_AGAIN_SECONDS", 0.1)
     run = Run(tmp_path, shufflers[:1], PLAN.replace(minimum_batch=USERS))
-    asked = []
+    asked, waited = [], []
 
     def lose(messages):
         push(messages)
         of_node = [each for each in messages if each.metadata.dst_node_id == 2]
         asked.extend(each.metadata.message_type for each in of_node)
+        waited.extend(each.metadata.ttl - 60 for each in of_node)  # Flower's own lies behind ours
         if asked == ["query"]:
             del run.network.replies[of_node[0].metadata.message_id]
 
     push, run.network.push_messages = run.network.push_messages, lose
     run.play(1, round_timeout=0.5)
     assert asked == ["query", "query", "train"]
+    assert waited[:2] == [pytest.approx(WINDOW.seconds + WINDOW.query_every + 0.5)] * 2
     assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]
 
 

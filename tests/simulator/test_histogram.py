@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nights import by_night
-from run_world import shufl, shufl_here
+from run_world import shufl
 from shufl.cli.__main__ import app
 from shufl.cli.histogram import _categories
 from shufl.simulator.histogram import Histogram, count_column, plan_for, simulate
@@ -97,7 +97,7 @@ def column(tmp_path):
 def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
     out = tmp_path / "out"
     given = ["--column", "town", "--categories", "A,B,C", "--other", "--epsilon", "1"]
-    done = shufl_here("histogram", str(column), *given, "--out", str(out), "--consistent")
+    done = shufl("histogram", str(column), *given, "--out", str(out), "--consistent")
     assert (done.returncode, done.stderr) == (0, "")
     assert "simulated: coins, answers and blankets follow from the seed" in done.stdout
     assert "a round can be lost, with its ε: have a budget for two" in done.stdout

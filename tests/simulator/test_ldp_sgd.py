@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nights import by_night
-from run_world import shufl_here
+from run_world import shufl
 from shufl.accounting.mechanisms import SeededRandomness, clip
 from shufl.cli.__main__ import app
 from shufl.clients import local_update
@@ -72,7 +72,7 @@ def test_reports_of_their_own_are_refused_where_only_sums_are_made():
     ("engine", "noise"), [("vectorised", "aggregate"), *by_night(("flower", "report"))]
 )
 def test_a_run_learns_and_keeps_its_budget(tmp_path, engine, noise):
-    finished = shufl_here(
+    finished = shufl(
         "run", "quickstart", "--runs", tmp_path, "--set", f"simulation.engine={engine}",
         "--set", "simulation.nodes=3", "--set", f"simulation.noise={noise}",
         "--set", "privacy.noise_multiplier=",

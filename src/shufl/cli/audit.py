@@ -14,7 +14,7 @@ from shufl.simulator.console import Console
 Accountants = Annotated[
     list[str] | None,
     typer.Option(
-        "--accountant", help="Accountant to attack. Repeatable. Default: all that price it."
+        "--accountant", help="Accountant to attack. Repeatable. Default: all that price the round."
     ),
 ]
 Placements = Annotated[

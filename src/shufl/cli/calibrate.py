@@ -35,7 +35,7 @@ def calibrate_command(
         ),
     ] = None,
     accountant: Annotated[
-        str, typer.Option("--accountant", help="The accountant of ε.")
+        str, typer.Option("--accountant", help="Accountant whose ε stays within the target.")
     ] = "theorem3",
     mechanism: options.Mechanism = "gaussian",
     participation: options.Participation = "check-in",
