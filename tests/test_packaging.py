@@ -47,15 +47,15 @@ def test_only_one_function_edits_where_modules_are_found():
     assert len(PATHS.findall(found[0].read_text())) == 1
 
 
-# By day the engine that has processes of every kind: a shuffler, Ray's workers.
+# By day test_api.py has such modules beside a run with a shuffler and with Ray's workers.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     [
-        "--set=simulation.nodes=1",
-        *by_night("--set=simulation.engine=vectorised --set=simulation.workers=2"),
+        "--engine=vectorised",
+        *by_night("--set=simulation.nodes=1", "--engine=vectorised --set=simulation.workers=2"),
     ],
-    ids=["flower", "vectorised"],
+    ids=["vectorised", "flower", "workers"],
 )
 def test_modules_of_the_reader_s_may_have_the_names_of_rooms(tmp_path, engine):
     for room in ROOMS:

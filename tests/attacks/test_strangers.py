@@ -28,7 +28,7 @@ from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from deployment_world import NAME, Nginx, World, command, run_flwr, window_here, write_flower_app
+from deployment_world import NAME, Nginx, World, command, run_flwr, write_flower_app
 from run_world import LIMIT, wait_until
 from shufl.deploy.plan import flower_environment
 from shufl.deploy.rehearse import free_ports
@@ -97,9 +97,7 @@ class Stranger:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("w")
-    # Rounds are rarer, so that less runs beside the attacks.
-    seldom = {key: 2 * seconds for key, seconds in window_here().items()}
-    about = {"hidden": 8192, "round_timeout": 60.0, "proxied": True, "window": seldom}
+    about = {"hidden": 8192, "round_timeout": 60.0, "proxied": True}
     deployed = World(folder, nodes=2, rounds=1000, **about)
     shuffler = deployed.folder / "shuffler-1/nginx.conf"
     with ExitStack() as stack:
@@ -107,7 +105,6 @@ def world(tmp_path_factory):
         stack.callback(Nginx(shuffler, folder / "stream", stream=True).stop)
         stack.enter_context(deployed)
         deployed.run_by_flower()
-        deployed.wait_for_round(1)
         stranger = Stranger(folder, deployed)
         stranger.wait_for_statuses("online", "online")
         yield stranger

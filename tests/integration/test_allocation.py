@@ -11,6 +11,7 @@ from client_world import (
     begin_flower_task,
     reply_content,
 )
+from nights import by_night
 from rounds import make_plan
 from run_world import json_lines, only_folder, shufl
 from shuffler_world import ShufflerHere
@@ -98,26 +99,28 @@ def config(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
-def test_both_engines_let_every_user_report_once_in_each_block(config, tmp_path):
-    result = shufl("run", config, "--runs", tmp_path / "flower")
-    assert result.returncode == 0, result.stderr
-    vectorised = load(str(config), ["simulation.engine=vectorised"])
-    Run.new(vectorised, tmp_path / "vectorised", Console(quiet=True)).train()
+@pytest.mark.parametrize("engine", ["vectorised", *by_night("flower")])
+def test_every_user_reports_once_in_each_block(config, tmp_path, engine):
+    if engine == "vectorised":
+        chosen = load(str(config), ["simulation.engine=vectorised"])
+        Run.new(chosen, tmp_path / "runs", Console(quiet=True)).train()
+    else:
+        result = shufl("run", config, "--runs", tmp_path / "runs")
+        assert result.returncode == 0, result.stderr
     key, users = simulated_allocation_key(5), np.arange(300)
     expected = [allocated(key, round, users, 2).sum() for round in range(1, 5)]
     assert np.reshape(expected, (2, 2)).sum(1).tolist() == [300, 300]
-    for engine in ("flower", "vectorised"):
-        folder = only_folder(tmp_path / engine)
-        rows = json_lines(folder / "metrics.jsonl")
-        assert [row["reports"] for row in rows] == expected
-        epsilons = [row["epsilon"] for row in rows]
-        assert epsilons[0] == epsilons[1] < epsilons[2] == epsilons[3]
-        (priced,) = (
-            name
-            for name, row in json.loads((folder / "summary.json").read_text())["epsilon"].items()
-            if row["epsilon"] is not None
-        )
-        assert priced == "local"
+    folder = only_folder(tmp_path / "runs")
+    rows = json_lines(folder / "metrics.jsonl")
+    assert [row["reports"] for row in rows] == expected
+    epsilons = [row["epsilon"] for row in rows]
+    assert epsilons[0] == epsilons[1] < epsilons[2] == epsilons[3]
+    (priced,) = (
+        name
+        for name, row in json.loads((folder / "summary.json").read_text())["epsilon"].items()
+        if row["epsilon"] is not None
+    )
+    assert priced == "local"
 
 
 @pytest.mark.parametrize("engine", ["flower", "vectorised"])

@@ -322,12 +322,11 @@ def test_what_docstrings_show_is_true(tmp_path, monkeypatch, module):
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-FIRST = EXAMPLES / "own-data.ipynb"
-OTHERS = sorted({*EXAMPLES.glob("*.ipynb")} - {FIRST})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", [FIRST, *by_night(*OTHERS)], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", by_night(*sorted(EXAMPLES.glob("*.ipynb"))), ids=lambda path: path.stem
+)
 def test_a_notebook_runs_as_it_stands(trapped, monkeypatch, path):
     import nbformat
     from nbclient import NotebookClient

@@ -31,28 +31,6 @@ from shufl.simulator.experiment import prepare
 on_shared_ray = pytest.mark.usefixtures("shared_ray")
 
 
-@pytest.mark.slow
-@on_shared_ray
-def test_a_round_is_in_the_ledger_before_any_client_works_on_it(tmp_path):
-    """The model reads the ledger from disk in every forward pass."""
-    result = shufl(
-        "run", tiny_config(tmp_path, 3), "--runs", tmp_path / "runs",
-        "--set", "model.name=odd_models:reads_ledger",
-        "--set", f"model.options={{folder='{tmp_path}'}}",
-        "--set", "training.algorithm=fedavg", "--set", "training.local_epochs=2",
-        "--set", "training.optimiser=adam", "--set", "training.optimiser_options={}",
-        "--set", "seed=system",
-        cwd=Path(__file__).parent,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    seen = [line.split(maxsplit=2) for line in (tmp_path / "seen").read_text().splitlines()]
-    rows = json_lines(only_folder(tmp_path / "runs") / "metrics.jsonl")
-    assert {int(rounds) for rounds, *_ in seen} == {row["round"] for row in rows}
-    assert {watching for _, watching, _ in seen} == {"1"}  # in every worker, whatever the rounds
-    assert {slow for *_, slow in seen} == {"0"}  # neither accountants nor the server are imported
-    assert len(rows) == 3 and all(row["reports"] > 0 for row in rows)
-
-
 ALONE = [
     "privacy.accountant=blanket", "privacy.shuffler_blankets=20", "privacy.target_epsilon=1e9",
     "privacy.rounds=4",
@@ -70,21 +48,47 @@ def with_model(tmp_path, name, *settings, options=""):
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def worker_killed(tmp_path_factory, shared_ray):
+    """A run whose Ray worker is killed in the third round; the folder of what its model wrote."""
+    folder = tmp_path_factory.mktemp("killed")
+    local_work = "training.algorithm=fedavg", "training.local_epochs=2"
+    more = *ALONE, *local_work, "training.optimiser=adam", "training.optimiser_options={}"
+    return with_model(folder, "kills_its_worker", *more, options=", times=1, first=3"), folder
+
+
 @pytest.mark.slow
-@on_shared_ray
-def test_a_killed_ray_worker_ends_the_run_in_one_line_and_it_goes_on(tmp_path):
-    result = with_model(tmp_path, "kills_its_worker", *ALONE, options=", times=1, first=3")
+def test_a_round_is_in_the_ledger_before_any_client_works_on_it(worker_killed):
+    """The model reads the ledger from disk in every forward pass."""
+    _, folder = worker_killed
+    seen = [line.split(maxsplit=2) for line in (folder / "seen").read_text().splitlines()]
+    assert {int(rounds) for rounds, *_ in seen} == {1, 2, 3}
+    assert {watching for _, watching, _ in seen} == {"1"}  # in every worker, whatever the rounds
+    assert {slow for *_, slow in seen} == {"0"}  # neither accountants nor the server are imported
+    rows = json_lines(only_folder(folder / "runs") / "metrics.jsonl")
+    assert [row["round"] for row in rows] == [1, 2] and all(row["reports"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_killed_ray_worker_ends_the_run_in_one_line(worker_killed):
+    result, folder = worker_killed
+    run = only_folder(folder / "runs")
     assert result.returncode == 1
-    folder = only_folder(tmp_path / "runs")
     assert re.fullmatch(
         r"error: round 3, node [012]: a Ray worker died \(killed, or out of memory; a higher "
         r"simulation\.cpus_per_node has fewer nodes at work at once\); "
-        rf"shufl run --resume {folder} goes on\n",
+        rf"shufl run --resume {run} goes on\n",
         result.stderr,
     )
     assert "ended early: 3 rounds spent" in result.stdout
     assert "A worker died" not in result.stdout  # in Ray's words
-    assert "A worker died" in (folder / "ray.log").read_text()
+    assert "A worker died" in (run / "ray.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly  # by day test_run.py resumes a run on Flower
+def test_a_run_whose_worker_was_killed_goes_on(worker_killed):
+    folder = only_folder(worker_killed[1] / "runs")
     (folder / "config.toml").write_text(
         (folder / "config.toml").read_text().replace("cpus_per_node = 1.0", "cpus_per_node = 0.5")
     )
