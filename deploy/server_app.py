@@ -1,10 +1,7 @@
 """The ServerApp of a deployed run: the same run as in a simulation, on the nodes of the SuperLink.
 
-Run configuration (`flwr run … -c`), paths on the SuperLink's machine:
-
-    site    the server's file, server.toml
-    folder  the run folder, which `shufl run --on` has made; it goes on where it was interrupted
-    config  without a folder: the run's configuration; the folder is made under `runs`
+`shufl run --on` submits it. Its run configuration has paths on the SuperLink's machine: `site`, the
+server's file, and `folder`, the run folder, where the run begins or goes on.
 
 What a terminal would show is in the run folder: progress and tables in console.txt, how it ended in
 outcome.json. A file named stop there ends the run in order after the round.
@@ -23,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -46,13 +44,13 @@ from shufl.server import (
     TrainingSettings,
 )
 from shufl.shuffler import ShufflerError
-from shufl.simulator.config import Config, load
+from shufl.simulator.config import Config
 from shufl.simulator.console import Console
 from shufl.simulator.data.features import check_digest
 from shufl.simulator.engines.base import logs_to
 from shufl.simulator.experiment import Experiment, check_report_size, prepare
 from shufl.simulator.records import MetricsError
-from shufl.simulator.run import Run, make_folder
+from shufl.simulator.run import Run
 from shufl.simulator.section import ConfigError, make_importable, one_line
 
 atexit.register(gc.freeze)  # as in `shufl` itself
@@ -63,20 +61,11 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Plays the run."""
-    given = {key: str(value) for key, value in context.run_config.items() if value}
+    given = {key: str(value) for key, value in context.run_config.items()}
     os.umask(0o077)
-    try:
-        site_path = Path(given["site"]).absolute()
-        make_importable([site_path.parent])
-        site = load_site(site_path, ServerSite)
-        if "folder" in given:
-            folder = Path(given["folder"])
-        else:
-            experiment = deployed_experiment(load(given["config"]), len(site.shufflers))
-            folder = make_folder(Path(given.get("runs") or site_path.parent / "runs"), experiment)
-    except KeyError as missing:
-        raise ConfigError(f"the run configuration lacks {missing}") from None
-    play(folder, site, grid, given.get("attempt", ""))
+    site_path = Path(given["site"])
+    make_importable([site_path.parent])
+    play(Path(given["folder"]), load_site(site_path, ServerSite), grid, given["attempt"])
 
 
 def deployed_experiment(config: Config, shufflers: int) -> Experiment:
@@ -112,7 +101,10 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
             outcome = {"error": one_line(error)}
         except Exception as error:  # of Flower's, or ours; its traceback is in flower.log
             traceback.print_exc()
-            outcome = {"error": f"{type(error).__name__}: {one_line(error)}; see flower.log"}
+            why = f"{type(error).__name__}: {one_line(error)}; see flower.log"
+            if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
+                why = "Flower's SuperLink takes this run's messages no more, as after flwr stop"
+            outcome = {"error": why}
         (folder / STOP_FILE).unlink(missing_ok=True)
         new = folder / f"{OUTCOME_FILE}.new"
         new.write_text(json.dumps(outcome | {"attempt": attempt}), encoding="utf-8")

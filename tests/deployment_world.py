@@ -27,7 +27,6 @@ from shufl.deploy.sites import OUTCOME_FILE
 from shufl.simulator.config import load
 
 NAME = "wards"
-ROOT = Path(__file__).parents[1]
 _PRIVACY = {
     "accountant": "blanket",
     "target_epsilon": 1000.0,
@@ -71,7 +70,7 @@ def deployment_of(
         nodes, shufflers: as many are numbered from 1.
         rounds: the plan's last.
         users: of each node.
-        hidden: the model's width; at 8192 it has 2.4 MB.
+        hidden: the model's width; at 4096 it has 1.2 MB.
         window: keys of `[window]` that are others than usual.
         privacy: keys of `[privacy]` that are others than usual.
         server: keys of `[server]` that are.
@@ -152,11 +151,6 @@ class World(Rehearsal):
             stderr=subprocess.PIPE,
             text=True,
         )
-
-    def run_by_flower(self) -> None:
-        """Begins a run by `flwr run`, as that of every other Flower app."""
-        given = f'site="{self.server}/server.toml" config="{self.server}/run.toml"'
-        self.flwr("run", str(ROOT), NAME, "-c", given)
 
     def resume(self) -> None:
         """Goes on with the one run there is."""

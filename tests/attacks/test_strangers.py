@@ -1,7 +1,7 @@
 """Whoever reaches nginx's port alone gets nothing, and a run goes on.
 
-`flwr run` has begun the run, as that of every other Flower app. nginx has the very file that `shufl
-provision` writes. Every attempt is Flower's own command or process, or a real request.
+`shufl run --on` has begun the run, and shows it. nginx has the very file that `shufl provision`
+writes. Every attempt is Flower's own command or process, or a real request.
 """
 
 from __future__ import annotations
@@ -97,14 +97,15 @@ class Stranger:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("w")
-    about = {"hidden": 8192, "round_timeout": 60.0, "proxied": True}
+    about = {"hidden": 4096, "round_timeout": 60.0, "proxied": True}
     deployed = World(folder, nodes=2, rounds=1000, **about)
     shuffler = deployed.folder / "shuffler-1/nginx.conf"
     with ExitStack() as stack:
         stack.callback(Nginx(deployed.server / "nginx.conf", folder / "nginx").stop)
         stack.callback(Nginx(shuffler, folder / "stream", stream=True).stop)
         stack.enter_context(deployed)
-        deployed.run_by_flower()
+        deployed.run()
+        deployed.wait_until(lambda: bool(deployed.shown), "the ServerApp")
         stranger = Stranger(folder, deployed)
         stranger.wait_for_statuses("online", "online")
         yield stranger
@@ -235,6 +236,9 @@ def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
     wait_until(marker.exists, 90, "the stranger's code")
     assert run_flwr(home, "stop", run["run-id"], "there").returncode == 0
     wait_until(lambda: not world.runs, 90, "the end of the run")
+    code, _, err = world.deployed.finish()
+    stopped = "error: Flower's SuperLink takes this run's messages no more, as after flwr stop\n"
+    assert (code, err) == (1, stopped)
 
 
 def _refused_supernode(world: Stranger, key: Path) -> None:

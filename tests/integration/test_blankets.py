@@ -229,6 +229,7 @@ def test_users_whose_shuffler_releases_nothing_are_not_present(tmp_path, engine)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # by day: one shuffler in test_run.py, two without Flower in tests/server
 @pytest.mark.usefixtures("shared_ray")
 def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
     """With two shufflers side by side each adds its own, and nobody merges anything."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from nights import by_night
 from run_world import (
     NOISE,
     RATE,
@@ -26,21 +27,24 @@ from run_world import (
     wait_until,
 )
 from shufl.accounting import Ledger, PrivacyPlan, accountants_of_kind
-from shufl.accounting.mechanisms import SeededRandomness
+from shufl.accounting.mechanisms import SeededRandomness, seed_of_shuffler
 from shufl.cli.__main__ import app
 from shufl.simulator.config import load
 from shufl.simulator.experiment import prepare
+from shufl.simulator.records import read_starts
 
 # All of them wait for a run on Flower.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_ray")]
-ROUNDS = 6
+ROUNDS, BLANKETS = 6, 3.0
+WITH_BLANKETS = "--set", f"privacy.shuffler_blankets={BLANKETS}"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, shared_ray):
     """A run whose budget admits six rounds."""
     folder = tmp_path_factory.mktemp("finished")
-    result = shufl("run", tiny_config(folder, ROUNDS), "--runs", folder / "runs")
+    config = tiny_config(folder, ROUNDS)
+    result = shufl("run", config, "--runs", folder / "runs", *WITH_BLANKETS)
     assert result.returncode == 0, result.stderr
     return result, only_folder(folder / "runs")
 
@@ -68,11 +72,18 @@ def test_every_round_is_in_the_metrics_and_in_the_ledger(finished):
     assert ledger.plan == PrivacyPlan.from_json((folder / "plan.json").read_bytes())
 
 
-def test_reports_are_those_of_the_users_whose_coin_came_up(finished):
+def blankets_of(round):
+    """How many the shuffler adds, and their draws of a size."""
+    randomness = SeededRandomness(seed_of_shuffler(5, 0))
+    added = randomness.number_of_blankets(round, BLANKETS)
+    return added, lambda size: randomness.blanket_noise(round, np.arange(added), size)
+
+
+def test_reports_are_those_of_the_users_whose_coin_came_up_and_blankets(finished):
     _, folder = finished
     for row in json_lines(folder / "metrics.jsonl"):
         coins = SeededRandomness(5).check_ins(row["round"], np.arange(USERS), RATE)
-        assert row["reports"] == coins.sum()
+        assert row["reports"] == coins.sum() + blankets_of(row["round"])[0]
 
 
 def largest_rounding(plan, roundings):
@@ -80,9 +91,10 @@ def largest_rounding(plan, roundings):
 
     A rounding has a standard deviation of 0.29 units. The round k rounds before the last moves the
     parameters by lr (1 - momentum^(k + 1)) / (1 - momentum) times its estimate: of all six rounds
-    that is 4.0 times the standard deviation of one. What remains is five standard deviations.
+    that is 4.0 times the standard deviation of one. Later gradients answer to it, so that a quarter
+    more was seen. What remains is eight standard deviations.
     """
-    return 5 * 4.0 * 0.29 * plan.mechanism.unit(1) * math.sqrt(roundings) / (USERS * RATE)
+    return 8 * 4.0 * 0.29 * plan.mechanism.unit(1) * math.sqrt(roundings) / (USERS * RATE)
 
 
 def check_the_model_by_hand(folder, rounds, roundings):
@@ -95,8 +107,9 @@ def check_the_model_by_hand(folder, rounds, roundings):
     for round in range(1, rounds + 1):
         total = torch.zeros(experiment.parameters, dtype=torch.float64)
         checked_in = np.flatnonzero(randomness.check_ins(round, np.arange(USERS), RATE))
-        noise = randomness.standard_normal(round, checked_in, experiment.parameters)
-        total += NOISE * clip_norm * torch.from_numpy(noise).double().sum(0)
+        own = randomness.standard_normal(round, checked_in, experiment.parameters)
+        for noise in (own, blankets_of(round)[1](experiment.parameters)):
+            total += NOISE * clip_norm * torch.from_numpy(noise).double().sum(0)
         for user in checked_in:
             features, labels = users(user)
             loss = torch.nn.functional.cross_entropy(model(features), labels)
@@ -117,20 +130,21 @@ def check_the_model_by_hand(folder, rounds, roundings):
 
 def test_the_final_model_is_the_one_computed_by_hand(finished):
     _, folder = finished
-    check_the_model_by_hand(folder, ROUNDS, USERS * RATE)
+    check_the_model_by_hand(folder, ROUNDS, USERS * RATE + BLANKETS)
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
+@pytest.fixture(scope="module", params=["shared", *by_night("own")])
+def killed(request, tmp_path_factory):
     """The folder of the same run with another number of nodes, killed, and resumed to its end.
 
-    It starts a Ray of its own, and goes on with another.
+    By night it starts a Ray of its own, and goes on with another.
     """
     overrides = f"privacy.target_epsilon={budget_of(ROUNDS)}", "simulation.nodes=4"
     killed = LongRun(
         tmp_path_factory.mktemp("killed"),
         *(part for each in overrides for part in ("--set", each)),
-        ray="own",
+        *WITH_BLANKETS,
+        ray=request.param,
     )
     try:
         killed.wait_for_rounds(3)
@@ -143,6 +157,7 @@ def killed(tmp_path_factory):
         killed.clean_up()
     result = shufl("run", "--resume", killed.folder)
     assert result.returncode == 0, result.stderr
+    assert read_starts(killed.folder)[-1]["command"] == f"shufl run --resume {killed.folder}"
     return killed.folder, done, spent
 
 
@@ -180,7 +195,7 @@ def vectorised(finished, tmp_path_factory):
 
 def test_the_vectorised_engine_trains_the_model_of_the_flower_engine(finished, vectorised):
     (_, on_flower), (_, folder) = finished, vectorised
-    check_the_model_by_hand(folder, ROUNDS, 1)  # all users are one block
+    check_the_model_by_hand(folder, ROUNDS, 1 + BLANKETS)  # all users are one block
     first, second = model_of(on_flower), model_of(folder)
     plan = PrivacyPlan.from_json((folder / "plan.json").read_bytes())
     atol = 1e-5 + largest_rounding(plan, USERS * RATE + 1)
@@ -194,7 +209,8 @@ def test_the_vectorised_engine_spends_and_records_what_the_flower_engine_does(fi
     for ours, theirs in zip(*rows, strict=True):
         for row in (ours, theirs):
             del row["seconds"], row["accuracy"], row["macro_f1"]
-        assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), rel=1e-4)
+        # On Flower each report is rounded.
+        assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), rel=1e-3)
         assert ours == theirs
     ledgers = [Ledger.read(path / "ledger.jsonl") for path in (on_flower, folder)]
     assert len(ledgers[0].entries) == len(ledgers[1].entries)

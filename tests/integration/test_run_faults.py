@@ -139,6 +139,7 @@ def test_a_node_slower_than_the_round_ends_the_run_in_one_line(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # without Flower: tests/server
 def test_a_shuffler_killed_mid_run_ends_it_in_one_clear_error(long_run):
     long_run.wait_for_rounds(3)
     os.kill(long_run.shuffler_pid, signal.SIGKILL)
@@ -192,6 +193,7 @@ def test_rounds_below_the_minimum_batch_are_spent_and_training_goes_on(interrupt
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # by day: on Flower, and from Python in test_api.py
 def test_an_interrupt_ends_a_vectorised_run_in_order(long_vectorised_run):
     run = long_vectorised_run
     run.wait_for_rounds(2)
