@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -102,7 +101,7 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
         except Exception as error:  # of Flower's, or ours; its traceback is in flower.log
             traceback.print_exc()
             why = f"{type(error).__name__}: {one_line(error)}; see flower.log"
-            if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
+            if getattr(getattr(error, "response", None), "status_code", None) == 401:
                 why = "Flower's SuperLink takes this run's messages no more, as after flwr stop"
             outcome = {"error": why}
         (folder / STOP_FILE).unlink(missing_ok=True)

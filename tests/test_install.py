@@ -3,10 +3,13 @@
 import importlib.metadata
 import json
 import re
+import shutil
 import subprocess
+import sys
 import sysconfig
 import tomllib
 import venv
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -40,15 +43,54 @@ def distributions(name, extras=("",), found=None):
     return found
 
 
-def environment_of(folder, found):
-    """An environment with links to these distributions; returns its Python."""
+def environment_of(folder, found, wheel):
+    """An environment of its own, with shufl installed; returns its Python.
+
+    What shufl depends on are links to the distributions `found`.
+    """
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
-    for distribution in found.values():
+    for distribution in (each for (name, _), each in found.items() if name != "shufl"):
         for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(distribution.locate_file(top))
-    return folder / "bin/python"
+    python = folder / "bin/python"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--python", python, "install", "--no-deps"]
+    subprocess.run([*pip, "--no-index", "--no-compile", wheel], check=True)
+    return python
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """What the image is built of."""
+    copy = tmp_path_factory.mktemp("copy")
+    made = shutil.ignore_patterns("*.egg-info", "__pycache__", "sites")
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        path = ROOT / line.removeprefix("!")
+        if line.startswith("!") and path.is_dir():
+            shutil.copytree(path, copy / path.name, symlinks=True, ignore=made)
+        elif line.startswith("!"):
+            shutil.copy(path, copy)
+    return copy
+
+
+def build(copy, out):
+    script = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, out],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(copy, tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
+    done = build(copy, out)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = out.iterdir()
+    return wheel
 
 
 def lacks(package, extra):
@@ -127,8 +169,8 @@ def test_every_command_is_tried():
 
 
 @pytest.mark.slow
-def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(tmp_path):
-    python = environment_of(tmp_path / "slim", distributions("shufl"))
+def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(wheel, tmp_path):
+    python = environment_of(tmp_path / "slim", distributions("shufl"), wheel)
     Rehearsal(deployment_of(tmp_path, nodes=1, rounds=2), tmp_path, tmp_path / "sites")
     (tmp_path / "table.csv").write_text("kind\na\nb\na\nb\n")
     (tmp_path / "record").touch()
@@ -166,8 +208,8 @@ def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(tm
         ),
     ],
 )
-def test_a_site_s_doctor_is_content_with_its_extra(extra, modules, tmp_path):
-    python = environment_of(tmp_path / "env", distributions("shufl", (extra,)))
+def test_a_site_s_doctor_is_content_with_its_extra(wheel, extra, modules, tmp_path):
+    python = environment_of(tmp_path / "env", distributions("shufl", (extra,)), wheel)
     Rehearsal(deployment_of(tmp_path, nodes=1, rounds=2), tmp_path, tmp_path / "sites")
     node = tmp_path / "sites/ward-1"
     if extra == "node":
@@ -181,3 +223,67 @@ def test_a_site_s_doctor_is_content_with_its_extra(extra, modules, tmp_path):
     assert "Traceback" not in done.stderr, done.stderr
     for what in ("versions", "plan", "model and records", "owner's limits"):
         assert f"ok      {what}\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_code_and_what_it_reads_and_nothing_else(copy, wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    rooms = {path.name for path in (copy / "src/shufl").iterdir() if path.is_symlink()}
+    code = [f"{room}/**/*{suffix}" for room in rooms for suffix in (".py", ".pyi", ".proto")]
+    read = ["configs/**/*.toml", "deploy/templates/*", "deploy/flower_app/*", "simulator/page.*"]
+    expected = {
+        f"shufl/{path.relative_to(copy)}" for form in code + read for path in copy.glob(form)
+    }
+    expected |= {f"shufl/cli/{path.name}" for path in (copy / "src/shufl/cli").glob("*.py")}
+    front = {"__init__.py", "__init__.pyi", "api.py", "py.typed", "trained.py"}
+    assert names == expected | {f"shufl/{name}" for name in front}
+
+
+@pytest.mark.slow
+def test_a_copy_without_links_is_not_built(copy, tmp_path):
+    unpacked = shutil.copytree(copy, tmp_path / "unpacked", symlinks=True)
+    link = unpacked / "src/shufl/server"
+    link.unlink()
+    link.write_text("../../server")
+    done = build(unpacked, tmp_path)
+    assert done.returncode == 1
+    assert re.fullmatch("error: src/shufl/server must be links? to folders.*\n", done.stderr)
+
+
+@pytest.fixture(scope="module")
+def python(request, tmp_path_factory):
+    """Of an environment with shufl."""
+    if request.param == "editable":
+        return Path(sys.executable)
+    folder = tmp_path_factory.mktemp("environment")
+    return environment_of(folder, distributions("shufl"), request.getfixturevalue("wheel"))
+
+
+_CHECKERS = {  # how each is told of an environment's Python, and what it says of a method
+    "mypy": (
+        "--python-executable",
+        'Revealed type is "def (self: shufl.accounting.plan.PrivacyPlan) -> ',
+    ),
+    "basedpyright": ("--pythonpath", '"(self: PrivacyPlan) -> str"'),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("python", "checker"),
+    [
+        ("wheel", "basedpyright"),
+        *by_night(("editable", "mypy"), ("editable", "basedpyright"), ("wheel", "mypy")),
+    ],
+    indirect=["python"],
+)
+def test_type_checkers_find_the_types_outside_the_repository(python, checker, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from shufl.accounting import PrivacyPlan\nreveal_type(PrivacyPlan.digest)\n"
+    )
+    option, found = _CHECKERS[checker]
+    command = [sys.executable, "-m", checker, option, str(python), str(program)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert found in done.stdout, done.stdout + done.stderr

@@ -1,10 +1,8 @@
-"""The package beside folders of the reader's, as a wheel, and for type checkers outside."""
+"""The package beside folders of the reader's that have the names of its rooms."""
 
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,8 @@ import tomli_w
 from deployment_world import deployment_of
 from nights import by_night
 from run_world import json_lines, only_folder, tiny_config
-from test_install import ROOT, distributions, environment_of
 
+ROOT = Path(__file__).resolve().parents[1]
 ROOMS = "accounting", "clients", "configs", "deploy", "server", "shuffler", "simulator"
 ROOM = f"(?:{'|'.join(ROOMS)})"
 BARE = re.compile(
@@ -80,104 +78,3 @@ def test_modules_of_the_reader_s_may_have_the_names_of_rooms(tmp_path, engine):
     code, said = python("-m", "shufl.cli", "run", config, "--runs", runs, *engine.split())
     assert code == 0, said
     assert len(json_lines(only_folder(runs) / "metrics.jsonl")) == 1
-
-
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """What the image is built of."""
-    copy = tmp_path_factory.mktemp("copy")
-    made = shutil.ignore_patterns("*.egg-info", "__pycache__", "sites")
-    for line in (ROOT / ".dockerignore").read_text().splitlines():
-        path = ROOT / line.removeprefix("!")
-        if line.startswith("!") and path.is_dir():
-            shutil.copytree(path, copy / path.name, symlinks=True, ignore=made)
-        elif line.startswith("!"):
-            shutil.copy(path, copy)
-    return copy
-
-
-def build(copy, out):
-    script = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, out],
-        cwd=copy,
-        capture_output=True,
-        text=True,
-    )
-
-
-@pytest.fixture(scope="module")
-def wheel(copy, tmp_path_factory):
-    out = tmp_path_factory.mktemp("wheel")
-    done = build(copy, out)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = out.iterdir()
-    return wheel
-
-
-@pytest.mark.slow
-def test_a_wheel_has_the_code_and_what_it_reads_and_nothing_else(copy, wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    code = [f"{room}/**/*{suffix}" for room in ROOMS for suffix in (".py", ".pyi", ".proto")]
-    read = ["configs/**/*.toml", "deploy/templates/*", "deploy/flower_app/*", "simulator/page.*"]
-    expected = {
-        f"shufl/{path.relative_to(copy)}" for form in code + read for path in copy.glob(form)
-    }
-    expected |= {f"shufl/cli/{path.name}" for path in (copy / "src/shufl/cli").glob("*.py")}
-    front = {"__init__.py", "__init__.pyi", "api.py", "py.typed", "trained.py"}
-    assert names == expected | {f"shufl/{name}" for name in front}
-
-
-@pytest.mark.slow
-def test_a_copy_without_links_is_not_built(copy, tmp_path):
-    unpacked = shutil.copytree(copy, tmp_path / "unpacked", symlinks=True)
-    link = unpacked / "src/shufl/server"
-    link.unlink()
-    link.write_text("../../server")
-    done = build(unpacked, tmp_path)
-    assert done.returncode == 1
-    assert re.fullmatch("error: src/shufl/server must be links? to folders.*\n", done.stderr)
-
-
-@pytest.fixture(scope="module")
-def python(request, tmp_path_factory):
-    """Of an environment with shufl."""
-    if request.param == "editable":
-        return Path(sys.executable)
-    folder = tmp_path_factory.mktemp("environment")
-    found = distributions("shufl")
-    python = environment_of(folder, {key: found[key] for key in found if key[0] != "shufl"})
-    (packages,) = folder.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(request.getfixturevalue("wheel")) as archive:
-        archive.extractall(packages)
-    return python
-
-
-_CHECKERS = {  # how each is told of an environment's Python, and what it says of a method
-    "mypy": (
-        "--python-executable",
-        'Revealed type is "def (self: shufl.accounting.plan.PrivacyPlan) -> ',
-    ),
-    "basedpyright": ("--pythonpath", '"(self: PrivacyPlan) -> str"'),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("python", "checker"),
-    [
-        ("wheel", "basedpyright"),
-        *by_night(("editable", "mypy"), ("editable", "basedpyright"), ("wheel", "mypy")),
-    ],
-    indirect=["python"],
-)
-def test_type_checkers_find_the_types_outside_the_repository(python, checker, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from shufl.accounting import PrivacyPlan\nreveal_type(PrivacyPlan.digest)\n"
-    )
-    option, found = _CHECKERS[checker]
-    command = [sys.executable, "-m", checker, option, str(python), str(program)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert found in done.stdout, done.stdout + done.stderr
