@@ -170,6 +170,10 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
     ignored (`nohup`).
 
     Ray puts handlers of its own in place when it starts, so this is entered again after that.
+
+    The system may give a signal to any thread. Python's handler then waits for the main thread,
+    which may sleep until the run ends; a thread that reads the wakeup descriptor sets `stop` at
+    once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -190,9 +194,24 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
     heard = hang_up not in (signal.SIG_IGN, None)
     if heard:
         signal.signal(signal.SIGHUP, lambda number, frame: stop.set())
+    ending = {*previous, signal.SIGHUP} if heard else {*previous}
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+
+    def hear() -> None:
+        while number := os.read(read_end, 1)[0]:
+            if number in ending:
+                stop.set()
+        os.close(read_end)
+
+    threading.Thread(target=hear, daemon=True).start()
+    woken_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(woken_before)
+        os.write(write_end, b"\0")  # the last
+        os.close(write_end)
         restore()
         if heard:
             signal.signal(signal.SIGHUP, hang_up)

@@ -2,6 +2,9 @@
 
 import io
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -78,3 +81,29 @@ def test_rounds_are_played_again_only_where_they_end_the_same(
     with pytest.raises(Started) as started:
         Run.new(load("quickstart", [setting]), tmp_path, Console(quiet=True)).train()
     assert started.value.args == (repeats,)
+
+
+# The main thread sleeps in a lock, as while Flower's engine works, and wakes for its own signals.
+_SIGNAL_TO_ANOTHER_THREAD = """
+import signal, sys, threading
+from shufl.simulator.engines.base import interrupts
+
+def get_signal():
+    signal.pthread_kill(threading.get_ident(), int(sys.argv[1]))
+    print(stop.wait(600))
+
+stop = threading.Event()
+for _ in range(2):
+    stop.clear()
+    with interrupts(stop):
+        worker = threading.Thread(target=get_signal)
+        worker.start()
+        worker.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_that_another_thread_gets_ends_the_run_too(number):
+    command = [sys.executable, "-c", _SIGNAL_TO_ANOTHER_THREAD, str(int(number))]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "True\nTrue\n"
