@@ -104,8 +104,8 @@ class EpsilonRow:
         covers: What its ε holds for, and on what assumption.
         warning: What limits the number, or None; `NOT_PRICED` if there is no number.
         lower: What ε of the same pair is at least, or None where that is not known or not asked.
-        planned: ε of all the rounds that the budget allows, where fewer are spent. It holds also if
-            a person stopped the run by what it showed: stopping by the data is no fixed plan.
+        planned: ε of all the rounds that the budget allows, where fewer are spent. It holds even if
+            somebody stopped the run because of its results, which no plan has fixed.
     """
 
     name: str

@@ -146,9 +146,9 @@ def least_error_blankets(
 ) -> tuple[float, float]:
     """Returns the noise z and blankets λ of least `mean_update_error` with ε(z, λ) <= target.
 
-    Every z has its λ. For many blankets ε depends on λ over the variance of a blanket's density
-    ratio, `Mechanism.ratio_variance`: that says which z to try next. In the end a z that is 5 % off
-    on either side is no better; the error is flat there.
+    Each z has a least λ. With many blankets ε depends on λ divided by the variance of a blanket's
+    density ratio, `Mechanism.ratio_variance`, which says which z to try next. The search ends when
+    a z 5 % larger or smaller is no better; the error is flat there.
 
     `epsilon_at` gives ε(z, λ), falling in both; z is at most 64.
 
@@ -178,11 +178,11 @@ def least_error_response(
     """Returns ε₀ and blankets λ of randomised response that about minimise its error.
 
     The squared error of its estimate is, but for a factor, `(m + λ)/s² - m` with m users' reports.
-    Blankets hide a report that is nearly always true with least error: to answer at random costs
-    `1/s²` and saves blankets like s². Of all ε₀ that make the error of the best with so many
-    blankets at most 2 % larger it is the least, because it holds whoever cheats. A smaller ε₀ is
-    post-processing, so it needs no more blankets. If an ε₀ just below the target, with hardly a
-    blanket, errs less, it is that.
+    It is least if reports are nearly always true and blankets hide them: random answers cost `1/s²`
+    and save blankets like s². Of all ε₀ with an error at most 2 % above that, for as many blankets,
+    the smallest is returned, because it holds whoever cheats. A smaller ε₀ is post-processing, so
+    it needs no more blankets. If an ε₀ just below the target, with hardly a blanket, has less
+    error, that is returned.
 
     `epsilon_at` gives ε(ε₀, λ), `reports` is nγ, and `categories` is k.
 
@@ -274,7 +274,7 @@ class _Pairs:
         return noise, blankets
 
     def refined(self, noise: float, blankets: float) -> tuple[float, float]:
-        """A pair to which none with a little more or less noise is better."""
+        """A pair that a little more or less noise does not improve."""
         better = True
         while better:
             better = False

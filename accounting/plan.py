@@ -223,9 +223,9 @@ class Plan(Checked):
         return users >= (1 if self.accountant in ON_THEIR_OWN else self.least_present)
 
     def noise_of_sum(self, users: int, shufflers: int = 1) -> float:
-        """Returns the standard deviation over C of the noise in the sum of what so many users send.
+        """Returns the standard deviation over C of the noise in the sum of `users` users' messages.
 
-        With it comes that of so many shufflers, and the server's as often.
+        It includes the shufflers' noise, and the server's once for each shuffler.
         """
         own = self.mechanism.noise_multiplier * math.sqrt(users)
         return math.hypot(own, self.central_noise * math.sqrt(2 * shufflers))
@@ -242,7 +242,7 @@ class Plan(Checked):
     def check_dimension(self, dimension: int, of_node: int | None = None) -> None:
         """Refuses sums of a model's updates that 32 bits do not hold, or too little node noise.
 
-        The fewest users of a node are `of_node`; whoever does not know them checks the rest.
+        `of_node` is the fewest users of a node; if None, the nodes' noise is not checked.
 
         Raises:
             ConfigError: One line.
@@ -334,8 +334,8 @@ class PrivacyPlan(Plan):
 class Privacy(Record):
     """A plan, but for n, of which values may be open: the section `[privacy]` of a configuration.
 
-    Open is what is None, and blankets that are to be those of "least-error". Clip norm C and noise
-    multiplier z are of the mechanisms of any vector, k categories and ε₀ of randomised response.
+    Open values are None, or "least-error" for blankets. Clip norm C and noise multiplier z belong
+    to the mechanisms of any vector, k categories and ε₀ to randomised response.
     """
 
     check_in_rate: CheckInRate | None = None

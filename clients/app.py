@@ -14,7 +14,7 @@ from shufl.clients.node import Announcement, Node, Question
 from shufl.clients.settings import ClientSettings
 
 _nodes: dict[str | None, Node] = {}
-"""Of simulated runs in this process, the last run's: Flower builds the app anew per message."""
+"""The node of this process's last simulated run: Flower builds the app anew per message."""
 
 
 def make_client_app(settings: ClientSettings) -> ClientApp:

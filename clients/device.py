@@ -7,7 +7,7 @@ round gets one coin, and the owner's limits hold for all runs together.
 A server that has seen the releases of one run chooses the plan of the next by them. Bounds for
 rounds that are fixed in advance do not hold for that. So each run is charged in full, for all the
 rounds that its plan allows, when its first round is offered, and the charges are added up: with
-shares δ_k of δ that add up to it, `(Σ ε_k, Σ δ_k)` holds whoever chooses the next run, and why
+shares δ_k of δ that add up to it, `(Σ ε_k, Σ δ_k)` holds however the next run is chosen
 (basic composition is a privacy filter: Rogers, Roth, Ullman and Vadhan 2016, Theorem 5.1).
 """
 
@@ -140,8 +140,8 @@ class DeviceLimits(Checked):
         """ε of all the rounds that a run may have, at its share of δ: 6/(πk)² of it for the k-th.
 
         Raises:
-            RoundRefused: the owner's accountant has no ε for the run's plan, or counts on users of
-                whom nobody makes sure that they are there.
+            RoundRefused: the owner's accountant has no ε for the run's plan, or counts on users
+                whose presence nobody enforces.
         """
         try:
             accounting.check_accountant(self.accountant, run.plan.event())
@@ -150,8 +150,8 @@ class DeviceLimits(Checked):
         accountant = accounting.make_accountant(self.accountant, self.adjacency)
         if accountant.counts_on_others and run.plan.accountant in ON_THEIR_OWN:
             raise RoundRefused(
-                f"the device's owner counts on other users ({self.accountant}), and least_present "
-                f"of a plan with accountant {run.plan.accountant} holds nobody to their number"
+                f"the device's owner counts on other users ({self.accountant}), and nobody "
+                f"enforces least_present of a plan with accountant {run.plan.accountant}"
             )
         accountant.compose(run.plan.event(), run.allotted)
         return float(accountant.get_epsilon(self.delta * 6.0 / (math.pi * run.number) ** 2))
@@ -163,10 +163,10 @@ class RunOffered:
 
     Attributes:
         number: counts the device's runs, from 1.
-        allotted: how many rounds it may have, for which it is charged.
-        offered: how many of them there were.
-        last_round: the number of the last.
-        latest: when that was, UTC.
+        allotted: how many rounds the run may have; it is charged for all of them.
+        offered: how many rounds it has offered.
+        last_round: the number of the last one.
+        latest: when that was offered, UTC.
     """
 
     number: int
@@ -218,7 +218,7 @@ class DeviceLedger:
         `plan`.
 
         Args:
-            rounds: how many rounds the run may have; what counts is what is said with the first.
+            rounds: how many rounds the run may have; the number given with its first round counts.
 
         Raises:
             RoundRefused: the round, or a later one, was offered before, the run has another plan or

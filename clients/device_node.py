@@ -1,4 +1,4 @@
-"""A deployed node: at which moment it does what, whatever its users' records are."""
+"""A deployed node: its timetable in a round, which does not depend on its users' records."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class DeviceNode(Node):
         over: threading.Event,
         node: int,
     ) -> Iterator[tuple[int | range, bytes]]:
-        """(user, sealed report) of every user, each made when it is sent; with sums one of all.
+        """(user, sealed report) of every user, each made when it is sent; with sums one message.
 
         They leave together: a stream that was held over the whole spread would keep others out.
         """

@@ -179,7 +179,7 @@ class ModuleState:
 
 
 def _parts(held: Any) -> Iterable[Any] | None:
-    """What something refers to that is a function, or stands for one, or for another object."""
+    """What a function, a method, a reference or a view refers to; None if it is none of these."""
     if isinstance(held, types.MethodType):
         return held.__self__, held.__func__
     if isinstance(held, types.FunctionType):
@@ -259,7 +259,7 @@ def _pickled(path: str, held: Any) -> bytes:
         return pickle.dumps(held)
     except Exception as error:  # whatever the object's own way of pickling raises
         kind = type(held).__name__
-        raise StateError(f"{path[1:]} ({kind}) is nothing whose state can be compared") from error
+        raise StateError(f"{path[1:]} ({kind}) has no state that can be compared") from error
 
 
 def _same(held: Collection[Any], contents: _Contents) -> bool:

@@ -136,7 +136,7 @@ class Node:
 
     def __init__(self, settings: ClientSettings, randomness: Randomness | None = None):
         if settings.seed is None and settings.ledger is None:
-            raise ValueError("a client whose coins nobody can repeat needs a device's ledger")
+            raise ValueError("a client without a seed needs a device's ledger")
         self.settings = settings
         self._plan_digest = settings.plan.digest()
         self._randomness = randomness or make_randomness(settings.seed)
@@ -341,7 +341,7 @@ class Node:
     def _message(
         self, users: np.ndarray, updates: Iterable[np.ndarray], round: PreparedRound
     ) -> tuple[range, bytes]:
-        """With sums: what a node sends for all its users together; these are the updates in it."""
+        """With sums: a node's one message for all its users, which adds up these `updates`."""
         plan, dimension, number = self.settings.plan, self._work.dimension, round.header.round
         (draws,) = self._randomness.standard_normal(number, users[:1], dimension)
         whole = whole_noise(draws, plan.mechanism.noise_multiplier, len(users))

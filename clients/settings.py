@@ -16,7 +16,7 @@ from shufl.clients.device import DeviceLedger
 from shufl.shuffler import AnyCredentials
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-"""Of a model's outputs and the labels of r records one term for each, of shape (r,)."""
+"""Gives each of r records its loss, from a model's outputs and the labels: shape (r,)."""
 
 
 def cross_entropy(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

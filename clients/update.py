@@ -202,7 +202,7 @@ def _write(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _first(tree: _Made, users: int) -> _Made:
-    """Of so many users, the first ones, what they have: views."""
+    """What the first `users` users have, as views."""
     made: _Made = tree_map(lambda each: each[:users], tree)
     return made
 
@@ -236,7 +236,7 @@ def record_orders(
 
     `seeds` are those of k users' local training, uint64 of shape (k,). Returns permutations of 0 to
     records - 1, int64 of shape (epochs, k, records). Where only the first `real` records of a user
-    count, int of shape (k,), the others come last, and these in the order of one who has no others.
+    count, int of shape (k,), padding comes last, and these are ordered as without it.
     """
     epoch, place = np.arange(epochs)[:, None, None], np.arange(records)
     each = np.full(len(seeds), records) if real is None else real
@@ -246,7 +246,7 @@ def record_orders(
 
 
 def _dropout(seed: torch.Tensor, labels: torch.Tensor, step: int = 0) -> SeededDropout:
-    """That of one user's records with these labels."""
+    """The dropout of one user's records with these labels."""
     return SeededDropout(seed, torch.arange(len(labels), device=labels.device), step)
 
 
@@ -263,9 +263,9 @@ def in_type(dtype: torch.dtype, outputs: Any) -> Any:
 
 
 def _taken(there: torch.Tensor | None, made: _Made, before: _Made) -> _Made:
-    """What a step made; what was before, of users of whom no record was in the batch.
+    """What a step made; users without a record in the batch keep what they had before.
 
-    `there` says of whom one was, bool of shape (k,) or (); None: of everybody.
+    `there` says who had one, bool of shape (k,) or (); None: everybody.
     """
     if there is None:
         return made
@@ -280,7 +280,7 @@ def _taken(there: torch.Tensor | None, made: _Made, before: _Made) -> _Made:
 
 
 def _mean_loss(losses: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
-    """Their mean; of the records that count, 0 if none does, by the same steps."""
+    """The mean loss, or that of the records that count: 0 if none does, by the same operations."""
     if counted is None:
         return losses.mean()
     weights = counted / counted.sum().clamp(min=1)

@@ -1,9 +1,10 @@
 """The child process of a deployed node that holds the users' records and computes updates.
 
-Every user's update is the same work: of as many records as the plan says, some of them padding
-without weight. Groups, their order and the way of computing follow from the plan, the model and the
-number of users. So neither the time that the work takes nor who is done when it is ended tells of
-any record. The child does nothing else, and the parent, which answers and sends, does no such work.
+Every user's update is the same work: the plan fixes the number of records, which padding without
+weight fills up. Groups, their order and the way of computing follow from the plan, the model and
+the number of users. So neither how long the work takes nor which users are done when it is ended
+depends on a record. The child does nothing else, and the parent, which answers and sends, does no
+such work.
 """
 
 from __future__ import annotations
@@ -181,8 +182,8 @@ class Worker:
     ) -> None:
         """Has the updates of a round computed; ends the work on an older one, whose `over` is set.
 
-        Returns when all are done, after so many seconds, or when a newer round begins.
-        Whoever's update made the child crash is not done, and the child goes on with the others.
+        Returns when all are done, after `seconds`, or when a newer round begins. A user whose
+        update crashes the child counts as failed; a new child goes on with the others.
 
         Raises:
             OSError: the machine starts no child; then none is done.
@@ -310,7 +311,7 @@ def _groups(work: Work, features: torch.Tensor) -> list[range]:
 
 
 def _note_at_work(states: np.ndarray, users: np.ndarray, places: list[int]) -> None:
-    """Nobody else of a group is at work now, whether or not they were to be computed at once."""
+    """Marks the users at `places` as at work; others of the group that were are to do again."""
     unfinished = users[states[users] == AT_WORK]
     states[unfinished] = TO_DO
     states[users[places]] = AT_WORK

@@ -53,9 +53,9 @@ class Finding:
     """What one look found.
 
     Attributes:
-        what: was looked at.
+        what: what was looked at.
         trouble: what is wrong; empty: nothing.
-        fix: the command, or what to do, that mends it.
+        fix: the command or the action that mends it.
     """
 
     what: str
@@ -252,7 +252,7 @@ class _Examination:
                     raise _Trouble(str(error), self._remedy(str(error))) from error
 
     def _remedy(self, refused: str) -> str:
-        """What mends TLS that fails, by what it says; empty: it does not fail."""
+        """What mends TLS, by the text of its error; empty: the error is another one."""
         if "expired" in refused or "not yet valid" in refused:
             if self._clock_is_wrong:
                 return _SET_CLOCK
@@ -336,7 +336,7 @@ def _check_limits(site: NodeSite) -> None:
 
 
 def _answer_date(address: str, tls: ssl.SSLContext) -> datetime.datetime:
-    """When it is by the SuperLink's machine."""
+    """The time on the SuperLink's machine."""
     host, port, *_ = parse_address(address)
     connection = http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=tls)
     try:

@@ -24,7 +24,7 @@ from shufl.shuffler.keys import Authority, Request, read_certificate, renew_from
 from shufl.simulator.section import ConfigError
 
 Approve = Callable[[str, str], bool]
-"""Says whether a party has read out this fingerprint of its key: of the key's name, and SHA-256."""
+"""Given a key's name and SHA-256, says whether its party has read out the same SHA-256."""
 
 AGREED_FILE = "nodes/agreed.toml"
 """In the server's folder: which nodes there are by now; their keys for Flower are beside it."""
@@ -38,7 +38,7 @@ class Enrolled:
 
     Attributes:
         signed: requests that were signed, and Flower keys that the server is told of.
-        unapproved: fingerprints of keys that have come, and nobody has approved, by name.
+        unapproved: fingerprints of keys that have come but are not approved, by name.
         waiting: requests that have not come.
         ending: when certificates end that do so soon, by name.
         to_withdraw: fingerprints of valid certificates of keys that are forgotten.
@@ -81,10 +81,10 @@ class Enrolment:
                 self._known.pop(each["name"], None)
 
     def forget(self, name: str) -> None:
-        """Takes the key that was signed last for a name for a stranger's from now on.
+        """Treats the key that was signed last for a name as a stranger's from now on.
 
         Raises:
-            ConfigError: none was.
+            ConfigError: no key was signed for it.
         """
         if name not in self._known:
             known = ", ".join(self._known) or "none yet"
@@ -155,7 +155,7 @@ class Enrolment:
         return {"certificate": fingerprint_of(certificate), "until": until}
 
     def _sign(self, request: Request, role: Role, certificate: Path) -> None:
-        """Signs a request that is new; what for is the deployment's to say."""
+        """Signs a new request; the deployment decides what the certificate is for."""
         name, digest = request.name, hashlib.sha256(request.pem).hexdigest()
         if digest in self._signed and certificate.exists():
             return

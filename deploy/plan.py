@@ -187,7 +187,7 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 
 def run_process(deployment: str, seconds: float) -> Process:
-    """The run on a deployment's SuperLink, of whose rounds each takes so many seconds."""
+    """The run on a deployment's SuperLink; each of its rounds takes `seconds`."""
     command = ("shufl", "run", "run.toml", "--on", deployment, "--continue")
     # It ends with 2 where somebody has to look, and with 130 where it was asked to.
     unit = ("Restart=on-failure", "RestartPreventExitStatus=2", "SuccessExitStatus=130")
@@ -219,8 +219,8 @@ def shuffler_process() -> Process:
 def node_processes(node: NodeEntry, server_address: str, seconds: float) -> tuple[Process, ...]:
     """A node's own process, and Flower's two, which pass messages on to it.
 
-    A round takes so many seconds. What the server sends as code is run by the last one, which has
-    no key of Flower's, and where there is systemd no network but loopback.
+    A round takes `seconds`. The last process runs the code that the server sends; it has no key of
+    Flower's and, under systemd, no network but loopback.
     """
     port = str(node.port)
     relay = (

@@ -257,7 +257,7 @@ class _Sites:
         }
 
     def _digest(self, *nodes: NodeEntry) -> str:
-        """Of the data, where one of the nodes holds a share of them."""
+        """The data's digest, if one of these nodes has simulated data; otherwise empty."""
         data, simulated = self._experiment.config.data, (node.data == "simulated" for node in nodes)
         return data_digest(data.dataset, data.features) if any(simulated) else ""
 

@@ -71,9 +71,9 @@ def register(site_path: Path) -> Iterator[str]:
             said = flwr(folder, "supernode", "register", str(path), connection, "--format", "json")
         except EngineFailed as error:
             raise EngineFailed(
-                f"{one_line(error)}. Flower takes no key a second time: the node makes another one "
-                "(shufl keys flower), or, with the SuperLink stopped, flower/superlink.db and "
-                "flower/nodes.json are moved away"
+                f"{one_line(error)}. Flower does not take a key twice: make another on the node "
+                "(shufl keys flower), or stop the SuperLink and move flower/superlink.db and "
+                "flower/nodes.json away"
             ) from error
         number = int(json.loads(said)["node-id"])
         known[number] = Registered(name, key)

@@ -88,7 +88,7 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     deadline = time.monotonic() + _ENDING_SECONDS
     while Ledger.is_held(folder / "ledger.jsonl") and time.monotonic() < deadline:
-        time.sleep(0.5)  # a ServerApp may outlive a SuperLink that was killed by a moment
+        time.sleep(0.5)  # a killed SuperLink's ServerApp may live a moment longer
     with (folder / CONSOLE_FILE).open("a", encoding="utf-8", buffering=1) as file:
         console = Console(file=file, width=100)
         tell = functools.partial(console.print, highlight=False, soft_wrap=True)

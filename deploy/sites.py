@@ -59,7 +59,8 @@ class ServerSite(_Site):
 
     Attributes:
         nodes: path of the file that says which nodes there are; `shufl provision` writes it.
-        round_timeout: seconds to wait, before a round, for nodes that answered before the last one.
+        round_timeout: seconds to wait for nodes' answers; before a round only for those of nodes
+            that answered before the last one.
         patience: seconds to wait for nodes or shufflers that are away before the run ends.
     """
 
@@ -172,7 +173,7 @@ def check_cover(cover: bool) -> None:
     without cover the server learns who checked in, and no accountant but `local` holds.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the plan has no cover.
     """
     if not cover:
         raise ConfigError(

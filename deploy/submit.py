@@ -236,7 +236,7 @@ def _refusal(output: bytes) -> str:
 
 
 def _outcome(file: Path, attempt: str) -> dict[str, str]:
-    """How an attempt ended, or whichever it was; empty: none has, or nobody is left to tell."""
+    """How an attempt ended ("": any attempt); empty: it has not ended, or left no outcome."""
     try:
         outcome: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     except OSError:

@@ -49,7 +49,7 @@ class Aggregator(Protocol):
 
 
 MakeAggregator = Callable[["PrivacyPlan", int], Aggregator]
-"""Begins the batch of a plan, whose model has so many parameters."""
+"""Makes the aggregator of one batch, from the plan and the model's number of parameters."""
 
 
 class Mean:

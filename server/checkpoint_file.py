@@ -40,7 +40,7 @@ def read_checkpoint(path: Path) -> tuple[int, memoryview]:
         raise CheckpointError(f"checkpoint {path} cannot be read: it has no digest")
     round, content = int(header[1]), data[header.end() :]
     if _header(round, content) != header[0]:
-        raise CheckpointError(f"checkpoint {path} is damaged: its digest is another")
+        raise CheckpointError(f"checkpoint {path} is damaged: its digest does not match")
     return round, content
 
 

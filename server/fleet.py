@@ -22,8 +22,6 @@ from shufl.server.words import NODES_FILE, AgreedNode
 
 log = logging.getLogger(__name__)
 
-"""In the run folder: what the server knows of every node, after every round and while it waits."""
-
 START_SECONDS = 600.0  # for simulated nodes to start and load their data, at least
 _ASK_AGAIN_SECONDS = 30.0  # a node that refused or failed
 _TELL_SECONDS = 5.0  # after which, and how often at most, the operator is told who is waited for
@@ -150,7 +148,7 @@ class Fleet:
             time.sleep(max(0.0, min(pause_after(now - begun), until - now)))
 
     def _read_agreed(self) -> None:
-        """Reads again what was agreed; who is withdrawn, or has another key, is known no more."""
+        """Reads the agreed nodes again; forgets those that are withdrawn or have another key."""
         if self.settings.agreed is None:
             return
         try:
@@ -164,7 +162,7 @@ class Fleet:
                 del self.known[node]
 
     def _tell(self, present: list[int]) -> None:
-        """Says for whom it waits, where that has changed, also in the run folder."""
+        """Tells the operator, and the run folder, for which nodes it waits, if that has changed."""
         here = {self.known[node].number for node in present}
         refused = {self.name_of(node): reason for node, (_, reason) in self._refused.items()}
         missing = [each.name for number, each in self._agreed.items() if number not in here]
@@ -187,7 +185,7 @@ class Fleet:
         return reason
 
     def name_of(self, node: int) -> str:
-        """What a node is called, of which Flower's number is given."""
+        """The name of the node that has this number at Flower."""
         for each in self._agreed.values():
             if each.flower == node:
                 return each.name
@@ -268,7 +266,7 @@ class Fleet:
             self._questions.append(greet(self._grid, sorted(new), about, seconds))
 
     def _seconds_to_answer(self) -> float:
-        """After which the answer to a question is lost, as when the node's process was killed.
+        """Seconds after which an answer counts as lost, as when the node's process was killed.
 
         A real node may keep it until the round under way is over and it may answer again.
         """

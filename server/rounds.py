@@ -109,8 +109,8 @@ class RoundLoop:
         Raises:
             NodeFailed: without patience, as soon as a node fails or does not answer.
             RoundFailed: nodes do not get ready, or three rounds in a row were not released.
-            ShufflerError: without patience, a shuffler does not answer or refuses; with it, none is
-                there for so long, or one will never hold this run.
+            ShufflerError: without patience, a shuffler does not answer or refuses; with it, none
+                answers for that long, or one refuses for good.
         """
         settings = self.settings
         for round in self._training.rounds():
@@ -152,9 +152,9 @@ class RoundLoop:
             settings.tell(f"waiting for shufflers: {error}")
 
     def _reserve(self, numbers: list[int]) -> dict[int, ShufflerError]:
-        """Has these shufflers book the next round; which did not, and why.
+        """Has these shufflers book the next round; returns which did not, and why.
 
-        One that did not hold the last round is not waited for.
+        It does not wait for one that did not hold the last round.
         """
         until = time.monotonic() + _SHUFFLER_SECONDS
         while True:
@@ -186,7 +186,7 @@ class RoundLoop:
     ) -> dict[int, _T]:
         """What a call gives at each of these shufflers, none of which waits for another.
 
-        Notes in `failed` what may pass. `meanwhile` is told how to find out that all are done.
+        Errors that may pass go into `failed`. `meanwhile` gets a function: whether all are done.
         """
         results = {}
         with ThreadPoolExecutor(len(numbers) or 1) as pool:
@@ -199,7 +199,7 @@ class RoundLoop:
 
     @contextlib.contextmanager
     def _passing(self, number: int, failed: dict[int, ShufflerError]) -> Iterator[None]:
-        """Notes, with patience, what may pass of a shuffler's troubles; raises any other."""
+        """With patience, notes a shuffler's error if it may pass; raises any other."""
         try:
             yield
         except ShufflerError as error:
@@ -305,7 +305,7 @@ class RoundLoop:
     def _fetch(
         self, number: int, header: RoundHeader, private_key: PrivateKey, users: int
     ) -> Aggregate | None:
-        """What a shuffler's whole batch comes to, None for a spoiled sum; it then destroys it."""
+        """Aggregates a shuffler's batch and has it destroyed; returns None for a spoiled sum."""
         shuffler, settings = self._shufflers[number], self.settings
         about = settings.plan, self._training.dimension
         patience = _SHUFFLER_SECONDS if self._patient else 0.0

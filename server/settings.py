@@ -134,9 +134,9 @@ class ServerSettings(TrainingSettings):
     """The server's side of a run on Flower.
 
     Attributes:
-        nodes: as many are connected and have agreed to the plan before a round begins, and more,
-            where a release takes more users.
-        shufflers: of each shuffler its host:port, and a server's credentials there.
+        nodes: fewest nodes that must be connected and have agreed to the plan before a round
+            begins; there must be more where a release takes more users.
+        shufflers: host:port of each shuffler, and a server's credentials there.
         round_timeout: seconds to wait for answers.
         sealing: the suite that reports are sealed with.
         patience: how many seconds to wait, before a round, for nodes that are away, refuse or fail,

@@ -10,7 +10,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 StoppedBy = Literal["budget", "rounds", "on_round", "interrupt"]
 
 NODES_FILE = "nodes.json"
-"""In a run folder: what is known of each node."""
+"""In a run folder: what the server knows of every node, after every round and while it waits."""
 
 
 class AgreedNode(NamedTuple):

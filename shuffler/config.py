@@ -85,17 +85,17 @@ class Limits(_Section):
 
     Attributes:
         users: the largest number of users who can report in a round, if the plan has more.
-        calls: at once, of all kinds.
-        calls_per_sender: of them with one credential.
-        streams: of reports, at once; each may take 5 MB of memory.
-        streams_per_sender: of them with one credential.
-        runs_per_server: runs that have not ended, of one server credential.
-        open_rounds_per_server: rounds open at once, in all of its runs.
-        disk_gigabytes_per_server: of the disk for the batches of its runs, each with room for
-            reports of all users. Left out: all of it.
-        reports_per_second: with one credential; more are slowed down. Left out: no limit.
-        burst: how many may come at once before they are slowed down.
-        idle_seconds: how long a stream may bring no report that is accepted, or leave its answers,
+        calls: open calls at once, of all kinds.
+        calls_per_sender: open calls with one credential.
+        streams: open streams of reports; each may take 5 MB of memory.
+        streams_per_sender: open streams with one credential.
+        runs_per_server: runs of one server credential that have not ended.
+        open_rounds_per_server: open rounds in all of its runs.
+        disk_gigabytes_per_server: disk for the batches of its runs, each with room for reports of
+            all users. Left out: the whole disk.
+        reports_per_second: reports with one credential; more are slowed down. Left out: no limit.
+        burst: how many reports may come at once before they are slowed down.
+        idle_seconds: how long a stream may bring no accepted report or leave its answers unread,
             and a release may be left unread, before it is ended.
         release_hours: how long after its close a batch is kept for the server, at most.
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.

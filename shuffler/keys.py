@@ -93,7 +93,7 @@ class Credentials:
 
 
 AnyCredentials = Credentials | Callable[[], Credentials]
-"""Or what reads them from their files, at every call: so renewed ones are taken at once."""
+"""Credentials, or a function that reads their files at every call, so that renewals count."""
 
 
 class Authority:
@@ -310,7 +310,7 @@ def make_flower_key(keys: Path) -> None:
 
 
 def check_days(days: float) -> None:
-    """Refuses, as the option `--days`, how long no certificate is valid.
+    """Refuses a value of the option `--days` for which no certificate is made.
 
     Raises:
         ValueError: it is not above 0, or too long.
@@ -332,7 +332,7 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def renew_from(certificate: x509.Certificate) -> datetime.datetime:
-    """From when a certificate ends soon: 30 days before, or the last 15 % of a shorter life."""
+    """When to renew: 30 days before a certificate ends, or in the last 15 % of a shorter life."""
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     return ends - min(datetime.timedelta(days=30), 0.15 * (ends - begins))
 

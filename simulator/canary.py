@@ -180,7 +180,7 @@ class CanaryWorlds:
     replaced: tuple[CanaryRound, ...]
 
     def by_blocks(self, rounds: int) -> CanaryWorlds:
-        """Returns the same with the reports of so many rounds, one after the other, as one's."""
+        """Returns the same worlds, with every `rounds` rounds in a row joined into one."""
         joined = [
             tuple(
                 CanaryRound(np.concatenate([each.reports for each in world[i : i + rounds]]), None)

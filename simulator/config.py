@@ -122,11 +122,11 @@ class Training(Section):
 
 
 class Simulation(FlowerKeys, VectorisedKeys):
-    """The engine, and the keys of all engines; those that are not the chosen one's are ignored."""
+    """The engine, and the keys of all engines; those of another one are ignored or refused."""
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Simulation:
-        """Refuses keys of the vectorised engine that change what is computed for the other one."""
+        """Refuses, with another engine, vectorised keys that would change what is computed."""
         if self.engine == "vectorised":
             return self
         for key in ("noise", "device", "precision", "silent"):

@@ -58,7 +58,7 @@ _WORDS = {
     "least_present": "fewest users present",
     "accountant": "halting accountant",
 }
-"""What the docs call the keys of a plan; of others the underscores go."""
+"""What the docs call the keys of a plan; in others underscores become spaces."""
 
 
 def page_of(folder: Path) -> str:

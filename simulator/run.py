@@ -52,9 +52,9 @@ MakeEngine = Callable[[Experiment], Engine]
 OnRound = Callable[[nn.Module], bool]
 
 _MAY_CHANGE = ("cpus_per_node", "round_timeout", "workers")
-"""Keys of `[simulation]` with which a run may be resumed in another way: they decide no number.
+"""Keys of `[simulation]` that may change when a run is resumed: no number depends on them.
 
-But for the whole CPUs of a node, which are its threads: sums depend on how many there are.
+The whole CPUs of a node may not: they are its threads, and sums depend on how many there are.
 """
 
 

@@ -118,7 +118,7 @@ _CARRIED = "object:"
 
 
 def is_carried(name: str) -> bool:
-    """Whether a configuration's name is one of an object, be the object there or not."""
+    """Whether a configuration's name stands for an object, which may be missing."""
     return name.startswith(_CARRIED)
 
 

@@ -23,8 +23,8 @@ class Task:
     """A loss, and what a model is measured by on the test data.
 
     Attributes:
-        loss: of a model's outputs and the labels of r records, one term for each: float of shape
-            (r,), that of a record a function of this record alone. A user's loss is their mean.
+        loss: gives each of r records a term, from outputs and labels: float of shape (r,). A term
+            depends on its own record alone, and a user's loss is the mean of its terms.
         metrics: numbers by name, of the outputs and labels of all test records.
         score: which of them stands for the run.
     """
@@ -133,7 +133,7 @@ def _token_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _tokens_told(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Share of tokens that are told right, and the perplexity."""
+    """Share of tokens that are predicted correctly, and the perplexity."""
     counted = labels != PADDING
     right = (scores.argmax(dim=2) == labels)[counted].double().mean()
     loss = functional.cross_entropy(scores[counted].double(), labels[counted])

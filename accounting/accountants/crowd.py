@@ -19,8 +19,8 @@ between records x and x' of user 1 is at most
 first part is largest for the pairs of `shufl.accounting.numerics.worst_pairs`.
 
 Both bounds move a little probability mass into δ; moving more gives a smaller ε. Every choice is a
-bound at every α: a ladder of choices is gone down as α rises. And as H_α does not rise in α, every
-bound at a smaller α is one, too: where a good one would be of no use, that is taken.
+bound at every α, and smaller ones are tried as α rises. As H_α does not rise in α, a bound at a
+smaller α holds too, and is used where a better one would not help.
 """
 
 import math
@@ -43,8 +43,8 @@ from shufl.accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of
 # Factors from one step of the ladder to the next; the second is used if the first overshoots.
 _LADDER_STEPS = 0.2, 0.45
 _LADDER_END, _FURTHER = 1e-4, 1e-2  # in units of the least δ that is of interest
-_SMALL = 0.015  # what is given up, beside the bound, that is worth no further step
-_MOST = 0.4  # what may be given up, beside the last bound
+_SMALL = 0.015  # mass moved into δ, relative to the bound, that is worth no further step
+_MOST = 0.4  # the most that may be moved into δ, relative to the last bound
 _GAIN = 0.99  # of the bound, by a step worth taking
 _AGAIN, _STALLED = 1.5, 0.95
 _HOPELESS = 3.0  # times the other bound: not worth a step

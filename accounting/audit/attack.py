@@ -82,7 +82,7 @@ _Value = Callable[[Any, Any], Any]
 def clopper_pearson(
     successes: npt.ArrayLike, trials: int, error: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Returns one-sided lower and upper bounds of a probability, each wrong at most at `error`.
+    """Returns one-sided lower and upper bounds, each wrong with probability at most `error`.
 
     `successes` are counts in 0..trials, of any shape.
     """

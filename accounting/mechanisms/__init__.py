@@ -1,7 +1,7 @@
 """What a report is made of: mechanisms and randomness, for devices, shuffler and accountants.
 
-It needs numpy, scipy, mpmath and `cryptography` only: the shuffler process, which makes blankets,
-imports this and the plan, and nothing else of `accounting`.
+It needs numpy, scipy, mpmath, pydantic and `cryptography` only: the shuffler process, which makes
+blankets, imports this, and no accountant.
 """
 
 from typing import Annotated

@@ -30,7 +30,7 @@ def allocated(key: bytes, round: int, users: np.ndarray, every: int) -> np.ndarr
     """Tells which users report in a round, which is the same whenever it is asked.
 
     The draws are ChaCha20's key stream under `key`, which a device keeps on disk: so a restart does
-    not draw again. Each of the b rounds of a block is as likely as 1/b, to within 2^-128.
+    not draw again. Each of the b rounds of a block has probability 1/b, to within 2^-128.
 
     Args:
         round: Counts from 1.

@@ -23,9 +23,9 @@ LocalEpsilon = Annotated[Number, Field(ge=1e-9, le=20, description="a number in 
 
 
 class RandomisedResponse(Checked):
-    """Every report is one of k categories, as `(e_r - 1/k)/s`: the mean of many is unbiased.
+    """Every report is one category r of k, as `(1/k - e_r)/s`: the mean of many is unbiased.
 
-    It is the user's own category with probability `s = (e^ε₀ - 1)/(e^ε₀ + k - 1)`, otherwise a
+    r is the user's own category with probability `s = (e^ε₀ - 1)/(e^ε₀ + k - 1)`, otherwise a
     uniform one, which may be the user's too: pure ε₀-LDP. A blanket is a uniform category.
 
     An update is `1/k - p`, with p a user's own shares of the categories: what one gradient step of
@@ -74,7 +74,7 @@ class RandomisedResponse(Checked):
         return self.noise_multiplier
 
     def unit(self, dimension: int) -> float:
-        """What one step of a report's integers stands for: the report of r is k at r less 1."""
+        """What a step of a report's integers stands for: the report of r is 1 - k at r, else 1."""
         return 1.0 / (self.categories * self.truth)
 
     def report(self, update: np.ndarray, draws: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ class SeededRandomness:
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
         """User u's coin is the u-th uniform of the round's stream, whoever else is asked.
 
-        Only those between users are drawn too.
+        The coins of the ids between these users are drawn too, and no others.
         """
         if len(users) == 0:
             return np.zeros(0, dtype=bool)

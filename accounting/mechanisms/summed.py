@@ -31,7 +31,7 @@ def unit_of_sums(clip_norm: float, dimension: int) -> float:
 
 
 def steps_of_sums(lengths: float, dimension: int) -> float:
-    """So many clip norms C, in units."""
+    """A length of `lengths` clip norms C, in units."""
     return lengths * _UNITS * math.sqrt(dimension)
 
 

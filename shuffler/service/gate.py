@@ -57,7 +57,7 @@ class Gate:
         self._metrics = metrics
 
     def _admit(self, caller: Caller | None, roles: tuple[Role, ...]) -> Caller:
-        """Who calls; a call that it may not make is refused."""
+        """The caller, if it may make this call; otherwise the call is refused."""
         if caller is not None and caller.role in roles and self._is_good(caller):
             return caller
         _log.warning("call without the right credential refused")
@@ -85,9 +85,9 @@ class Gate:
         servicer: object,
         *roles: Role,
     ) -> None:
-        """Adds a service, as the generated code would, but for bytes that are no message, or none.
+        """Adds a service as generated code would, but refuses malformed and missing requests.
 
-        For malformed bytes gRPC answers with a text of Python's, and for no request it never
+        For malformed bytes gRPC returns a Python traceback; without a request it never
         answers. To gRPC all methods are streams here, which makes no difference on the wire: this
         code reads and checks the one request of most methods, and `Submit` reads its own. A method
         that raises `ShufflerRefused`, or `TimeoutError`, ends its call with that. Methods are for

@@ -30,7 +30,7 @@ _WRITE_BYTES = 2**19  # of a report in pieces, at once
 _ENDLESS = ShufflerRefused(Refusal.MALFORMED, "a report that does not end")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
 _NO_REPORTS = ShufflerRefused(
-    Refusal.MALFORMED, "a message must have one report for each user, or one piece, or one of many"
+    Refusal.MALFORMED, "a message must have a report per user, a piece, or a report of many users"
 )
 
 
@@ -67,8 +67,7 @@ class IntakeService:
     async def Submit(self, caller: Caller, context: grpc.aio.ServicerContext) -> None:
         """Puts the reports of one stream into their batch.
 
-        A stream that has been ended has no place; one whose caller does not even take the end of it
-        still counts as that caller's.
+        An ended stream has no place, but counts as its caller's until the caller has taken the end.
         """
         with self._streams.of(caller.name):
             try:

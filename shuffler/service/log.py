@@ -23,7 +23,7 @@ _log = logging.getLogger("shufl.shuffler")
 
 
 class Log:
-    """Writes what the logger `shuffler` is told, to a file or to standard error."""
+    """Writes what the logger `shufl.shuffler` is told, to a file or to standard error."""
 
     def __init__(self, path: Path | None, megabytes: float, kept: int) -> None:
         """Opens the file.

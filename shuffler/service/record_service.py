@@ -1,4 +1,4 @@
-"""The service that anybody may call: the public record of rounds."""
+"""The service that whoever can connect may call: the public record of rounds."""
 
 from __future__ import annotations
 

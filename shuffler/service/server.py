@@ -99,7 +99,7 @@ class ShufflerServer:
         return join_address(host, port)
 
     def renew(self, credentials: Credentials) -> bool:
-        """Shows these to whoever connects from now on; says whether they are others."""
+        """Uses these credentials for new connections; returns whether they have changed."""
         before, self._credentials = self._credentials, credentials
         self._changed |= credentials != before
         return credentials != before

@@ -82,7 +82,7 @@ class Stream:
 
 
 class Streams:
-    """All streams. One that has been ended has no place; its sender's it is until it is gone."""
+    """All streams. An ended one has no place, but counts as its sender's until it is gone."""
 
     def __init__(self, limits: Limits, gauge: Gauge) -> None:
         """Remembers the limits, and where the number of streams is shown."""
@@ -122,7 +122,7 @@ class Streams:
             self._leave(stream)
 
     def _make_room(self, sender: str) -> None:
-        """Makes sure of a free place; half of them are not for whom brought nothing of late."""
+        """Makes sure of a free place; half are not for senders that brought nothing of late."""
         most = self._limits.streams
         if 2 * len(self._placed) >= most and self._barren.get(sender, 0.0) > _now():
             raise ShufflerRefused(Refusal.BUSY)

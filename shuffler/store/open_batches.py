@@ -70,7 +70,7 @@ class OpenBatches:
         return entry.header, entry.seconds_left
 
     def accept(self, report: Report, slot: Slot | None = None) -> Verdict:
-        """Takes a report, or says why not; `slot`: where the pieces of one are, then given back."""
+        """Takes a report, or says why not; `slot` has its pieces, and is given back if refused."""
         batch, users, verdict = self._examine(report)
         if batch is not None:
             return batch.add(report.caller.name, report.users, users, slot or report.sealed)

@@ -12,12 +12,12 @@ from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 @dataclass(frozen=True)
 class Quota:
-    """The most of one server.
+    """The most that one server may have.
 
     Attributes:
-        runs: that have not ended.
-        open_rounds: in all of its runs.
-        disk_bytes: that the batches of its runs may take; None: as much as there is. A batch takes
+        runs: runs that have not ended.
+        open_rounds: open rounds in all of its runs.
+        disk_bytes: disk for the batches of its runs; None: as much as there is. A batch takes
             all that could come into it, from its opening until it is destroyed: a server that opens
             rounds until it is refused must not learn how many reports have come.
     """

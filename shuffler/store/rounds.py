@@ -31,7 +31,7 @@ class Round:
         public_key: the server's, to which they are sealed.
         batch: its reports; None when they are gone.
         blankets: how many blankets it gets. Never for the server.
-        made: how far the work for them is.
+        made: how many have been made so far, of the plan's `most_blankets`.
         outcome: how it ended; None before, and for a lost round.
         released: whether a release has begun.
         ends_at: when its window ends, by `time.monotonic`; 0: it has none.
@@ -56,7 +56,7 @@ class Round:
 
     @property
     def seconds_left(self) -> float:
-        """Of its window."""
+        """Seconds left of its window."""
         return max(self.ends_at - time.monotonic(), 0.0)
 
     @property

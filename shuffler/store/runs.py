@@ -199,7 +199,7 @@ class RunStore:
         return Closed(entry.outcome, entry.senders, entry.absent)
 
     def seconds_left(self, run_id: str, number: int) -> float | None:
-        """Of the window of a round; None where it is not open. Any thread may ask."""
+        """Seconds left of a round's window; None if it is not open. Any thread may ask."""
         run = self._runs.get(run_id)
         entry = run.rounds.get(number) if run is not None else None
         return entry.seconds_left if entry is not None and entry.is_open else None

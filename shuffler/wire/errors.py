@@ -10,7 +10,7 @@ class Verdict(IntEnum):
     """The shuffler's answer to one report; the numbers are those of `shuffler.proto`.
 
     Only `ACCEPTED` means that the report is in the round's batch. `DUPLICATE` means that an earlier
-    report of the same sender is in the round's batch: also what a sender is told who submits again
+    report of the same user is in the round's batch: a sender also gets it if it submits again
     because the answer to the first attempt was lost.
     """
 
@@ -40,8 +40,8 @@ class Closed(NamedTuple):
     Attributes:
         senders: how many users sent, under a plan with cover; else, and where the round was ended
             before, 0.
-        absent: names of the nodes that agreed to three rounds one after the other, the last of them
-            this one, and brought no report, under a plan with cover.
+        absent: under a plan with cover, names of the nodes that agreed to this round and brought no
+            report in it, nor in at least the last two rounds before that they agreed to.
     """
 
     outcome: Outcome

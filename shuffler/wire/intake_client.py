@@ -106,10 +106,10 @@ class IntakeClient(Connection):
         `ACCEPTED`.
 
         Args:
-            reports: pairs of the user's number, counted by this sender, and the sealed report;
-                under a plan with sums of the numbers of all users whose message it is.
-            deadline: seconds until the round is over, from the first iteration; so long is tried.
-                Left out: not known, and each verdict is tried for `timeout` seconds.
+            reports: pairs of the user's number, counted by this sender, and the sealed report; with
+                sums the numbers of all users of a message, and the message.
+            deadline: seconds from the first iteration until the round is over; then trying ends.
+                Left out: not known; it tries for `timeout` seconds to get each verdict.
 
         Yields:
             One verdict for each report, in order. Only `ACCEPTED` reports are in the batch.

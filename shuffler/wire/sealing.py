@@ -206,7 +206,7 @@ def message_length(dimension: int, mixing: str, sealing: Sealing = "x25519") -> 
 
 
 def most_parameters(sealing: Sealing = "x25519", mixing: str = "shuffle") -> int:
-    """Of a model whose sealed report, or masked vector, is no longer than any shuffler takes."""
+    """The most parameters of a model whose report, or masked vector, a shuffler takes."""
     fixed = message_length(0, mixing, sealing)
     return (MAX_REPORT_BYTES - fixed) // (message_length(1, mixing, sealing) - fixed)
 

@@ -80,7 +80,7 @@ class Dataset:
     def form(self, task: str | None = None) -> Form:
         """What a record is made of, for a task or for that of the dataset.
 
-        Of an object a configuration has the name, and this process the object with the dataset.
+        If the task is an object, a configuration has only its name, and the dataset has the object.
         """
         if task is None or is_carried(task):
             task = self.task_name
@@ -119,7 +119,7 @@ class Dataset:
 
     @functools.cached_property
     def _mean_and_std(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a shape that fits records."""
+        """Mean and standard deviation, in a shape that fits records."""
         shape = (-1, *([1] * (len(self.input_shape) - 1)))
         return torch.tensor(self.mean).reshape(shape), torch.tensor(self.std).reshape(shape)
 

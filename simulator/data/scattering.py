@@ -18,7 +18,7 @@ from torch.nn import functional
 from shufl.simulator.section import ConfigError
 
 COEFFICIENTS = 81
-"""Of each channel of an image, at each position."""
+"""Coefficients of each channel of an image, at each position."""
 
 _ANGLES = 8  # L
 _STEP = 4  # 2^J: pixels from one position to the next

@@ -166,8 +166,8 @@ def running_ray(log_file: Path) -> Iterator[None]:
 def interrupts(stop: threading.Event) -> Iterator[None]:
     """Turns the first SIGINT or SIGTERM into `stop`; then the old handlers are back.
 
-    SIGHUP is the same however often it comes, as it does when a terminal is closed, unless it is
-    ignored (`nohup`).
+    Every SIGHUP sets `stop`, since a closing terminal may send several, unless SIGHUP is ignored
+    (`nohup`).
 
     Ray puts handlers of its own in place when it starts, so this is entered again after that.
 

@@ -61,7 +61,7 @@ def gradients_of_users(
         masks: the users' dropout.
 
     Raises:
-        Unsupported: a parameter is used twice, or with a tensor that is none.
+        Unsupported: a parameter is used twice, or with a tensor that is no trained parameter.
     """
     exact, known = next(iter(trained(model).values())).dtype, names_of(model)
     shares = torch.empty(len(labels), dtype=exact, device=features.device)

@@ -172,9 +172,8 @@ def squared_lengths_of(vectors: torch.Tensor, more: float = 0.0) -> torch.Tensor
     """Squared lengths along the last axis, plus `more`, as float64.
 
     For float32 vectors the relative error is at most 4e-6, whatever torch's summation order: up to
-    64 squares at a time in float32, which is much faster than in float64, and fewer than 64
-    in float64. Squares too small for float32 are made up for; too large ones may make the sum
-    infinite.
+    64 squares at a time are summed in float32, which is much faster, and those sums in float64.
+    Squares too small for float32 are made up for; too large ones may make the sum infinite.
     """
     size = vectors.shape[-1]
     if size > _SQUARES:

@@ -68,14 +68,14 @@ class VectorisedSettings:
 
     @property
     def records_per_block(self) -> int:
-        """How many records a block's users have: some `chunk` are of who checks in."""
+        """How many records a block's users have; about `chunk` of them are of who checks in."""
         return int(self.chunk / self.plan.check_in_rate)
 
 
 def cut(sizes: np.ndarray, chunk: int) -> np.ndarray:
-    """Where to cut users with so many records into parts that are computed at once.
+    """Where to cut users with these `sizes` into parts that are computed at once.
 
-    Few blocks of users with one record each are cut at all.
+    Most blocks of users with one record each stay whole.
     """
     most = chunk + math.ceil(4 * math.sqrt(chunk))
     return np.flatnonzero(np.diff((sizes.cumsum() - sizes) // most)) + 1

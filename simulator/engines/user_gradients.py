@@ -71,9 +71,9 @@ def clipped_sum_of_updates(
     clipping: Clipping,
     precision: Precision = "float32",
 ) -> torch.Tensor:
-    """The sum over k users of `shufl.clients.clip` of `shufl.clients.local_update`.
+    """The sum over k users of `shufl.clients.local_update`, clipped as `clipping` says.
 
-    `model` keeps its parameters; it is nobody else's meanwhile. It is computed where they are.
+    `model` keeps its parameters; nothing else may use it meanwhile. The sum is on its device.
 
     Args:
         method: what `fastest_method` gave for this model and training.
@@ -137,7 +137,7 @@ def _by_vmap(
 
 
 def _dropout(sizes: np.ndarray, keys: torch.Tensor) -> SeededDropout:
-    """That of users with so many records and these keys, one user after another."""
+    """The dropout of users with so many records and these keys, one user after another."""
     places = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
     users = np.repeat(np.arange(len(sizes)), sizes)
     return SeededDropout(keys[torch.from_numpy(users)], torch.from_numpy(places).to(keys.device))
@@ -228,8 +228,8 @@ def _worth(device: str) -> int:
 def usual_chunk(model: nn.Module, form: Form, training: LocalTraining, device: str = "cpu") -> int:
     """About how many records are computed at once, unless the configuration says it: 16 to 4096.
 
-    So many that what a forward keeps of them for its backward, or its largest output, is what is
-    worth a computation; with local epochs, whose steps take some of them only, some more.
+    So many that what a forward keeps for its backward, or its largest output, has twice the numbers
+    of `_worth`; with local epochs, whose steps take only some of the records, 16 times.
     """
     copied, kept = copy.deepcopy(model), 1
     own = {parameter.data_ptr() for parameter in copied.parameters()}
@@ -316,7 +316,7 @@ def call_in(precision: Precision) -> Callable[..., torch.Tensor]:
 
 
 def clipped_sum(updates: Tensors, clipping: Clipping) -> torch.Tensor:
-    """The sum over users of `clients.clip`, which makes an update with a NaN or infinity zero.
+    """The sum of users' clipped updates, where one with a NaN or infinity counts as zero.
 
     `updates` are float32 of shape (k, ...) for every parameter; the sum is of shape (d,).
     """

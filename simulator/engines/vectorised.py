@@ -225,7 +225,7 @@ class VectorisedRounds:
         return PlayedRound("released", aggregate, present, int(crowds[released].min()))
 
     def _noise(self, round: int, senders: int, shufflers: int) -> np.ndarray:
-        """The noise of so many reports, in units of them; with sums of everybody who adds some."""
+        """The noise of the reports' sum, in their units; with sums also shufflers' and server's."""
         plan, dimension = self._settings.plan, self._settings.dimension
         mechanism = plan.mechanism
         deviation = mechanism.noise_deviation(dimension) * math.sqrt(senders)

@@ -63,7 +63,7 @@ def html_page(folder: Path) -> str:
 
 
 def finished(points: list[Point], folder: Path) -> list[tuple[Point, Result]]:
-    """Those of the points that have a result, and it."""
+    """The points that have a result, each with its result."""
     read = ((point, read_result(folder / point.key)) for point in points)
     return [(point, result) for point, result in read if result is not None]
 

@@ -53,7 +53,7 @@ def play(point: Point, folder: Path, threads: int) -> None:
 
 
 def check(point: Point) -> None:
-    """Makes ready to play a point."""
+    """Checks that a point can be played."""
     if point.trainer in ("shufl", "central-users"):
         config = point.config if point.trainer == "shufl" else trusted(point.config)
         engine_of(config.simulation.engine)(prepare(config))

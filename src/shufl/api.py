@@ -89,8 +89,8 @@ class RunResult:
     def epsilon(self) -> dict[str, float | None]:
         """ε by accountant, of all the rounds that the budget allows; None where it is not known.
 
-        It holds however the run ended: who stops a run by its results chooses by the data, and
-        then ε of the rounds so far does not hold.
+        It holds however the run ended. ε of the rounds so far does not hold if somebody stopped
+        the run because of its results: that choice depends on the data.
         """
         return {
             row.name: row.epsilon if row.planned is None else row.planned for row in self._table
@@ -144,7 +144,7 @@ _STANDS_FOR: dict[str, dict[str, Any]] = {
     "dataset": {"data.dataset": "object:dataset"},
     "model": {"model.name": "object:model", "model.options": {}},
 }
-"""What a configuration has until the object that an argument gives is put in."""
+"""Placeholders in a configuration, until the objects given as arguments replace them."""
 
 
 def run(

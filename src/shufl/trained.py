@@ -1,4 +1,4 @@
-"""What of a model is trained: servers and clients, who do not know each other, go by this view.
+"""Which part of a model is trained: servers and clients both use this view.
 
 A report has a number for each entry of `trained`, in its order. `sent` is broadcast, digested and
 kept in checkpoints. Frozen parameters stay where they are: everybody builds the model with its own.

@@ -132,7 +132,7 @@ def test_what_cannot_be_put_back_is_refused():
         local_update(make(Iterates), *A, LocalTraining(), seed=0)
     model = make(models.Attribute)
     model.read = (line for line in "abc")
-    with pytest.raises(StateError, match=r"read \(generator\) is nothing whose state"):
+    with pytest.raises(StateError, match=r"read \(generator\) has no state that"):
         ModuleState(model)
 
 

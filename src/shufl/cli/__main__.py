@@ -69,7 +69,7 @@ def main() -> None:
         sys.exit(app(standalone_mode=False))
     except NoArgsIsHelpError as error:  # which has shown the help
         sys.exit(error.exit_code)
-    except click.ClickException as error:  # an option that there is not, a value of another type
+    except click.ClickException as error:  # an unknown option, a value of the wrong type
         print_error(error)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:  # each command imports what it needs before its work

@@ -1,4 +1,4 @@
-"""Deployments: `shufl provision`, `rehearse`, `node`, `doctor` and `status`."""
+"""Deployments: `shufl provision`, `register`, `rehearse`, `node`, `doctor`, `metrics`, `status`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def provision_command(
         list[str] | None,
         typer.Option(
             metavar="NAME=KEY",
-            help="Sign for this key, whose SHA-256 the party has read out. Repeatable; of keys "
-            "without it a terminal is asked.",
+            help="Sign this key, whose SHA-256 the party has read out. Repeatable. On a terminal "
+            "other keys are asked about.",
         ),
     ] = None,
     forget: Annotated[
@@ -193,7 +193,7 @@ def metrics_command(
 ) -> None:
     """Print what a site's operator watches, for Prometheus: run, budget, nodes, certificates, disk.
 
-    For the text files of Prometheus' node exporter, every few minutes.
+    Run it every few minutes for the textfile collector of Prometheus' node exporter.
     """
     from shufl.deploy.metrics import metrics_of
 
@@ -204,7 +204,7 @@ def metrics_command(
 def register_command(
     site: Annotated[Path, typer.Option(help="The server's file.")] = Path("server.toml"),
 ) -> None:
-    """Tell Flower's SuperLink which nodes there are by now, as the authority's folder nodes says.
+    """Register the nodes in the authority's folder nodes at Flower's SuperLink, and no others.
 
     Run it again whenever that folder has changed, also while a run goes on.
     """

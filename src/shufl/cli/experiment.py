@@ -54,7 +54,8 @@ def run_command(
         Path | None,
         typer.Option(
             metavar="RUN_FOLDER",
-            help="Continue the interrupted run in this folder, with its own configuration. Alone.",
+            help="Continue the interrupted run in this folder, with its own configuration. Goes "
+            "without CONFIG, --set, --engine and --runs.",
         ),
     ] = None,
 ) -> None:
@@ -115,7 +116,7 @@ def experiment_command(
     pages: Annotated[
         Path | None,
         typer.Option(
-            help="Where table and plot go; runs that the table there has are not made anew either. "
+            help="Folder for table and plot. Runs in a table there are not repeated either. "
             "Default: the experiment's folder in RESULTS."
         ),
     ] = None,

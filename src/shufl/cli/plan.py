@@ -39,7 +39,8 @@ def plan_command(
     ] = False,
     mixing: options.Mixing = "shuffle",
     device_megabytes: Annotated[
-        float | None, typer.Option(help="Leave out plans in which a device sends more in all.")
+        float | None,
+        typer.Option(help="Leave out plans in which a device sends more than this over the run."),
     ] = None,
     write: Annotated[
         Path | None,
@@ -108,7 +109,7 @@ def plan_command(
         Console().print(_table(rows, title, predicts=setting is not None))
         typer.echo(_WITH_SUMS if of_sums else _WITH_COVER if cover else _WITHOUT_COVER)
         if setting is not None:
-            typer.echo("accuracy: about; –: with more error than was ever tried")
+            typer.echo("accuracy is approximate; –: with more error than was ever tried")
     if write is not None:  # last, so that the plans are not lost where the disk is full
         write.write_text(configuration, encoding="utf-8")
         if not json:

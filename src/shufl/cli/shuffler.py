@@ -188,7 +188,7 @@ def verify_command(
 
 
 def _compare(device: Path, found: list[dict[str, object]]) -> None:
-    """Refuses a record in which a round is missing that the device was offered, or is another."""
+    """Refuses a record that lacks a round offered to the device, or has another one instead."""
     from shufl.clients.device import load_device
 
     opened = {
