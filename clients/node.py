@@ -94,7 +94,7 @@ class Announcement(_Said):
     """What the server says of a round, beside the model.
 
     Attributes:
-        round: the round's number, from 1.
+        round: the round's number; one below 1 is refused before any work.
         public_key: the server's, for this round.
         seconds: for how long the server waits for answers.
     """

@@ -20,7 +20,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
 SERVICE = "shufl.Device"
 _KINDS = ("query", "train")
-_SECONDS = 3600.0  # the longest answer; the server's deadline is shorter
+_SECONDS = 3600.0  # the longest wait for the node's answer
 
 
 class NodeUnavailable(RuntimeError):

@@ -27,7 +27,7 @@ settings.register_profile("others", max_examples=100, deadline=None, print_blob=
 # Ray's workers are nice by default; beside the other tests' processes they hardly got a turn.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-_DEPLOYMENTS = "test_deployment", "test_strangers"
+_DEPLOYMENTS = "/test_deployment", "/test_strangers.py"
 
 _CI_INSTALLS = "nginx|nft"
 

@@ -220,7 +220,11 @@ def other_layers(folder, tmp_path):
         (damaged_ledger, LedgerError, "ledger .* is damaged at line 3"),
         (shorter_ledger, LedgerError, r"ends at round 2, but metrics.jsonl tells of round 5"),
         (no_checkpoint, CheckpointError, "checkpoint .* is missing"),
-        (damaged_checkpoint, CheckpointError, "checkpoint .* is damaged: its digest does not match"),
+        (
+            damaged_checkpoint,
+            CheckpointError,
+            "checkpoint .* is damaged: its digest does not match",
+        ),
         (damaged_metrics, MetricsError, "metrics.jsonl is damaged at line 6"),
         (foreign_metrics, MetricsError, "metrics.jsonl is damaged at line 6"),
         (models_file, CheckpointError, "checkpoint .* cannot be read"),

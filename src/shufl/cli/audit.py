@@ -31,8 +31,9 @@ EndToEnd = Annotated[
         "--end-to-end",
         metavar="CONFIG",
         help="Attack the plan of a run's configuration through the real client, shuffler and "
-        "server instead: one user alone in every round. --epsilon, --samples (1000 by "
-        "default: rounds of each world, or blocks with allocation), --confidence and --seed apply.",
+        "server instead: one user alone in every round (with sums all users). --epsilon, "
+        "--samples (1000 by default: rounds of each world, or blocks with allocation), "
+        "--confidence and --seed apply.",
     ),
 ]
 
