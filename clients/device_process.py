@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _THREADS = 4  # a message may be answered while another one's answer waits for its moment
 _SOCKET_MODE = 0o660  # for the group of the user that runs Flower's SuperNode
+_LOOK_SECONDS = 1.0
 _STOP_SECONDS = 5.0
 _RECORDS = ("round", "model")
 _MOST_SAID_BYTES = 2**14  # of a message beside its model; a fifth of it would do
@@ -91,7 +92,8 @@ def _serve(node: DeviceNode, socket: Path, stop: threading.Event) -> None:
         os.umask(mask)
     server.start()
     log.info("listening on %s", socket)
-    stop.wait()
+    while not stop.wait(_LOOK_SECONDS):  # a signal that another thread got is heard when this wakes
+        pass
     server.stop(_STOP_SECONDS).wait()
 
 

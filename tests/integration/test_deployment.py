@@ -1,5 +1,6 @@
 """Whole deployments on loopback: real SuperLink, SuperNodes, shufflers, nodes; TLS everywhere."""
 
+import ctypes
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import tomli_w
 from deployment_world import NAME, SUMS, World, deployment_of, window_here
 from run_world import LIMIT, children, json_lines, shufl_command, wait_until
 from shufl.accounting import Ledger
+from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.sites import OUTCOME_FILE, STOP_FILE
 from shufl.shuffler import Credentials
 
@@ -89,6 +91,22 @@ def handles(pid, number):
     status = Path(f"/proc/{pid}/status").read_text()
     (mask,) = re.findall(r"^SigCgt:\t(\w+)$", status, re.MULTILINE)
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.slow
+def test_a_node_ends_whichever_of_its_threads_gets_the_signal(tmp_path):
+    rehearsal = Rehearsal(deployment_of(tmp_path, nodes=1, rounds=2), tmp_path, tmp_path / "s")
+    log = tmp_path / "node.log"
+    command = shufl_command("node", "--log-file", log)
+    with subprocess.Popen(command, cwd=rehearsal.folder / "ward-1") as node:
+        try:
+            wait_until(lambda: log.exists() and "listening" in log.read_text(), LIMIT, "the node")
+            threads = {int(path.name) for path in Path(f"/proc/{node.pid}/task").iterdir()}
+            other = max(threads - {node.pid})
+            assert ctypes.CDLL(None).tgkill(node.pid, other, signal.SIGTERM) == 0
+            assert node.wait(LIMIT) == 0
+        finally:
+            node.kill()
 
 
 @pytest.mark.slow
