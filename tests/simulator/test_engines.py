@@ -92,6 +92,7 @@ def get_signal():
     signal.pthread_kill(threading.get_ident(), int(sys.argv[1]))
     print(stop.wait(600))
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 stop = threading.Event()
 for _ in range(2):
     stop.clear()
