@@ -224,7 +224,7 @@ def test_one_message_of_several_users_is_in_a_message_of_its_own(world):
     )  # fmt: skip
     with (
         shuffler_world.raw_channel(world) as channel,
-        pytest.raises(grpc.RpcError, match="one report for each user"),
+        pytest.raises(grpc.RpcError, match="a report per user, a piece"),
     ):
         list(Stub("Intake", channel).Submit(iter([request]), timeout=LIMIT))
 
