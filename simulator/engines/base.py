@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
@@ -162,6 +162,19 @@ def running_ray(log_file: Path) -> Iterator[None]:
             ray.shutdown()
 
 
+_WAKEUPS: list[int] = []  # descriptors that are in force, the innermost last
+
+
+def _forget_wakeups() -> None:
+    """A forked child's signals are its own."""
+    if _WAKEUPS:
+        signal.set_wakeup_fd(-1)
+        _WAKEUPS.clear()
+
+
+os.register_at_fork(after_in_child=_forget_wakeups)
+
+
 @contextmanager
 def interrupts(stop: threading.Event) -> Iterator[None]:
     """Turns the first SIGINT or SIGTERM into `stop`; then the old handlers are back.
@@ -172,8 +185,8 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
     Ray puts handlers of its own in place when it starts, so this is entered again after that.
 
     The system may give a signal to any thread. Python's handler then waits for the main thread,
-    which may sleep until the run ends; a thread that reads the wakeup descriptor sets `stop` at
-    once.
+    which may sleep until the run ends, as do the old handlers; a thread that reads the wakeup
+    descriptor sets `stop` at once, and passes all signals on to whoever had one before.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -202,19 +215,25 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
         while number := os.read(read_end, 1)[0]:
             if number in ending:
                 stop.set()
+            if woken_before >= 0:
+                with suppress(OSError):
+                    os.write(woken_before, bytes([number]))
         os.close(read_end)
 
-    threading.Thread(target=hear, daemon=True).start()
     woken_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    _WAKEUPS.append(write_end)
+    threading.Thread(target=hear, daemon=True).start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(woken_before)
-        os.write(write_end, b"\0")  # the last
-        os.close(write_end)
         restore()
         if heard:
             signal.signal(signal.SIGHUP, hang_up)
+        if write_end in _WAKEUPS:
+            _WAKEUPS.remove(write_end)
+            signal.set_wakeup_fd(woken_before)
+            os.write(write_end, b"\0")  # the last
+            os.close(write_end)
 
 
 @contextmanager

@@ -108,3 +108,28 @@ for _ in range(2):
 def test_an_interrupt_that_another_thread_gets_ends_the_run_too(number):
     command = [sys.executable, "-c", _SIGNAL_TO_ANOTHER_THREAD, str(int(number))]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "True\nTrue\n"
+
+
+# The parent's own signal comes after the child's, and is passed on to its own descriptor.
+_SIGNAL_IN_A_CHILD = """
+import os, signal, threading
+from shufl.simulator.engines.base import interrupts
+
+stop, (read_end, write_end) = threading.Event(), os.pipe()
+os.set_blocking(write_end, False)
+signal.set_wakeup_fd(write_end)
+signal.signal(signal.SIGUSR1, lambda *_: None)
+with interrupts(stop):
+    if (child := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    print(os.read(read_end, 1)[0] == signal.SIGUSR1, stop.is_set())
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_child_that_was_forked_does_not_end_the_run():
+    command = [sys.executable, "-c", _SIGNAL_IN_A_CHILD]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "True False\n"
