@@ -61,6 +61,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Plays the run."""
     given = {key: str(value) for key, value in context.run_config.items()}
+    if not (given["site"] and given["folder"]):
+        raise ConfigError("a deployed run is begun by shufl run --on, which names site and folder")
     os.umask(0o077)
     site_path = Path(given["site"])
     make_importable([site_path.parent])

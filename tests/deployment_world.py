@@ -23,7 +23,6 @@ from shufl.accounting import Ledger, PrivacyPlan
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.plan import Deployment, flower_environment
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.sites import OUTCOME_FILE
 from shufl.simulator.config import load
 
 NAME = "wards"
@@ -220,18 +219,12 @@ class World(Rehearsal):
         """Waits for a state; resumes the run where a machine was too busy for three rounds."""
         deadline = time.monotonic() + LIMIT
         while not condition():
-            if (error := self._error_of_ended_run()) is not None:
+            if self.command is not None and self.command.poll() is not None:
+                error = self.command.communicate()[1]
                 assert "3 rounds in a row were not released" in error, (error, self.tell())
                 self.resume()
             assert time.monotonic() < deadline, f"waited for {what}: {self.tell()}"
             time.sleep(0.1)
-
-    def _error_of_ended_run(self) -> str | None:
-        if self.command is not None:
-            return None if self.command.poll() is None else self.command.communicate()[1]
-        for outcome in self.server.glob(f"runs/*/{OUTCOME_FILE}"):
-            return json.loads(outcome.read_text()).get("error", "")
-        return None
 
     def kill_server_app(self) -> None:
         """kill -9 of the process that runs the ServerApp."""

@@ -98,13 +98,13 @@ def config(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize("engine", ["vectorised", *by_night("flower")])
-def test_every_user_reports_once_in_each_block(config, tmp_path, engine):
+def test_every_user_reports_once_in_each_block(request, config, tmp_path, engine):
     if engine == "vectorised":
         chosen = load(str(config), ["simulation.engine=vectorised"])
         Run.new(chosen, tmp_path / "runs", Console(quiet=True)).train()
     else:
+        request.getfixturevalue("shared_ray")
         result = shufl("run", config, "--runs", tmp_path / "runs")
         assert result.returncode == 0, result.stderr
     key, users = simulated_allocation_key(5), np.arange(300)

@@ -134,7 +134,7 @@ def test_the_final_model_is_the_one_computed_by_hand(finished):
 
 
 @pytest.fixture(scope="module", params=["shared", *by_night("own")])
-def killed(request, tmp_path_factory):
+def killed(request, tmp_path_factory, shared_ray):
     """The folder of the same run with another number of nodes, killed, and resumed to its end.
 
     By night it starts a Ray of its own, and goes on with another.

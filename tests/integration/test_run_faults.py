@@ -88,7 +88,7 @@ def test_a_killed_ray_worker_ends_the_run_in_one_line(worker_killed):
 @pytest.mark.slow
 @pytest.mark.nightly  # by day test_run.py resumes a run on Flower
 def test_a_run_whose_worker_was_killed_goes_on(worker_killed):
-    folder = only_folder(worker_killed[1] / "runs")
+    folder = only_folder(worker_killed[1] / "runs")  # changed: the last to use it
     (folder / "config.toml").write_text(
         (folder / "config.toml").read_text().replace("cpus_per_node = 1.0", "cpus_per_node = 0.5")
     )

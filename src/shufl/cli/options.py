@@ -175,7 +175,7 @@ def read_text(path: Path) -> str:
 
 
 def check_alone(what: str, *allowed: str) -> None:
-    """Refuses all options of this command but `allowed`: with `what` they have no effect."""
+    """Refuses every option that was given but `allowed`: with `what` it has no effect."""
     context = click.get_current_context()
     for option in context.command.params:
         name = str(option.name)
