@@ -104,7 +104,7 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
             traceback.print_exc()
             why = f"{type(error).__name__}: {one_line(error)}; see flower.log"
             if getattr(getattr(error, "response", None), "status_code", None) == 401:
-                why = "Flower's SuperLink takes this run's messages no more, as after flwr stop"
+                why = "Flower's SuperLink no longer takes this run's messages, as after flwr stop"
             outcome = {"error": why}
         (folder / STOP_FILE).unlink(missing_ok=True)
         new = folder / f"{OUTCOME_FILE}.new"

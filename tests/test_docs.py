@@ -59,6 +59,12 @@ def test_files_that_are_named_exist(page):
         assert (ROOT / name).is_file(), name
 
 
+def test_attacks_that_the_threat_model_names_are_there():
+    """Without a folder: in tests/attacks, as the page says."""
+    named = set(re.findall(r"`(test_\w+\.py)`", text_of("docs/threat-model.md")))
+    assert named and named <= {path.name for path in (ROOT / "tests/attacks").iterdir()}
+
+
 @each_page
 def test_lines_of_prose_have_at_most_120_characters(page):
     long = [
