@@ -39,6 +39,13 @@ def draw(*paths: Path) -> Iterator[Any]:
     from cycler import cycler
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # a notebook's pyplot is left alone
+    from matplotlib.ticker import LogFormatter
+
+    class PlainNumbers(LogFormatter):
+        """0.1 rather than a power of ten, whose typesetting takes as long as all the rest."""
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return super().__call__(x, pos) and f"{x:g}"
 
     colours, markers = _COLOURS * len(_MARKERS), list(_MARKERS) * len(_COLOURS)
     styles: Any = {
@@ -52,8 +59,11 @@ def draw(*paths: Path) -> Iterator[Any]:
         axes.grid(alpha=0.3)
         yield axes
     for axis in (axis for each in figure.axes for axis in (each.xaxis, each.yaxis)):
-        if axis.get_scale() == "log" and (label := axis.get_label_text()):
-            axis.set_label_text(f"{label}, log scale")
+        if axis.get_scale() == "log":
+            axis.set_major_formatter(PlainNumbers())
+            axis.set_minor_formatter(PlainNumbers())
+            if label := axis.get_label_text():
+                axis.set_label_text(f"{label}, log scale")
     if any(each.get_legend_handles_labels()[0] for each in figure.axes):
         figure.legend(loc="outside lower center", ncols=2, fontsize="small", handlelength=3.5)
     for path in paths:

@@ -18,12 +18,14 @@ from typing import Any
 
 import tomli_w
 
-from run_world import LIMIT, children, json_lines, shufl_command
+from run_world import LIMIT, children, json_lines, shufl
 from shufl.accounting import Ledger, PrivacyPlan
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.plan import Deployment, flower_environment
 from shufl.deploy.rehearse import Rehearsal
+from shufl.deploy.sites import FLOWER_FOLDER
 from shufl.simulator.config import load
+from warm import Warm, play
 
 NAME = "wards"
 _PRIVACY = {
@@ -130,7 +132,7 @@ class World(Rehearsal):
         deployment = deployment_of(base, nodes, rounds, **(usual | about))
         super().__init__(deployment, base, base / "s", proxied)
         self.server = self.folder / "server"
-        self.command: subprocess.Popen[str] | None = None
+        self.command: Warm | None = None
 
     def __exit__(self, *_: object) -> None:
         """Ends the run, then the rest."""
@@ -141,15 +143,8 @@ class World(Rehearsal):
 
     def run(self, *arguments: object) -> None:
         """Begins `shufl run ARGUMENTS --on` in the server's folder."""
-        self.command = subprocess.Popen(
-            shufl_command("run", *(arguments or ["run.toml"]), "--on", NAME),
-            cwd=self.server,
-            env={**os.environ, "COLUMNS": "120"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        given = "run", *(arguments or ["run.toml"]), "--on", NAME
+        self.command = Warm(given, cwd=self.server, env={**os.environ, "COLUMNS": "120"})
 
     def resume(self) -> None:
         """Goes on with the one run there is."""
@@ -202,14 +197,15 @@ class World(Rehearsal):
 
     def status(self) -> dict:
         """What `shufl status --json` prints on the server."""
-        done = subprocess.run(
-            shufl_command("status", "--json"),
-            cwd=self.server,
-            capture_output=True,
-            text=True,
-        )
+        done = shufl("status", "--json", cwd=self.server)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+    def flwr(self, *arguments: str) -> str:
+        """What Flower's command says on the server."""
+        done = run_flwr(self.server / FLOWER_FOLDER, *arguments)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
 
     def wait_for_round(self, round: int) -> None:
         """Waits until a round has ended."""
@@ -289,18 +285,10 @@ def command(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-def run_flwr(home: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+def run_flwr(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs Flower's command with the connections of a folder."""
-    return subprocess.run(
-        [command("flwr"), *arguments],
-        env=flower_environment(home),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        **options,
-    )
+    done = play(arguments, LIMIT, program="flwr", env=flower_environment(home))
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout + done.stderr)
 
 
 def write_flower_app(folder: Path, server: str, client: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from rounds import check_in
 from shufl.accounting import make_accountant
+from warm import Warm, play
 
 LIMIT = 1200
 """Seconds in which anything that is waited for happens, however busy the machine is."""
@@ -67,13 +68,13 @@ def tiny_config(folder, rounds):
 
 
 def shufl_command(*arguments):
+    """For an interpreter of its own; `shufl` takes less time."""
     return [sys.executable, "-m", "shufl.cli", *map(str, arguments)]
 
 
 def shufl(*arguments, **options):
-    return subprocess.run(
-        shufl_command(*arguments), capture_output=True, text=True, timeout=LIMIT, **options
-    )
+    """The end of a command that begins warm."""
+    return play(arguments, LIMIT, **options)
 
 
 def python_path(folder):
@@ -161,19 +162,9 @@ class LongRun:
         """Begins it in `folder`; `ray`: "own" has it start a Ray."""
         config = tiny_config(folder, 3)
         self.runs = Path(folder) / "runs"
-        self.process = subprocess.Popen(
-            shufl_command(
-                "run",
-                config,
-                "--runs",
-                self.runs,
-                "--set",
-                "privacy.target_epsilon=1e9",
-                *arguments,
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        endless = "--set", "privacy.target_epsilon=1e9"
+        self.process = Warm(
+            ("run", config, "--runs", self.runs, *endless, *arguments),
             process_group=0,
             env={**os.environ, "RAY_ADDRESS": ""} if ray == "own" else None,
         )

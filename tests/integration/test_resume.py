@@ -1,7 +1,6 @@
 """`shufl run --resume`: real runs, really killed, end as if nothing had happened."""
 
 import shutil
-import subprocess
 
 import pytest
 from rich.console import Console
@@ -13,7 +12,6 @@ from run_world import (
     only_folder,
     same_model,
     shufl,
-    shufl_command,
     tiny_config,
     wait_until,
 )
@@ -25,6 +23,7 @@ from shufl.simulator.engines.vectorised import VectorisedEngine
 from shufl.simulator.records import MetricsError
 from shufl.simulator.run import Run
 from tiny_disk import tiny_disk_at
+from warm import Warm
 
 ROUNDS = 90
 SETTINGS = [
@@ -53,10 +52,7 @@ def killed(tmp_path, *overrides):
     """The folder of a run in a process of its own, killed with SIGKILL amid its rounds."""
     rounds, runs = 20, tmp_path / "killed"
     sets = [part for setting in [*SETTINGS, *overrides] for part in ("--set", setting)]
-    process = subprocess.Popen(
-        shufl_command("run", tiny_config(tmp_path, 3), "--runs", runs, *sets),
-        stdout=subprocess.DEVNULL,
-    )
+    process = Warm(("run", tiny_config(tmp_path, 3), "--runs", runs, *sets))
 
     def enough():
         assert process.poll() is None, "the run ended before it was killed"

@@ -1,0 +1,98 @@
+"""Processes that have imported everything when they begin.
+
+To start Python and to import torch, Flower, Ray and the accountants takes six seconds of a
+processor, and the tests play some two hundred commands. Here one process imports them once, runs
+nothing, and forks a child for each command. That an interpreter of its own runs each command as
+well is tested with the wheel (`test_install.py`), the deployments and the examples.
+"""
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import shufl.simulator  # noqa: F401  sets variables that Flower and Ray read when they are imported
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    [
+        "flwr.simulation",
+        "flwr.cli.app",
+        "ray",
+        "torch._dynamo",
+        "matplotlib.figure",
+        "shufl.simulator.run",
+    ]
+)
+
+
+_PROGRAMS = {"shufl": "shufl.cli.__main__:main", "flwr": "flwr.cli.app:app"}
+
+
+class Warm:
+    """One of these programs with arguments, as `subprocess.Popen` would run it."""
+
+    def __init__(self, arguments, program="shufl", cwd=None, env=None, process_group=None):
+        """Begins it; `process_group`: 0 gives it one of its own."""
+        self.args = [str(argument) for argument in arguments]
+        self._output = tempfile.TemporaryDirectory()
+        self._paths = [Path(self._output.name) / name for name in ("stdout", "stderr")]
+        for path in self._paths:
+            path.touch()
+        given = program, self.args, cwd or Path.cwd(), dict(env or os.environ)
+        self._process = _FORKS.Process(target=_play, args=(*given, self._paths, process_group))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self.returncode
+
+    def kill(self):
+        self._process.kill()
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+    def communicate(self, timeout=None):
+        """What it printed and complained of, at its end."""
+        self.wait(timeout)
+        return tuple(path.read_text(encoding="utf-8") for path in self._paths)
+
+
+def play(arguments, timeout, **options):
+    """The end of such a process."""
+    process = Warm(arguments, **options)
+    out, err = process.communicate(timeout)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _play(program, arguments, cwd, env, outputs, process_group):
+    if process_group is not None:
+        os.setpgid(0, process_group)
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    own = [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each]
+    sys.path[:] = own + [each for each in sys.path if Path(each) != Path(__file__).parent]
+    sys.argv = [program, *arguments]
+    module, _, function = _PROGRAMS[program].partition(":")
+    try:
+        getattr(importlib.import_module(module), function)()
+    finally:
+        atexit._run_exitfuncs()  # which a forked process leaves out
