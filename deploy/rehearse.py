@@ -121,7 +121,7 @@ class Rehearsal:
             self.start("server", "superlink")
             shufflers = (each.port for each in self.deployment.shufflers)
             for port in (self.deployment.server.local_port, *shufflers):
-                self._wait_for_port(port)
+                self.wait_for_port(port)
             for _ in register(self.folder / "server" / "server.toml"):
                 pass
             for node in self._nodes:
@@ -191,7 +191,12 @@ class Rehearsal:
                         self._kill_group(process)  # what it had started
                         self.start(site, name)
 
-    def _wait_for_port(self, port: int) -> None:
+    def wait_for_port(self, port: int) -> None:
+        """Waits until a process listens there.
+
+        Raises:
+            EngineFailed: none did for ten minutes.
+        """
         deadline = time.monotonic() + _START_SECONDS
         while True:
             try:

@@ -246,7 +246,7 @@ class World(Rehearsal):
 
     def wait_for_superlink(self) -> None:
         """Waits until it listens."""
-        self._wait_for_port(self.deployment.server.local_port)
+        self.wait_for_port(self.deployment.server.local_port)
 
     def tell(self) -> str:
         """What the run's logs say last."""

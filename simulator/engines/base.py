@@ -109,7 +109,7 @@ def check_cluster() -> None:
                 grpc.channel_ready_future(channel).result(_CONNECT_SECONDS)
             else:
                 gcs = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-                asks = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
+                asks = gcs_service_pb2.CheckAliveRequest()
                 gcs.CheckAlive(asks, timeout=_CONNECT_SECONDS)
     except (ConnectionError, ValueError, grpc.RpcError, grpc.FutureTimeoutError) as error:
         asked = isinstance(error, (grpc.RpcError, grpc.FutureTimeoutError))

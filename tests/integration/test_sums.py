@@ -341,8 +341,8 @@ def test_an_audit_through_the_system_finds_missing_noise(make_randomness, violat
 
 @pytest.mark.slow
 def test_noise_of_those_who_checked_in_alone_shows_in_the_variance():
-    """By 300 rounds and two coordinates; with cover every user's noise is in a sum."""
-    plan = audited()
+    """By 150 rounds and two coordinates; with cover every user's noise is in a sum."""
+    plan = audited().replace(rounds=150)
     expected = 0.2**2 * 12
 
     class Saving(Node):

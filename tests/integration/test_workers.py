@@ -13,6 +13,7 @@ import pytest
 import ray
 from rich.console import Console
 
+from nights import by_night
 from run_world import (
     only_folder,
     ray_of_its_own,
@@ -82,16 +83,17 @@ def left_behind(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_workers_change_nothing(tmp_path):
-    result = with_workers(tmp_path, 2)
+@pytest.mark.parametrize("kills", [1, *by_night(2)])
+def test_killed_workers_change_nothing(kills, tmp_path):
+    result = with_workers(tmp_path, kills)
     assert (result.returncode, result.stderr) == (0, "")
     wait_until(lambda: not left_behind(tmp_path), 30, "Ray's processes to end")
     assert "vectorised on cpu in float32 by 2 Ray workers" in result.stdout
     assert "A worker died" not in result.stdout
     assert "A worker died" in (only_folder(tmp_path / "runs") / "ray.log").read_text()
-    assert (tmp_path / "kills").read_text() == "xx"
+    assert (tmp_path / "kills").read_text() == kills * "x"
     folder = only_folder(tmp_path / "runs")
-    config = load(str(folder / "config.toml"), ["simulation.workers=1"])  # both kills were before
+    config = load(str(folder / "config.toml"), ["simulation.workers=1"])  # the kills were before
     (tmp_path / "alone").mkdir()
     Run.new(config, tmp_path / "alone", Console(quiet=True)).train()
     alone = only_folder(tmp_path / "alone")

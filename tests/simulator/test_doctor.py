@@ -92,6 +92,7 @@ def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(tmp_pa
     try:
         rehearsal.start("shuffler-1", "shuffler")
         rehearsal.start("server", "superlink")
+        rehearsal.wait_for_port(rehearsal.deployment.server.local_port)
         wait_until(lambda: len(found("server")) == 1, LIMIT, "a server without registered nodes")
         site = str(rehearsal.folder / "server/server.toml")
         for said in (r"registered ward-1, number \d+\n", ""):
@@ -118,8 +119,9 @@ def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(tmp_pa
         assert "put the authorities' certificates in keys" in trouble.fix
         (rehearsal.folder / "shuffler-1/revoked").write_text("ward-1\n")
         rehearsal.running["shuffler-1", "shuffler"].send_signal(signal.SIGHUP)
-        wait_until(lambda: found("ward-1"), LIMIT, "the withdrawn node to be refused")
-        (trouble,) = found("ward-1")
+        refused = []
+        wait_until(lambda: refused.extend(found("ward-1")) or refused, LIMIT, "a refusal")
+        (trouble,) = refused
         assert "takes no calls with this certificate" in trouble.trouble
         assert "it is withdrawn there" in trouble.fix
     finally:
