@@ -306,13 +306,15 @@ class PrivacyPlan(Plan):
 
         Without `rounds` all of the plan's count, and without `accountant` its own one is asked.
 
-        >>> from shufl.accounting import GaussianMechanism
-        >>> plan = PrivacyPlan(
-        ...     users=10_000, check_in_rate=0.1, mechanism=GaussianMechanism(noise_multiplier=2.0),
-        ...     rounds=50, delta=1e-5, target_epsilon=1.0, minimum_batch=100, shuffler_blankets=1e3,
-        ... )
-        >>> round(plan.epsilon("blanket"), 4), round(plan.epsilon("local"), 2)
-        (0.0668, 16.07)
+        Examples:
+            >>> from shufl.accounting import GaussianMechanism
+            >>> plan = PrivacyPlan(
+            ...     users=10_000, check_in_rate=0.1, rounds=50, delta=1e-5, target_epsilon=1.0,
+            ...     mechanism=GaussianMechanism(noise_multiplier=2.0),
+            ...     minimum_batch=100, shuffler_blankets=1e3,
+            ... )
+            >>> round(plan.epsilon("blanket"), 4), round(plan.epsilon("local"), 2)
+            (0.0668, 16.07)
 
         Raises:
             ConfigError: An unknown accountant, or one that does not price the plan's rounds.

@@ -35,13 +35,14 @@ def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> Pri
     The ε of what is found is within the target. An `OpenPlan` that leaves nothing open comes back
     as it is, whatever its ε.
 
-    >>> plan = PrivacyPlan(
-    ...     users=10_000, check_in_rate=0.1, rounds=50, delta=1e-5, target_epsilon=1.0,
-    ...     mechanism={"name": "gaussian", "noise_multiplier": 2.0}, minimum_batch=100,
-    ...     shuffler_blankets=1e3, accountant="blanket",
-    ... )
-    >>> round(calibrate(plan, epsilon=0.5).mechanism.noise_multiplier, 3)
-    0.608
+    Examples:
+        >>> plan = PrivacyPlan(
+        ...     users=10_000, check_in_rate=0.1, rounds=50, delta=1e-5, target_epsilon=1.0,
+        ...     mechanism={"name": "gaussian", "noise_multiplier": 2.0}, minimum_batch=100,
+        ...     shuffler_blankets=1e3, accountant="blanket",
+        ... )
+        >>> round(calibrate(plan, epsilon=0.5).mechanism.noise_multiplier, 3)
+        0.608
 
     Raises:
         CalibrationError: Nothing reaches the target.

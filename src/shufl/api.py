@@ -159,14 +159,14 @@ def run(
 ) -> RunResult:
     """Trains until the privacy budget or the planned rounds end, as `shufl run` does.
 
-    >>> import shufl
-    >>> run = shufl.run(
-    ...     "quickstart", {"privacy.rounds": 2, "simulation.engine": "vectorised"}, progress=False
-    ... )
-    >>> len(run.metrics), run.score_name
-    (2, 'accuracy')
-    >>> run.epsilon["blanket"] < run.epsilon["local"]
-    True
+    Examples:
+        >>> import shufl
+        >>> changes = {"privacy.rounds": 2, "simulation.engine": "vectorised"}
+        >>> run = shufl.run("quickstart", changes, progress=False)
+        >>> len(run.metrics), run.score_name
+        (2, 'accuracy')
+        >>> run.epsilon["blanket"] < run.epsilon["local"]
+        True
 
     Args:
         config: the name of a configuration that ships with shufl, a TOML file, or its values.
@@ -243,11 +243,12 @@ def load_run(
 
     Only the `model` of the result needs the objects that `run` was given.
 
-    >>> import shufl
-    >>> run = shufl.run("quickstart", {"privacy.rounds": 1, "simulation.engine": "vectorised"},
-    ...                 progress=False)
-    >>> shufl.load_run(run.folder).epsilon == run.epsilon
-    True
+    Examples:
+        >>> import shufl
+        >>> changes = {"privacy.rounds": 1, "simulation.engine": "vectorised"}
+        >>> run = shufl.run("quickstart", changes, progress=False)
+        >>> shufl.load_run(run.folder).epsilon == run.epsilon
+        True
 
     Raises:
         ConfigError: it is no run folder, or an object is too many.
