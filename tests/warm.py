@@ -1,9 +1,9 @@
 """Processes that have imported everything when they begin.
 
 To start Python and to import torch, Flower, Ray and the accountants takes six seconds of a
-processor, and the tests play some two hundred commands. Here one process imports them once, runs
-nothing, and forks a child for each command. That an interpreter of its own runs each command as
-well is tested with the wheel (`test_install.py`), the deployments and the examples.
+processor for each command. Here one process imports them once, runs nothing, and forks a child for
+each command. Deployments, examples and the installed wheel (`test_install.py`) show that commands
+run in an interpreter of their own as well.
 """
 
 import atexit
@@ -17,6 +17,9 @@ from pathlib import Path
 
 import shufl.simulator  # noqa: F401  sets variables that Flower and Ray read when they are imported
 
+_OURS = [Path(__file__).parents[1] / name for name in ("tests", "benchmarks", "examples")]
+"""Folders whose modules pytest finds, and a command does not."""
+
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
     [
@@ -29,7 +32,6 @@ _FORKS.set_forkserver_preload(
     ]
 )
 
-
 _PROGRAMS = {"shufl": "shufl.cli.__main__:main", "flwr": "flwr.cli.app:app"}
 
 
@@ -39,7 +41,7 @@ class Warm:
     def __init__(self, arguments, program="shufl", cwd=None, env=None, process_group=None):
         """Begins it; `process_group`: 0 gives it one of its own."""
         self.args = [str(argument) for argument in arguments]
-        self._output = tempfile.TemporaryDirectory()
+        self._output, self._said = tempfile.TemporaryDirectory(), None
         self._paths = [Path(self._output.name) / name for name in ("stdout", "stderr")]
         for path in self._paths:
             path.touch()
@@ -70,13 +72,20 @@ class Warm:
     def communicate(self, timeout=None):
         """What it printed and complained of, at its end."""
         self.wait(timeout)
-        return tuple(path.read_text(encoding="utf-8") for path in self._paths)
+        if self._said is None:
+            self._said = tuple(path.read_text(encoding="utf-8") for path in self._paths)
+            self._output.cleanup()
+        return self._said
 
 
 def play(arguments, timeout, **options):
     """The end of such a process."""
     process = Warm(arguments, **options)
-    out, err = process.communicate(timeout)
+    try:
+        out, err = process.communicate(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -88,8 +97,8 @@ def _play(program, arguments, cwd, env, outputs, process_group):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    own = [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each]
-    sys.path[:] = own + [each for each in sys.path if Path(each) != Path(__file__).parent]
+    found = [each for each in sys.path if not any(map(Path(each).is_relative_to, _OURS))]
+    sys.path[:] = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *found]
     sys.argv = [program, *arguments]
     module, _, function = _PROGRAMS[program].partition(":")
     try:
