@@ -56,10 +56,11 @@ from shufl.shuffler import (
     sealed_length,
 )
 from shufl.simulator.models import build_model
+from shufl.simulator.tasks import Form
 
 RECORDS = {"few": 20, "many": 2000}
 SHAPE, CLASSES, BLANKETS = (1, 28, 28), 10, 5.0
-make_model = functools.partial(build_model, "mlp", SHAPE, CLASSES, 0, {"hidden": 256})
+make_model = functools.partial(build_model, "mlp", Form(SHAPE, CLASSES), 0, {"hidden": 256})
 
 
 def load_users(records: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
@@ -83,7 +84,8 @@ def serve(folder: Path, plan: PrivacyPlan, address: str, own: Credentials, recor
         ledger=lambda number: load_device(folder / "device.toml"),
         users=1,
     )
-    serve_device(settings, folder / "node.sock", threading.Event())
+    never = threading.Event()
+    serve_device(settings, folder / "node.sock", never, never)
 
 
 class Wire:
