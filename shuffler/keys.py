@@ -409,6 +409,8 @@ def _builder(
     root = issuer is None
     usages = dict.fromkeys(_USAGES, False)
     usages["key_cert_sign" if root else "digital_signature"] = True
+    signer = key if issuer is None else issuer.public_key()
+    assert isinstance(signer, ec.EllipticCurvePublicKey)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -419,6 +421,9 @@ def _builder(
         .not_valid_after(end)
         .add_extension(x509.BasicConstraints(root, 0 if root else None), critical=True)
         .add_extension(x509.KeyUsage(**usages), critical=True)
+        # Python 3.13 and later verify as RFC 5280 asks, with the ids of both keys.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False)
     )
 
 

@@ -210,7 +210,7 @@ def test_files_that_are_not_there_or_not_toml(tmp_path):
         ("9" * 5000, "is not valid TOML"),
         ("[" * 5000 + "]" * 5000, "is not valid TOML: it is nested too deeply"),
         ("0x" + "f" * 5000, "seed must be a whole number in .*, got more than can be shown"),
-        ("{a" + ".a" * 5000 + " = 1}", "seed must be a whole number in .*, got more than can"),
+        ("{a" + ".a" * 5000 + " = 1}", "seed must be a whole number in .*, got (more than|{'a')"),
         ("'" + "a" * 5000 + "'", "seed must be a whole number in .*, got 'a{96}\\.\\.\\.$"),
     ],
     ids=["digits", "nested", "hexadecimal", "tables", "text"],
