@@ -39,13 +39,8 @@ def draw(*paths: Path) -> Iterator[Any]:
     from cycler import cycler
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # a notebook's pyplot is left alone
-    from matplotlib.ticker import LogFormatter
 
-    class PlainNumbers(LogFormatter):
-        """0.1 rather than a power of ten, whose typesetting takes as long as all the rest."""
-
-        def __call__(self, x: float, pos: int | None = None) -> str:
-            return super().__call__(x, pos) and f"{x:g}"
+    from shufl.simulator.ticks import PlainNumbers
 
     colours, markers = _COLOURS * len(_MARKERS), list(_MARKERS) * len(_COLOURS)
     styles: Any = {

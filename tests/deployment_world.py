@@ -203,8 +203,9 @@ class World(Rehearsal):
 
     def flwr(self, *arguments: str) -> str:
         """What Flower's command says on the server."""
-        done = run_flwr(self.server / FLOWER_FOLDER, *arguments)
-        assert done.returncode == 0, done.stdout
+        env = flower_environment(self.server / FLOWER_FOLDER)
+        done = play(arguments, LIMIT, program="flwr", cwd=self.server, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def wait_for_round(self, round: int) -> None:

@@ -2,23 +2,27 @@
 
 To start Python and to import torch, Flower, Ray and the accountants takes six seconds of a
 processor for each command. Here one process imports them once, runs nothing, and forks a child for
-each command. Deployments, examples and the installed wheel (`test_install.py`) show that commands
-run in an interpreter of their own as well.
+each command. In an interpreter of its own `test_run.py` resumes a run, `test_run_faults.py` makes a
+mistake, and `test_install.py` tries each command of the wheel.
 """
 
 import atexit
+import contextlib
 import importlib
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import shufl.simulator  # noqa: F401  sets variables that Flower and Ray read when they are imported
 
 _OURS = [Path(__file__).parents[1] / name for name in ("tests", "benchmarks", "examples")]
 """Folders whose modules pytest finds, and a command does not."""
+
+_FOUND = [each for each in sys.path if not any(map(Path(each).is_relative_to, _OURS))]
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
@@ -45,7 +49,7 @@ class Warm:
         self._paths = [Path(self._output.name) / name for name in ("stdout", "stderr")]
         for path in self._paths:
             path.touch()
-        given = program, self.args, cwd or Path.cwd(), dict(env or os.environ)
+        given = program, self.args, cwd or Path.cwd(), dict(env or os.environ), _FOUND
         self._process = _FORKS.Process(target=_play, args=(*given, self._paths, process_group))
         self._process.start()
         self.pid = self._process.pid
@@ -61,7 +65,9 @@ class Warm:
         self._process.kill()
 
     def send_signal(self, number):
-        os.kill(self.pid, number)
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def wait(self, timeout=None):
         self._process.join(timeout)
@@ -83,25 +89,26 @@ def play(arguments, timeout, **options):
     process = Warm(arguments, **options)
     try:
         out, err = process.communicate(timeout)
-    except subprocess.TimeoutExpired:
+    except BaseException:
         process.kill()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def _play(program, arguments, cwd, env, outputs, process_group):
+def _play(program, arguments, cwd, env, found, outputs, process_group):
     if process_group is not None:
         os.setpgid(0, process_group)
-    for number, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    for number, path in enumerate([os.devnull, *outputs]):
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    found = [each for each in sys.path if not any(map(Path(each).is_relative_to, _OURS))]
     sys.path[:] = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *found]
     sys.argv = [program, *arguments]
+    multiprocessing.set_start_method(None, force=True)  # else what it starts is forked here too
     module, _, function = _PROGRAMS[program].partition(":")
     try:
         getattr(importlib.import_module(module), function)()
     finally:
-        atexit._run_exitfuncs()  # which a forked process leaves out
+        threading._shutdown()
+        atexit._run_exitfuncs()  # both of which a forked process leaves out

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from nights import by_night
 from run_world import (
+    LIMIT,
     NOISE,
     RATE,
     USERS,
@@ -23,6 +25,7 @@ from run_world import (
     running,
     same_model,
     shufl,
+    shufl_command,
     tiny_config,
     wait_until,
 )
@@ -155,7 +158,8 @@ def killed(request, tmp_path_factory, shared_ray):
         wait_until(lambda: not running(killed.shuffler_pid), 15, "the shuffler to end")
     finally:
         killed.clean_up()
-    result = shufl("run", "--resume", killed.folder)
+    command = shufl_command("run", "--resume", killed.folder)  # an interpreter of its own
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode == 0, result.stderr
     assert read_starts(killed.folder)[-1]["command"] == f"shufl run --resume {killed.folder}"
     return killed.folder, done, spent

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from odd_models import fingerprint
 from typer.testing import CliRunner
 
 from run_world import (
+    LIMIT,
     USERS,
     LongRun,
     json_lines,
@@ -20,6 +22,7 @@ from run_world import (
     only_folder,
     running,
     shufl,
+    shufl_command,
     tiny_config,
     wait_until,
 )
@@ -221,7 +224,8 @@ def mistaken(folder, *overrides):
 @pytest.mark.slow
 def test_a_mistake_ends_the_command_itself_in_one_line(tmp_path):
     """After all imports, so that no library writes there either."""
-    result = shufl(*mistaken(tmp_path, "simulation.cpus_per_node=1e6"))
+    command = shufl_command(*mistaken(tmp_path, "simulation.cpus_per_node=1e6"))
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: simulation.cpus_per_node must be at most")

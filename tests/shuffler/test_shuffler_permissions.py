@@ -292,6 +292,23 @@ def test_what_a_certificate_says():
 
 
 @pytest.mark.parametrize(
+    ("role", "options"), [("node", {"users": 7}), ("server", {}), ("shuffler", {"hosts": ["x"]})]
+)
+def test_a_certificate_names_its_key_and_the_authority_s(role: str, options: dict):
+    """Without them Python 3.13 trusts none."""
+    own, authority = (
+        x509.load_pem_x509_certificate(pem).extensions
+        for pem in (credentials(role, **options).certificate, AUTHORITY.certificate)
+    )
+    signed_by = own.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
+    theirs, ours = (
+        each.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
+        for each in (authority, own)
+    )
+    assert signed_by == theirs != ours
+
+
+@pytest.mark.parametrize(
     ("role", "options"),
     [
         ("node", {"users": 0}),
