@@ -26,7 +26,7 @@ from shufl.deploy.plan import (
     flower_environment,
 )
 from shufl.deploy.provision import provision
-from shufl.deploy.register import flwr, register
+from shufl.deploy.register import register
 from shufl.deploy.submit import run_on
 from shufl.shuffler.keys import Request, make_flower_key
 from shufl.simulator.config import load
@@ -170,14 +170,6 @@ class Rehearsal:
         for name in names or [each.name for each in self.sites[site].processes]:
             with self._lock:
                 self._kill_group(self.running.pop((site, name)))
-
-    def flwr(self, *arguments: str) -> str:
-        """Runs a command of Flower's on the server.
-
-        Raises:
-            EngineFailed: it failed; with what it said.
-        """
-        return flwr(self.folder / "server", *arguments)
 
     @property
     def _nodes(self) -> list[NodeEntry]:

@@ -39,6 +39,7 @@ def draw(*paths: Path) -> Iterator[Any]:
     from cycler import cycler
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # a notebook's pyplot is left alone
+    from matplotlib.ticker import LogFormatter
 
     from shufl.simulator.ticks import PlainNumbers
 
@@ -55,8 +56,10 @@ def draw(*paths: Path) -> Iterator[Any]:
         yield axes
     for axis in (axis for each in figure.axes for axis in (each.xaxis, each.yaxis)):
         if axis.get_scale() == "log":
-            axis.set_major_formatter(PlainNumbers())
-            axis.set_minor_formatter(PlainNumbers())
+            if isinstance(axis.get_major_formatter(), LogFormatter):  # not labels of its own
+                axis.set_major_formatter(PlainNumbers())
+            if isinstance(axis.get_minor_formatter(), LogFormatter):
+                axis.set_minor_formatter(PlainNumbers())
             if label := axis.get_label_text():
                 axis.set_label_text(f"{label}, log scale")
     if any(each.get_legend_handles_labels()[0] for each in figure.axes):

@@ -17,7 +17,7 @@ from shufl.simulator.grid.page import keep_grid
 from shufl.simulator.grid.points import play
 from shufl.simulator.grid.settings import Grid
 from shufl.simulator.pages import page_of
-from shufl.simulator.plots import plot_rounds, plot_score_epsilon
+from shufl.simulator.plots import draw, plot_rounds, plot_score_epsilon
 from shufl.simulator.records import note_start, read_rows, read_starts
 from shufl.simulator.tables import AS_PLANNED, epsilon_text
 
@@ -343,3 +343,14 @@ def test_the_page_of_figure_1b_tells_the_end_of_a_run(run_folder, tmp_path):
     last = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"| 4 | {last['accuracy']:.1%} | {last['epsilon']:.4g} |" in page
     assert (tmp_path / "figure-1b.svg").stat().st_size > 10_000
+
+
+def test_a_logarithmic_axis_has_plain_numbers_but_where_it_has_labels_of_its_own():
+    with draw() as axes:
+        axes.plot([0.25, 0.5, 8], [0.1, 30, 1000])
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks([0.25, 0.5, 8], ["a quarter", "half", "eight"])
+    axes.figure.canvas.draw()
+    across, up = axes.get_xticklabels(), axes.get_yticklabels()
+    assert [label.get_text() for label in across] == ["a quarter", "half", "eight"]
+    assert {"0.1", "1", "10", "100", "1000"} <= {label.get_text() for label in up}
