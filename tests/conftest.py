@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import is_hypothesis_test, settings
 
 from run_world import ray_of_its_own
 from shufl import accounting
+from warm import run_code
 
 # How many examples hypothesis tries, and that no example has a deadline. They are the same each
 # time; HYPOTHESIS_PROFILE=others draws others, and a failure then prints how to play it again.
@@ -90,6 +92,14 @@ def device(request):
 
     exact_float32()
     return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_trials():
+    """Trials of a model in another process, which has torch when it begins; commands' have not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shufl.simulator.trial.subprocess", SimpleNamespace(run=run_code))
+        yield
 
 
 @pytest.fixture(scope="session")

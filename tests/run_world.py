@@ -13,7 +13,7 @@ import torch
 
 from rounds import check_in
 from shufl.accounting import make_accountant
-from warm import Warm, play
+from warm import Warm, play, ray_workers
 
 LIMIT = 1200
 """Seconds in which anything that is waited for happens, however busy the machine is."""
@@ -146,9 +146,15 @@ def ray_of_its_own(**resources):
         "print(ray.get_runtime_context().gcs_address, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        ray_workers() as setup,
+        subprocess.Popen(
+            [sys.executable, "-c", setup + code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
         try:
             yield process.stdout.readline().strip()
         finally:

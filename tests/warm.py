@@ -15,7 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
+
+from ray_workers import needed, serve, setup
 
 import shufl.simulator  # noqa: F401  sets variables that Flower and Ray read when they are imported
 
@@ -50,8 +55,7 @@ class Warm:
         for path in self._paths:
             path.touch()
         given = program, self.args, cwd or Path.cwd(), dict(env or os.environ), _FOUND
-        self._process = _FORKS.Process(target=_play, args=(*given, self._paths, process_group))
-        self._process.start()
+        self._process = _forked(_play, *given, self._paths, process_group)
         self.pid = self._process.pid
 
     @property
@@ -95,6 +99,45 @@ def play(arguments, timeout, **options):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def run_code(command, input, capture_output):
+    """As `subprocess.run` runs `python -c CODE`."""
+    with tempfile.NamedTemporaryFile() as stdin:
+        stdin.write(input)
+        stdin.flush()
+        done = play([command[-1], stdin.name], None, program="python")
+    done.stdout, done.stderr = done.stdout.encode(), done.stderr.encode()
+    return done
+
+
+def _python(code, stdin):
+    sys.stdin = Path(stdin).open()
+    exec(code, {"__name__": "__main__"})
+
+
+@contextlib.contextmanager
+def ray_workers():
+    """Serves a Ray with workers; lines with which the program that starts it begins."""
+    with tempfile.TemporaryDirectory() as folder:
+        address = Path(folder) / "workers"
+        server = _forked(serve, str(address))
+        try:
+            while not address.exists():
+                assert server.exitcode is None
+                time.sleep(0.05)
+            yield setup(address)
+        finally:
+            server.kill()
+            server.join()
+
+
+def _forked(function, *arguments):
+    with mock.patch.dict(os.environ, needed()):
+        forkserver.ensure_running()
+    process = _FORKS.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
 def _play(program, arguments, cwd, env, found, outputs, process_group):
     if process_group is not None:
         os.setpgid(0, process_group)
@@ -106,9 +149,12 @@ def _play(program, arguments, cwd, env, found, outputs, process_group):
     sys.path[:] = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *found]
     sys.argv = [program, *arguments]
     multiprocessing.set_start_method(None, force=True)  # else what it starts is forked here too
-    module, _, function = _PROGRAMS[program].partition(":")
+    module, _, function = _PROGRAMS.get(program, "").partition(":")
     try:
-        getattr(importlib.import_module(module), function)()
+        if program == "python":
+            _python(*arguments)
+        else:
+            getattr(importlib.import_module(module), function)()
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()  # both of which a forked process leaves out
