@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE =  # else each of the tests' hundreds of processes compiles all modules anew
 
-.PHONY: run test nightly year soak check lint site experiments bench load timing proto lock mnist clean
+.PHONY: run test nightly year soak check collected lint site experiments bench load timing proto lock mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
-test: .venv/ready lint
+test: .venv/ready
+	$(MAKE) --no-print-directory --jobs 2 lint collected  # one processor each
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; benchmark scripts: about an hour
@@ -23,6 +24,9 @@ soak: .venv/ready  ## some 100 kills of each party in one process, and kills in 
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
+
+collected: .venv/ready
+	@$(BIN)/pytest --collect-only -qq > build/collected.txt || { cat build/collected.txt; exit 1; }
 
 lint: .venv/ready
 	$(BIN)/ruff check .

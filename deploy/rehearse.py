@@ -37,8 +37,6 @@ _START_SECONDS = 600.0
 _STOP_SECONDS = 10.0
 _AGAIN_SECONDS = 2.0
 _AWAY_SECONDS = 30.0
-# Flower asks for work once a second by default, and nothing else sets the pace of a rehearsal.
-_FAST = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 
 
 def on_loopback(deployment: Deployment, proxied: bool) -> Deployment:
@@ -152,7 +150,7 @@ class Rehearsal:
             self.running[site, name] = subprocess.Popen(
                 process.arguments,
                 cwd=folder,
-                env=flower_environment(folder / process.home) | _FAST,
+                env=flower_environment(folder / process.home),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

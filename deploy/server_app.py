@@ -104,7 +104,7 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
             traceback.print_exc()
             why = f"{type(error).__name__}: {one_line(error)}; see flower.log"
             if getattr(getattr(error, "response", None), "status_code", None) == 401:
-                why = "Flower's SuperLink no longer takes this run's messages, as after flwr stop"
+                why = _NOT_TAKEN
             outcome = {"error": why}
         (folder / STOP_FILE).unlink(missing_ok=True)
         new = folder / f"{OUTCOME_FILE}.new"
@@ -125,6 +125,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 _ENDING_SECONDS = 60.0
+_NOT_TAKEN = "Flower's SuperLink no longer takes this run's messages, as after flwr stop"
 _ENDS_EARLY = (
     *(CheckpointError, ConfigError, LedgerError, MetricsError, RoundFailed, ShufflerError),
     OSError,
@@ -155,7 +156,11 @@ class DeployedEngine:
         self._make_aggregator = experiment.make_aggregator
 
     def run(self, training: TrainingSettings, observe: Observe, stop: threading.Event) -> RunEnd:
-        """Plays rounds until the budget, the plan's last round, or the file that asks to stop."""
+        """Plays rounds until the budget, the plan's last round, or the file that asks to stop.
+
+        Raises:
+            RoundFailed: also where the process is interrupted without that file.
+        """
         site, asked = self._site, training.folder / STOP_FILE
         settings = ServerSettings(
             **vars(training),
@@ -173,4 +178,7 @@ class DeployedEngine:
             return stop.is_set() or asked.exists()
 
         with logs_to(training.folder / "server.log", "shufl.server"):
-            return RoundLoop(settings, self._grid, observe, stopped, lambda: False).run()
+            ended = RoundLoop(settings, self._grid, observe, stopped, lambda: False).run()
+        if ended.stopped_by == "interrupt" and not asked.exists():
+            raise RoundFailed(_NOT_TAKEN)  # Flower interrupts its process then
+        return ended

@@ -74,6 +74,6 @@ if __name__ == "__main__":
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ[_ADDRESS])
         socket.send_fds(server, [b"."], [1, 2])
-        call = sys.argv[1:], os.getcwd(), dict(os.environ)
+        call = sys.argv[1:], str(Path.cwd()), dict(os.environ)
         server.sendall(json.dumps(call).encode() + b"\n")
         server.recv(1)  # nothing comes: the worker's end of the connection is closed with it

@@ -20,9 +20,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-from ray_workers import needed, serve, setup
-
 import shufl.simulator  # noqa: F401  sets variables that Flower and Ray read when they are imported
+from ray_workers import needed, serve, setup
 
 _OURS = [Path(__file__).parents[1] / name for name in ("tests", "benchmarks", "examples")]
 """Folders whose modules pytest finds, and a command does not."""
@@ -110,8 +109,8 @@ def run_code(command, input, capture_output):
 
 
 def _python(code, stdin):
-    sys.stdin = Path(stdin).open()
-    exec(code, {"__name__": "__main__"})
+    with Path(stdin).open() as sys.stdin:
+        exec(code, {"__name__": "__main__"})
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
 
+from nights import by_night
 from shufl.accounting.numerics import jump_sum
 from shufl.accounting.numerics.graded_law import law_of_sum
 from shufl.accounting.numerics.jump_counts import PoissonCount, TermsCount
@@ -179,7 +180,7 @@ def test_very_many_jumps_are_nearly_normal(pair, width, rate, tolerance):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("chance", [1e-6, 0.01, 0.9])
+@pytest.mark.parametrize("chance", [0.01, *by_night(1e-6, 0.9)])
 def test_one_term_is_one_jump(pair, chance):
     for width in (0.01, 0.7, 5.0):
         for alpha in (1.0, 1.3, 20.0):
@@ -216,14 +217,16 @@ def graded(pair, width, alpha, terms, chance, down, step, points=60):
 @pytest.mark.parametrize(
     ("terms", "chance", "down", "width", "excess"),
     [
-        (1, 0.3, 0.6, 0.5, 0.2),
         (2, 0.999, 0.0, 1.0, 0.0),
-        (7, 0.05, 0.9, 1.0, 0.3),
         (40, 0.5, 0.5, 0.3, 0.05),
         (1000, 0.01, 0.8, 1.0, 0.02),
-        (1000, 0.6, 0.3, 2.0, 0.1),
         (10_000, 0.4, 0.0, 0.2, 0.001),
-        (10_000, 1e-3, 0.5, 0.1, 0.004),
+        *by_night(
+            (1, 0.3, 0.6, 0.5, 0.2),
+            (7, 0.05, 0.9, 1.0, 0.3),
+            (1000, 0.6, 0.3, 2.0, 0.1),
+            (10_000, 1e-3, 0.5, 0.1, 0.004),
+        ),
     ],
 )
 def test_sums_of_terms_by_the_graded_law(pair, terms, chance, down, width, excess):
@@ -321,7 +324,7 @@ def test_terms_that_are_all_jumps_are_bounded_too():
     assert low <= truth <= high <= 1.03 * low
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *by_night(1, 2)])
 def test_what_is_left_out_beyond_a_frequency_is_less_than_its_bound(seed):
     """Where jumps are few and of very different size, which is where the last cut is taken."""
     rng, tried = np.random.default_rng(seed), 0

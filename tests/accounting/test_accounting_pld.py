@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
+from nights import by_night
 from rounds import check_in, everyone, fixed_size
 from shufl import accounting
 from shufl.accounting.accountants.pld import PldAccountant, round_profile
@@ -71,7 +72,7 @@ def hockey_stick(draws, sigma, rate, users, alpha, rng):
     return [(s.mean(), 5 * s.std() / math.sqrt(draws)) for s in samples]
 
 
-@pytest.mark.parametrize("users", [1, 2, 4, 7])
+@pytest.mark.parametrize("users", [1, 7, *by_night(2, 4)])
 @pytest.mark.parametrize(("rate", "sigma"), [(1.0, 2.0), (0.5, 1.0), (0.2, 0.8)])
 def test_up_to_seven_users_by_monte_carlo(users, rate, sigma):
     rng = np.random.default_rng(20)
@@ -249,12 +250,14 @@ def test_a_profile_never_lies_below_a_sampled_direction():
 @pytest.mark.parametrize(
     ("relation", "event", "rounds"),
     [
-        (REPLACE, EVERYONE(40, 0.6), 1),
         (REPLACE, EVERYONE(100, 0.5), 1),
-        (REPLACE, CHECK_IN(40, 0.8, 0.6), 1),
         (REPLACE, FIXED(40, 35, 0.6), 1),
-        (ZERO_OUT, EVERYONE(10, 0.4), 100),
         (ZERO_OUT, CHECK_IN(30, 0.5, 0.3), 20),
+        *by_night(
+            (REPLACE, EVERYONE(40, 0.6), 1),
+            (REPLACE, CHECK_IN(40, 0.8, 0.6), 1),
+            (ZERO_OUT, EVERYONE(10, 0.4), 100),
+        ),
     ],
 )
 def test_the_bound_is_tight_with_few_users_and_little_noise(relation, event, rounds):

@@ -191,7 +191,7 @@ def assert_bounds(accountant, ratios, epsilons):
         assert accountant.get_delta(epsilon) >= float(np.mean(kept)) - 5.0 * error
 
 
-@pytest.mark.parametrize("users", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("users", [2, 5, *by_night(3, 4, 6)])
 @pytest.mark.parametrize("adjacency", DIRECTIONS)
 def test_few_users_by_permanents(adjacency, users):
     rng = np.random.default_rng(users)
@@ -305,7 +305,7 @@ def test_too_few_others():
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize(("terms", "rate", "alpha"), [(300, 1.0, 1.02), (300, 0.2, 1.0)])
+@pytest.mark.parametrize(("terms", "rate", "alpha"), [(300, 0.2, 1.0), *by_night((300, 1.0, 1.02))])
 def test_sums_at_several_shifts(pair, terms, rate, alpha):
     width, raised = 0.5, 1.1
     law = worst_law(pair, width, alpha, raised)

@@ -1,9 +1,12 @@
 """What `shufl provision` makes: a folder for each site, certificates, and clear refusals."""
 
 import datetime
+import functools
 import hashlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 from cryptography import x509
+from rich.console import Console
 from typer.testing import CliRunner
 
 from run_world import shufl
@@ -21,8 +25,9 @@ from shufl.clients import RoundRefused, load_device
 from shufl.deploy.node import agreed_plan, check_data, node_settings
 from shufl.deploy.plan import Deployment
 from shufl.deploy.provision import provision
-from shufl.deploy.server_app import DeployedEngine
-from shufl.deploy.sites import NodeSite, ServerSite, load_site
+from shufl.deploy.server_app import DeployedEngine, deployed_experiment
+from shufl.deploy.sites import STOP_FILE, NodeSite, ServerSite, load_site
+from shufl.server import RoundFailed
 from shufl.shuffler import Credentials, RoundHeader
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
@@ -31,6 +36,7 @@ from shufl.shuffler.store.floor import Floor
 from shufl.simulator.config import load
 from shufl.simulator.data.datasets import load_dataset
 from shufl.simulator.experiment import prepare
+from shufl.simulator.run import Run, make_folder
 from shufl.simulator.section import ConfigError
 
 RUN = {
@@ -580,6 +586,32 @@ def test_data_that_differ_between_machines_are_refused_on_both_sides(base, monke
     with pytest.raises(ConfigError, match=message):
         DeployedEngine(experiment, server, grid=None, tell=print)
     load_dataset.cache_clear()
+
+
+class _Stopped:
+    """Flower's grid after `flwr stop`: it interrupts the process."""
+
+    def get_node_ids(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return []
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_run_has_failed_if_flower_interrupts_it_and_not_shufl(base, asked):
+    provisioned(base)
+    request_everything(base)
+    provisioned(base)
+    site = load_site(base / "sites/server/server.toml", ServerSite)
+    config = load(str(base / "sites/server/run.toml"))
+    folder = make_folder(base / "runs", deployed_experiment(config, len(site.shufflers)))
+    engine = functools.partial(DeployedEngine, site=site, grid=_Stopped(), tell=print)
+    run = Run.of(folder, Console(quiet=True), engine)
+    if asked:
+        (folder / STOP_FILE).touch()
+        assert run.train().stopped_by == "interrupt"
+    else:
+        with pytest.raises(RoundFailed, match=r"no longer takes .* as after flwr stop$"):
+            run.train()
 
 
 def test_a_plan_without_cover_is_refused_on_both_sides(base):
