@@ -80,17 +80,17 @@ def stop_in_round_2(result, model):
 
 if __name__ == "__main__":
     changes, ray_is_ours, sizes = json.loads(sys.argv[1]), False, None
-    if sys.argv[2] == "ray":
+    if "ray" in sys.argv[2:]:
         import ray
         ray.init(num_cpus=1, include_dashboard=False)
     seen = []
     run = shufl.run("quickstart", changes, dataset=data, model=Net, on_round=stop_in_round_2)
     said = [run.epsilon["blanket"], run.epsilon_so_far["blanket"]]
-    score = run.score
-    if sys.argv[2] == "ray":
+    if "resume" in sys.argv[2:]:
         run = shufl.resume(run.folder, dataset=data(), model=Net, progress=False)
         said += [run.epsilon["blanket"], run.epsilon_so_far["blanket"]]
-        score = run.score
+    score = run.score
+    if "ray" in sys.argv[2:]:
         ray_is_ours = ray.get(ray.remote(lambda: True).remote())
         sizes = bytes_of_a_message(changes)
     print(json.dumps([heavy, seen, said, score, type(run.model).__name__, ray_is_ours, sizes]))
@@ -109,25 +109,28 @@ def trapped(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "ray"),
+    ("engine", "also"),
     [
-        ({}, "ray"),
-        *by_night(({"simulation.engine": "vectorised", "simulation.workers": 2}, "")),
+        ({}, ["ray"]),
+        *by_night(
+            ({}, ["ray", "resume"]),
+            ({"simulation.engine": "vectorised", "simulation.workers": 2}, []),
+        ),
     ],
-    ids=["flower", "workers"],
+    ids=["flower", "resumed", "workers"],
 )
-def test_objects_of_a_script_go_into_every_process(trapped, engine, ray):
+def test_objects_of_a_script_go_into_every_process(trapped, engine, also):
     """Its Ray too: the one that the script has started is used, and goes on."""
     (trapped / "go.py").write_text(SCRIPT)
-    command = [sys.executable, "go.py", json.dumps(CHANGES | engine), ray]
+    command = [sys.executable, "go.py", json.dumps(CHANGES | engine), *also]
     ended = subprocess.run(command, cwd=trapped, capture_output=True, text=True, timeout=LIMIT)
     assert ended.returncode == 0, ended.stderr
     *told, sizes = json.loads(ended.stdout.splitlines()[-1])
     heavy, seen, epsilons, score, model, goes_on = told
-    assert (heavy, seen, model, goes_on) == ([], [True, True], "Net", bool(ray))
+    assert (heavy, seen, model, goes_on) == ([], [True, True], "Net", "ray" in also)
     planned, so_far, *at_the_end = epsilons
     assert so_far < planned  # a stop that looks at results saves nothing
-    assert at_the_end == [planned, planned] * bool(ray)
+    assert at_the_end == [planned, planned] * ("resume" in also)
     assert score > 0.55
     if sizes:  # data travel as a reference
         assert sizes[0] > 30_000 * 6 * 4 and sizes[1] < 20_000
