@@ -32,8 +32,12 @@ def setup(address):
     )
 
 
-def serve(address):
-    """Listens there, and forks a worker for each call, until it is killed."""
+def serve(address, found):
+    """Listens there, and forks a worker for each call, until it is killed.
+
+    `found` is the path of modules of a process that has just begun.
+    """
+    sys.path[:] = found
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()

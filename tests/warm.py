@@ -2,8 +2,10 @@
 
 To start Python and to import torch, Flower, Ray and the accountants takes six seconds of a
 processor for each command. Here one process imports them once, runs nothing, and forks a child for
-each command. In an interpreter of its own `test_run.py` resumes a run, `test_run_faults.py` makes a
-mistake, and `test_install.py` tries each command of the wheel.
+each command, for each trial of a model in another process (`trial`), and for each worker of a Ray
+that tests share. In an interpreter of its own `test_run.py` resumes a run, `test_run_faults.py`
+makes a mistake, and `test_install.py` tries each command of the wheel; trials of the commands
+themselves, and workers of a Ray that a run starts, have their own too.
 """
 
 import atexit
@@ -37,6 +39,7 @@ _FORKS.set_forkserver_preload(
         "torch._dynamo",
         "matplotlib.figure",
         "shufl.simulator.run",
+        "tiny_prices",
     ]
 )
 
@@ -118,7 +121,7 @@ def ray_workers():
     """Serves a Ray with workers; lines with which the program that starts it begins."""
     with tempfile.TemporaryDirectory() as folder:
         address = Path(folder) / "workers"
-        server = _forked(serve, str(address))
+        server = _forked(serve, str(address), _FOUND)
         try:
             while not address.exists():
                 assert server.exitcode is None
@@ -130,7 +133,8 @@ def ray_workers():
 
 
 def _forked(function, *arguments):
-    with mock.patch.dict(os.environ, needed()):
+    where = {"PYTHONPATH": str(Path(__file__).parent)}  # of `tiny_prices`
+    with mock.patch.dict(os.environ, needed() | where):
         forkserver.ensure_running()
     process = _FORKS.Process(target=function, args=arguments)
     process.start()
