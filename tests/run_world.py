@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -135,8 +135,8 @@ def wait_until(condition, seconds, what):
 
 
 @contextmanager
-def ray_of_its_own(**resources):
-    """A Ray in a process of its own; its address.
+def ray_of_its_own(warm=True, **resources):
+    """A Ray in a process of its own; its address. `warm`: its workers are forks.
 
     Ray forks where it starts, which in a process with gRPC's threads sometimes hangs.
     """
@@ -147,7 +147,7 @@ def ray_of_its_own(**resources):
         "sys.stdin.read()\n"
     )
     with (
-        ray_workers() as setup,
+        ray_workers() if warm else nullcontext("") as setup,
         subprocess.Popen(
             [sys.executable, "-c", setup + code],
             stdin=subprocess.PIPE,

@@ -20,6 +20,7 @@ from run_world import (
     json_lines,
     model_of,
     only_folder,
+    ray_of_its_own,
     running,
     shufl,
     shufl_command,
@@ -52,12 +53,17 @@ def with_model(tmp_path, name, *settings, options=""):
 
 
 @pytest.fixture(scope="module")
-def worker_killed(tmp_path_factory, shared_ray):
-    """A run whose Ray worker is killed in the third round; the folder of what its model wrote."""
+def worker_killed(tmp_path_factory):
+    """A run whose Ray worker is killed in the third round; the folder of what its model wrote.
+
+    Workers have interpreters of their own, so that it shows what they import.
+    """
     folder = tmp_path_factory.mktemp("killed")
     local_work = "training.algorithm=fedavg", "training.local_epochs=2"
     more = *ALONE, *local_work, "training.optimiser=adam", "training.optimiser_options={}"
-    return with_model(folder, "kills_its_worker", *more, options=", times=1, first=3"), folder
+    with ray_of_its_own(warm=False, num_cpus=1) as address, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", address)
+        return with_model(folder, "kills_its_worker", *more, options=", times=1, first=3"), folder
 
 
 @pytest.mark.slow
