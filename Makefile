@@ -9,7 +9,7 @@ run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
 
 test: .venv/ready
-	$(MAKE) --no-print-directory --jobs 2 lint collected  # one processor each
+	@$(MAKE) --no-print-directory --jobs 2 lint collected
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; benchmark scripts: about an hour
@@ -25,8 +25,9 @@ soak: .venv/ready  ## some 100 kills of each party in one process, and kills in 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
 
+# Compiles the tests once, before several processes would; each of the two here has a processor.
 collected: .venv/ready
-	@$(BIN)/pytest --collect-only -qq > build/collected.txt || { cat build/collected.txt; exit 1; }
+	@$(BIN)/pytest --collect-only -qq > .venv/collected || { cat .venv/collected; exit 1; }
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -104,7 +104,7 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
             traceback.print_exc()
             why = f"{type(error).__name__}: {one_line(error)}; see flower.log"
             if getattr(getattr(error, "response", None), "status_code", None) == 401:
-                why = _NOT_TAKEN
+                why = _ENDED
             outcome = {"error": why}
         (folder / STOP_FILE).unlink(missing_ok=True)
         new = folder / f"{OUTCOME_FILE}.new"
@@ -125,7 +125,8 @@ def _end_with_parent(parent: int) -> None:
 
 
 _ENDING_SECONDS = 60.0
-_NOT_TAKEN = "Flower's SuperLink no longer takes this run's messages, as after flwr stop"
+_PARENT_SECONDS = 5.0  # from an interrupt to the end of a SuperLink that has had it too
+_ENDED = "the run was ended from outside, as by flwr stop"
 _ENDS_EARLY = (
     *(CheckpointError, ConfigError, LedgerError, MetricsError, RoundFailed, ShufflerError),
     OSError,
@@ -180,5 +181,8 @@ class DeployedEngine:
         with logs_to(training.folder / "server.log", "shufl.server"):
             ended = RoundLoop(settings, self._grid, observe, stopped, lambda: False).run()
         if ended.stopped_by == "interrupt" and not asked.exists():
-            raise RoundFailed(_NOT_TAKEN)  # Flower interrupts its process then
+            # Flower interrupts this process after `flwr stop`, and where its SuperLink ends: then
+            # `_end_with_parent` ends it meanwhile.
+            time.sleep(_PARENT_SECONDS)
+            raise RoundFailed(_ENDED)
         return ended

@@ -96,7 +96,7 @@ def device(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_trials():
-    """Trials of a model in another process, which has torch when it begins; commands' have not."""
+    """Has a trial of a model in another process be a fork; trials of commands are none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shufl.simulator.trial.subprocess", SimpleNamespace(run=run_code))
         yield

@@ -13,21 +13,20 @@ import torch
 
 from rounds import check_in
 from shufl.accounting import make_accountant
-from warm import Warm, play, ray_workers
+from tiny import ADJACENCY, CLIP_NORM, NOISE, RATE, USERS
+from warm import Warm, forked_workers, play
 
 LIMIT = 1200
 """Seconds in which anything that is waited for happens, however busy the machine is."""
-
-USERS, RATE, NOISE = 60, 0.5, 1.0
 
 CONFIG = f"""
 name = "tiny"
 seed = 5
 [privacy]
 check_in_rate = {RATE}
-clip_norm = 0.8
+clip_norm = {CLIP_NORM}
 noise_multiplier = {NOISE}
-adjacency = "zero-out"
+adjacency = "{ADJACENCY}"
 target_epsilon = TARGET
 rounds = 1000
 minimum_batch = 5
@@ -49,7 +48,7 @@ round_timeout = 600.0
 
 def epsilon_after(rounds):
     """Theorem 3's epsilon of the tiny plan, composed round by round."""
-    accountant = make_accountant("theorem3", "zero-out")
+    accountant = make_accountant("theorem3", ADJACENCY)
     for _ in range(rounds):
         accountant.compose(check_in(USERS, RATE, NOISE))
     return accountant.get_epsilon(1 / USERS)
@@ -147,9 +146,9 @@ def ray_of_its_own(warm=True, **resources):
         "sys.stdin.read()\n"
     )
     with (
-        ray_workers() if warm else nullcontext("") as setup,
+        forked_workers() if warm else nullcontext("") as first_lines,
         subprocess.Popen(
-            [sys.executable, "-c", setup + code],
+            [sys.executable, "-c", first_lines + code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,6 +1,6 @@
-"""Prices the rounds of the tiny configuration: half of the work of a run that has a few rounds.
+"""Importing this prices the rounds of the tiny configuration.
 
-Accountants keep prices, so that a process which has imported this need not find them again.
+Accountants keep prices: a process that has them begins with much of the work of a short run done.
 """
 
 from shufl.accounting import (
@@ -10,10 +10,12 @@ from shufl.accounting import (
     accountants_of_kind,
     make_accountant,
 )
+from tiny import ADJACENCY, CLIP_NORM, NOISE, RATE, USERS
 
-_ROUND = Shuffled(60, CheckIn(0.5), GaussianMechanism(clip_norm=0.8, noise_multiplier=1.0))
+_MECHANISM = GaussianMechanism(clip_norm=CLIP_NORM, noise_multiplier=NOISE)
+_ROUND = Shuffled(USERS, CheckIn(RATE), _MECHANISM)
 
 for _name in accountants_of_kind(_ROUND):
-    _accountant = make_accountant(_name, "zero-out")
+    _accountant = make_accountant(_name, ADJACENCY)
     if _accountant.supports(_ROUND):
-        _accountant.compose(_ROUND).get_epsilon(1 / 60)
+        _accountant.compose(_ROUND).get_epsilon(1 / USERS)

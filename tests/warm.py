@@ -1,18 +1,20 @@
 """Processes that have imported everything when they begin.
 
 To start Python and to import torch, Flower, Ray and the accountants takes six seconds of a
-processor for each command. Here one process imports them once, runs nothing, and forks a child for
-each command, for each trial of a model in another process (`trial`), and for each worker of a Ray
-that tests share. In an interpreter of its own `test_run.py` resumes a run, `test_run_faults.py`
-makes a mistake, and `test_install.py` tries each command of the wheel; trials of the commands
-themselves, and workers of a Ray that a run starts, have their own too.
+processor for each command. Here one process imports them once, prices the tiny configuration, and
+forks a child for each command, for each trial of a model in another process (`trial`), and for each
+worker of a Ray that tests share. In an interpreter of its own `test_run.py` resumes a run,
+`test_run_faults.py` makes a mistake, and `test_install.py` tries each command of the wheel; trials
+of the commands themselves, and workers of a Ray that a run starts, have their own too.
 """
 
 import atexit
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,10 +22,11 @@ import threading
 import time
 from multiprocessing import forkserver
 from pathlib import Path
-from unittest import mock
+
+import pytest
 
 import shufl.simulator  # noqa: F401  sets variables that Flower and Ray read when they are imported
-from ray_workers import needed, serve, setup
+from warm_ray import first_lines, serve, variables
 
 _OURS = [Path(__file__).parents[1] / name for name in ("tests", "benchmarks", "examples")]
 """Folders whose modules pytest finds, and a command does not."""
@@ -102,7 +105,7 @@ def play(arguments, timeout, **options):
 
 
 def run_code(command, input, capture_output):
-    """As `subprocess.run` runs `python -c CODE`."""
+    """Does what `subprocess.run` does with `python -P -c CODE`, and always captures the output."""
     with tempfile.NamedTemporaryFile() as stdin:
         stdin.write(input)
         stdin.flush()
@@ -117,8 +120,8 @@ def _python(code, stdin):
 
 
 @contextlib.contextmanager
-def ray_workers():
-    """Serves a Ray with workers; lines with which the program that starts it begins."""
+def forked_workers():
+    """Has workers for a Ray; gives the first lines of the program that starts it."""
     with tempfile.TemporaryDirectory() as folder:
         address = Path(folder) / "workers"
         server = _forked(serve, str(address), _FOUND)
@@ -126,16 +129,26 @@ def ray_workers():
             while not address.exists():
                 assert server.exitcode is None
                 time.sleep(0.05)
-            yield setup(address)
+            yield first_lines(address)
         finally:
-            server.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
             server.join()
 
 
-def _forked(function, *arguments):
-    where = {"PYTHONPATH": str(Path(__file__).parent)}  # of `tiny_prices`
-    with mock.patch.dict(os.environ, needed() | where):
+@functools.cache
+def _begin_server():
+    """Starts the process that imports everything, which has some variables of its own."""
+    where = {"PYTHONPATH": str(Path(__file__).parent)}  # there is `tiny_prices`
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (variables() | where).items():
+            patch.setenv(name, value)
         forkserver.ensure_running()
+
+
+def _forked(function, *arguments):
+    """Starts a fork that calls this function."""
+    _begin_server()
     process = _FORKS.Process(target=function, args=arguments)
     process.start()
     return process

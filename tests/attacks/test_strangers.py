@@ -241,7 +241,7 @@ def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
     assert run_flwr(home, "stop", run["run-id"], "there").returncode == 0
     wait_until(lambda: not world.runs, 90, "the end of the run")
     code, _, err = world.deployed.finish()
-    stopped = "error: Flower's SuperLink no longer takes this run's messages, as after flwr stop\n"
+    stopped = "error: the run was ended from outside, as by flwr stop\n"
     assert (code, err) == (1, stopped)
 
 

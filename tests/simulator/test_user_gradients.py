@@ -634,7 +634,7 @@ class OnAnotherDevice(FakeTensorMode):
 
 @pytest.mark.parametrize("sizes", [np.array([1, 6, 2, 3]), *by_night(np.full(4, 3))])
 @pytest.mark.parametrize("answer", [False, *by_night(True)])
-@pytest.mark.parametrize("method", ["book-keeping", *by_night("vmap")])
+@pytest.mark.parametrize("method", [METHODS[0], *by_night(*METHODS[1:])])
 @pytest.mark.parametrize("make", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_everything_is_computed_where_the_model_is(make, method, answer, sizes, monkeypatch):
     """On "meta", the one device beside the CPU that every build of torch can differentiate on."""
