@@ -181,8 +181,8 @@ class DeployedEngine:
         with logs_to(training.folder / "server.log", "shufl.server"):
             ended = RoundLoop(settings, self._grid, observe, stopped, lambda: False).run()
         if ended.stopped_by == "interrupt" and not asked.exists():
-            # Flower interrupts this process after `flwr stop`, and where its SuperLink ends: then
-            # `_end_with_parent` ends it meanwhile.
+            # Flower interrupts this process after `flwr stop`. It also does when its SuperLink
+            # ends, but then `_end_with_parent` ends the process during this sleep.
             time.sleep(_PARENT_SECONDS)
             raise RoundFailed(_ENDED)
         return ended

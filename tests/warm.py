@@ -46,7 +46,11 @@ _FORKS.set_forkserver_preload(
     ]
 )
 
-_PROGRAMS = {"shufl": "shufl.cli.__main__:main", "flwr": "flwr.cli.app:app"}
+_PROGRAMS = {
+    "shufl": "shufl.cli.__main__:main",
+    "flwr": "flwr.cli.app:app",
+    "python": f"{__name__}:_python",
+}
 
 
 class Warm:
@@ -114,7 +118,8 @@ def run_code(command, input, capture_output):
     return done
 
 
-def _python(code, stdin):
+def _python():
+    _, code, stdin = sys.argv
     with Path(stdin).open() as sys.stdin:
         exec(code, {"__name__": "__main__"})
 
@@ -165,12 +170,9 @@ def _play(program, arguments, cwd, env, found, outputs, process_group):
     sys.path[:] = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *found]
     sys.argv = [program, *arguments]
     multiprocessing.set_start_method(None, force=True)  # else what it starts is forked here too
-    module, _, function = _PROGRAMS.get(program, "").partition(":")
+    module, _, function = _PROGRAMS[program].partition(":")
     try:
-        if program == "python":
-            _python(*arguments)
-        else:
-            getattr(importlib.import_module(module), function)()
+        getattr(importlib.import_module(module), function)()
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()  # both of which a forked process leaves out
