@@ -7,6 +7,7 @@ the user's own hides, fair signs s_i, a drift a <= 0 and a swing w >= 0.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -111,8 +112,7 @@ def positive_parts(
     a <= 0, w > 0, b <= 0, u >= 0 and the result have shape (J,). `count` is that of K, and of D
     given K; its own shift and step are not used.
     """
-    first, last, chances = _blocks(count)
-    downs, weights = _steps_down(count, last)
+    first, last, chances, downs, weights = _laws(count)
     fall = np.multiply.outer(downs, step) - shift - np.multiply.outer(first, drift)
     levels = fall / np.multiply.outer(last, swing)
     # Rows are K, so that all levels of one K share its tails.
@@ -122,6 +122,13 @@ def positive_parts(
     # Beyond the blocks every sign may be +1.
     beyond = count.jumps * _law(count, 1.0).sf(float(last[-1]) - 1.0)
     return np.asarray(total * (1.0 + ROUND_UP) + swing * beyond)
+
+
+@functools.lru_cache(maxsize=8)
+def _laws(count: Count) -> tuple[FloatArray, ...]:
+    """What `_blocks` and `_steps_down` say: the same for all chunks of a profile."""
+    first, last, chances = _blocks(count)
+    return first, last, chances, *_steps_down(count, last)
 
 
 def _law(count: Count, left_out: float = 0.0) -> Any:
