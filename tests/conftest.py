@@ -17,7 +17,7 @@ from hypothesis import is_hypothesis_test, settings
 
 from run_world import ray_of_its_own
 from shufl import accounting
-from warm import run_code
+from warm import run_code, warm_server
 
 # How many examples hypothesis tries, and that no example has a deadline. They are the same each
 # time; HYPOTHESIS_PROFILE=others draws others, and a failure then prints how to play it again.
@@ -25,6 +25,10 @@ from warm import run_code
 settings.register_profile("day", max_examples=8, deadline=None, derandomize=True)
 settings.register_profile("night", max_examples=100, deadline=None, derandomize=True)
 settings.register_profile("others", max_examples=100, deadline=None, print_blob=True)
+
+# Else each of xdist's workers has as many threads as there are processors.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Ray's workers are nice by default; beside the other tests' processes they hardly got a turn.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -40,6 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Loads the profile before any test is imported."""
     usual = "night" if _is_night(config) else "day"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
+    if not hasattr(config, "workerinput"):  # one for all workers of xdist
+        server = warm_server()
+        server.__enter__()
+        config.add_cleanup(lambda: server.__exit__(None, None, None))
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -3,18 +3,18 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+import warm_ray
 from rounds import check_in
 from shufl.accounting import make_accountant
 from tiny import ADJACENCY, CLIP_NORM, NOISE, RATE, USERS
-from warm import Warm, forked_workers, play
+from warm import COLD, Warm, play
 
 LIMIT = 1200
 """Seconds in which anything that is waited for happens, however busy the machine is."""
@@ -141,23 +141,19 @@ def ray_of_its_own(warm=True, **resources):
     """
     code = (
         "import ray, sys\n"
+        "from ray._private import ray_constants\n"
+        f"if {warm}: ray_constants.SETUP_WORKER_FILENAME = {warm_ray.__file__!r}\n"
         f"ray.init(include_dashboard=False, log_to_driver=False, **{resources})\n"
         "print(ray.get_runtime_context().gcs_address, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    with (
-        forked_workers() if warm else nullcontext("") as first_lines,
-        subprocess.Popen(
-            [sys.executable, "-c", first_lines + code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process,
-    ):
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.communicate()
+    process = Warm([code], program="python", piped=True)
+    try:
+        yield process.stdout.readline().decode().strip()
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
 
 
 class LongRun:
@@ -168,10 +164,11 @@ class LongRun:
         config = tiny_config(folder, 3)
         self.runs = Path(folder) / "runs"
         endless = "--set", "privacy.target_epsilon=1e9"
+        env = os.environ | COLD  # else its shuffler were not among its children
         self.process = Warm(
             ("run", config, "--runs", self.runs, *endless, *arguments),
             process_group=0,
-            env={**os.environ, "RAY_ADDRESS": ""} if ray == "own" else None,
+            env=env | ({"RAY_ADDRESS": ""} if ray == "own" else {}),
         )
         self.spawned = {}
 

@@ -1,100 +1,165 @@
 """Processes that have imported everything when they begin.
 
 To start Python and to import torch, Flower, Ray and the accountants takes six seconds of a
-processor for each command. Here one process imports them once, prices the tiny configuration, and
-forks a child for each command, for each trial of a model in another process (`trial`), and for each
-worker of a Ray that tests share. In an interpreter of its own `test_run.py` resumes a run,
-`test_run_faults.py` makes a mistake, and `test_install.py` tries each command of the wheel; trials
-of the commands themselves, and workers of a Ray that a run starts, have their own too.
+processor for each command. Here one process, `warm_server`, imports them once, prices the tiny
+configuration, and forks a child for each command, for each trial of a model in another process, for
+the shuffler of each run, and for each worker of a Ray that tests share.
+
+In an interpreter of its own `test_run.py` resumes a run, `test_run_faults.py` makes a mistake, and
+`test_install.py` tries each command of the wheel; so have trials of the commands themselves,
+workers of a Ray that a run starts, shufflers that a test starts or looks at, and all of a
+deployment.
 """
 
-import atexit
 import contextlib
-import functools
-import importlib
-import multiprocessing
+import json
 import os
+import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
-import pytest
+_ADDRESS = "TEST_WARM"
+"""The variable with the path of the socket where the server listens."""
 
-import shufl.simulator  # noqa: F401  sets variables that Flower and Ray read when they are imported
-from warm_ray import first_lines, serve, variables
+COLD = {"TEST_COLD": "1"}
+"""Given to a run, its shuffler has an interpreter of its own."""
 
-_OURS = [Path(__file__).parents[1] / name for name in ("tests", "benchmarks", "examples")]
-"""Folders whose modules pytest finds, and a command does not."""
 
-_FOUND = [each for each in sys.path if not any(map(Path(each).is_relative_to, _OURS))]
+@contextlib.contextmanager
+def warm_server():
+    """Starts the server at the first call, whichever process makes it, and ends it."""
+    folder = tempfile.mkdtemp(prefix="warm-")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/socket")
+        listener.listen()
+        os.environ[_ADDRESS] = f"{folder}/socket"
+        done, closed = os.pipe()
+        started = threading.Thread(target=_start_at_a_call, args=(listener, done))
+        started.start()
+        try:
+            yield
+        finally:
+            os.close(closed)
+            started.join()
+            os.close(done)
+            del os.environ[_ADDRESS]
+            shutil.rmtree(folder)
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    [
-        "flwr.simulation",
-        "flwr.cli.app",
-        "ray",
-        "torch._dynamo",
-        "matplotlib.figure",
-        "shufl.simulator.run",
-        "tiny_prices",
-    ]
-)
 
-_PROGRAMS = {
-    "shufl": "shufl.cli.__main__:main",
-    "flwr": "flwr.cli.app:app",
-    "python": f"{__name__}:_python",
-}
+def _start_at_a_call(listener, done):
+    """Returns when the pipe `done` is closed, and ends the server before."""
+    if done in select.select([listener, done], [], [])[0]:
+        return
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    program = Path(__file__).with_name("warm_server.py")
+    with subprocess.Popen(
+        [sys.executable, "-P", program, str(listener.fileno())],
+        stdin=subprocess.PIPE,  # its end is the server's
+        stdout=subprocess.PIPE,  # what may be sought in, its forks would take for a file
+        stderr=subprocess.PIPE,
+        env=env,
+        pass_fds=[listener.fileno()],
+        process_group=0,
+    ) as server:
+        os.read(done, 1)
+        if server.poll():
+            sys.stderr.write(server.stderr.read().decode())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 class Warm:
-    """One of these programs with arguments, as `subprocess.Popen` would run it."""
+    """One of the server's programs with arguments, as `subprocess.Popen` would run it."""
 
-    def __init__(self, arguments, program="shufl", cwd=None, env=None, process_group=None):
-        """Begins it; `process_group`: 0 gives it one of its own."""
+    def __init__(
+        self,
+        arguments,
+        program="shufl",
+        cwd=None,
+        env=None,
+        process_group=None,
+        stdin=None,
+        stdout=None,
+        stderr=None,
+        piped=False,
+    ):
+        """Begins it. `piped`: its input and output are pipes, else files: empty, or kept ones.
+
+        `process_group`: 0 gives it one of its own.
+        """
         self.args = [str(argument) for argument in arguments]
-        self._output, self._said = tempfile.TemporaryDirectory(), None
-        self._paths = [Path(self._output.name) / name for name in ("stdout", "stderr")]
-        for path in self._paths:
-            path.touch()
-        given = program, self.args, cwd or Path.cwd(), dict(env or os.environ), _FOUND
-        self._process = _forked(_play, *given, self._paths, process_group)
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self):
-        return self._process.exitcode
+        self.stdin = self.stdout = self.returncode = self._said = None
+        self._kept = [given or tempfile.TemporaryFile() for given in (stdout, stderr)]  # noqa: SIM115
+        call = {
+            "program": program,
+            "arguments": self.args,
+            "cwd": str(cwd or Path.cwd()),
+            "env": dict(os.environ if env is None else env),
+            "process_group": process_group,
+        }
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.connect(os.environ[_ADDRESS])
+        with contextlib.ExitStack() as stack:
+            files = [stdin or stack.enter_context(Path(os.devnull).open("rb")), *self._kept]
+            if piped:
+                (its_input, self.stdin), (self.stdout, its_output) = _pipe(), _pipe()
+                files[:2] = map(stack.enter_context, (its_input, its_output))
+            socket.send_fds(self._server, [b"."], [file.fileno() for file in files])
+        self._server.sendall(json.dumps(call).encode() + b"\n")
+        self._answers = self._server.makefile()
+        self.pid = int(self._answers.readline())
 
     def poll(self):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
         return self.returncode
 
-    def kill(self):
-        self._process.kill()
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            if not select.select([self._server], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = int(self._answers.readline())
+            self._answers.close()
+            self._server.close()
+        return self.returncode
 
     def send_signal(self, number):
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def wait(self, timeout=None):
-        self._process.join(timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired(self.args, timeout)
-        return self.returncode
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout=None):
         """What it printed and complained of, at its end."""
         self.wait(timeout)
         if self._said is None:
-            self._said = tuple(path.read_text(encoding="utf-8") for path in self._paths)
-            self._output.cleanup()
+            self._said = tuple(map(_text, self._kept))
         return self._said
+
+
+def _pipe():
+    """Both ends of a pipe, as files."""
+    read, write = os.pipe()
+    return os.fdopen(read, "rb", 0), os.fdopen(write, "wb", 0)
+
+
+def _text(file):
+    """What is in a file, as text; closes it."""
+    with file:
+        file.seek(0)
+        return file.read().decode()
 
 
 def play(arguments, timeout, **options):
@@ -110,69 +175,28 @@ def play(arguments, timeout, **options):
 
 def run_code(command, input, capture_output):
     """Does what `subprocess.run` does with `python -P -c CODE`, and always captures the output."""
-    with tempfile.NamedTemporaryFile() as stdin:
+    with tempfile.TemporaryFile() as stdin:
         stdin.write(input)
-        stdin.flush()
-        done = play([command[-1], stdin.name], None, program="python")
+        stdin.seek(0)
+        done = play(command[-1:], None, program="python", stdin=stdin)
     done.stdout, done.stderr = done.stdout.encode(), done.stderr.encode()
     return done
 
 
-def _python():
-    _, code, stdin = sys.argv
-    with Path(stdin).open() as sys.stdin:
-        exec(code, {"__name__": "__main__"})
+def warm_shufflers():
+    """What `shufl.shuffler.process` needs of `subprocess`; a shuffler it starts is a fork.
 
+    Not where the variables say `COLD`, or where a PYTHONPATH may change it.
+    """
 
-@contextlib.contextmanager
-def forked_workers():
-    """Has workers for a Ray; gives the first lines of the program that starts it."""
-    with tempfile.TemporaryDirectory() as folder:
-        address = Path(folder) / "workers"
-        server = _forked(serve, str(address), _FOUND)
-        try:
-            while not address.exists():
-                assert server.exitcode is None
-                time.sleep(0.05)
-            yield first_lines(address)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
-            server.join()
+    def begin(command, **options):
+        env = options["env"]
+        if env.keys() & {*COLD, "PYTHONPATH"}:
+            return subprocess.Popen(command, **options)
+        arguments = command[command.index("shuffler") :]
+        given = {name: options[name] for name in ("env", "process_group", "stderr")}
+        return Warm(arguments, piped=True, **given)
 
-
-@functools.cache
-def _begin_server():
-    """Starts the process that imports everything, which has some variables of its own."""
-    where = {"PYTHONPATH": str(Path(__file__).parent)}  # there is `tiny_prices`
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (variables() | where).items():
-            patch.setenv(name, value)
-        forkserver.ensure_running()
-
-
-def _forked(function, *arguments):
-    """Starts a fork that calls this function."""
-    _begin_server()
-    process = _FORKS.Process(target=function, args=arguments)
-    process.start()
-    return process
-
-
-def _play(program, arguments, cwd, env, found, outputs, process_group):
-    if process_group is not None:
-        os.setpgid(0, process_group)
-    for number, path in enumerate([os.devnull, *outputs]):
-        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.path[:] = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *found]
-    sys.argv = [program, *arguments]
-    multiprocessing.set_start_method(None, force=True)  # else what it starts is forked here too
-    module, _, function = _PROGRAMS[program].partition(":")
-    try:
-        getattr(importlib.import_module(module), function)()
-    finally:
-        threading._shutdown()
-        atexit._run_exitfuncs()  # both of which a forked process leaves out
+    return SimpleNamespace(
+        Popen=begin, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+    )
