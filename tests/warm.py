@@ -54,7 +54,7 @@ def warm_server():
 
 
 def _start_at_a_call(listener, done):
-    """Returns when the pipe `done` is closed, and ends the server before."""
+    """Returns when the pipe `done` is closed, or the server has ended by itself."""
     if done in select.select([listener, done], [], [])[0]:
         return
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -68,8 +68,8 @@ def _start_at_a_call(listener, done):
         pass_fds=[listener.fileno()],
         process_group=0,
     ) as server:
-        os.read(done, 1)
-        if server.poll():
+        if done not in select.select([done, server.stdout], [], [])[0]:
+            listener.close()  # it has ended: nobody is to wait for it
             sys.stderr.write(server.stderr.read().decode())
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
