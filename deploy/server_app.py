@@ -100,6 +100,11 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
             outcome: dict[str, str] = {"stopped_by": ended.stopped_by}
         except _ENDS_EARLY as error:
             outcome = {"error": one_line(error)}
+        except KeyboardInterrupt:
+            # Flower interrupts this process after `flwr stop`. It also does when its SuperLink
+            # ends, but then `_end_with_parent` ends the process during this sleep.
+            time.sleep(_PARENT_SECONDS)
+            outcome = {"error": _ENDED}
         except Exception as error:  # of Flower's, or ours; its traceback is in flower.log
             traceback.print_exc()
             why = f"{type(error).__name__}: {one_line(error)}; see flower.log"
@@ -160,7 +165,7 @@ class DeployedEngine:
         """Plays rounds until the budget, the plan's last round, or the file that asks to stop.
 
         Raises:
-            RoundFailed: also where the process is interrupted without that file.
+            KeyboardInterrupt: the process was interrupted without that file.
         """
         site, asked = self._site, training.folder / STOP_FILE
         settings = ServerSettings(
@@ -181,8 +186,5 @@ class DeployedEngine:
         with logs_to(training.folder / "server.log", "shufl.server"):
             ended = RoundLoop(settings, self._grid, observe, stopped, lambda: False).run()
         if ended.stopped_by == "interrupt" and not asked.exists():
-            # Flower interrupts this process after `flwr stop`. It also does when its SuperLink
-            # ends, but then `_end_with_parent` ends the process during this sleep.
-            time.sleep(_PARENT_SECONDS)
-            raise RoundFailed(_ENDED)
+            raise KeyboardInterrupt
         return ended

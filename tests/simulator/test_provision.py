@@ -1,7 +1,6 @@
 """What `shufl provision` makes: a folder for each site, certificates, and clear refusals."""
 
 import datetime
-import functools
 import hashlib
 import json
 import os
@@ -10,12 +9,12 @@ import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import tomli_w
 from cryptography import x509
-from rich.console import Console
 from typer.testing import CliRunner
 
 from run_world import shufl
@@ -27,8 +26,7 @@ from shufl.deploy.node import agreed_plan, check_data, node_settings
 from shufl.deploy.plan import Deployment
 from shufl.deploy.provision import provision
 from shufl.deploy.server_app import DeployedEngine, deployed_experiment
-from shufl.deploy.sites import STOP_FILE, NodeSite, ServerSite, load_site
-from shufl.server import RoundFailed
+from shufl.deploy.sites import OUTCOME_FILE, STOP_FILE, NodeSite, ServerSite, load_site
 from shufl.shuffler import Credentials, RoundHeader
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
@@ -602,8 +600,8 @@ class _Interrupting:
         return []
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_an_interrupted_run_has_failed_unless_it_was_asked_to_stop(base, asked, monkeypatch):
+@pytest.mark.parametrize("when", ["asked", "amid rounds", "before"])
+def test_an_interrupted_run_has_failed_unless_it_was_asked_to_stop(base, when, monkeypatch):
     here = {"shufflers": [{"name": "shuffler-1", "host": "127.0.0.1", "port": 1}]}  # nobody's
     provisioned(base, **here)
     request_everything(base)
@@ -611,15 +609,15 @@ def test_an_interrupted_run_has_failed_unless_it_was_asked_to_stop(base, asked, 
     site = load_site(base / "sites/server/server.toml", ServerSite)
     config = load(str(base / "sites/server/run.toml"))
     folder = make_folder(base / "runs", deployed_experiment(config, len(site.shufflers)))
-    grid = _Interrupting(folder / STOP_FILE if asked else None)
-    engine = functools.partial(DeployedEngine, site=site, grid=grid, tell=print)
-    run = Run.of(folder, Console(quiet=True), engine)
+    grid = _Interrupting(folder / STOP_FILE if when == "asked" else None)
     monkeypatch.setattr(server_app, "_PARENT_SECONDS", 0.0)
-    if asked:
-        assert run.train().stopped_by == "interrupt"
-    else:
-        with pytest.raises(RoundFailed, match=r"^the run was ended from outside, as by flwr stop$"):
-            run.train()
+    if when == "before":
+        monkeypatch.setattr(Run, "of", lambda *_: signal.raise_signal(signal.SIGINT))
+    with nullcontext() if when == "asked" else pytest.raises(RuntimeError):
+        server_app.play(folder, site, grid, "1")
+    outcome = json.loads((folder / OUTCOME_FILE).read_text())
+    ended = {"error": "the run was ended from outside, as by flwr stop"}
+    assert outcome == {"attempt": "1"} | ({"stopped_by": "interrupt"} if when == "asked" else ended)
 
 
 def test_a_plan_without_cover_is_refused_on_both_sides(base):
