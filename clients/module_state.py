@@ -41,6 +41,8 @@ _CACHE = type(functools.lru_cache(len))
 _NOTHING: _Dict = {}
 _VIEWS = type(_NOTHING.keys()), type(_NOTHING.values()), type(_NOTHING.items())
 _LOCKS = "lock", "RLock"
+_Slot = types.MemberDescriptorType
+_UNSET = object()
 
 
 class ModuleState:
@@ -58,7 +60,7 @@ class ModuleState:
         self._empty: list[tuple[str, Any]] = []  # most dictionaries of a module
         self._lists: list[tuple[str, Any, _Contents]] = []
         self._dicts: list[tuple[str, _Dict, _Contents, _Contents]] = []
-        self._objects: list[tuple[str, Any, type, _Dict | None, list[tuple[str, Any]]]] = []
+        self._objects: list[tuple[str, Any, type, _Dict | None, list[tuple[_Slot, Any]]]] = []
         self._cells: list[tuple[str, types.CellType, Any]] = []
         self._caches: list[tuple[str, Any]] = []
         self._tensors: list[tuple[str, torch.Tensor, torch.Tensor, int, bool, Any]] = []
@@ -91,10 +93,10 @@ class ModuleState:
             if own is not None and held.__dict__ is not own:
                 changed.append(path)
                 held.__dict__ = own
-            for name, value in slots:
-                if getattr(held, name, None) is not value:
-                    changed.append(f"{path}.{name}")
-                    object.__setattr__(held, name, value)
+            for slot, value in slots:
+                if _held_in(slot, held) is not value:
+                    changed.append(f"{path}.{slot.__name__}")
+                    slot.__set__(held, value)
         for path, held in self._empty:
             if held:
                 changed.append(path)
@@ -138,7 +140,9 @@ class ModuleState:
 
     def _note(self, path: str, held: Any) -> Iterator[tuple[str, Any]]:
         """Notes one object; yields what it refers to, with the paths."""
-        own, slots = getattr(held, "__dict__", None), list(_slots(held))
+        own = getattr(held, "__dict__", None)
+        slots = [(slot, _held_in(slot, held)) for slot in _slots(type(held))]
+        slots = [each for each in slots if each[1] is not _UNSET]
         if isinstance(held, torch.Tensor) and _is_plain(held):
             hooks, trained = held._backward_hooks, held.requires_grad
             value = held.detach().clone()
@@ -175,7 +179,7 @@ class ModuleState:
             own = own if isinstance(own, dict) else None
             self._objects.append((path, held, type(held), own, slots))
             yield path, own
-            yield from ((f"{path}.{name}", value) for name, value in slots)
+            yield from ((f"{path}.{slot.__name__}", value) for slot, value in slots)
 
 
 def _parts(held: Any) -> Iterable[Any] | None:
@@ -195,15 +199,17 @@ def _parts(held: Any) -> Iterable[Any] | None:
     return tuple(held) if isinstance(held, _VIEWS) else None
 
 
-def _slots(held: Any) -> Iterator[tuple[str, Any]]:
-    """An object's slots, and what they hold."""
-    for kind in type(held).__mro__:
-        names = vars(kind).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{kind.__name__.lstrip('_')}{name}"
-            if name not in ("__dict__", "__weakref__") and hasattr(held, name):
-                yield name, getattr(held, name)
+def _slots(kind: type) -> list[_Slot]:
+    """The slots of a class's objects; a class may have a property of the name of a base's slot."""
+    each = (vars(base).values() for base in kind.__mro__ if "__slots__" in vars(base))
+    return [slot for slots in each for slot in slots if isinstance(slot, _Slot)]
+
+
+def _held_in(slot: _Slot, held: Any) -> Any:
+    try:
+        return slot.__get__(held)
+    except AttributeError:
+        return _UNSET
 
 
 def _is_of_python_alone(held: Any) -> bool:
@@ -213,8 +219,7 @@ def _is_of_python_alone(held: Any) -> bool:
     """
     kind = type(held)
     more = sum(getattr(kind, name) > 0 for name in ("__dictoffset__", "__weakrefoffset__"))
-    names = {name for name, _ in _slots(held)}
-    return kind.__basicsize__ <= object.__basicsize__ + 8 * (more + len(names))
+    return kind.__basicsize__ <= object.__basicsize__ + 8 * (more + len(_slots(kind)))
 
 
 def _restore_tensor(

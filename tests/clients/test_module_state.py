@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +119,28 @@ def test_restoring_names_what_had_changed():
     assert sorted(changed) == ["0.bias", "1.weight", "nothing", "steps"]
     assert (model.steps, model.nothing, state.restore()) == (0, [], [])
     assert model[0].bias.requires_grad and model[1].weight.any()
+
+
+class Hidden(models.Slots):
+    """Has a property of the name of its base's slot, as `pathlib.Path` has on Python 3.13."""
+
+    @property
+    def value(self):
+        return object()
+
+
+def test_slots_are_put_back_whatever_has_their_name():
+    model, slot = nn.Linear(2, 2), models.Slots.value
+    model.folder, model.held, model.empty = Path("records"), Hidden(), Hidden()
+    slot.__set__(model.held, 1)
+    state = ModuleState(model)
+    hash(model.folder)  # which it then keeps
+    assert state.restore() == []
+    slot.__set__(model.held, 2)
+    assert state.restore() == ["held.value"]
+    assert slot.__get__(model.held) == 1
+    slot.__delete__(model.held)
+    assert state.restore() == ["held.value"]
 
 
 def test_what_cannot_be_put_back_is_refused():
