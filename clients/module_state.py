@@ -16,6 +16,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,15 @@ class StateError(RuntimeError):
     """A module holds something that cannot be compared, or that cannot be put back."""
 
 
+class _Unset:
+    """Stands for what an empty slot holds."""
+
+
 _VALUES = {type(None), bool, int, float, complex, str, bytes, range, slice, torch.Size}
 _UNCHANGING = (
-    type, types.ModuleType, types.GenericAlias, logging.Logger, re.Pattern, np.generic, np.dtype,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo,
+    type, types.ModuleType, types.GenericAlias, logging.Logger, re.Pattern, PurePath, np.generic,
+    np.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo,
+    torch.iinfo,
 )  # fmt: skip
 """What never changes, or holds nothing of a record. What a class or a Python module holds is
 outside a model: `shufl.simulator.trial` looks for models that keep something there."""
@@ -42,7 +48,6 @@ _NOTHING: _Dict = {}
 _VIEWS = type(_NOTHING.keys()), type(_NOTHING.values()), type(_NOTHING.items())
 _LOCKS = "lock", "RLock"
 _Slot = types.MemberDescriptorType
-_UNSET = object()
 
 
 class ModuleState:
@@ -96,7 +101,10 @@ class ModuleState:
             for slot, value in slots:
                 if _held_in(slot, held) is not value:
                     changed.append(f"{path}.{slot.__name__}")
-                    slot.__set__(held, value)
+                    if value is _Unset:
+                        slot.__delete__(held)
+                    else:
+                        slot.__set__(held, value)
         for path, held in self._empty:
             if held:
                 changed.append(path)
@@ -142,7 +150,6 @@ class ModuleState:
         """Notes one object; yields what it refers to, with the paths."""
         own = getattr(held, "__dict__", None)
         slots = [(slot, _held_in(slot, held)) for slot in _slots(type(held))]
-        slots = [each for each in slots if each[1] is not _UNSET]
         if isinstance(held, torch.Tensor) and _is_plain(held):
             hooks, trained = held._backward_hooks, held.requires_grad
             value = held.detach().clone()
@@ -209,7 +216,7 @@ def _held_in(slot: _Slot, held: Any) -> Any:
     try:
         return slot.__get__(held)
     except AttributeError:
-        return _UNSET
+        return _Unset
 
 
 def _is_of_python_alone(held: Any) -> bool:

@@ -14,6 +14,7 @@ import functools
 import gc
 import json
 import os
+import signal
 import threading
 import time
 import traceback
@@ -88,14 +89,15 @@ def deployed_experiment(config: Config, shufflers: int) -> Experiment:
 def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
     """Begins the run in a folder, or goes on with it, and leaves its outcome there."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    deadline = time.monotonic() + _ENDING_SECONDS
-    while Ledger.is_held(folder / "ledger.jsonl") and time.monotonic() < deadline:
-        time.sleep(0.5)  # a killed SuperLink's ServerApp may live a moment longer
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Flower's would leave no outcome
     with (folder / CONSOLE_FILE).open("a", encoding="utf-8", buffering=1) as file:
         console = Console(file=file, width=100)
         tell = functools.partial(console.print, highlight=False, soft_wrap=True)
         make_engine = functools.partial(DeployedEngine, site=site, grid=grid, tell=tell)
         try:
+            deadline = time.monotonic() + _ENDING_SECONDS
+            while Ledger.is_held(folder / "ledger.jsonl") and time.monotonic() < deadline:
+                time.sleep(0.5)  # a killed SuperLink's ServerApp may live a moment longer
             ended = Run.of(folder, console, make_engine).train()
             outcome: dict[str, str] = {"stopped_by": ended.stopped_by}
         except _ENDS_EARLY as error:

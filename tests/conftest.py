@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,10 +27,6 @@ settings.register_profile("day", max_examples=8, deadline=None, derandomize=True
 settings.register_profile("night", max_examples=100, deadline=None, derandomize=True)
 settings.register_profile("others", max_examples=100, deadline=None, print_blob=True)
 
-# Else each of xdist's workers has as many threads as there are processors.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 # Ray's workers are nice by default; beside the other tests' processes they hardly got a turn.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
@@ -44,10 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Loads the profile before any test is imported."""
     usual = "night" if _is_night(config) else "day"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
-    if not hasattr(config, "workerinput"):  # one for all workers of xdist
-        server = warm_server()
-        server.__enter__()
-        config.add_cleanup(lambda: server.__exit__(None, None, None))
+    if hasattr(config, "workerinput"):
+        return
+    if config.option.numprocesses:  # else each of xdist's workers computes on all processors
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    stack = ExitStack()
+    stack.enter_context(warm_server())  # one for all of xdist's workers
+    config.add_cleanup(stack.close)
 
 
 def pytest_xdist_auto_num_workers() -> int:

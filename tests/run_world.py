@@ -149,7 +149,9 @@ def ray_of_its_own(warm=True, **resources):
     )
     process = Warm([code], program="python", piped=True)
     try:
-        yield process.stdout.readline().decode().strip()
+        address = process.stdout.readline().decode().strip()
+        assert address, process.communicate()
+        yield address
     finally:
         process.stdin.close()
         process.wait()
@@ -164,7 +166,7 @@ class LongRun:
         config = tiny_config(folder, 3)
         self.runs = Path(folder) / "runs"
         endless = "--set", "privacy.target_epsilon=1e9"
-        env = os.environ | COLD  # else its shuffler were not among its children
+        env = os.environ | COLD  # a forked shuffler would be another's child
         self.process = Warm(
             ("run", config, "--runs", self.runs, *endless, *arguments),
             process_group=0,

@@ -5,10 +5,9 @@ processor for each command. Here one process, `warm_server`, imports them once, 
 configuration, and forks a child for each command, for each trial of a model in another process, for
 the shuffler of each run, and for each worker of a Ray that tests share.
 
-In an interpreter of its own `test_run.py` resumes a run, `test_run_faults.py` makes a mistake, and
-`test_install.py` tries each command of the wheel; so have trials of the commands themselves,
-workers of a Ray that a run starts, shufflers that a test starts or looks at, and all of a
-deployment.
+These have interpreters of their own: the run that `test_run.py` resumes, the mistake that
+`test_run_faults.py` makes, the commands of `test_install.py`, trials of commands, workers of a Ray
+that a run starts, shufflers that a test starts or looks at, and all of a deployment.
 """
 
 import contextlib
@@ -40,8 +39,9 @@ def warm_server():
         listener.bind(f"{folder}/socket")
         listener.listen()
         os.environ[_ADDRESS] = f"{folder}/socket"
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done, closed = os.pipe()
-        started = threading.Thread(target=_start_at_a_call, args=(listener, done))
+        started = threading.Thread(target=_start_at_a_call, args=(listener, done, env, Path.cwd()))
         started.start()
         try:
             yield
@@ -53,24 +53,29 @@ def warm_server():
             shutil.rmtree(folder)
 
 
-def _start_at_a_call(listener, done):
-    """Returns when the pipe `done` is closed, or the server has ended by itself."""
-    if done in select.select([listener, done], [], [])[0]:
-        return
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def _start_at_a_call(listener, done, env, cwd):
+    """Returns when the pipe `done` is closed, and ends the server before."""
     program = Path(__file__).with_name("warm_server.py")
-    with subprocess.Popen(
-        [sys.executable, "-P", program, str(listener.fileno())],
-        stdin=subprocess.PIPE,  # its end is the server's
-        stdout=subprocess.PIPE,  # what may be sought in, its forks would take for a file
-        stderr=subprocess.PIPE,
-        env=env,
-        pass_fds=[listener.fileno()],
-        process_group=0,
-    ) as server:
-        if done not in select.select([done, server.stdout], [], [])[0]:
-            listener.close()  # it has ended: nobody is to wait for it
-            sys.stderr.write(server.stderr.read().decode())
+    with listener:  # who then waits for the server is told when it has ended by itself
+        if done in select.select([listener, done], [], [])[0]:
+            return
+        server = subprocess.Popen(
+            [sys.executable, "-P", program, str(listener.fileno())],
+            stdin=subprocess.PIPE,  # its end is the server's
+            stdout=subprocess.PIPE,  # a pipe: no fork can seek in its output
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=cwd,
+            pass_fds=[listener.fileno()],
+            process_group=0,
+        )
+    with server:
+        said = b""
+        while done not in select.select([done, server.stdout], [], [])[0]:
+            said += (more := os.read(server.stdout.fileno(), 2**16))
+            if not more:
+                sys.stderr.write(said.decode())
+                return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
 
@@ -114,7 +119,7 @@ class Warm:
             socket.send_fds(self._server, [b"."], [file.fileno() for file in files])
         self._server.sendall(json.dumps(call).encode() + b"\n")
         self._answers = self._server.makefile()
-        self.pid = int(self._answers.readline())
+        self.pid = self._answer()
 
     def poll(self):
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -125,10 +130,15 @@ class Warm:
         if self.returncode is None:
             if not select.select([self._server], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
-            self.returncode = int(self._answers.readline())
+            self.returncode = self._answer()
             self._answers.close()
             self._server.close()
         return self.returncode
+
+    def _answer(self):
+        line = self._answers.readline()
+        assert line, "the process that is to fork others has ended"
+        return int(line)
 
     def send_signal(self, number):
         if self.poll() is None:

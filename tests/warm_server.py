@@ -13,6 +13,7 @@ import os
 import runpy
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from multiprocessing import connection
@@ -61,7 +62,11 @@ def _serve(listener):
                 for other, (_, its_caller) in children.items():
                     os.close(other)
                     its_caller.close()
-                os._exit(_played(caller))
+                code = 1
+                try:
+                    code = _played(caller)
+                finally:
+                    os._exit(code)
             children[os.pidfd_open(pid)] = pid, caller
 
 
@@ -80,6 +85,7 @@ def _played(caller):
         os.chdir(call["cwd"])
         os.environ.clear()
         os.environ.update(call["env"])
+        tempfile.tempdir = None  # as the variables say
         path = call["env"].get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:] = [*filter(None, path), *_FOUND]
         sys.argv = [call["program"], *call["arguments"]]

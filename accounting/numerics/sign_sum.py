@@ -112,7 +112,8 @@ def positive_parts(
     a <= 0, w > 0, b <= 0, u >= 0 and the result have shape (J,). `count` is that of K, and of D
     given K; its own shift and step are not used.
     """
-    first, last, chances, downs, weights = _laws(count)
+    first, last, chances = _blocks(count)
+    downs, weights = _steps_down(count)
     fall = np.multiply.outer(downs, step) - shift - np.multiply.outer(first, drift)
     levels = fall / np.multiply.outer(last, swing)
     # Rows are K, so that all levels of one K share its tails.
@@ -124,13 +125,6 @@ def positive_parts(
     return np.asarray(total * (1.0 + ROUND_UP) + swing * beyond)
 
 
-@functools.lru_cache(maxsize=8)
-def _laws(count: Count) -> tuple[FloatArray, ...]:
-    """What `_blocks` and `_steps_down` say: the same for all chunks of a profile."""
-    first, last, chances = _blocks(count)
-    return first, last, chances, *_steps_down(count, last)
-
-
 def _law(count: Count, left_out: float = 0.0) -> Any:
     """The law of K, of a binomial one without so many of its terms."""
     if isinstance(count, TermsCount):
@@ -138,6 +132,7 @@ def _law(count: Count, left_out: float = 0.0) -> Any:
     return stats.poisson(count.jumps)
 
 
+@functools.lru_cache(maxsize=8)  # a profile asks in chunks, each time for the same
 def _blocks(count: Count) -> tuple[FloatArray, FloatArray, FloatArray]:
     """The first and the last K >= 1 of each block, as floats, and its probability, rounded up."""
     law = _law(count)
@@ -156,11 +151,13 @@ def _blocks(count: Count) -> tuple[FloatArray, FloatArray, FloatArray]:
     return first, last, np.maximum(chances, 0.0) * (1.0 + ROUND_UP) + 1e-300
 
 
-def _steps_down(count: Count, reports: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """The fewest steps down in each block of D, and its probability, given K at most `reports`.
+@functools.lru_cache(maxsize=8)
+def _steps_down(count: Count) -> tuple[FloatArray, FloatArray]:
+    """The fewest steps down in each block of D, and its probability, for each block of K.
 
-    Both of shape (blocks, K).
+    Both of shape (blocks of D, blocks of K).
     """
+    reports = _blocks(count)[1]
     law = _law_of_steps(count, reports)
     if law is None:
         return np.zeros((1, reports.size)), np.ones((1, reports.size))

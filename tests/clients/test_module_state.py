@@ -122,7 +122,7 @@ def test_restoring_names_what_had_changed():
 
 
 class Hidden(models.Slots):
-    """Has a property of the name of its base's slot, as `pathlib.Path` has on Python 3.13."""
+    """Has a property of the name of its base's slot."""
 
     @property
     def value(self):
@@ -131,16 +131,19 @@ class Hidden(models.Slots):
 
 def test_slots_are_put_back_whatever_has_their_name():
     model, slot = nn.Linear(2, 2), models.Slots.value
-    model.folder, model.held, model.empty = Path("records"), Hidden(), Hidden()
+    model.held, model.empty, model.folder = Hidden(), Hidden(), Path("records")
     slot.__set__(model.held, 1)
     state = ModuleState(model)
-    hash(model.folder)  # which it then keeps
+    hash(model.folder)  # which it then keeps: that is nothing of a record
     assert state.restore() == []
-    slot.__set__(model.held, 2)
-    assert state.restore() == ["held.value"]
-    assert slot.__get__(model.held) == 1
-    slot.__delete__(model.held)
-    assert state.restore() == ["held.value"]
+    for change in (lambda: slot.__set__(model.held, 2), lambda: slot.__delete__(model.held)):
+        change()
+        assert state.restore() == ["held.value"]
+        assert slot.__get__(model.held) == 1
+    slot.__set__(model.empty, 2)
+    assert state.restore() == ["empty.value"]
+    with pytest.raises(AttributeError):
+        slot.__get__(model.empty)
 
 
 def test_what_cannot_be_put_back_is_refused():

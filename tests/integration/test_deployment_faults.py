@@ -111,6 +111,7 @@ def world(tmp_path):
 def test_a_run_goes_on_though_disks_fill_and_a_network_fails(world):
     filler = fill(world.disks["ward-3"])
     wait_for_trouble(world, "ward-3", "this device does not take part in this round")
+    wait_for_users(world, 6)
     assert "database or disk is full" in (world.folder / "ward-3" / "node.out").read_text()
     filler.unlink()
     wait_for_users(world, 9)
