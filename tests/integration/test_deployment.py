@@ -122,7 +122,7 @@ def test_a_node_ends_whichever_of_its_threads_gets_the_signal(tmp_path):
 @pytest.mark.nightly
 def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
     """One of two nodes is killed; then the command is ended twice, as by `timeout`."""
-    about = {"privacy": {"minimum_batch": 3}, "window": window_here()}
+    about = {"privacy": {"minimum_batch": 1}, "window": window_here()}
     deployment = deployment_of(tmp_path, nodes=2, rounds=1000, **about)
     file = tmp_path / "deployment.toml"
     file.write_text(tomli_w.dumps(deployment.model_dump(mode="json", exclude_none=True)))
