@@ -207,7 +207,7 @@ def _parts(held: Any) -> Iterable[Any] | None:
 
 
 def _slots(kind: type) -> list[_Slot]:
-    """The slots of a class's objects; a class may have a property of the name of a base's slot."""
+    """The slots of a class: through them is found what a property of the same name hides."""
     each = (vars(base).values() for base in kind.__mro__ if "__slots__" in vars(base))
     return [slot for slots in each for slot in slots if isinstance(slot, _Slot)]
 

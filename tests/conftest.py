@@ -38,12 +38,14 @@ _WITH_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch fi
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Loads the profile before any test is imported."""
+    """Before any test is imported: the profile, and what xdist's workers share."""
     usual = "night" if _is_night(config) else "day"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
     if hasattr(config, "workerinput"):
         return
-    if config.option.numprocesses:  # else each of xdist's workers computes on all processors
+    if config.getoption(
+        "numprocesses", None
+    ):  # else each of xdist's workers computes on all processors
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     stack = ExitStack()
     stack.enter_context(warm_server())  # one for all of xdist's workers

@@ -166,11 +166,11 @@ class LongRun:
         config = tiny_config(folder, 3)
         self.runs = Path(folder) / "runs"
         endless = "--set", "privacy.target_epsilon=1e9"
-        env = os.environ | COLD  # a forked shuffler would be another's child
+        its_own = {"RAY_ADDRESS": ""} if ray == "own" else {}
         self.process = Warm(
             ("run", config, "--runs", self.runs, *endless, *arguments),
             process_group=0,
-            env=env | ({"RAY_ADDRESS": ""} if ray == "own" else {}),
+            env=os.environ | COLD | its_own,  # a forked shuffler would be another's child
         )
         self.spawned = {}
 

@@ -196,7 +196,7 @@ def run_code(command, input, capture_output):
 def warm_shufflers():
     """What `shufl.shuffler.process` needs of `subprocess`; a shuffler it starts is a fork.
 
-    Not where the variables say `COLD`, or where a PYTHONPATH may change it.
+    It is none where the environment has `COLD`, or a PYTHONPATH, which may change it.
     """
 
     def begin(command, **options):

@@ -1,8 +1,9 @@
 """The process that has imported everything: it forks a child for each call at a socket (`warm`).
 
-A call is a JSON object with `program`, `arguments`, `cwd`, `env` and `process_group`, and sends the
-caller's standard input, output and error. The answers are the child's process id and, when it has
-ended, its exit code. The server ends with the pytest process that started it.
+A call is a JSON object with `program`, `arguments`, `cwd`, `env` and `process_group`; with it come
+the files that the child has as standard input, output and error. The answers are the child's
+process id and, when it has ended, its exit code. The server ends with the pytest process that
+started it.
 """
 
 import atexit
