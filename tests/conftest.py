@@ -18,7 +18,7 @@ from hypothesis import is_hypothesis_test, settings
 
 from run_world import ray_of_its_own
 from shufl import accounting
-from warm import run_code, warm_server
+from warm import flwr_command, run_code, warm_server, warm_sites
 
 # How many examples hypothesis tries, and that no example has a deadline. They are the same each
 # time; HYPOTHESIS_PROFILE=others draws others, and a failure then prints how to play it again.
@@ -109,6 +109,17 @@ def warm_trials():
     """Has a trial of a model in another process be a fork; trials of commands are none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shufl.simulator.trial.subprocess", SimpleNamespace(run=run_code))
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_deployment(request):
+    """By day, the processes of a module's deployments are forks, and Flower's commands too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not _is_night(request.config):
+            flwr = SimpleNamespace(run=flwr_command, DEVNULL=None)
+            patch.setattr("shufl.deploy.register.subprocess", flwr)
+            patch.setattr("shufl.deploy.rehearse.subprocess", warm_sites())
         yield
 
 

@@ -7,7 +7,8 @@ the shuffler of each run, and for each worker of a Ray that tests share.
 
 These have interpreters of their own: the run that `test_run.py` resumes, the mistake that
 `test_run_faults.py` makes, the commands of `test_install.py`, trials of commands, workers of a Ray
-that a run starts, shufflers that a test starts or looks at, and all of a deployment.
+that a run starts, shufflers that a test starts or looks at, the process of a node that forged
+messages reach, what Flower starts, and by night all of a deployment.
 """
 
 import contextlib
@@ -191,6 +192,27 @@ def run_code(command, input, capture_output):
         done = play(command[-1:], None, program="python", stdin=stdin)
     done.stdout, done.stderr = done.stdout.encode(), done.stderr.encode()
     return done
+
+
+def flwr_command(command, cwd, env, **_):
+    """Does what `subprocess.run` does with a command of Flower's, and always captures text."""
+    return play(command[1:], None, program="flwr", cwd=cwd, env=env)
+
+
+def warm_sites():
+    """What `shufl.deploy.rehearse` needs of `subprocess`; each process of a site is a fork."""
+
+    def begin(command, **options):
+        log, given = options["stdout"], {name: options[name] for name in ("cwd", "env")}
+        given |= {"program": Path(command[0]).name, "process_group": options["process_group"]}
+        return Warm(command[1:], stdout=log, stderr=log, **given)
+
+    return SimpleNamespace(
+        Popen=begin,
+        DEVNULL=subprocess.DEVNULL,
+        STDOUT=subprocess.STDOUT,
+        TimeoutExpired=subprocess.TimeoutExpired,
+    )
 
 
 def warm_shufflers():

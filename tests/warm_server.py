@@ -27,6 +27,9 @@ _IMPORTED = [
     "shufl.simulator",  # sets variables that Flower and Ray read when they are imported
     "flwr.simulation",
     "flwr.cli.app",
+    "flwr.superlink.cli.flower_superlink",
+    "flwr.supernode.cli.flower_supernode",
+    "flwr.supercore.cli.flower_superexec",
     "ray",
     "torch._dynamo",
     "matplotlib.figure",
@@ -38,6 +41,9 @@ _IMPORTED = [
 _PROGRAMS = {
     "shufl": "shufl.cli.__main__:main",
     "flwr": "flwr.cli.app:app",
+    "flower-superlink": "flwr.superlink.cli.flower_superlink:flower_superlink",
+    "flower-supernode": "flwr.supernode.cli.flower_supernode:flower_supernode",
+    "flower-superexec": "flwr.supercore.cli.flower_superexec:flower_superexec",
     "python": f"{__name__}:_python",
     "ray worker": f"{__name__}:_ray_worker",
 }

@@ -100,7 +100,7 @@ class Stranger:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(tmp_path_factory, warm_deployment):
     folder = tmp_path_factory.mktemp("w")
     about = {"hidden": 4096, "round_timeout": 60.0, "proxied": True}
     deployed = World(folder, nodes=2, rounds=1000, **about)

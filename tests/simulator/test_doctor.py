@@ -82,7 +82,9 @@ def test_sites_as_they_were_provisioned_are_well_but_for_who_is_not_there(sites)
 
 
 @pytest.mark.slow
-def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(tmp_path):
+def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(
+    tmp_path, warm_deployment
+):
     deployment = deployment_of(tmp_path, nodes=1, rounds=2)
     rehearsal = Rehearsal(deployment, tmp_path, tmp_path / "s")
 
