@@ -200,9 +200,14 @@ def flwr_command(command, cwd, env, **_):
 
 
 def warm_sites():
-    """What `shufl.deploy.rehearse` needs of `subprocess`; each process of a site is a fork."""
+    """What `shufl.deploy.rehearse` needs of `subprocess`; a process of a site is a fork.
+
+    One that is to become another account is none.
+    """
 
     def begin(command, **options):
+        if "preexec_fn" in options:
+            return subprocess.Popen(command, **options)
         log, given = options["stdout"], {name: options[name] for name in ("cwd", "env")}
         given |= {"program": Path(command[0]).name, "process_group": options["process_group"]}
         return Warm(command[1:], stdout=log, stderr=log, **given)

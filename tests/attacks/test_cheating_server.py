@@ -183,7 +183,7 @@ class AsInstalled(Rehearsal):
 
 
 @pytest.fixture(scope="module")
-def said():
+def said(warm_deployment):
     """What the hostile code got."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
