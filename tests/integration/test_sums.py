@@ -296,9 +296,9 @@ def test_what_does_not_go_with_sums_is_refused_in_one_line(config, changes, why)
 def audited(**changes):
     """12 users on one node, of whom one has a record; without noise of the shuffler's."""
     given = {"central_noise": 0.0, "accountant": "sum-distributed", "noise_multiplier": 0.2}
-    given |= {"check_in_rate": 0.5} | changes
+    given |= {"check_in_rate": 0.5, "rounds": 300} | changes
     return make_plan(
-        users=12, rounds=300, delta=0.1,
+        users=12, delta=0.1,
         target_epsilon=1e300, minimum_batch=1, mixing="sum", cover=True, **given,
     )  # fmt: skip
 
@@ -324,7 +324,7 @@ def test_an_audit_through_the_system_refutes_no_claim_on_sums():
     ("make_randomness", "violated"), [(HalvedNoise, True), *by_night((SeededRandomness, False))]
 )
 def test_an_audit_through_the_system_finds_missing_noise(make_randomness, violated):
-    plan = audited(adjacency="zero-out", noise_multiplier=0.3, check_in_rate=1.0)
+    plan = audited(adjacency="zero-out", noise_multiplier=0.15, check_in_rate=1.0, rounds=200)
     claim = plan.make_accountant().compose(plan.event()).get_delta(0.5)
     score = likelihood_score(plan, "zero")
     with ShufflerProcess() as shuffler:
