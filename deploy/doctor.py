@@ -11,14 +11,14 @@ import resource
 import shutil
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from shufl.accounting import rounds_within_budget
+from shufl.accounting import rounds_within_budget, shuffler_of
 from shufl.accounting.validation import read_toml
 from shufl.clients.device import DeviceLedger, RunOffered, read_device
 from shufl.deploy.plan import LONGEST_SOCKET
@@ -131,7 +131,7 @@ class _Examination:
         with self.look("nodes at Flower", "shufl register, once the SuperLink runs"):
             if new := [each.name for each in site.agreed.values() if each.flower is None]:
                 raise _Trouble(f"the SuperLink was not told of {', '.join(new)}")
-        self._shufflers(site)
+        self._shufflers(site, site.shufflers)
         self._superlink(address, f"systemctl start {self._folder.name}-superlink")
 
     def shuffler(self) -> None:
@@ -185,7 +185,7 @@ class _Examination:
                 raise _Trouble(
                     f"{site.socket} has {length} characters, {LONGEST_SOCKET} are allowed"
                 )
-        self._shufflers(site)
+        self._shufflers(site, [site.shufflers[shuffler_of(site.number, len(site.shufflers))]])
         self._superlink(site.superlink, "ask who runs the server: SuperLink, nginx, firewall")
 
     def _certificate(self, name: str, role: Role, users: int) -> None:
@@ -240,13 +240,16 @@ class _Examination:
 
             agreed_plan(load(str(self._folder / "run.toml")))
 
-    def _shufflers(self, site: ServerSite | NodeSite) -> None:
-        for address in site.shufflers:
+    def _shufflers(self, site: ServerSite | NodeSite, addresses: Sequence[str]) -> None:
+        for address in addresses:
             with self.look(f"shuffler {address}", "ask who runs it; then its firewall, and yours"):
                 try:
                     ask_health(address, site.credentials)
                 except ShufflerRefused as error:
-                    fix = "ask who runs it: it is withdrawn there, or has ended; see above"
+                    fix = (
+                        "ask who runs it: it is withdrawn there, has ended (see above), or names "
+                        "another shuffler"
+                    )
                     raise _Trouble(f"takes no calls with this certificate: {error}", fix) from error
                 except ShufflerUnavailable as error:
                     raise _Trouble(str(error), self._remedy(str(error))) from error

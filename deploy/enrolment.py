@@ -166,6 +166,7 @@ class Enrolment:
         hosts = {each.name: each.host for each in self._deployment.shufflers}
         hosts["superlink"] = self._deployment.server.host
         users = {each.name: each.users for each in self._deployment.nodes}
+        shufflers = self._deployment.shuffler_names
         authority = self._flower if name == "superlink" else self._parties
         of_shuffler = role is Role.SHUFFLER
         try:
@@ -174,6 +175,7 @@ class Enrolment:
                 role,
                 hosts=sorted({hosts[name], "127.0.0.1", "localhost"}) if of_shuffler else (),
                 users=users.get(name, 0),
+                shuffler=shufflers.get(name, ""),
                 days=self._days * (1.0 - _SPREAD * _share(name)),
             )
         except (OSError, ValueError) as error:

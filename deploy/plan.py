@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from shufl.accounting import shuffler_of
 from shufl.accounting.validation import Count, Positive, Seconds
 from shufl.simulator.section import Section
 
@@ -124,6 +125,15 @@ class Deployment(Section):
         nodes = [node.name for node in self.nodes]
         shufflers = [each.name for each in self.shufflers]
         return {"server", "superlink", *shufflers, *nodes, *(f"{name}.flower" for name in nodes)}
+
+    @property
+    def shuffler_names(self) -> dict[str, str]:
+        """To which shuffler each node reports."""
+        names = [each.name for each in self.shufflers]
+        return {
+            node.name: names[shuffler_of(number, len(names))]
+            for number, node in enumerate(self.nodes)
+        }
 
     @property
     def addresses(self) -> tuple[str, ...]:

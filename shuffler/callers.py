@@ -3,9 +3,10 @@
 A client's certificate carries its role as a URI among its alternative names, and the shuffler reads
 nothing else from it:
 
-    urn:shufl:node:USERS:NAME   may submit, for its users 0 to USERS - 1
-    urn:shufl:server:NAME       may run rounds and fetch releases
-    urn:shufl:monitor:NAME      may ask whether the shuffler is healthy
+    urn:shufl:node:USERS:NAME             may submit, for its users 0 to USERS - 1
+    urn:shufl:node:USERS:NAME:SHUFFLER    may do so at the shuffler of that name alone
+    urn:shufl:server:NAME                 may run rounds and fetch releases
+    urn:shufl:monitor:NAME                may ask whether the shuffler is healthy
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Caller:
         role: what it may do.
         name: which credential; in the log and the metrics never.
         users: of a node: how many users report through it. Otherwise 0.
+        shuffler: of a node: the only shuffler where they may; empty: at every one.
         until: when its certificate expires; None: it has none.
         fingerprint: SHA-256 of its certificate, hexadecimal; empty: it has none.
     """
@@ -51,6 +53,7 @@ class Caller:
     role: Role
     name: str
     users: int
+    shuffler: str = ""
     until: datetime.datetime | None = field(default=None, compare=False)
     fingerprint: str = field(default="", compare=False)
 
@@ -107,9 +110,10 @@ class Revoked:
         self._entries = frozenset(entries)
 
 
-def uri_of(role: Role, name: str, users: int) -> str:
-    """What a client's certificate says of it; `users` counts for a node only."""
-    return f"{_PREFIX}{role}:{users}:{name}" if role is Role.NODE else f"{_PREFIX}{role}:{name}"
+def uri_of(role: Role, name: str, users: int, shuffler: str) -> str:
+    """What a client's certificate says of it; `users` and `shuffler` count for a node only."""
+    said = (str(users), name, shuffler) if role is Role.NODE else (name,)
+    return _PREFIX + ":".join((role, *filter(None, said)))
 
 
 def caller_of(certificate: bytes) -> Caller | None:
@@ -123,12 +127,12 @@ def caller_of(certificate: bytes) -> Caller | None:
         names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         (uri,) = (uri for uri in uris if uri.startswith(_PREFIX))
-        role, *users, name = uri.removeprefix(_PREFIX).split(":")
-        if len(users) != (role == Role.NODE):
+        role, *said = uri.removeprefix(_PREFIX).split(":")
+        users, name, *shuffler = said if role == Role.NODE else ("0", *said)
+        if len(shuffler) > (role == Role.NODE):
             return None
-        number = int(users[0]) if users else 0
         until, fingerprint = loaded.not_valid_after_utc, fingerprint_of(loaded)
-        caller = Caller(Role(role), name, number, until, fingerprint)
+        caller = Caller(Role(role), name, int(users), "".join(shuffler), until, fingerprint)
         return None if caller.expired else caller
     except (ValueError, x509.ExtensionNotFound):
         return None

@@ -76,6 +76,12 @@ class Credentials:
         return cls(*(path.read_bytes() for path in files))
 
     @property
+    def name(self) -> str:
+        """Whose they are, by the certificate's common name."""
+        subject = x509.load_pem_x509_certificate(self.certificate).subject
+        return str(subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of the certificate, hexadecimal: what withdraws it alone (`Revoked`)."""
         return fingerprint_of(x509.load_pem_x509_certificate(self.certificate))
@@ -145,6 +151,7 @@ class Authority:
         *,
         hosts: Sequence[str] = (),
         users: int = 0,
+        shuffler: str = "",
         days: float = 365,
     ) -> Credentials:
         """A new key and its certificate: a request and its signature, both on this machine.
@@ -155,7 +162,9 @@ class Authority:
             ValueError: if an argument does not fit the role.
         """
         request = Request.create(name)
-        certificate = self.sign(request, role, hosts=hosts, users=users, days=days)
+        certificate = self.sign(
+            request, role, hosts=hosts, users=users, shuffler=shuffler, days=days
+        )
         return Credentials(self.certificate, certificate, request.private_key)
 
     def sign(
@@ -165,6 +174,7 @@ class Authority:
         *,
         hosts: Sequence[str] = (),
         users: int = 0,
+        shuffler: str = "",
         days: float = 365,
     ) -> bytes:
         """The certificate (PEM) for a request; what it may be used for is decided here alone.
@@ -172,6 +182,8 @@ class Authority:
         Args:
             hosts: for a shuffler: the DNS names and IP addresses that clients know it by.
             users: for a node: how many users report through it.
+            shuffler: for a node: the name of the only shuffler that may take its reports; empty:
+                every one that trusts this authority.
 
         Raises:
             ValueError: if an argument does not fit the role.
@@ -182,10 +194,14 @@ class Authority:
             raise ValueError("a shuffler's certificate needs hosts, and no other has any")
         if users < 0 or (role is Role.NODE) != bool(users):
             raise ValueError("a node's certificate needs a number of users, and no other has one")
+        if shuffler:
+            _check_name(shuffler)
+            if role is not Role.NODE:
+                raise ValueError("only a node's certificate names a shuffler")
         names: list[x509.GeneralName] = [_host(host) for host in hosts]
         usage = ExtendedKeyUsageOID.SERVER_AUTH
         if role is not Role.SHUFFLER:
-            names = [x509.UniformResourceIdentifier(uri_of(role, request.name, users))]
+            names = [x509.UniformResourceIdentifier(uri_of(role, request.name, users, shuffler))]
             usage = ExtendedKeyUsageOID.CLIENT_AUTH
         certificate = (
             _builder(request.name, request.public_key, days, self._certificate)

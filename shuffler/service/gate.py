@@ -48,17 +48,20 @@ class Gate:
         revoked: Revoked,
         limits: Limits,
         metrics: Metrics,
+        name: str,
     ) -> None:
-        """Remembers whose credentials are withdrawn, and how much there may be."""
+        """Remembers whose credentials are withdrawn, how much there may be, and its own name."""
         self.permitted = PermittedCalls(self._is_good)
         self._revoked = revoked
         self._idle_seconds = limits.idle_seconds
         self._calls = PerSender(limits.calls_per_sender)
         self._metrics = metrics
+        self._name = name
 
     def _admit(self, caller: Caller | None, roles: tuple[Role, ...]) -> Caller:
         """The caller, if it may make this call; otherwise the call is refused."""
-        if caller is not None and caller.role in roles and self._is_good(caller):
+        here = caller is not None and caller.shuffler in ("", self._name)
+        if caller is not None and here and caller.role in roles and self._is_good(caller):
             return caller
         _log.warning("call without the right credential refused")
         raise ShufflerRefused(Refusal.NOT_PERMITTED)

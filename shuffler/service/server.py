@@ -51,7 +51,7 @@ class ShufflerServer:
         refused, also on connections that are open.
         """
         memory.keep_little()
-        self._gate = gate = Gate(revoked, limits, metrics)
+        self._gate = gate = Gate(revoked, limits, metrics, credentials.name)
         self._credentials = credentials
         self._changed = False
         self._store = store

@@ -216,6 +216,8 @@ def test_a_name_is_used_once(tmp_path: Path, authority: Path, csr: Path):
         (("--role=node", "--users=-1"), "a node's certificate needs a number of users"),
         (("--role=node", "--users=1", "--host=a"), "a shuffler's certificate needs hosts"),
         (("--role=server", "--users=1"), "a node's certificate needs a number of users"),
+        (("--role=server", "--shuffler=s"), "only a node's certificate names a shuffler"),
+        ((*NODE, "--shuffler=s:t"), "a name has"),
         (("--role=monitor", "--host=a"), "a shuffler's certificate needs hosts"),
         (("--role=shuffler",), "a shuffler's certificate needs hosts"),
         (("--role=shuffler", "--host=a b"), "a host is a DNS name or an IP address"),

@@ -9,10 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from run_world import (
@@ -30,7 +32,7 @@ from shufl.cli.__main__ import app
 from shufl.simulator.config import load
 from shufl.simulator.console import Console
 from shufl.simulator.grid.page import plan_table
-from shufl.simulator.grid.points import read_result, write_result
+from shufl.simulator.grid.points import check, read_result, write_result
 from shufl.simulator.grid.rows import take_over_rows, write_rows
 from shufl.simulator.grid.settings import load_grid
 from shufl.simulator.run import Run
@@ -362,6 +364,22 @@ def test_every_grid_that_ships_is_whole():
     names = str(no.value).partition("one of ")[2].split(", ")
     for name in names:
         assert load_grid(name)[1].points()
+
+
+def test_the_grid_of_the_docs_can_be_played(tmp_path):
+    """Its values go for a line to which they do not belong; digits stand for MNIST's features."""
+    page = Path("docs/experiments.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    of_base = {"privacy.accountant": "blanket", "privacy.shuffler_blankets": "least-error"}
+    of_base |= {"privacy.noise_multiplier": "", "simulation.engine": "vectorised"}
+    grid = tomllib.loads(text)
+    grid |= {"base": "quickstart", "settings": of_base | grid["settings"]}
+    (tmp_path / "grid.toml").write_text(tomli_w.dumps(grid))
+    points = load_grid(str(tmp_path / "grid.toml"))[1].points()
+    local = [each for each in points if each.config.privacy.accountant == "local"]
+    assert len(local) == 9
+    for point in local[::3]:
+        check(point)
 
 
 def test_the_page_has_the_largest_epsilon_of_runs_that_differ_in_their_seed():

@@ -150,7 +150,8 @@ def signed(place: Path, uri: str) -> Credentials:
     ("uri", "call", "status"),
     [
         ("urn:shufl:node:10:a", "Submit", grpc.StatusCode.OK),
-        ("urn:shufl:node:10:a:b", "Submit", grpc.StatusCode.PERMISSION_DENIED),
+        ("urn:shufl:node:10:a:shuffler:b", "Submit", grpc.StatusCode.PERMISSION_DENIED),
+        ("urn:shufl:node:10", "Submit", grpc.StatusCode.PERMISSION_DENIED),
         ("urn:shufl:server:a:b", "EndRun", grpc.StatusCode.PERMISSION_DENIED),
         ("urn:shufl:server:10:a", "EndRun", grpc.StatusCode.PERMISSION_DENIED),
     ],
@@ -162,6 +163,18 @@ def test_a_certificate_that_says_more_than_it_should_is_nobody_s(
     assert (caller_of(issued.certificate) is None) == (status is not grpc.StatusCode.OK)
     with raw_channel(guarded, issued) as channel:
         assert attempt(channel, call) is status
+
+
+@pytest.mark.parametrize("call", ["Submit", "Check"])
+def test_a_node_may_call_the_shuffler_that_its_certificate_names_alone(guarded: World, call: str):
+    for name, status in (
+        ("shuffler", grpc.StatusCode.OK),
+        ("shuffler-2", grpc.StatusCode.PERMISSION_DENIED),
+    ):
+        node = credentials("node", shuffler=name)
+        assert caller_of(node.certificate) == Caller(Role.NODE, "a-node", 10, name)
+        with raw_channel(guarded, node) as channel:
+            assert attempt(channel, call) is status
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -110,6 +110,9 @@ def sign_command(
         typer.Option(help="For a shuffler: a DNS name or IP address it is known by. Repeatable."),
     ] = None,
     users: Annotated[int, typer.Option(help="For a node: how many users report through it.")] = 0,
+    shuffler: Annotated[
+        str, typer.Option(help="For a node: the only shuffler that takes its reports, by name.")
+    ] = "",
     days: Annotated[
         float, typer.Option(help="How long it is valid, at most as long as the authority.")
     ] = 365,
@@ -123,7 +126,9 @@ def sign_command(
         check_days(days)
         asked = Request.read(request)
         authority = Authority.read(directory)
-        certificate = authority.sign(asked, role, hosts=host or (), users=users, days=days)
+        certificate = authority.sign(
+            asked, role, hosts=host or (), users=users, shuffler=shuffler, days=days
+        )
         path = directory / f"{asked.name}.pem"
         write_new(path, certificate)
         typer.echo(str(path))
