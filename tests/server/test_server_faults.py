@@ -475,6 +475,8 @@ def test_a_shuffler_killed_amid_a_round_loses_its_own_users_round_alone(
     rows = [(row.outcome, row.users_present) for row in run.rows]
     assert rows == [("released", 8), ("released", 12)]
     assert run.steps_are_whole()
+    # Part of a release that broke off may be known: ε is that of as few users as were there.
+    assert [row.smallest_crowd for row in run.rows] == [4 if amid == "release" else 8, 4]
 
 
 def test_answers_are_heard_while_the_shuffler_keeps_the_round_open(run):
