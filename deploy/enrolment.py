@@ -41,7 +41,8 @@ class Enrolled:
         unapproved: fingerprints of keys that have come but are not approved, by name.
         waiting: requests that have not come.
         ending: when certificates end that do so soon, by name.
-        to_withdraw: fingerprints of valid certificates of keys that are forgotten.
+        to_withdraw: fingerprints of valid certificates of forgotten keys, and of those that say
+            something else than the name's new one.
     """
 
     signed: list[str] = field(default_factory=list)
@@ -89,13 +90,14 @@ class Enrolment:
         if name not in self._known:
             known = ", ".join(self._known) or "none yet"
             raise ConfigError(f"--forget must name a key that was signed ({known}), got {name}")
-        key, today = self._known.pop(name), time.strftime("%F", time.gmtime())
-        note(self._acts, "forgot", name=name, key=key)
-        self.done.to_withdraw += [
-            each["certificate"]
-            for each in self._lines
-            if each["did"] == "signed" and each["key"] == key and each["until"] >= today
-        ]
+        note(self._acts, "forgot", name=name, key=self._known.pop(name))
+        self.done.to_withdraw += [each["certificate"] for each in self._valid(name)]
+
+    def _valid(self, name: str) -> list[dict[str, Any]]:
+        """What the log says of the certificates of a name that have not ended."""
+        today = time.strftime("%F", time.gmtime())
+        signed = (each for each in self._lines if each["did"] == "signed")
+        return [each for each in signed if each["name"] == name and each["until"] >= today]
 
     def sign(self, site: str, requests: Sequence[tuple[str, Role]]) -> None:
         """Puts the authorities' certificates into a site's keys, and signs what it asks for.
@@ -165,8 +167,9 @@ class Enrolment:
             return
         hosts = {each.name: each.host for each in self._deployment.shufflers}
         hosts["superlink"] = self._deployment.server.host
-        users = {each.name: each.users for each in self._deployment.nodes}
-        shufflers = self._deployment.shuffler_names
+        users = {each.name: each.users for each in self._deployment.nodes}.get(name, 0)
+        shuffler = self._deployment.shuffler_names.get(name, "")
+        says = {"key": request.fingerprint, "users": users, "shuffler": shuffler}
         authority = self._flower if name == "superlink" else self._parties
         of_shuffler = role is Role.SHUFFLER
         try:
@@ -174,19 +177,22 @@ class Enrolment:
                 request,
                 role,
                 hosts=sorted({hosts[name], "127.0.0.1", "localhost"}) if of_shuffler else (),
-                users=users.get(name, 0),
-                shuffler=shufflers.get(name, ""),
+                users=users,
+                shuffler=shuffler,
                 days=self._days * (1.0 - _SPREAD * _share(name)),
             )
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
         replace_file(certificate, pem)
         signed = read_certificate(certificate)
+        self.done.to_withdraw += [
+            each["certificate"] for each in self._valid(name) if says.items() - each.items()
+        ]
         note(
             self._acts,
             "signed",
             name=name,
-            key=request.fingerprint,
+            **says,
             request=digest,
             certificate=fingerprint_of(signed),
             until=f"{signed.not_valid_after_utc:%F}",

@@ -170,11 +170,35 @@ def test_who_asks_anew_with_the_same_key_gets_another_certificate_unasked(base):
     (keys / "ward-1.pem").write_bytes(own)
     refused = provisioned(base, lambda name, key: False).enrolled
     assert (refused.signed, list(refused.unapproved)) == ([], ["ward-1"])
-    assert provisioned(base).enrolled.signed == ["ward-1"]  # approved: the new key takes its place
+    done = provisioned(base).enrolled  # approved: the new key takes its place
+    assert (done.signed, len(done.to_withdraw)) == (["ward-1"], 2)
+    assert done.to_withdraw[1] == after.fingerprint
     (keys / "ward-1.key").write_bytes(before.private_key)
     stolen = Request.renew(keys, "ward-1")
     refused = provisioned(base, lambda name, key: False).enrolled
     assert refused.unapproved == {"ward-1": stolen.fingerprint}
+
+
+def test_a_certificate_that_says_what_no_longer_holds_is_to_be_withdrawn(base):
+    """Else a node would report at its former shuffler too, or for its former users."""
+    provisioned(base)
+    keys = request_everything(base, "ward-1", "ward-2")
+    provisioned(base)
+    before = {name: Credentials.read(keys[name], name) for name in ("ward-1", "ward-2")}
+    changed = {
+        "shufflers": [*DEPLOYMENT["shufflers"], {"name": "shuffler-2", "host": "other.example"}]
+    }
+    for name in before:
+        Request.renew(keys[name], name)
+    done = provisioned(base, nobody, **changed).enrolled
+    assert {*done.signed} == {*before}
+    assert done.to_withdraw == [before["ward-2"].fingerprint]
+    says = [caller_of(Credentials.read(keys[name], name).certificate) for name in before]
+    assert [each.shuffler for each in says] == ["shuffler-1", "shuffler-2"]
+    changed["nodes"] = [{"name": "ward-1", "users": 1}, DEPLOYMENT["nodes"][1]]
+    Request.renew(keys["ward-1"], "ward-1")
+    done = provisioned(base, nobody, **changed).enrolled
+    assert before["ward-1"].fingerprint in done.to_withdraw
 
 
 def test_a_key_that_may_be_stolen_is_known_no_more(base):
