@@ -39,6 +39,7 @@ from shufl.shuffler import (
     model_digest,
     seal,
 )
+from shufl.shuffler.wire.sealing import is_of
 from shufl.trained import frozen_digest, sent
 
 log = logging.getLogger(__name__)
@@ -211,6 +212,9 @@ class Node:
             seal(b"", announced.public_key, header)
         except Exception as error:
             raise RoundRefused("the round's public key is not one to seal to") from error
+        suite = self.settings.sealing
+        if suite is not None and not is_of(announced.public_key, suite):
+            raise RoundRefused(f"the round's public key must be one of {suite}")
         if not 1 <= header.round <= self._last_round:
             raise RoundRefused(
                 f"round must lie in 1 to {self._last_round}, where the privacy budget ends, "

@@ -13,7 +13,7 @@ from torch.nn import functional
 from shufl.accounting import PrivacyPlan
 from shufl.clients.algorithms import STEPS, Step, Tensors
 from shufl.clients.device import DeviceLedger
-from shufl.shuffler import AnyCredentials
+from shufl.shuffler import AnyCredentials, Sealing
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """Gives each of r records its loss, from a model's outputs and the labels: shape (r,)."""
@@ -75,6 +75,7 @@ class ClientSettings:
         number: a deployed node's, from 0, which decides its shuffler.
         last_round: the last round within the budget. None: the client computes it, as it must where
             it does not trust who says so.
+        sealing: the suite of the keys that it seals to. None: any.
         together: whether the model gives the same updates when users' are computed together.
     """
 
@@ -89,4 +90,5 @@ class ClientSettings:
     users: int | None = None
     number: int = 0
     last_round: int | None = None
+    sealing: Sealing | None = None
     together: bool = True

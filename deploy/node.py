@@ -54,6 +54,7 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
         ledger=lambda number: device,
         users=site.users,
         number=site.number,
+        sealing=config.shuffler.sealing,
         together=together,
     )
 

@@ -236,7 +236,8 @@ class _Sites:
             "run.toml": self._run(),
             "node.toml": _toml("node.toml", about),
             "device.toml": _device(self._experiment.plan, self._experiment.halting_round),
-            "nftables.conf": _template("nftables.conf", port=entry.port, accounts="shufl-app"),
+            "nftables.conf": _template("nftables.conf", port=entry.port, accounts="shufl-app")
+            + _template("nftables-app.conf", port=entry.port),
         }
         requests = ((entry.name, Role.NODE),)
         processes = node_processes(entry, superlink, self._round_seconds)

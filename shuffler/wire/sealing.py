@@ -237,6 +237,11 @@ def seal_content(content: bytearray, public_key: bytes, header: RoundHeader) -> 
     return kind.suite.encrypt(content, kind.read(public_key), header.binding(length))
 
 
+def is_of(public_key: bytes, sealing: Sealing) -> bool:
+    """Whether a public key is for this suite."""
+    return len(public_key) == _KINDS[sealing].public_bytes
+
+
 def _kind_of(public_key: bytes) -> _Kind:
     for kind in _KINDS.values():
         if len(public_key) == kind.public_bytes:

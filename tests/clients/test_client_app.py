@@ -254,6 +254,17 @@ def test_a_key_that_nothing_can_be_sealed_to_is_refused_before_any_coin(make_rou
         round.announce()
 
 
+@pytest.mark.parametrize("suite", ["x25519", "mlkem768-x25519"])
+def test_a_node_seals_to_keys_of_its_own_suite_alone(make_round, suite):
+    """Else a server could choose one that a later quantum computer opens."""
+    round = make_round(rate=1.0, sealing=suite).open()  # whose key is of x25519
+    if suite == "x25519":
+        assert not round.announce().has_error()
+        return
+    with pytest.raises(RoundRefused, match=f"the round's public key must be one of {suite}"):
+        round.announce()
+
+
 def test_a_user_that_fails_is_named(make_round):
     round = make_round(rate=1.0, load_users=broken_users).open()
     with pytest.raises(ReportFailed, match=r"round 1, user 7: .* ZeroDivisionError: no records"):
