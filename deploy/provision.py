@@ -68,12 +68,14 @@ class Provisioned:
         enrolled: what became of keys.
         made: sites whose folders are new.
         kept: files that would be others by now, and stay as they are.
+        short: by shuffler, how many users its nodes speak for, where no release is made of so few.
     """
 
     sites: list[Site]
     enrolled: Enrolled
     made: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    short: dict[str, int] = field(default_factory=dict)
 
 
 def provision(
@@ -108,7 +110,12 @@ def provision(
     for name in forget:
         enrolment.forget(name)
     sites = _Sites(deployment, experiment, base, out if in_place else None).all()
-    done = Provisioned(sites, enrolment.done)
+    crowds = dict.fromkeys((each.name for each in deployment.shufflers), 0)
+    for node in deployment.numbered.values():
+        crowds[deployment.shuffler_names[node.name]] += node.users
+    least = experiment.plan.fewest_present
+    short = {name: users for name, users in crowds.items() if users < least}
+    done = Provisioned(sites, enrolment.done, short=short)
     for site in sites:
         folder = out / site.name
         if not folder.exists():

@@ -190,7 +190,12 @@ def test_a_certificate_that_says_what_no_longer_holds_is_to_be_withdrawn(base):
     }
     for name in before:
         Request.renew(keys[name], name)
-    done = provisioned(base, nobody, **changed).enrolled
+    assert provisioned(base, nobody).short == {}
+    done = provisioned(base, nobody, **changed)
+    assert done.short == {
+        "shuffler-2": 20
+    }  # of 50 users expected there, half of whom must be there
+    done = done.enrolled
     assert {*done.signed} == {*before}
     assert done.to_withdraw == [before["ward-2"].fingerprint]
     says = [caller_of(Credentials.read(keys[name], name).certificate) for name in before]

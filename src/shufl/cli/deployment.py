@@ -90,6 +90,10 @@ def provision_command(
         typer.echo(f"not signed {name}: its key is {key}; --approve {name}=… what the party reads")
     for name in done.kept:
         typer.echo(f"kept    {out / name}: the deployment's file says otherwise by now")
+    for name, users in done.short.items():
+        typer.echo(
+            f"too few {name}: its nodes speak for {users} users, and no release is made of so few"
+        )
     for name in enrolled.waiting:
         typer.echo(f"waiting for {out / name}")
     for fingerprint in enrolled.to_withdraw:
