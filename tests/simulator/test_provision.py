@@ -183,14 +183,13 @@ def test_a_certificate_that_says_what_no_longer_holds_is_to_be_withdrawn(base):
     """Else a node would report at its former shuffler too, or for its former users."""
     provisioned(base)
     keys = request_everything(base, "ward-1", "ward-2")
-    provisioned(base)
+    assert provisioned(base).short == {}
     before = {name: Credentials.read(keys[name], name) for name in ("ward-1", "ward-2")}
     changed = {
         "shufflers": [*DEPLOYMENT["shufflers"], {"name": "shuffler-2", "host": "other.example"}]
     }
     for name in before:
         Request.renew(keys[name], name)
-    assert provisioned(base, nobody).short == {}
     done = provisioned(base, nobody, **changed)
     assert done.short == {
         "shuffler-2": 20
