@@ -3,17 +3,20 @@
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 
 
-def rounded_up(value: float) -> str:
-    """Returns four digits of an upper bound."""
-    return _four_digits(value, ROUND_CEILING)
+def rounded_up(value: float, digits: int = 4) -> str:
+    """Returns some digits of an upper bound, or of a noise, a δ or a number of blankets.
+
+    What is printed is then true: more of any of these is no more ε.
+    """
+    return _rounded(value, ROUND_CEILING, digits)
 
 
 def rounded_down(value: float) -> str:
     """Returns four digits of a lower bound."""
-    return _four_digits(value, ROUND_FLOOR)
+    return _rounded(value, ROUND_FLOOR, 4)
 
 
-def _four_digits(value: float, rounding: str) -> str:
+def _rounded(value: float, rounding: str, count: int) -> str:
     """Rounded in one direction, but for what lies within the errors of floating point."""
     digits = Context(prec=12).create_decimal_from_float(value)
-    return f"{float(Context(prec=4, rounding=rounding).plus(digits)):.4g}"
+    return f"{float(Context(prec=count, rounding=rounding).plus(digits)):.{count}g}"

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan, epsilon_table
+from shufl.accounting.digits import rounded_up
 from shufl.accounting.validation import read_toml
 from shufl.simulator.config import flat
 from shufl.simulator.plots import plot_rounds, plot_score_epsilon
@@ -118,7 +119,7 @@ def _of_run(folder: Path) -> str:
     facts += [
         (f"test {score}", scored),
         ("budget", f"ε ≤ {plan.target_epsilon:g}"),
-        ("δ, neighbours", f"{plan.delta:.3g}, {plan.adjacency}"),
+        ("δ, neighbours", f"{rounded_up(plan.delta)}, {plan.adjacency}"),
         ("end", stopped),
         ("coins and noise", f"from {entropy}"),
         *what_trained(settings).items(),

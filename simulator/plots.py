@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shufl.accounting.digits import rounded_up
 from shufl.simulator.tables import score_axis, scores_of
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def plot_score_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Pa
         )
         axes.set(
             xscale="log",
-            xlabel=f"ε at δ = {plan.delta:.3g} ({plan.adjacency})",
+            xlabel=f"ε at δ = {rounded_up(plan.delta)} ({plan.adjacency})",
             ylabel=label,
             title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, "
             f"z = {plan.mechanism.noise_multiplier:g}, λ = {plan.shuffler_blankets:g}",

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from shufl.accounting import epsilon_table
+from shufl.accounting.digits import rounded_up
 from shufl.server import RunEnd
 from shufl.simulator.console import Console
 from shufl.simulator.engines import Engine
@@ -72,7 +73,7 @@ def print_summary(console: Console, summary: dict[str, Any], engine: Engine, fol
     else:
         blankets = f"{summary['shuffler_blankets']:g} expected of each shuffler a round"
         run.add_row("blankets", blankets)
-    run.add_row("δ, adjacency", f"{summary['delta']:.3g}, {summary['adjacency']}")
+    run.add_row("δ, adjacency", f"{rounded_up(summary['delta'])}, {summary['adjacency']}")
     if summary["doubt"]:
         run.add_row("doubtful", summary["doubt"])
     run.add_row("run folder", str(folder))

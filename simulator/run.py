@@ -23,8 +23,10 @@ from shufl.accounting import (
     Ledger,
     LedgerError,
     PrivacyPlan,
+    participation_note,
     rounds_within_budget,
 )
+from shufl.accounting.digits import rounded_up
 from shufl.server import (
     Checkpoint,
     CheckpointError,
@@ -328,7 +330,7 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
         "engine": engine.description,
         "privacy": f"γ = {plan.check_in_rate:g}{_drawn(plan)}, C = {plan.mechanism.clip_norm:g}, "
         f"z = {plan.mechanism.noise_multiplier:g} ({_strength(plan)}), {plan.adjacency}, "
-        f"δ = {plan.delta:.3g}, minimum batch {plan.minimum_batch}, "
+        f"δ = {rounded_up(plan.delta)}, minimum batch {plan.minimum_batch}, "
         f"{_mixed(plan)}; coins and noise from {randomness}",
         "budget": f"ε ≤ {plan.target_epsilon:g} by {plan.accountant}, which allows "
         f"{experiment.halting_round} rounds of at most {plan.rounds}",
@@ -336,6 +338,8 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
     }
     if experiment.unused:
         facts["note"] = experiment.unused
+    if warning := participation_note(plan.check_in_rate, experiment.halting_round, plan.delta):
+        facts["warning"] = warning
     for name, text in facts.items():
         _print_fact(console, name, text)
 

@@ -248,9 +248,9 @@ def _first_epsilons(results: list[Result]) -> list[tuple[float | None, str]]:
 
 
 def _largest_epsilon(results: list[Result], accountant: str) -> float | None:
-    """None where the accountant prices none of them."""
-    given = [result["epsilon"].get(accountant) for result in results]
-    return max((epsilon for epsilon in given if epsilon is not None), default=None)
+    """None where the accountant has no ε of one of those that it was asked for."""
+    given = [each["epsilon"][accountant] for each in results if accountant in each["epsilon"]]
+    return None if None in given else max(given, default=None)
 
 
 def _coverage_table(results: list[Result]) -> Table:

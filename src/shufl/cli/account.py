@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from shufl.accounting.digits import rounded_up
 from shufl.cli import options
 from shufl.simulator.console import Console
 from shufl.simulator.plots import check_format, draw, style_of
@@ -54,7 +55,7 @@ def account_command(
     if json:
         options.print_json(rows)
     else:
-        print_epsilons(Console(), f"ε at δ = {plan.delta:.4g}, {plan.adjacency}", rows)
+        print_epsilons(Console(), f"ε at δ = {rounded_up(plan.delta)}, {plan.adjacency}", rows)
 
 
 def compare_command(
@@ -112,7 +113,7 @@ def compare_command(
             {"rounds": points, "epsilon": curves} | ({"peers": told} if peers else {})
         )
     else:
-        _print_curves(points, curves, f"ε against rounds at δ = {at:.4g}, {plan.adjacency}")
+        _print_curves(points, curves, f"ε against rounds at δ = {rounded_up(at)}, {plan.adjacency}")
         if others:
             title = "other systems, replace; see below what each covers"
             _print_curves(points, theirs, title)

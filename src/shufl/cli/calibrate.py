@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from shufl.accounting.digits import rounded_up
 from shufl.cli import options
 from shufl.simulator.console import Console
 
@@ -76,10 +77,14 @@ def calibrate_command(
     table = Table(title=f"{', '.join(missing)} for ε ≤ {target_epsilon:g}", show_header=False)
     for key, value in result.items():
         if value is not None:
-            shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+            shown = str(value)
+            if isinstance(value, float):
+                shown = rounded_up(value, 6) if key in _ROUNDED_UP else f"{value:.6g}"
             table.add_row(Text(key, style="bold" if key in missing else ""), shown)
     Console().print(table)
 
+
+_ROUNDED_UP = {"noise", "blankets", "central-noise", "delta", "epsilon"}
 
 _NAMES = {
     "check_in_rate": "gamma",

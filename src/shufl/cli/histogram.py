@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.table import Table
 
+from shufl.accounting.digits import rounded_up
 from shufl.cli import options
 from shufl.cli.options import needed
 from shufl.simulator.console import Console
@@ -102,7 +103,7 @@ def histogram_command(
         columns = {"category": names, "share": found.shares, "standard_error": found.errors}
         told = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         columns |= {} if true is None else {"true": true}
-        title = f"ε = {plan.target_epsilon:g} by {plan.accountant}, δ = {plan.delta:.3g}"
+        title = f"ε = {plan.target_epsilon:g} by {plan.accountant}, δ = {rounded_up(plan.delta)}"
         title += f", n = {plan.users}"
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
@@ -182,7 +183,7 @@ def _print(
     response = response_of(plan)
     about = (
         f"{plan.users} users; reports of ε₀ = {epsilon_text(response.local_epsilon)}, true with "
-        f"probability {response.truth:.4g}; {plan.shuffler_blankets:.4g} blankets expected"
+        f"probability {response.truth:.4g}; {rounded_up(plan.shuffler_blankets)} blankets expected"
     )
     for line in (about, title):
         console.print(line, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
+from shufl.accounting.digits import rounded_up
 from shufl.cli import options
 from shufl.simulator.console import Console
 
@@ -105,7 +107,7 @@ def plan_command(
         if row := next((row for row in rows if row["unused"]), None):
             what = f"γ = {row['check_in_rate']:g}, {row['rounds']} rounds"
             typer.echo(f"warning: {what}: {row['unused']}", err=True)
-        title = f"n = {users}, ε ≤ {epsilon:g} for every pair, δ = {asked.delta:.3g}"
+        title = f"n = {users}, ε ≤ {epsilon:g} for every pair, δ = {rounded_up(asked.delta)}"
         Console().print(_table(rows, title, predicts=setting is not None))
         typer.echo(_WITH_SUMS if of_sums else _WITH_COVER if cover else _WITHOUT_COVER)
         if setting is not None:
@@ -168,9 +170,12 @@ def _table(rows: list[dict[str, Any]], title: str, predicts: bool) -> Table:
             f"{row['check_in_rate']:g}",
             str(row["rounds"]),
             *(
-                [f"{row['central_noise']:.4g}"]
+                [rounded_up(row["central_noise"])]
                 if of_sums
-                else [f"{row['noise_multiplier']:.4g}", f"{row['shuffler_blankets']:.0f}"]
+                else [
+                    rounded_up(row["noise_multiplier"]),
+                    str(math.ceil(row["shuffler_blankets"])),
+                ]
             ),
             f"{row['run_error']:.2e}",
             decimal(int(row["device_bytes"])),
