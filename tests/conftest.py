@@ -104,6 +104,13 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def seeded(request):
+    """What a test draws does not depend on those before it; `-p randomly` has a seed of its own."""
+    if not request.config.pluginmanager.hasplugin("randomly"):
+        torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm_trials():
     """Has a trial of a model in another process be a fork; trials of commands are none."""

@@ -47,8 +47,8 @@ def test_the_commands_and_the_configuration_of_the_page_start_a_shuffler(
         subprocess.run(command, shell=True, cwd=place, env=environment, check=True)
     listen, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
     config = printed("toml")
-    assert '"0.0.0.0:9000"' in config and '"127.0.0.1:9100"' in config
-    config = config.replace("0.0.0.0:9000", listen).replace("127.0.0.1:9100", metrics)
+    assert '"0.0.0.0:9000"' in config and '"127.0.0.1:9464"' in config
+    config = config.replace("0.0.0.0:9000", listen).replace("127.0.0.1:9464", metrics)
     (place / "shuffler.toml").write_text(config, encoding="utf-8")
     child = subprocess.Popen(
         ["sh", "-c", f"exec {START}"],
