@@ -243,6 +243,7 @@ def node_processes(node: NodeEntry, server_address: str, seconds: float) -> tupl
     own = ("shufl", "node", "--config", "node.toml")
     about = "the process that has the data, coins and keys"
     only_loopback = ("IPAddressDeny=any", "IPAddressAllow=localhost")
+    no_counters = "InaccessiblePaths=-/sys/fs/cgroup -/run/dbus"  # of how much a service works
     always = "Restart=always"
     return (
         Process("node", own, about, stop_seconds=seconds + _ENDING_SECONDS),
@@ -251,6 +252,6 @@ def node_processes(node: NodeEntry, server_address: str, seconds: float) -> tupl
             *("clientapp", code, "Flower's SuperExec, which runs what the server sends"),
             user="shufl-app",
             home="app",
-            unit=(always, *only_loopback),
+            unit=(always, *only_loopback, no_counters),
         ),
     )
