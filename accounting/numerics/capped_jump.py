@@ -23,8 +23,9 @@ _PHASE = 5.0
 # 1e-15.
 _FINE_RULE = np.polynomial.legendre.leggauss(32)
 _FINE_PHASE, _FINE_WIDTH = 40.0, 3.0
-# t beyond which fewer than 1e-25 of the jumps are; and, where only rarer ones lift the sum, 1e-120.
-_REACH, _FARTHEST = 10.5, 23.5
+REACH, FARTHEST = 10.5, 23.5
+"""t beyond which fewer than 1e-25 of the jumps are; and 1e-120, where rarer ones lift the sum."""
+
 FAINT = -36.0  # exponent below which a part of the sum is a rounding error
 _DEVIATIONS = 5.0  # how far the rest of the sum may be below zero for a jump of the cap to lift it
 _GRID = 800  # points of t to search and to measure panels by
@@ -58,20 +59,20 @@ class CappedJump:
         cap: Where X is cut off.
         excess: E[(X - cap)_+].
         ends: The least t, and that of the cap.
+        at_end: Whether jumps beyond `reach` would lift the sum, too.
         t: Nodes, shape (K,).
         x: X at the nodes, the cap last, shape (K + 1,).
         weights: Of `x` under the normal law, shape (K + 1,).
     """
 
-    def __init__(self, jumps: Jumps, count: Count) -> None:
+    def __init__(self, jumps: Jumps, count: Count, reach: float) -> None:
         self.jumps, self._count = jumps, count
         self.widest = min(_WIDEST, _STEEPEST / jumps.reach)
-        for reach in (_REACH + jumps.reach, _FARTHEST + jumps.reach):
-            t = np.linspace(-reach, reach, _GRID)
-            x = jumps.value(t)
-            last = self._highest(t, x)
-            if last < _GRID - 1:
-                break
+        reach += jumps.reach
+        t = np.linspace(-reach, reach, _GRID)
+        x = jumps.value(t)
+        last = self._highest(t, x)
+        self.at_end = last == _GRID - 1
         self._grid, self._values = t[: last + 1], x[: last + 1]
         self._slopes = jumps.slope(self._grid)
         low, high = -reach, float(t[last])

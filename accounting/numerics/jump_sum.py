@@ -31,6 +31,8 @@ import numpy as np
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.capped_jump import (
     FAINT,
+    FARTHEST,
+    REACH,
     ROOT_TAU,
     CappedJump,
     Jumps,
@@ -48,6 +50,7 @@ _LAST, _EASY = 60, 41
 _LEFT_OUT = 1e-10, 1e-4
 _SMOOTH = 6.5  # the deviation of the Gaussian added, times the highest frequency
 _UNIT = 1e-15
+_BEYOND = 1e-3  # of a bound, which jumps above the cap may add before the cap is put higher
 _NOTHING = 1e-30  # for each jump: where Chernoff's bound serves
 _ROWS = 32
 _AT_ONCE = 5  # c tried at once in the search of the saddle point
@@ -62,6 +65,8 @@ def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
     if not lower:
         return float(positive_parts(jumps, count, np.zeros(1))[0])
     law = _Law(jumps, count)
+    if law.jump.at_end:
+        law = _Law(jumps, count, FARTHEST)
     line = _line(law, count, lower=True)
     if line is None:
         return 0.0
@@ -77,9 +82,17 @@ def positive_parts(jumps: Jumps, count: Count, shifts: FloatArray) -> FloatArray
     of shape (K,); the bounds are good where it is small beside the spread of S.
     """
     law = _Law(jumps, count)
+    bounds, beyond = _bounds(law, count, shifts)
+    if law.jump.at_end and np.any(beyond > _BEYOND * bounds):
+        return np.minimum(bounds, _bounds(_Law(jumps, count, FARTHEST), count, shifts)[0])
+    return bounds
+
+
+def _bounds(law: "_Law", count: Count, shifts: FloatArray) -> tuple[FloatArray, float]:
+    """Returns the upper bounds of `positive_parts`, and what jumps above the cap add to each."""
     beyond, line = count.jumps * law.jump.excess, _line(law, count, lower=False)
     if line is None:
-        return law.chernoff(shifts) + beyond
+        return law.chernoff(shifts) + beyond, beyond
     y = np.append(shifts, 0.0)
     found = np.exp(np.minimum(line.level + line.c * y, 500.0))
     found = found * np.maximum(line.read(y) + line.slack, 0.0)
@@ -88,7 +101,7 @@ def positive_parts(jumps: Jumps, count: Count, shifts: FloatArray) -> FloatArray
         found = found + law.one_jump() + nothing * np.maximum(y, 0.0)
     # (y + s)_+ <= y_+ + s_+, for y so large that the line is none for it.
     limit = found[-1] + np.maximum(shifts, 0.0)
-    return np.asarray(np.minimum(found[:-1], limit) + beyond)
+    return np.asarray(np.minimum(found[:-1], limit) + beyond), beyond
 
 
 class _Line(NamedTuple):
@@ -165,8 +178,8 @@ def _dots(rows: Any, weights: Any) -> Any:
 class _Law:
     """b + S with its jumps capped."""
 
-    def __init__(self, jumps: Jumps, count: Count) -> None:
-        self.jump, self._count = CappedJump(jumps, count), count
+    def __init__(self, jumps: Jumps, count: Count, reach: float = REACH) -> None:
+        self.jump, self._count = CappedJump(jumps, count, reach), count
 
     def tilt(self, c: Any, x: FloatArray | None = None) -> Tilt:
         """One jump at each c of either sign; with others for the jumps if given."""
