@@ -48,6 +48,8 @@ _LADDER = np.geomspace(0.3, 1e5, 120)  # of highest frequencies, in units of c
 # about), from there on the second.
 _LAST, _EASY = 60, 41
 _LEFT_OUT = 1e-10, 1e-4
+# Of the sum, and of 1, which may be left out; else the sum is taken as far as the first says.
+_LITTLE, _TINY = 1e-3, 1e-15
 _SMOOTH = 6.5  # the deviation of the Gaussian added, times the highest frequency
 _UNIT = 1e-15
 _BEYOND = 1e-3  # of a bound, which jumps above the cap may add before the cap is put higher
@@ -147,20 +149,22 @@ def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
     rests = law.remainders(c, tilt, ladder, out)
     goal = 1.0 / (c * max(c * deviation, 1.0))
     strict, loose = (int(np.argmax(np.append(rests, 0.0) <= each * goal)) for each in _LEFT_OUT)
-    place = min(strict, max(loose, _EASY), _LAST)
-    cut, rest, smooth = float(ladder[place]), float(rests[place]), 0.0
-    if loose > place and not lower:
-        smooth, rest = _SMOOTH / cut, 4.0 * math.exp(-0.5 * _SMOOTH**2) / cut
-
     period = law.period(c, level, goal)
     step = 2.0 * math.pi / period
-    omega = step * np.arange(math.ceil(cut / step) + 1.0)
-    theta, grown = c + 1j * omega, law.grown(c, omega)
-    values = np.exp(count.log_ratios(c, tilt, omega, grown))
-    if out:
-        values -= count.few(tilt.whole + grown, np.exp(count.log_nothing(theta) - level))
-    values *= np.exp(0.5 * (smooth * theta) ** 2) / theta**2
-    values[0] *= 0.5
+    farthest, faint = min(strict, _LAST), math.exp(-min(level, 700.0))
+    for place in sorted({min(farthest, max(loose, _EASY)), farthest}):
+        cut, rest, smooth = float(ladder[place]), float(rests[place]), 0.0
+        if loose > place and not lower:
+            smooth, rest = _SMOOTH / cut, 4.0 * math.exp(-0.5 * _SMOOTH**2) / cut
+        omega = step * np.arange(math.ceil(cut / step) + 1.0)
+        theta, grown = c + 1j * omega, law.grown(c, omega)
+        values = np.exp(count.log_ratios(c, tilt, omega, grown))
+        if out:
+            values -= count.few(tilt.whole + grown, np.exp(count.log_nothing(theta) - level))
+        values *= np.exp(0.5 * (smooth * theta) ** 2) / theta**2
+        values[0] *= 0.5
+        if rest <= max(_LITTLE * 2.0 / period * abs(float(np.sum(values.real))), _TINY * faint):
+            break
     absolute = 2.0 / period * float(np.sum(np.abs(values)))
     slack = law.rounding(c, omega) * absolute + rest / math.pi
     return _Line(c, level, omega, values, slack, period, out > 0.0)

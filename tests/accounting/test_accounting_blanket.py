@@ -402,6 +402,18 @@ def test_few_blankets_and_a_rare_check_in_are_not_priced_as_if_alone():
     assert least <= accountant.get_epsilon(1e-3) <= 1.05 * least
 
 
+@pytest.mark.parametrize(
+    ("rate", "noise", "blankets", "rounds", "over"),
+    [(1.0, 0.575, 251.0, 40, 1.02), (0.1, 0.446, 1177.0, 1000, 1.05)],
+)
+def test_little_noise_costs_little_more_than_the_lower_bound(rate, noise, blankets, rounds, over):
+    """Where the sum over frequencies ends early, what it lacks is most of a small profile."""
+    event = event_of(rate, noise, blankets)
+    accountant = accounting.make_accountant("blanket").compose(event, rounds)
+    least = accountant.epsilon_lower_bound(1e-5)
+    assert least < accountant.get_epsilon(1e-5) < over * least
+
+
 def test_a_lower_bound_holds_for_the_rounds_that_took_place():
     # `pld` knows the pair without blankets: with them less is lost than it bounds from below.
     hidden = check_in(5, 1.0, 2.0, 50.0)
