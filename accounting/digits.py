@@ -11,9 +11,9 @@ def rounded_up(value: float, digits: int = 4) -> str:
     return _rounded(value, ROUND_CEILING, digits)
 
 
-def rounded_down(value: float) -> str:
-    """Returns four digits of a lower bound."""
-    return _rounded(value, ROUND_FLOOR, 4)
+def rounded_down(value: float, digits: int = 4) -> str:
+    """Returns some digits of a lower bound, or of a check-in rate."""
+    return _rounded(value, ROUND_FLOOR, digits)
 
 
 def _rounded(value: float, rounding: str, count: int) -> str:

@@ -195,8 +195,9 @@ class Node:
 
         Raises:
             RoundRefused: another run or plan, a model that is not this client's, a key that nothing
-                can be sealed to, a round beyond the budget, a shuffler that does not confirm all of
-                it, or what the device's owner does not accept.
+                can be sealed to, or of another suite than this client's, a round beyond the budget,
+                a shuffler that does not confirm all of it, or what the device's owner does not
+                accept.
         """
         until = time.monotonic() + announced.seconds
         self.agree(announced.run_id, announced.plan_digest)

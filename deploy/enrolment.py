@@ -91,7 +91,11 @@ class Enrolment:
             known = ", ".join(self._known) or "none yet"
             raise ConfigError(f"--forget must name a key that was signed ({known}), got {name}")
         note(self._acts, "forgot", name=name, key=self._known.pop(name))
-        self.done.to_withdraw += [each["certificate"] for each in self._valid(name)]
+        self._withdraw(self._valid(name))
+
+    def _withdraw(self, certificates: list[dict[str, Any]]) -> None:
+        named = self.done.to_withdraw
+        named += [each["certificate"] for each in certificates if each["certificate"] not in named]
 
     def _valid(self, name: str) -> list[dict[str, Any]]:
         """What the log says of the certificates of a name that have not ended."""
@@ -185,9 +189,8 @@ class Enrolment:
             raise ConfigError(str(error)) from error
         replace_file(certificate, pem)
         signed = read_certificate(certificate)
-        self.done.to_withdraw += [
-            each["certificate"] for each in self._valid(name) if says.items() - each.items()
-        ]
+        if not of_shuffler:  # whose certificates no shuffler is shown
+            self._withdraw([each for each in self._valid(name) if says.items() - each.items()])
         note(
             self._acts,
             "signed",

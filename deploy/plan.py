@@ -243,7 +243,8 @@ def node_processes(node: NodeEntry, server_address: str, seconds: float) -> tupl
     own = ("shufl", "node", "--config", "node.toml")
     about = "the process that has the data, coins and keys"
     only_loopback = ("IPAddressDeny=any", "IPAddressAllow=localhost")
-    no_counters = "InaccessiblePaths=-/sys/fs/cgroup -/run/dbus"  # of how much a service works
+    counters = "/sys/fs/cgroup", "/run/dbus", "/run/systemd/io.systemd.Manager"
+    no_counters = "InaccessiblePaths=" + " ".join(f"-{path}" for path in counters)
     always = "Restart=always"
     return (
         Process("node", own, about, stop_seconds=seconds + _ENDING_SECONDS),

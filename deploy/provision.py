@@ -17,6 +17,7 @@ from typing import Any
 import tomli_w
 
 from shufl.accounting import PrivacyPlan
+from shufl.accounting.digits import rounded_down
 from shufl.accounting.plan import AccountantName
 from shufl.clients import DeviceLimits
 from shufl.clients.device import RunOffered
@@ -209,7 +210,7 @@ class _Sites:
         text = _toml(
             "shuffler.toml",
             config,
-            blankets=f"{plan.shuffler_blankets:g}",
+            blankets=rounded_down(plan.shuffler_blankets, 6),
             batch=plan.minimum_batch,
             rounds=plan.rounds,
         )

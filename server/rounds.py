@@ -264,8 +264,8 @@ class RoundLoop:
             self._fail_if_in_vain(round, outcome, [*answers.errors.values(), *lost.values()])
         users = sum(there[number] for number in parts) or there.total()
         silent = len(self._fleet.known) - len(answers.received)
-        begun = [number for number, each in closed.items() if each.outcome is Outcome.RELEASABLE]
-        smallest = min((there[number] for number in begun), default=0)  # also of what broke off
+        releasable = [number for number, it in closed.items() if it.outcome is Outcome.RELEASABLE]
+        smallest = min((there[number] for number in releasable), default=0)
         aggregate = _together([(part, there[number]) for number, part in parts.items()])
         for number, part in parts.items():
             if plan.mixing == "shuffle":

@@ -40,8 +40,8 @@ class RoundRecord:
             spent in every case.
         users_present: users who sent, where a shuffler's batch was released: to such shufflers. In
             a simulation, users of the nodes that answered.
-        smallest_crowd: fewest of them at one shuffler whose batch was fetched, also in part; 0 if
-            none was.
+        smallest_crowd: fewest of them at one shuffler whose batch could be fetched, also where it
+            broke off; 0 if none could.
         reports: reports aggregated, blankets among them; 0 when nothing was released.
         rejected: released reports that did not open, or that no honest client could have sent.
         reasons: how many of them for which reason.

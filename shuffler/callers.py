@@ -129,7 +129,7 @@ def caller_of(certificate: bytes) -> Caller | None:
         (uri,) = (uri for uri in uris if uri.startswith(_PREFIX))
         role, *said = uri.removeprefix(_PREFIX).split(":")
         users, name, *shuffler = said if role == Role.NODE else ("0", *said)
-        if len(shuffler) > (role == Role.NODE):
+        if "" in said or len(shuffler) > (role == Role.NODE):
             return None
         until, fingerprint = loaded.not_valid_after_utc, fingerprint_of(loaded)
         caller = Caller(Role(role), name, int(users), "".join(shuffler), until, fingerprint)

@@ -77,9 +77,10 @@ class Credentials:
 
     @property
     def name(self) -> str:
-        """Whose they are, by the certificate's common name."""
+        """Whose they are, by the certificate's common name; empty: it has none."""
         subject = x509.load_pem_x509_certificate(self.certificate).subject
-        return str(subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+        names = subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        return str(names[0].value) if names else ""
 
     @property
     def fingerprint(self) -> str:

@@ -109,7 +109,8 @@ def plot_score_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Pa
             xlabel=f"ε at δ = {rounded_up(plan.delta)} ({plan.adjacency})",
             ylabel=label,
             title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, "
-            f"z = {plan.mechanism.noise_multiplier:g}, λ = {plan.shuffler_blankets:g}",
+            f"z = {rounded_up(plan.mechanism.noise_multiplier, 6)}, "
+            f"λ = {rounded_up(plan.shuffler_blankets, 6)}",
         )
     return axes.figure
 

@@ -71,7 +71,9 @@ def print_summary(console: Console, summary: dict[str, Any], engine: Engine, fol
     if summary["mixing"] == "sum":
         run.add_row("mixing", "the shuffler hands over a sum, and no report")
     else:
-        blankets = f"{summary['shuffler_blankets']:g} expected of each shuffler a round"
+        blankets = (
+            f"{rounded_up(summary['shuffler_blankets'], 6)} expected of each shuffler a round"
+        )
         run.add_row("blankets", blankets)
     run.add_row("δ, adjacency", f"{rounded_up(summary['delta'])}, {summary['adjacency']}")
     if summary["doubt"]:

@@ -309,7 +309,7 @@ def _drawn(plan: PrivacyPlan) -> str:
 def _mixed(plan: PrivacyPlan) -> str:
     """What is added to users' reports; with sums what that gives and takes."""
     if plan.mixing == "shuffle":
-        return f"{plan.shuffler_blankets:g} blankets a round expected"
+        return f"{rounded_up(plan.shuffler_blankets, 6)} blankets a round expected"
     return (
         f"sums with noise of {plan.noise_of_sum(plan.least_present):.4g} C: all users send, no "
         "report can be looked at, and one cheating node can spoil a round"
@@ -317,7 +317,7 @@ def _mixed(plan: PrivacyPlan) -> str:
 
 
 def _describe(console: Console, experiment: Experiment, engine: Engine, folder: Path) -> None:
-    """What is about to run, in five lines or six."""
+    """What is about to run, in a few lines."""
     plan, config = experiment.plan, experiment.config
     mapped = "" if config.data.features is None else f"{config.data.features} of "
     users = f"{plan.users} users"
@@ -329,7 +329,8 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
         f"{config.model.name}, {experiment.parameters} parameters",
         "engine": engine.description,
         "privacy": f"γ = {plan.check_in_rate:g}{_drawn(plan)}, C = {plan.mechanism.clip_norm:g}, "
-        f"z = {plan.mechanism.noise_multiplier:g} ({_strength(plan)}), {plan.adjacency}, "
+        f"z = {rounded_up(plan.mechanism.noise_multiplier, 6)} ({_strength(plan)}), "
+        f"{plan.adjacency}, "
         f"δ = {rounded_up(plan.delta)}, minimum batch {plan.minimum_batch}, "
         f"{_mixed(plan)}; coins and noise from {randomness}",
         "budget": f"ε ≤ {plan.target_epsilon:g} by {plan.accountant}, which allows "

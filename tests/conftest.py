@@ -106,7 +106,7 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def seeded(request):
-    """What a test draws does not depend on those before it; `-p randomly` has a seed of its own."""
+    """What a test itself draws depends on none before it; `-p randomly` has a seed of its own."""
     if not request.config.pluginmanager.hasplugin("randomly"):
         torch.manual_seed(0)
 

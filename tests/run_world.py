@@ -147,7 +147,8 @@ def ray_of_its_own(warm=True, **resources):
         "print(ray.get_runtime_context().gcs_address, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    process = Warm([code], program="python", piped=True)
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    process = Warm([code], program="python", env=env, piped=True)
     try:
         address = process.stdout.readline().decode().strip()
         assert address, process.communicate()

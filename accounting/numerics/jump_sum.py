@@ -11,7 +11,8 @@ Poisson's summation formula: what it errs is positive, and small if c is near th
 P spans the tilted law. What makes the result a bound:
 
 - A jump above a cap counts as the cap, and the mean of what is cut off is added. Little is lost,
-  because the cap lies where a single jump makes the sum positive but for rare cases.
+  because the cap lies where a single jump makes the sum positive but for rare cases, or so high
+  that what is cut off adds less than `_BEYOND`.
 - Frequencies beyond a cut are left out only where `|e^{K(θ) - K(c)}|` is certainly small
   (`_Law.remainders`), and the bound of them is added.
 - Where S is too rough for that (a handful of jumps, or jumps of nearly one size) a Gaussian is
@@ -45,10 +46,10 @@ _BELOW_SADDLE = 0.6
 _ALIAS = 20.0
 _LADDER = np.geomspace(0.3, 1e5, 120)  # of highest frequencies, in units of c
 # The last that is taken, 183 c; up to 25 c what is left out is to be the first of these (relative,
-# about), from there on the second.
+# about), from there on the second. If what is left out is still more than `_LITTLE` of the sum and
+# more than `_TINY`, the sum goes on to the first, but not beyond the last.
 _LAST, _EASY = 60, 41
 _LEFT_OUT = 1e-10, 1e-4
-# Of the sum, and of 1, which may be left out; else the sum is taken as far as the first says.
 _LITTLE, _TINY = 1e-3, 1e-15
 _SMOOTH = 6.5  # the deviation of the Gaussian added, times the highest frequency
 _UNIT = 1e-15

@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from shufl.accounting import ACCOUNTANTS
+from shufl.accounting.digits import rounded_down, rounded_up
 from shufl.accounting.validation import first_mistake
 from shufl.simulator.config import dumps
 from shufl.simulator.grid.points import read_result
@@ -201,11 +202,17 @@ def plan_table(grid: Grid, results: list[Result]) -> Table:
             series,
             value,
             *(text for _, text in _first_epsilons(made)),
-            *("–" if made[0][key] is None else f"{made[0][key]:.4g}" for key in numbers.values()),
+            *(_plan_number(key, made[0][key]) for key in numbers.values()),
             made[0]["adjacency"],
             *(epsilon_text(_largest_epsilon(made, name)) for name in names),
         ])  # fmt: skip
     return rows
+
+
+def _plan_number(key: str, value: float | None) -> str:
+    """Rounded so that ε is no more than that of the true number."""
+    rounded = rounded_down if key in ("check_in_rate", "rounds") else rounded_up
+    return "–" if value is None else rounded(value)
 
 
 def _head_facts(results: list[Result]) -> Iterator[tuple[str, str]]:

@@ -397,3 +397,6 @@ def test_the_page_has_the_largest_epsilon_of_runs_that_differ_in_their_seed():
     ]
     _, row = plan_table(SimpleNamespace(label="value"), results[:2])
     assert row[3] == "4.341 (crowd)"
+    results[1]["epsilon"] |= {"crowd": None}  # fewer users were there than it counts on
+    heads, row = plan_table(SimpleNamespace(label="value"), results[:2])
+    assert (row[3], row[heads.index("ε crowd")]) == ("–", "–")

@@ -152,6 +152,7 @@ def signed(place: Path, uri: str) -> Credentials:
         ("urn:shufl:node:10:a", "Submit", grpc.StatusCode.OK),
         ("urn:shufl:node:10:a:shuffler:b", "Submit", grpc.StatusCode.PERMISSION_DENIED),
         ("urn:shufl:node:10", "Submit", grpc.StatusCode.PERMISSION_DENIED),
+        ("urn:shufl:node:10:a:", "Submit", grpc.StatusCode.PERMISSION_DENIED),
         ("urn:shufl:server:a:b", "EndRun", grpc.StatusCode.PERMISSION_DENIED),
         ("urn:shufl:server:10:a", "EndRun", grpc.StatusCode.PERMISSION_DENIED),
     ],

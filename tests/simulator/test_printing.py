@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -15,12 +16,17 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from run_world import shufl_command
+from shufl.accounting.digits import rounded_down, rounded_up
 from shufl.accounting.lines import one_line
 from shufl.cli.__main__ import app
 from shufl.cli.options import print_error
 from shufl.server import RoundRecord
+from shufl.simulator.config import load
 from shufl.simulator.console import Console
+from shufl.simulator.engines import engine_of
+from shufl.simulator.experiment import prepare
 from shufl.simulator.progress import RoundProgress
+from shufl.simulator.run import _describe
 
 OUTSIDE = ["pip install 'shufl[node]'", "[red]x", "[/]", "a:cat:b", "\\[bold]y", "[@click=z]w"]
 
@@ -145,3 +151,23 @@ def test_a_command_answers_a_mistake_in_one_printable_line(arguments, start, tmp
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(start) and done.stderr.endswith("\n")
     assert done.stderr[:-1].isprintable(), done.stderr
+
+
+def test_what_is_printed_beside_an_epsilon_makes_it_no_smaller_than_it_is():
+    assert (rounded_up(1 / 300), rounded_down(1 / 30_000)) == ("0.003334", "3.333e-05")
+    assert (rounded_up(23.594761, 6), rounded_up(1e-5), rounded_up(2.0, 6)) == (
+        "23.5948",
+        "1e-05",
+        "2",
+    )
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(0.002, True), (0.5, False)])
+def test_a_run_warns_of_a_delta_near_the_chance_to_take_part(capsys, rate, warned):
+    changes = [f"privacy.check_in_rate={rate}", "privacy.rounds=1", "simulation.engine=vectorised"]
+    changes += ["privacy.minimum_batch=1", "privacy.target_epsilon=1e6"]
+    experiment = prepare(load("quickstart", changes))
+    engine = engine_of("vectorised")(experiment)
+    _describe(Console(width=200), experiment, engine, Path("runs"))
+    said = capsys.readouterr().out
+    assert ("is too close to 0.002, the probability that a user takes part" in said) == warned

@@ -120,7 +120,7 @@ def compare_command(
             for peer in others:
                 typer.echo(f"{peer.name}: {peer.covers}")
     if plot is not None:  # last, so that the table is not lost where the disk is full
-        _draw(points, curves | theirs, f"δ = {at:.3g}, {adjacency}", plot)
+        _draw(points, curves | theirs, f"δ = {rounded_up(at)}, {adjacency}", plot)
 
 
 def _print_curves(points: list[int], curves: dict[str, list[float | None]], title: str) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from shufl.accounting.digits import rounded_up
+from shufl.accounting.digits import rounded_down, rounded_up
 from shufl.cli import options
 from shufl.simulator.console import Console
 
@@ -79,7 +79,11 @@ def calibrate_command(
         if value is not None:
             shown = str(value)
             if isinstance(value, float):
-                shown = rounded_up(value, 6) if key in _ROUNDED_UP else f"{value:.6g}"
+                shown = f"{value:.6g}"
+                if key in _ROUNDED_UP:
+                    shown = rounded_up(value, 6)
+                elif key == "gamma":
+                    shown = rounded_down(value, 6)
             table.add_row(Text(key, style="bold" if key in missing else ""), shown)
     Console().print(table)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from shufl.accounting.digits import rounded_up
 from shufl.cli import options
 from shufl.simulator.console import Console
 from shufl.simulator.tables import epsilon_text
@@ -53,7 +54,8 @@ def status_command(
         options.print_json({"runs": runs, "epsilon": total, "limits": dict(limits)})
         return
     table = Table(
-        title=f"offered to this device, ε by {limits.accountant}, δ = {limits.delta:.4g} in all",
+        title=f"offered to this device, ε by {limits.accountant}, "
+        f"δ = {rounded_up(limits.delta)} in all",
         title_justify="left",
     )
     for column in ("run", "plan", "latest, UTC"):
