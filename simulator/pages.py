@@ -114,7 +114,7 @@ def _of_run(folder: Path) -> str:
     simulated = f"seed {seed}: a simulation, which protects nobody"
     entropy = "the operating system" if seed == "system" else simulated
     if settings["simulation"]["engine"] == "vectorised" and seed == "system":
-        entropy += ", in floating point, which no proof covers: for experiments"
+        entropy += " (the vectorised engine is for experiments: no proof covers its rounding)"
     facts = [("halting ε", _told(epsilons, plan.accountant))]
     if least is not None and least != plan.accountant:
         facts.append(("least ε for every pair", _told(epsilons, least)))

@@ -71,10 +71,8 @@ def print_summary(console: Console, summary: dict[str, Any], engine: Engine, fol
     if summary["mixing"] == "sum":
         run.add_row("mixing", "the shuffler hands over a sum, and no report")
     else:
-        blankets = (
-            f"{rounded_up(summary['shuffler_blankets'], 6)} expected of each shuffler a round"
-        )
-        run.add_row("blankets", blankets)
+        blankets = rounded_up(summary["shuffler_blankets"], 6)
+        run.add_row("blankets", f"{blankets} expected of each shuffler a round")
     run.add_row("δ, adjacency", f"{rounded_up(summary['delta'])}, {summary['adjacency']}")
     if summary["doubt"]:
         run.add_row("doubtful", summary["doubt"])

@@ -43,10 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
     if hasattr(config, "workerinput"):
         return
-    if config.getoption(
-        "numprocesses", None
-    ):  # else each of xdist's workers computes on all processors
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else each worker takes all processors
     stack = ExitStack()
     stack.enter_context(warm_server())  # one for all of xdist's workers
     config.add_cleanup(stack.close)

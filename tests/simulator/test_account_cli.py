@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -181,6 +182,15 @@ def test_calibrated_noise_is_within_the_target_and_nearly_least(accountant):
     assert epsilon(found["noise"]) <= 15
     # Chords between other places make ε of `blanket` uneven by some tenths of a percent.
     assert epsilon(found["noise"] * (0.98 if accountant == "blanket" else 0.997)) > 15
+
+
+def test_calibrated_noise_is_printed_as_no_less_than_it_is():
+    command = "calibrate --n 10 --gamma 1 --delta 1e-5 --rounds 50 --target-epsilon 10"
+    command += " --accountant local"
+    found = json.loads(shufl(f"{command} --json").stdout)["noise"]
+    (printed,) = re.findall(r"noise +│ +([\d.]+)", shufl(command).stdout)
+    assert found <= float(printed) < found * 1.00001
+    assert f"{found:.6g}" != printed  # the nearest is less
 
 
 def test_calibrated_rounds_are_the_most():

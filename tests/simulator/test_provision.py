@@ -191,9 +191,7 @@ def test_a_certificate_that_says_what_no_longer_holds_is_to_be_withdrawn(base):
     for name in before:
         Request.renew(keys[name], name)
     done = provisioned(base, nobody, **changed)
-    assert done.short == {
-        "shuffler-2": 20
-    }  # of 50 users expected there, half of whom must be there
+    assert done.short == {"shuffler-2": 20}  # where 50 users are expected, and 25 needed
     done = done.enrolled
     assert {*done.signed} == {*before}
     assert done.to_withdraw == [before["ward-2"].fingerprint]

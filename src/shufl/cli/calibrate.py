@@ -79,16 +79,13 @@ def calibrate_command(
         if value is not None:
             shown = str(value)
             if isinstance(value, float):
-                shown = f"{value:.6g}"
-                if key in _ROUNDED_UP:
-                    shown = rounded_up(value, 6)
-                elif key == "gamma":
-                    shown = rounded_down(value, 6)
+                shown = _ROUNDED[key](value, 6) if key in _ROUNDED else f"{value:.6g}"
             table.add_row(Text(key, style="bold" if key in missing else ""), shown)
     Console().print(table)
 
 
-_ROUNDED_UP = {"noise", "blankets", "central-noise", "delta", "epsilon"}
+_UP = "noise", "blankets", "central-noise", "delta", "epsilon"
+_ROUNDED = {"gamma": rounded_down} | dict.fromkeys(_UP, rounded_up)
 
 _NAMES = {
     "check_in_rate": "gamma",
