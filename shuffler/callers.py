@@ -12,12 +12,15 @@ nothing else from it:
 from __future__ import annotations
 
 import datetime
+import functools
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -48,6 +51,7 @@ class Caller:
         shuffler: of a node: the only shuffler where they may; empty: at every one.
         until: when its certificate expires; None: it has none.
         fingerprint: SHA-256 of its certificate, hexadecimal; empty: it has none.
+        certificate: the certificate, PEM; empty: it has none.
     """
 
     role: Role
@@ -56,11 +60,16 @@ class Caller:
     shuffler: str = ""
     until: datetime.datetime | None = field(default=None, compare=False)
     fingerprint: str = field(default="", compare=False)
+    certificate: bytes = field(default=b"", compare=False, repr=False)
 
     @property
     def expired(self) -> bool:
         """Whether its certificate has expired by now."""
         return self.until is not None and self.until < datetime.datetime.now(datetime.UTC)
+
+    def is_of(self, authority: bytes) -> bool:
+        """Whether a certificate of this PEM has issued its own."""
+        return not self.certificate or _has_issued(authority, self.certificate)
 
 
 class Revoked:
@@ -132,10 +141,21 @@ def caller_of(certificate: bytes) -> Caller | None:
         if "" in said or len(shuffler) > (role == Role.NODE):
             return None
         until, fingerprint = loaded.not_valid_after_utc, fingerprint_of(loaded)
-        caller = Caller(Role(role), name, int(users), "".join(shuffler), until, fingerprint)
+        about = "".join(shuffler), until, fingerprint, certificate
+        caller = Caller(Role(role), name, int(users), *about)
         return None if caller.expired else caller
     except (ValueError, x509.ExtensionNotFound):
         return None
+
+
+@functools.lru_cache(maxsize=2**14)
+def _has_issued(authority: bytes, certificate: bytes) -> bool:
+    loaded = x509.load_pem_x509_certificate(certificate)
+    for each in x509.load_pem_x509_certificates(authority):
+        with suppress(ValueError, TypeError, InvalidSignature):
+            loaded.verify_directly_issued_by(each)
+            return True
+    return False
 
 
 def fingerprint_of(certificate: x509.Certificate) -> str:

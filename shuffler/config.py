@@ -93,11 +93,9 @@ class Limits(_Section):
         open_rounds_per_server: open rounds in all of its runs.
         disk_gigabytes_per_server: disk for the batches of its runs, each with room for reports of
             all users. Left out: the whole disk.
-        reports_per_second: reports with one credential; more are slowed down. Left out: no limit.
-        burst: how many reports may come at once before they are slowed down.
         idle_seconds: how long a stream may bring no accepted report or leave its answers unread,
             and a release may be left unread, before it is ended.
-        release_hours: how long after its close a batch is kept for the server, at most.
+        release_hours: how long a batch waits for the server to close, fetch or end it, at most.
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
 
@@ -116,8 +114,6 @@ class Limits(_Section):
     disk_gigabytes_per_server: float | None = Field(
         default=None, gt=0, le=1e9, description="a number in (0, 10^9]"
     )
-    reports_per_second: float | None = Field(default=None, gt=0, description="a number above 0")
-    burst: Count = 1000
     idle_seconds: Seconds = 60.0
     release_hours: float = Field(default=1.0, gt=0, le=1e4, description="a number in (0, 10^4]")
     stop_seconds: Seconds = 300.0

@@ -91,7 +91,7 @@ class ControlService:
         """Answers when a round is over."""
         await self._check_owner(request, caller)
         about = request.run_id, request.round
-        if self._store.seconds_left(*about) is None:  # it is over, or there is none
+        if await self.call(self._store.seconds_left, *about) is None:  # it is over, or unknown
             closed = await self.call(self._store.close_round, *about)
         else:
             closing = self._close(*about)

@@ -14,6 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.config import Limits
+from shufl.shuffler.keys import Credentials
 from shufl.shuffler.service.calls import PermittedCalls, PerSender
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.streams import Stream
@@ -41,6 +42,7 @@ class Gate:
 
     Attributes:
         permitted: the open calls of those who have been let through.
+        credentials: the shuffler's own; only who has one of the same authority is let through.
     """
 
     def __init__(
@@ -48,19 +50,19 @@ class Gate:
         revoked: Revoked,
         limits: Limits,
         metrics: Metrics,
-        name: str,
+        credentials: Credentials,
     ) -> None:
-        """Remembers whose credentials are withdrawn, how much there may be, and its own name."""
+        """Remembers whose credentials are withdrawn, how much there may be, and its own."""
         self.permitted = PermittedCalls(self._is_good)
         self._revoked = revoked
         self._idle_seconds = limits.idle_seconds
         self._calls = PerSender(limits.calls_per_sender)
         self._metrics = metrics
-        self._name = name
+        self.credentials = credentials
 
     def _admit(self, caller: Caller | None, roles: tuple[Role, ...]) -> Caller:
         """The caller, if it may make this call; otherwise the call is refused."""
-        here = caller is not None and caller.shuffler in ("", self._name)
+        here = caller is not None and caller.shuffler in ("", self.credentials.name)
         if caller is not None and here and caller.role in roles and self._is_good(caller):
             return caller
         _log.warning("call without the right credential refused")
@@ -157,7 +159,7 @@ class Gate:
         """The call's next message, or `grpc.aio.EOF`.
 
         A message that does not come for too long or is none is refused, and so is one of a caller
-        whose certificate has expired or been withdrawn by now.
+        whose certificate is no longer good.
         """
         try:
             async with stream.patience() if stream else asyncio.timeout(self._idle_seconds):
@@ -171,5 +173,6 @@ class Gate:
         return message
 
     def _is_good(self, caller: Caller) -> bool:
-        """Whether a caller's certificate has neither expired nor been withdrawn by now."""
-        return not caller.expired and caller not in self._revoked
+        """Whether a caller's certificate is of this authority, not expired and not withdrawn."""
+        known = caller.is_of(self.credentials.authority)
+        return known and not caller.expired and caller not in self._revoked

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +15,12 @@ import grpc
 from shufl.shuffler.callers import Caller
 from shufl.shuffler.config import Limits
 from shufl.shuffler.service.gate import Gate
-from shufl.shuffler.service.operations import Metrics, Pace
+from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.service.streams import Stream, Streams
 from shufl.shuffler.store.batch import Slot
 from shufl.shuffler.store.open_batches import OpenBatches, Report
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
+from shufl.shuffler.wire.channel import MAX_REPORT_BYTES, MOST_TOGETHER
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 
 _log = logging.getLogger("shufl.shuffler")
@@ -31,6 +30,9 @@ _ENDLESS = ShufflerRefused(Refusal.MALFORMED, "a report that does not end")
 _EMPTY_PIECE = ShufflerRefused(Refusal.MALFORMED, "a piece of a report is empty")
 _NO_REPORTS = ShufflerRefused(
     Refusal.MALFORMED, "a message must have a report per user, a piece, or a report of many users"
+)
+_TOO_MANY = ShufflerRefused(
+    Refusal.MALFORMED, f"a message must have at most {MOST_TOGETHER} reports"
 )
 
 
@@ -44,8 +46,6 @@ class IntakeService:
         self._metrics = metrics
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reports")
         self._streams = Streams(limits, metrics.streams)
-        rate = limits.reports_per_second
-        self._pace = None if rate is None else Pace(rate, limits.burst)
 
     def stop(self) -> None:
         """Waits until nothing is being written."""
@@ -87,10 +87,6 @@ class IntakeService:
         verdicts: list[Any]
         while (message := await self._gate.read(context, caller, stream)) is not grpc.aio.EOF:
             reports = list(_reports(message, caller))
-            if self._pace is not None:
-                delay = sum(self._pace.delay(caller.name, time.monotonic()) for _ in reports)
-                stream.hold_up(delay)
-                await asyncio.sleep(delay)
             if message.more:
                 verdicts = [await self._in_pieces(reports[0], context, stream)]
             else:
@@ -149,12 +145,15 @@ def _reports(message: Any, caller: Caller) -> Iterator[Report]:
     """The reports in a message, one by one; of one in pieces, with the first piece.
 
     Raises:
-        ShufflerRefused: they are not of one length, there is none, or more than one in pieces.
+        ShufflerRefused: they are not of one length, there is none, more than one in pieces, or too
+            many.
     """
     sealed, users = message.sealed, message.users
     if message.more and not sealed:
         raise _EMPTY_PIECE
     one = message.more or message.count > 1
+    if len(users) > MOST_TOGETHER:
+        raise _TOO_MANY
     if not users or len(sealed) % len(users) or (one and len(users) > 1):
         raise _NO_REPORTS
     length = len(sealed) // len(users)

@@ -1,4 +1,4 @@
-"""Metrics, and how fast a sender may be.
+"""Metrics.
 
 Counts and reasons only. No metric names a sender, a user or a report. The counts tell how many
 reports came in a round, which the server must not know before a release: they are for the
@@ -19,8 +19,6 @@ from prometheus_client import (
 )
 
 from shufl.shuffler.wire.channel import parse_address
-
-_MOST_SENDERS = 10_000
 
 
 class Metrics:
@@ -48,20 +46,3 @@ class Metrics:
         except OSError as error:
             raise OSError(f"metrics: cannot listen on {address}: {error.strerror}") from None
         return server
-
-
-class Pace:
-    """Slows each sender down to a rate, after a burst (the generic cell rate algorithm)."""
-
-    def __init__(self, per_second: float, burst: int) -> None:
-        self._interval = 1 / per_second
-        self._slack = (burst - 1) * self._interval
-        self._next: dict[str, float] = {}  # when each sender's next report would be on time
-
-    def delay(self, sender: str, now: float) -> float:
-        """Counts one report; how many seconds it has to wait."""
-        if len(self._next) > _MOST_SENDERS:
-            self._next = {name: due for name, due in self._next.items() if due > now}
-        due = max(self._next.get(sender, now), now)
-        self._next[sender] = due + self._interval
-        return max(0.0, due - self._slack - now)

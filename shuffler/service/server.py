@@ -51,8 +51,7 @@ class ShufflerServer:
         refused, also on connections that are open.
         """
         memory.keep_little()
-        self._gate = gate = Gate(revoked, limits, metrics, credentials.name)
-        self._credentials = credentials
+        self._gate = gate = Gate(revoked, limits, metrics, credentials)
         self._changed = False
         self._store = store
         self._server = grpc.aio.server(
@@ -89,7 +88,7 @@ class ShufflerServer:
         _probe(host, port, listen)
         try:
             tls = grpc.dynamic_ssl_server_credentials(
-                _configuration(self._credentials), self._renewed, require_client_authentication=True
+                _configuration(self._gate.credentials), self._renewed, require_client_authentication=True
             )
             port = self._server.add_secure_port(address, tls)
         except RuntimeError:
@@ -99,8 +98,11 @@ class ShufflerServer:
         return join_address(host, port)
 
     def renew(self, credentials: Credentials) -> bool:
-        """Uses these credentials for new connections; returns whether they have changed."""
-        before, self._credentials = self._credentials, credentials
+        """Uses these credentials from now on; returns whether they have changed.
+
+        Where their authority is another one, calls on connections that are open are refused, too.
+        """
+        before, self._gate.credentials = self._gate.credentials, credentials
         self._changed |= credentials != before
         return credentials != before
 
@@ -109,7 +111,7 @@ class ShufflerServer:
         if not self._changed:
             return None
         self._changed = False
-        return _configuration(self._credentials)
+        return _configuration(self._gate.credentials)
 
     async def stop(self, at_once: asyncio.Event | None = None) -> None:
         """Stops taking calls, gives those in progress time, and destroys all batches.

@@ -58,10 +58,6 @@ class Stream:
                 self._piece_bytes = 0
                 self._bring()
 
-    def hold_up(self, seconds: float) -> None:
-        """Notes that the shuffler makes it wait."""
-        self._until += seconds
-
     def patience(self) -> asyncio.Timeout:
         """How long its next message is waited for."""
         self._reading = asyncio.timeout_at(self._until)

@@ -67,10 +67,6 @@ class Batch:
         self.senders = self.count = 0
         self._users = users
         self._key = algorithms.AES256(os.urandom(32))
-        self._free = np.arange(slots, dtype=np.uint32)
-        self._left = slots  # so many at the front of `_free`
-        self._writes = np.zeros(slots, dtype=np.uint32)  # how often each slot was written to
-        self._taken = np.zeros(slots, dtype=bool)
         self._reported: dict[str, np.ndarray] = {}  # which users of each sender
         self._lock = threading.Lock()
         self._ended = False
@@ -92,6 +88,11 @@ class Batch:
                     f"a round's file would have {length} bytes, more than the file system allows",
                 ) from None
             raise storage_refusal(error) from error
+        # Behind that: memory for slots that the disk has no room for would be taken for nothing.
+        self._free = np.arange(slots, dtype=np.uint32)
+        self._left = slots  # so many at the front of `_free`
+        self._writes = np.zeros(slots, dtype=np.uint32)  # how often each slot was written to
+        self._taken = np.zeros(slots, dtype=bool)
 
     def add(self, sender: str, users: range, most: int, content: bytes | Slot) -> Verdict:
         """Takes a report, if it is the first of each of these users and there is room.

@@ -16,7 +16,7 @@ from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
 from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 from shufl.shuffler.wire.reports import report_length
-from shufl.shuffler.wire.sealing import RoundHeader, payload_length, seal
+from shufl.shuffler.wire.sealing import SEALED_BYTES, RoundHeader, payload_length, seal
 
 _MAX_PLAN_BYTES = 2**16
 
@@ -35,7 +35,8 @@ class Round:
         outcome: how it ended; None before, and for a lost round.
         released: whether a release has begun.
         ends_at: when its window ends, by `time.monotonic`; 0: it has none.
-        closed_at: when it was closed, by the same.
+        waits_since: since when the server is waited for: from its opening or the end of its window
+            to be closed, then to be released and ended; by the same.
         agreed: names of the nodes that were shown what the shuffler was given.
         senders, absent: as in `Closed`, where the plan has cover.
     """
@@ -49,7 +50,7 @@ class Round:
     outcome: Outcome | None = None
     released: bool = False
     ends_at: float = 0.0
-    closed_at: float = 0.0
+    waits_since: float = 0.0
     agreed: set[str] = dataclasses.field(default_factory=set)
     senders: int = 0
     absent: tuple[str, ...] = ()
@@ -135,8 +136,10 @@ class Run:
 
 def parse_run(run_id: str, plan: bytes, report_bytes: int, owner: str) -> Run:
     """The run that a plan, a JSON object, describes; one that does not is refused."""
-    if not 1 <= report_bytes <= MAX_REPORT_BYTES:
-        raise _malformed(f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}")
+    if not SEALED_BYTES <= report_bytes <= MAX_REPORT_BYTES:
+        raise _malformed(
+            f"report_bytes must lie in [{SEALED_BYTES}, {MAX_REPORT_BYTES}], got {report_bytes}"
+        )
     if len(plan) > _MAX_PLAN_BYTES:
         raise _malformed(f"a plan has at most {_MAX_PLAN_BYTES} bytes")
     try:

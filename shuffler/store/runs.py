@@ -168,8 +168,11 @@ class RunStore:
             dimension = run.dimension_of_sums(public_key)
             batch.begin(dimension, functools.partial(self._noise, run.plan, number, dimension))
         window = run.plan.window if self._durable else None
-        ends_at = time.monotonic() + window.seconds if window is not None else 0.0
-        run.rounds[number] = Round(number, header, public_key, batch, blankets, ends_at=ends_at)
+        now = time.monotonic()
+        entry = Round(number, header, public_key, batch, blankets, waits_since=now)
+        if window is not None:
+            entry.ends_at = entry.waits_since = now + window.seconds
+        run.rounds[number] = entry
         over = [each.number for each in run.rounds.values() if each.batch is None]
         for old in over[:-_KEPT_OVER]:
             del run.rounds[old]
@@ -178,10 +181,10 @@ class RunStore:
     def close_round(self, run_id: str, number: int) -> Closed:
         """Ends a round's intake; a batch below the plan's minimum is destroyed.
 
-        The round's window must be over, and its blankets must have been made.
+        Refused before its window is over and its blankets are made: fewer of them would hide less.
         """
         run, entry = self._entry(run_id, number)
-        if entry.is_open and entry.seconds_left:
+        if entry.is_open and (entry.seconds_left or entry.made < run.plan.most_blankets):
             raise ShufflerRefused(Refusal.WINDOW_NOT_OVER)
         if entry.batch is not None and entry.outcome is None:
             entry.batch.end()
@@ -191,7 +194,7 @@ class RunStore:
                 entry.senders, entry.absent = sent, self._absent(run, entry)
                 enough = enough and run.plan.enough_present(sent)
             if enough:
-                entry.outcome, entry.closed_at = Outcome.RELEASABLE, time.monotonic()
+                entry.outcome, entry.waits_since = Outcome.RELEASABLE, time.monotonic()
             else:
                 self._end(run, entry, "below-minimum")
         if entry.outcome is None:
@@ -229,14 +232,13 @@ class RunStore:
             self._end(run, entry, "released" if entry.released else "discarded")
 
     def end_old_rounds(self, seconds: float) -> None:
-        """Destroys batches that were over so long ago, and those whose lease is over."""
+        """Destroys batches that have waited so long for the server, and leases that are over."""
         now, old = time.monotonic(), []
         for run in self._runs.values():
             if run.lease is not None and run.lease[1] < now:
                 self._end_lease(run)  # first: it takes no line of the record
             for entry in run.batches():
-                over_at = entry.closed_at or entry.ends_at
-                if over_at and now - over_at > seconds:
+                if now - entry.waits_since > seconds:
                     old.append((run.run_id, entry.number))
         for run_id, number in old:
             self.end_round(run_id, number)

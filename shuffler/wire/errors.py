@@ -80,7 +80,7 @@ class Refusal(StrEnum):
     BELOW_FLOOR = "BELOW_FLOOR", "less private than this shuffler's operator allows"
     BELOW_MINIMUM = "BELOW_MINIMUM", "the batch was below the plan's minimum and is destroyed"
     DISCARDED = "DISCARDED", "the batch was destroyed before it was released"
-    ALREADY_RELEASED = "ALREADY_RELEASED", "the server has had this batch"
+    ALREADY_RELEASED = "ALREADY_RELEASED", "this batch was released once, and is destroyed"
     BATCH_LOST = "BATCH_LOST", "the shuffler ended while it held the batch, which is lost"
     TOO_MANY_RUNS = "TOO_MANY_RUNS", "too many runs have not ended"
     TOO_MANY_ROUNDS = "TOO_MANY_ROUNDS", "too many rounds of this server are open"

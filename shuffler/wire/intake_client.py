@@ -15,7 +15,7 @@ from typing import Any
 
 from shufl.shuffler.keys import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.channel import MAX_REPORT_BYTES, PIECE_BYTES
+from shufl.shuffler.wire.channel import MAX_REPORT_BYTES, MOST_TOGETHER, PIECE_BYTES
 from shufl.shuffler.wire.connection import Answers, Connection
 from shufl.shuffler.wire.errors import (
     Refusal,
@@ -28,7 +28,6 @@ from shufl.shuffler.wire.retries import Retries
 from shufl.shuffler.wire.sealing import RoundHeader
 from shufl.shuffler.wire.stub import Stub
 
-_WINDOW_REPORTS = 256  # of one stream, sent and not yet answered
 _WINDOW_BYTES = 32 * 2**20
 _HELD_SECONDS = 0.02  # a report waits so long for others of its message
 _SEND: Any = object()
@@ -179,7 +178,7 @@ class _Reports:
 
     def must_wait(self, length: int) -> bool:
         """Whether the next verdict comes before a report of this length may be sent."""
-        full = len(self.waiting) >= _WINDOW_REPORTS or self._bytes + length > _WINDOW_BYTES
+        full = len(self.waiting) >= MOST_TOGETHER or self._bytes + length > _WINDOW_BYTES
         return bool(self.waiting) and (full or self._ended())
 
     def send(self, user: int | range, sealed: bytes) -> None:

@@ -95,6 +95,9 @@ _KINDS: dict[str, _Kind] = {
     "mlkem768-x25519": _kind(KEM.MLKEM768_X25519, _MLKEM768_BYTES + _X25519_BYTES, _read_hybrid),
 }
 
+SEALED_BYTES = min(kind.overhead for kind in _KINDS.values())
+"""What sealing adds to a report, at least: no shorter one is sealed."""
+
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class RoundHeader:

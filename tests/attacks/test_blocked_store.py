@@ -22,6 +22,7 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
+from shufl.shuffler.service.control_service import ControlService
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
 from shufl.shuffler.wire.stub import Stub
@@ -140,4 +141,47 @@ def test_the_blankets_of_one_server_s_round_do_not_hold_up_another_s(
             world.control.end_round("many", 1)
             assert closing.result(LIMIT).outcome is Outcome.DISCARDED
             over.set()
+        world.close()
+
+
+def test_a_round_that_is_closed_while_it_is_opened_still_gets_all_its_blankets(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """With fewer of them the server would know which reports it has to tell apart."""
+    opening, asked, go_on, over = (threading.Event() for _ in range(4))
+
+    async def check_nothing(_: object, request: object, caller: object) -> None:
+        """As for the owner; the check would wait in the store's thread."""
+        if isinstance(request, shuffler_pb2.CloseRoundRequest):
+            asked.set()
+
+    monkeypatch.setattr(ControlService, "_check_owner", check_nothing)
+    with ShufflerHere() as shuffler, ThreadPoolExecutor() as threads:
+        world, store = World(shuffler), shuffler.store
+        open_round, make = store.open_round, store.batches.make_blankets
+
+        def open_slowly(*about: object) -> bytes:
+            opening.set()
+            go_on.wait(LIMIT)
+            return open_round(*about)
+
+        monkeypatch.setattr(store, "open_round", open_slowly)
+        monkeypatch.setattr(
+            store.batches, "make_blankets", lambda *of: not over.is_set() or make(*of)
+        )
+        about = plan(5, 1, shuffler_blankets=50.0)
+        world.control.create_run("run", about, sealed_length(report_length(100)))
+        opened = threads.submit(world.control.open_round, "run", 1, "m", world.public_key)
+        assert opening.wait(LIMIT)
+        closing = threads.submit(world.control.close_round, "run", 1)
+        assert asked.wait(LIMIT)
+        go_on.set()
+        opened.result(LIMIT)
+        with pytest.raises(ShufflerRefused) as refused:
+            store.close_round("run", 1)
+        assert refused.value.reason is Refusal.WINDOW_NOT_OVER
+        over.set()
+        assert closing.result(LIMIT).outcome is Outcome.RELEASABLE
+        entry = store._runs["run"].rounds[1]
+        assert entry.batch.count == entry.blankets
         world.close()

@@ -42,7 +42,6 @@ from shufl.shuffler import (
     Verdict,
 )
 from shufl.shuffler.service import server
-from shufl.shuffler.service.operations import Pace
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.stub import Stub
 
@@ -189,34 +188,6 @@ def test_an_empty_piece_ends_the_stream(shared: World, pieces: tuple[bytes]):
         requests.let_go.set()
     assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert ended.value.details() == "MALFORMED: a piece of a report is empty"
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 5), st.sampled_from("ab")), max_size=80),
-    st.floats(0.5, 20),
-    st.integers(1, 10),
-)
-def test_no_sender_is_faster_than_its_rate_after_a_burst(steps, rate, burst):
-    """In any window of t seconds at most burst + t * rate reports of one sender pass."""
-    pace = Pace(rate, burst)
-    passed: dict[str, list[float]] = {"a": [], "b": []}
-    now = 0.0
-    for step, sender in steps:
-        now += step
-        passed[sender].append(now + pace.delay(sender, now))
-    for moments in passed.values():
-        for first in range(len(moments)):
-            for last in range(first, len(moments)):
-                window = moments[last] - moments[first]
-                assert last - first + 1 <= burst + window * rate + 1e-6
-
-
-def test_a_sender_that_keeps_to_its_rate_is_not_slowed_and_others_do_not_matter():
-    pace = Pace(10, 1)
-    delays = [pace.delay("a", moment / 10) for moment in range(50)]
-    assert delays == pytest.approx([0.0] * 50, abs=1e-9)
-    assert pace.delay("b", 4.9) == 0.0
-    assert pace.delay("b", 4.9) == pytest.approx(0.1)
 
 
 @pytest.fixture(scope="module")

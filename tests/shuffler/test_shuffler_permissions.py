@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner, Result
 
+from ports import free_port
 from run_world import LIMIT, wait_until
 from shuffler_world import (
     KEY_DIGEST,
@@ -28,7 +29,6 @@ from shuffler_world import (
     PUBLIC_KEY,
     ShufflerHere,
     World,
-    free_port,
     pass_days,
     plan,
     raw_channel,
@@ -577,6 +577,17 @@ def test_renewed_certificates_are_taken_while_a_round_is_open(tmp_path: Path):
             with pytest.raises(ShufflerRefused), IntakeClient(address, before) as old:
                 list(old.submit(header, [(4, bytes(LENGTH))]))
             assert control.close_round("run", 1).outcome is Outcome.RELEASABLE
+            another = Authority.create()
+            for name in ("authority.pem", "shuffler.pem", "shuffler.key"):
+                (tmp_path / name).unlink()
+            its_own = another.issue(Role.SHUFFLER, "shuffler", hosts=["127.0.0.1"])
+            its_own.write(tmp_path, "shuffler")
+            hang_up("another certificate read, valid until")
+            with pytest.raises(ShufflerRefused) as refused:  # its connection is open
+                control.end_round("run", 1)
+            assert refused.value.reason is Refusal.NOT_PERMITTED
+            with ControlClient(address, another.issue(Role.SERVER, "server")) as later:
+                later.create_run("another", plan(), LENGTH)
 
 
 def test_a_fingerprint_withdraws_however_it_is_written(tmp_path: Path):

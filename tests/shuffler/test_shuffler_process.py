@@ -44,7 +44,6 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         ),
         ("[limits]\nidle_seconds = 1e10", "limits.idle_seconds must be"),
         ("[limits]\nidle_seconds = nan", "must be a number in (0, 10^9], got nan"),
-        ("[limits]\nreports_per_second = 0", "must be a number above 0, got 0"),
         ("[limits]\nstreams = 0", "limits.streams must be a whole number from"),
         ("[limits]\nrelease_hours = 0", "limits.release_hours must be a number in (0, 10^4], got"),
         ("simulation_seed = -1", "must be a whole number in [0, 2^63), got -1"),

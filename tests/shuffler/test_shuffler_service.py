@@ -207,10 +207,12 @@ def test_rounds_increase_one_at_a_time_and_a_plan_never_changes(shared: World):
 
 @pytest.mark.parametrize("sealing", ["x25519", "mlkem768-x25519"])
 def test_a_round_whose_reports_are_too_short_to_be_sealed_is_not_opened(shared: World, sealing):
+    """Those of the longer seal: too short for the other one, the run is refused."""
     length, key = sealed_length(0, sealing), generate_key_pair(sealing)[1]
-    shared.control.create_run(f"short {sealing}", plan(), length - 1)
-    reason = refusal(shared.control.open_round, f"short {sealing}", 1, "m", key)
-    assert reason is Refusal.MALFORMED
+    if sealing != "x25519":
+        shared.control.create_run(f"short {sealing}", plan(), length - 1)
+        reason = refusal(shared.control.open_round, f"short {sealing}", 1, "m", key)
+        assert reason is Refusal.MALFORMED
     shared.control.create_run(f"empty {sealing}", plan(), length)
     shared.control.open_round(f"empty {sealing}", 1, "m", key)
 
@@ -223,7 +225,7 @@ def test_a_plan_without_a_minimum_batch_is_refused(shared: World, bad: bytes):
     assert refusal(shared.control.create_run, "bad plan", bad, 64) is Refusal.MALFORMED
 
 
-@pytest.mark.parametrize("length", [0, 64 * 2**20 + 1])
+@pytest.mark.parametrize("length", [0, 63, 64 * 2**20 + 1])
 def test_a_report_length_out_of_range_is_refused(shared: World, length: int):
     assert refusal(shared.control.create_run, "bad length", plan(), length) is Refusal.MALFORMED
 

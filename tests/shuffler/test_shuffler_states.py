@@ -23,7 +23,6 @@ from shufl.shuffler.store.runs import RunStore
 
 USERS, MINIMUM, LENGTH = 6, 3, 64
 ROUNDS = st.integers(1, 9)  # none is forgotten before the tenth
-MEMORY = Path("/dev/shm")
 
 REFUSALS = {
     "unknown": Refusal.UNKNOWN_ROUND,
@@ -60,8 +59,7 @@ class Rounds(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        place = MEMORY if MEMORY.is_dir() else None
-        self.directory = Path(tempfile.mkdtemp(dir=place))
+        self.directory = Path(tempfile.mkdtemp())
         self.store = RunStore(self.directory)
         self.digest = self.store.create_run("run", plan(USERS, MINIMUM), LENGTH)
         self.rounds: dict[int, tuple[str, dict[int, bytes]]] = {}  # state, report by user
@@ -178,7 +176,7 @@ class Rounds(RuleBasedStateMachine):
     def end_old_rounds(self):
         self.store.end_old_rounds(0.0)
         for number, (state, _) in self.rounds.items():
-            if state in ("closed", "released"):
+            if state in LIVE:
                 self.end_round(number)
 
     @rule()

@@ -187,6 +187,17 @@ def test_what_nobody_closes_or_ends_is_given_up_even_where_the_disk_is_full(tiny
     assert store.close_round("open", 1) == Closed(Outcome.DISCARDED)
 
 
+def test_a_round_without_a_window_that_its_server_leaves_open_is_given_up(tmp_path, clock):
+    store = store_of(tmp_path, cover=False, window=None)
+    store.open_round("run", 1, "model", PUBLIC_KEY)
+    clock.now += 3600
+    store.end_old_rounds(3600)
+    assert store.seconds_left("run", 1) == 0.0
+    clock.now += 1
+    store.end_old_rounds(3600)
+    assert store.close_round("run", 1) == Closed(Outcome.DISCARDED)
+
+
 def test_a_full_disk_refuses_the_lease_and_spends_no_round(here, tiny_disk: Path):
     world = here(tiny_disk / "state")
     world.control.create_run("run", plan(**COVERED), LENGTH)
