@@ -35,12 +35,12 @@ def decode(line: bytes, previous: str) -> tuple[dict[str, Any], str]:
     """
     try:
         body = json.loads(line)
+        if not isinstance(body, dict):
+            raise ValueError("not a JSON object")
+        body.pop("~check", None)
+        encoded, check = encode(body, previous)
     except RecursionError:
         raise ValueError("not what was written") from None
-    if not isinstance(body, dict):
-        raise ValueError("not a JSON object")
-    body.pop("~check", None)
-    encoded, check = encode(body, previous)
     if encoded != line:
         raise ValueError("check value does not match")
     return body, check

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from shufl.accounting import chain, validation
 from shufl.accounting.plan import PrivacyPlan
 
 FORMAT = 3
+_LOCK_TRIES, _LOCK_SECONDS = 10, 0.01
 
 
 class LedgerError(RuntimeError):
@@ -75,29 +77,47 @@ def _parse(data: bytes, path: Path) -> _Parsed:
     for number, line in enumerate(lines[1:], start=2):
         try:
             body, check_here = chain.decode(line, check)
-            entry = _entry(body, last_round)
+            entry = _entry(body, content.plan, last_round)
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
                 raise LedgerError(f"ledger {path} is damaged at line {number}: {error}") from None
-            content.entries.append(_cut_short(line, check, last_round))
+            content.entries.append(_cut_short(line, check, content.plan, last_round))
             return _Parsed(content, whole, check, True)
         content.entries.append(entry)
         check, last_round, whole = check_here, entry.round, whole + len(line)
     return _Parsed(content, whole, check, False)
 
 
-def _entry(body: dict[str, Any], last_round: int) -> LedgerEntry:
-    round_number = validation.integer("round", body["round"], last_round + 1)
-    return LedgerEntry(round_number, bool(body["interrupted"]), dict(body["note"]))
+def _entry(body: dict[str, Any], plan: PrivacyPlan, last_round: int) -> LedgerEntry:
+    number = _next_round(plan, body["round"], last_round)
+    return LedgerEntry(number, bool(body["interrupted"]), dict(body["note"]))
 
 
-def _cut_short(line: bytes, check: str, last_round: int) -> LedgerEntry:
+def _next_round(plan: PrivacyPlan, number: int, last_round: int) -> int:
+    """A round's number; with allocation the next one, since ε counts the blocks of rounds."""
+    gaps = plan.participation != "allocation"
+    return validation.integer("round", number, last_round + 1, None if gaps else last_round + 1)
+
+
+def _cut_short(line: bytes, check: str, plan: PrivacyPlan, last_round: int) -> LedgerEntry:
     """What a torn last line counts as: itself if only its end is missing, else the next round."""
     try:
-        entry = _entry(chain.decode(line + b"\n", check)[0], last_round)
+        entry = _entry(chain.decode(line + b"\n", check)[0], plan, last_round)
     except (ValueError, KeyError, TypeError):
         return LedgerEntry(last_round + 1, True, {})
     return entry._replace(interrupted=True)
+
+
+def _lock(descriptor: int) -> None:
+    """Takes the lock of a ledger; whoever asks whether it is held has it for a moment, too."""
+    for left in reversed(range(_LOCK_TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(_LOCK_SECONDS)
 
 
 class Ledger:
@@ -128,7 +148,7 @@ class Ledger:
             with contextlib.ExitStack() as undo:
                 undo.callback(path.unlink, missing_ok=True)
                 undo.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
                 chain.append(descriptor, line)
                 chain.sync_directory(path.parent)
                 undo.pop_all()
@@ -152,7 +172,7 @@ class Ledger:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             with contextlib.ExitStack() as undo:
                 undo.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
                 parsed = _parse(path.read_bytes(), path)
                 if plan is not None and parsed.content.plan != plan:
                     raise LedgerError(
@@ -222,11 +242,11 @@ class Ledger:
         accountant uses them.
 
         Raises:
-            ValueError: `round` does not increase.
+            ValueError: `round` does not increase, or leaves one out with allocation.
             LedgerError: The line is not on disk (full disk, for one). The caller must not broadcast
                 the round and must halt; this ledger takes no further rounds.
         """
-        number = validation.integer("round", round, self.last_round + 1)
+        number = _next_round(self.plan, round, self.last_round)
         entry = LedgerEntry(number, False, note or {})
         if self._failed:
             raise LedgerError(f"ledger {self.path} failed or was closed: it takes no more rounds")

@@ -27,6 +27,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from shufl import accounting
+from shufl.accounting.digits import rounded_up
 from shufl.accounting.mechanisms import new_allocation_key
 from shufl.accounting.plan import (
     ON_THEIR_OWN,
@@ -133,7 +134,7 @@ class DeviceLimits(Checked):
         if not epsilon <= self.most_epsilon:
             raise RoundRefused(
                 f"the device's owner accepts epsilon up to {self.most_epsilon:g} over all runs, "
-                f"with this one it would be {epsilon:.4g}"
+                f"with this one it would be {rounded_up(epsilon, 6)}"
             )
 
     def charge(self, run: RunOffered) -> float:
@@ -195,18 +196,27 @@ class DeviceLedger:
         """Opens the file, or makes it.
 
         The file's directory exists. Without limits, in simulation only, nothing waits for the disk.
-        `create` says whether a file that is missing is made.
+        `create` says whether a file that is missing is made. It is made once: a second file,
+        `.begun`, then says so, since a lost ledger that began again would forget what it charged.
 
         Raises:
-            ValueError: the file cannot be used, or is not a device's ledger.
+            ValueError: the file cannot be used, or is lost, or is not a device's ledger.
         """
         self.path = path
         self.limits = limits
+        begun = _begun(path)
         try:
-            if create:
+            if create and not begun.exists():
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
                 with self._rows("rw") as rows:
                     rows.executescript(_SCHEMA)
+                if limits is not None:
+                    begun.touch(0o600)
+            if begun.exists() and (not path.exists() or not path.stat().st_size):
+                raise ValueError(
+                    f"the device's ledger {path} is lost, and with it what its users were charged; "
+                    f"whoever has set that right (docs/recovery.md) removes {begun}"
+                )
             self.offered()
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from None
@@ -338,6 +348,20 @@ class DeviceLedger:
 
 def _checksum_of_key(run_id: str, key: bytes) -> str:
     return hashlib.sha256(repr((run_id, key)).encode()).hexdigest()
+
+
+def _begun(path: Path) -> Path:
+    return path.with_name(f"{path.name}.begun")
+
+
+def runs_of(path: Path, limits: DeviceLimits) -> list[RunOffered]:
+    """The runs that a ledger has, or none where it has not been begun.
+
+    Raises:
+        ValueError: as for `DeviceLedger`.
+    """
+    there = path.exists() or _begun(path).exists()
+    return DeviceLedger(path, limits, create=False).offered() if there else []
 
 
 def load_device(path: Path, create: bool = True) -> DeviceLedger:

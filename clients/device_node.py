@@ -63,7 +63,7 @@ class DeviceNode(Node):
         self.window, self.clock = window, clock or Clock()
         self.round: PreparedRound | None = None
         self._playing: threading.Thread | None = None
-        self._over = threading.Event()
+        self._over, self._beginning = threading.Event(), threading.Lock()
         self._worker = Worker(
             settings.make_model,
             settings.training,
@@ -108,15 +108,17 @@ class DeviceNode(Node):
 
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
         """Begins a round, which ends an older one that is still under way, and returns at once."""
-        self._over.set()
-        self._over, self.round = threading.Event(), round
+        over = threading.Event()
         self._playing = threading.Thread(
             target=self._play,
-            args=(users, round, self._over, node),
+            args=(users, round, over, node),
             name=f"round {round.header.round}",
             daemon=True,
         )
-        self._playing.start()
+        with self._beginning:  # gRPC's threads may begin two at once
+            self._over.set()
+            self._over, self.round = over, round
+            self._playing.start()
 
     def _play(
         self, users: np.ndarray, round: PreparedRound, over: threading.Event, node: int

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shufl.accounting.digits import rounded_up
 from shufl.accounting.lines import one_line
 from shufl.accounting.plan import Window
 from shufl.clients.settings import LocalTraining, UserRecords
@@ -153,8 +154,9 @@ class Worker:
         """
         if (needed := _MARGIN * self.seconds) > window.work_until:
             raise ValueError(
-                f"window.work_until must be at least {needed:.3g} on this machine, twice the time "
-                f"that the updates of {len(self.states)} users take, got {window.work_until:g}"
+                f"window.work_until must be at least {rounded_up(needed, 3)} on this machine, "
+                f"twice the time that the updates of {len(self.states)} users take, "
+                f"got {window.work_until:g}"
             )
 
     def fill(self, records: UserRecords) -> int:

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from shufl.accounting import rounds_within_budget, shuffler_of
 from shufl.accounting.validation import read_toml
-from shufl.clients.device import DeviceLedger, RunOffered, read_device
+from shufl.clients.device import RunOffered, read_device, runs_of
 from shufl.deploy.plan import LONGEST_SOCKET
 from shufl.deploy.sites import NodeSite, ServerSite, flower_connection, load_site, role_of
 from shufl.deploy.status import ask_health
@@ -332,7 +332,7 @@ def _check_limits(site: NodeSite) -> None:
 
     (path, limits), plan = read_device(Path(site.device)), agreed_plan(load(site.config))
     limits.check(plan)
-    runs = DeviceLedger(path, limits, create=False).offered() if path.exists() else []
+    runs = runs_of(path, limits)
     if not any(run.plan == plan and run.offered < run.allotted for run in runs):
         runs.append(RunOffered(len(runs) + 1, "", plan, rounds_within_budget(plan)))
     limits.check_runs(runs)

@@ -43,6 +43,8 @@ class Enrolled:
         ending: when certificates end that do so soon, by name.
         to_withdraw: fingerprints of valid certificates of forgotten keys, and of those that say
             something else than the name's new one.
+        stay_valid: last days of such certificates of shufflers and the SuperLink, by name: nobody
+            who is shown one asks whether it is withdrawn.
     """
 
     signed: list[str] = field(default_factory=list)
@@ -50,6 +52,7 @@ class Enrolled:
     waiting: list[str] = field(default_factory=list)
     ending: dict[str, datetime.datetime] = field(default_factory=dict)
     to_withdraw: list[str] = field(default_factory=list)
+    stay_valid: dict[str, str] = field(default_factory=dict)
 
 
 class Enrolment:
@@ -69,6 +72,8 @@ class Enrolment:
         """
         self.done = Enrolled()
         self._deployment, self._out, self._approve, self._days = deployment, out, approve, days
+        self._hosts = {each.name: each.host for each in deployment.shufflers}
+        self._hosts["superlink"] = deployment.server.host
         self._parties = self._authority("authority")
         self._flower = self._authority("authority-flower")
         log = self._acts / LOG_FILE
@@ -90,18 +95,28 @@ class Enrolment:
         if name not in self._known:
             known = ", ".join(self._known) or "none yet"
             raise ConfigError(f"--forget must name a key that was signed ({known}), got {name}")
-        note(self._acts, "forgot", name=name, key=self._known.pop(name))
-        self._withdraw(self._valid(name))
+        self._note("forgot", name=name, key=self._known.pop(name))
 
-    def _withdraw(self, certificates: list[dict[str, Any]]) -> None:
-        named = self.done.to_withdraw
-        named += [each["certificate"] for each in certificates if each["certificate"] not in named]
-
-    def _valid(self, name: str) -> list[dict[str, Any]]:
-        """What the log says of the certificates of a name that have not ended."""
+    def look_back(self) -> None:
+        """Says which valid certificates of the log are no longer meant, also of earlier calls."""
         today = time.strftime("%F", time.gmtime())
-        signed = (each for each in self._lines if each["did"] == "signed")
-        return [each for each in signed if each["name"] == name and each["until"] >= today]
+        meant: dict[str, tuple[Any, ...] | None] = {}
+        for each in reversed(self._lines):
+            if each["did"] == "forgot":
+                meant.setdefault(each["name"], None)
+            if each["did"] != "signed":
+                continue
+            name, says = each["name"], tuple(each.get(key) for key in ("key", "users", "shuffler"))
+            if meant.setdefault(name, says) == says or each["until"] < today:
+                continue
+            if name in self._hosts:
+                self.done.stay_valid.setdefault(name, each["until"])
+            else:
+                self.done.to_withdraw.insert(0, each["certificate"])
+
+    def _note(self, did: str, **about: Any) -> None:
+        note(self._acts, did, **about)
+        self._lines.append({"did": did, **about})
 
     def sign(self, site: str, requests: Sequence[tuple[str, Role]]) -> None:
         """Puts the authorities' certificates into a site's keys, and signs what it asks for.
@@ -169,18 +184,16 @@ class Enrolment:
         if not known and not self._approve(name, request.fingerprint):
             self.done.unapproved[name] = request.fingerprint
             return
-        hosts = {each.name: each.host for each in self._deployment.shufflers}
-        hosts["superlink"] = self._deployment.server.host
         users = {each.name: each.users for each in self._deployment.nodes}.get(name, 0)
         shuffler = self._deployment.shuffler_names.get(name, "")
         says = {"key": request.fingerprint, "users": users, "shuffler": shuffler}
         authority = self._flower if name == "superlink" else self._parties
-        of_shuffler = role is Role.SHUFFLER
+        serves = role is Role.SHUFFLER
         try:
             pem = authority.sign(
                 request,
                 role,
-                hosts=sorted({hosts[name], "127.0.0.1", "localhost"}) if of_shuffler else (),
+                hosts=sorted({self._hosts[name], "127.0.0.1", "localhost"}) if serves else (),
                 users=users,
                 shuffler=shuffler,
                 days=self._days * (1.0 - _SPREAD * _share(name)),
@@ -189,10 +202,7 @@ class Enrolment:
             raise ConfigError(str(error)) from error
         replace_file(certificate, pem)
         signed = read_certificate(certificate)
-        if not of_shuffler:  # whose certificates no shuffler is shown
-            self._withdraw([each for each in self._valid(name) if says.items() - each.items()])
-        note(
-            self._acts,
+        self._note(
             "signed",
             name=name,
             **says,
@@ -268,7 +278,7 @@ def _put(path: Path, content: bytes) -> None:
         ConfigError: there is another.
     """
     if not path.exists():
-        path.write_bytes(content)
+        replace_file(path, content)
     elif path.read_bytes() != content:
         raise ConfigError(
             f"{path} is of another authority than the one here: put that one back, or move the "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from shufl.clients.device import DeviceLedger, read_device
+from shufl.clients.device import read_device, runs_of
 from shufl.deploy.sites import NodeSite, ServerSite, load_site, role_of
 from shufl.deploy.status import health_of, newest_run, status_of
 from shufl.shuffler.keys import read_certificate, renew_from
@@ -79,7 +79,7 @@ def _of_node(folder: Path, gauges: _Gauges) -> None:
     """What the owner's ledger says."""
     site = load_site(folder / "node.toml", NodeSite)
     path, limits = read_device(Path(site.device))
-    runs = DeviceLedger(path, limits, create=False).offered() if path.exists() else []
+    runs = runs_of(path, limits)
     charged = sum(limits.charge(run) for run in runs)
     gauges.add("shufl_device_epsilon", "ε charged to the owner, over all runs", charged)
     gauges.add("shufl_device_epsilon_most", "The most that the owner accepts", limits.most_epsilon)

@@ -35,6 +35,7 @@ from shufl.deploy.plan import (
 from shufl.deploy.server_app import deployed_experiment
 from shufl.deploy.sites import ServerSite
 from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import replace_file
 from shufl.simulator.config import dumps, load
 from shufl.simulator.data.features import data_digest
 from shufl.simulator.experiment import Experiment
@@ -125,11 +126,12 @@ def provision(
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                path.write_text(text, encoding="utf-8")
+                replace_file(path, text.encode())
             elif path.read_text(encoding="utf-8") != text:
                 done.kept.append(f"{site.name}/{name}")
         enrolment.sign(site.name, site.requests)
     enrolment.tell_server()
+    enrolment.look_back()
     return done
 
 

@@ -11,6 +11,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shufl.deploy.acts import note
 from shufl.deploy.plan import PROGRAMS, flower_environment
@@ -38,7 +39,7 @@ def register(site_path: Path) -> Iterator[str]:
     """
     folder = site_path.absolute().parent
     site, connection = load_site(site_path, ServerSite), flower_connection(folder)[0]
-    listed = json.loads(flwr(folder, "supernode", "list", connection, "--format", "json"))
+    listed = _told(folder, "supernode", "list", connection)
     nodes = [each for each in listed["nodes"] if each["status"] != "unregistered"]
     there = {int(each["node-id"]) for each in nodes}
     known = {number: each for number, each in site.registered.items() if number in there}
@@ -68,18 +69,31 @@ def register(site_path: Path) -> Iterator[str]:
         yield f"unregistered {each.name}, number {number}"
     for name, (key, path) in wanted.items():
         try:
-            said = flwr(folder, "supernode", "register", str(path), connection, "--format", "json")
+            told = _told(folder, "supernode", "register", str(path), connection)
         except EngineFailed as error:
             raise EngineFailed(
                 f"{one_line(error)}. Flower does not take a key twice: make another on the node "
                 "(shufl keys flower), or stop the SuperLink and move flower/superlink.db and "
                 "flower/nodes.json away"
             ) from error
-        number = int(json.loads(said)["node-id"])
+        number = int(told["node-id"])
         known[number] = Registered(name, key)
         write()
         note(folder, "registered", name=name, flower=number)
         yield f"registered {name}, number {number}"
+
+
+def _told(folder: Path, *arguments: str) -> dict[str, Any]:
+    """What a command of Flower's tells as JSON; where it fails it tells that alone, and ends well.
+
+    Raises:
+        EngineFailed: it failed; with what it said.
+    """
+    told: dict[str, Any] = json.loads(flwr(folder, *arguments, "--format", "json"))
+    if not told["success"]:
+        said = one_line(RuntimeError(told["error-message"]))
+        raise EngineFailed(f"flwr {' '.join(arguments)}: {said}")
+    return told
 
 
 def flwr(folder: Path, *arguments: str) -> str:

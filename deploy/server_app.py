@@ -42,6 +42,7 @@ from shufl.server import (
     RunEnd,
     ServerSettings,
     TrainingSettings,
+    save_atomically,
 )
 from shufl.shuffler import ShufflerError
 from shufl.simulator.config import Config
@@ -114,9 +115,7 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
                 why = _ENDED
             outcome = {"error": why}
         (folder / STOP_FILE).unlink(missing_ok=True)
-        new = folder / f"{OUTCOME_FILE}.new"
-        new.write_text(json.dumps(outcome | {"attempt": attempt}), encoding="utf-8")
-        new.replace(folder / OUTCOME_FILE)
+        save_atomically(folder / OUTCOME_FILE, json.dumps(outcome | {"attempt": attempt}).encode())
     if "error" in outcome:  # Flower shows the run as failed
         raise RuntimeError(outcome["error"])
 

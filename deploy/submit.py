@@ -239,6 +239,6 @@ def _outcome(file: Path, attempt: str) -> dict[str, str]:
     """How an attempt ended ("": any attempt); empty: it has not ended, or left no outcome."""
     try:
         outcome: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
+    except (OSError, ValueError):  # none, or cut short as the machine lost its power
         return {}
     return outcome if attempt in ("", outcome["attempt"]) else {}

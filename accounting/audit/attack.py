@@ -256,6 +256,8 @@ def check_claims(
     """
     if not placements:
         raise ValueError("placements must be at least one, got none")
+    _delta_value(epsilon)
+    validation.integer("samples", samples, 2)
     validation.real("confidence", confidence, "(0, 1)")
     relations = {accountant.neighboring_relation for accountant in accountants}
     if len(relations) != 1:

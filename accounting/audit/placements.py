@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from shufl.accounting import adjacency as adjacency_lib
 from shufl.accounting import validation
-from shufl.accounting.events import FixedSize, Shuffled
+from shufl.accounting.events import FixedSize, Shuffled, Summed
+from shufl.accounting.mechanisms import GaussianMechanism
 from shufl.accounting.numerics import FloatArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -112,6 +113,10 @@ class AttackedRound:
         """Refuses what it cannot draw by a ValueError of one line."""
         if event.users != placement.users and not placement.absent:
             raise ValueError(f"placement must be of {event.users} users, got {placement.users}")
+        if isinstance(event, Summed) or not isinstance(event.mechanism, GaussianMechanism):
+            mixing = "sum" if isinstance(event, Summed) else "shuffle"
+            given = f"{event.mechanism.name} and {mixing}"
+            raise ValueError(f"mechanism must be gaussian, and mixing shuffle, got {given}")
         if not event.mechanism.noise_multiplier > 0.0:
             raise ValueError("noise multiplier must be above 0, got 0.0")
         self._placement, self._noise = placement, event.mechanism.noise_multiplier

@@ -14,6 +14,7 @@ from fractions import Fraction
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
+from shufl.accounting.digits import rounded_up
 from shufl.accounting.mechanisms.gaussian import clip, rounded
 from shufl.accounting.validation import ConfigError
 
@@ -52,7 +53,7 @@ def check_sums(
     if (bits := math.log2(steps_of_sums(longest, dimension))) > _BITS:
         raise ConfigError(
             f"a sum of updates with {dimension} parameters must have at most {_BITS} bits with "
-            f"mixing sum, got {bits:.1f}: take fewer users or a smaller model"
+            f"mixing sum, got {rounded_up(bits)}: take fewer users or a smaller model"
         )
     asked = [("central_noise", central, 1)]
     if of_node is not None:
@@ -61,7 +62,7 @@ def check_sums(
         least = _LEAST_STEPS / steps_of_sums(math.sqrt(users), dimension)
         if 0 < given < least:
             raise ConfigError(
-                f"{name} must be 0 or at least {least:.3g} with mixing sum, {dimension} "
+                f"{name} must be 0 or at least {rounded_up(least, 3)} with mixing sum, {dimension} "
                 f"parameters{f' and nodes of {users} users' * (users > 1)}, got {given:g}"
             )
 

@@ -88,7 +88,9 @@ class ShufflerServer:
         _probe(host, port, listen)
         try:
             tls = grpc.dynamic_ssl_server_credentials(
-                _configuration(self._gate.credentials), self._renewed, require_client_authentication=True
+                _configuration(self._gate.credentials),
+                self._renewed,
+                require_client_authentication=True,
             )
             port = self._server.add_secure_port(address, tls)
         except RuntimeError:

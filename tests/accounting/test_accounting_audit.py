@@ -12,7 +12,10 @@ from scipy import stats
 from nights import by_night
 from rounds import check_in, everyone, fixed_size
 from shufl.accounting import (
+    CheckIn,
     CrowdAccountant,
+    RandomisedResponse,
+    Summed,
     make_accountant,
 )
 from shufl.accounting.audit.attack import (
@@ -340,6 +343,10 @@ def test_reports_too_far_apart_for_floating_point_give_a_score():
     assert 0.95 < result.delta_lower <= 1.0
 
 
+SUM = Summed(3, CheckIn(1.0), everyone(3, 1.0).mechanism, central_noise=1.0)
+RESPONSE = RandomisedResponse(categories=2, local_epsilon=1.0)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -352,6 +359,11 @@ def test_reports_too_far_apart_for_floating_point_give_a_score():
         (lambda: audit(event=everyone(4, 1.0)), "placement must be of 4 users"),
         (lambda: audit(event=everyone(3, 0.0)), "noise multiplier must be above"),
         (lambda: audit(event=attrs.evolve(fixed_size(3, 2, 1.0), blankets=1.0)), "got fixed size"),
+        (lambda: audit(event=SUM), "mixing shuffle, got gaussian and sum"),
+        (
+            lambda: audit(event=attrs.evolve(everyone(3, 1.0), mechanism=RESPONSE)),
+            "mechanism must be gaussian, .* got randomised-response",
+        ),
         (lambda: audit(adjacency="zero-out"), "second record must be 0"),
         (lambda: audit(epsilon=-0.1), "epsilon must lie"),
         (lambda: audit(samples=1), "samples must be at least 2"),

@@ -6,7 +6,7 @@ import math
 import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation, privacy_accountant_test
+from dp_accounting import NeighboringRelation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
@@ -21,11 +21,6 @@ pytestmark = pytest.mark.slow
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 PAIRS = {opposite: (1.0, -1.0), against_zero: (1.0, 0.0), zero_against: (0.0, 1.0)}
-
-
-class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
-    def _make_test_accountants(self):
-        return [BlanketAccountant(REPLACE), BlanketAccountant(ZERO_OUT)]
 
 
 def event_of(rate, noise, blankets, users=1):

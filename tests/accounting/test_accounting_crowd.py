@@ -11,7 +11,7 @@ from accounting_oracles import (
     measured_deltas,
     placements,
 )
-from dp_accounting import NeighboringRelation, privacy_accountant_test
+from dp_accounting import NeighboringRelation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,11 +24,6 @@ from shufl.accounting.numerics.worst_pairs import pairs_of
 pytestmark = pytest.mark.slow
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
-
-
-class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
-    def _make_test_accountants(self):
-        return [CrowdAccountant(REPLACE), CrowdAccountant(ZERO_OUT)]
 
 
 @pytest.mark.parametrize(("noise", "v"), [(0.7, 7), (5.0, 17), *by_night((0.7, 17), (5.0, 7))])
@@ -193,15 +188,6 @@ def test_reference_values_above_the_homogeneous_pair(event, relation, rounds, de
     epsilon = CrowdAccountant(relation).epsilon_after(event, delta, rounds)
     pair = accounting.PldAccountant(relation).compose(event, rounds).epsilon_lower_bound(delta)
     assert 0 < pair < epsilon <= most * 1.01
-
-
-def test_the_shufflers_blankets_change_nothing():
-    blankets = attrs.evolve(PAPER, blankets=1800.0)
-    with_them, without = (
-        CrowdAccountant(REPLACE).compose(event, 40) for event in (blankets, PAPER)
-    )
-    assert with_them.get_epsilon(1e-6) == without.get_epsilon(1e-6)
-    assert with_them.get_delta(0.01) == without.get_delta(0.01)
 
 
 def test_with_hardly_any_noise_nobody_is_counted_on():

@@ -1,6 +1,7 @@
 """The ledger: durable, refuses damage, a crash can only over-count."""
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,6 +93,27 @@ def test_two_writers_are_refused(three):
     ):
         accounting.Ledger.open(three)
     accounting.Ledger.open(three).close()
+
+
+def test_who_asks_whether_a_ledger_is_held_keeps_nobody_from_opening_it(three, monkeypatch):
+    with three.open("rb") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)  # as `is_held` does, for a moment
+
+        def wait(seconds):
+            fcntl.flock(asking, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(ledger_lib, "time", SimpleNamespace(sleep=wait))
+        accounting.Ledger.open(three).close()
+
+
+def test_with_allocation_no_round_is_left_out(path):
+    """ε counts blocks of rounds, which rounds that are left out would hide."""
+    by_allocation = {"accountant": "blanket", "participation": "allocation"}
+    plan = PLAN.replace(**by_allocation, shuffler_blankets=1000.0, target_epsilon=100.0)
+    with accounting.Ledger.create(path, plan, "run-1") as ledger:
+        ledger.append_round(1)
+        with pytest.raises(ValueError, match=r"round must be in 2\.\.2, got 11"):
+            ledger.append_round(11)
 
 
 def test_a_closed_ledger_takes_no_rounds(three):

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation, dp_event, privacy_accountant_test
+from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,11 +23,6 @@ REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE
 CHECK_IN = check_in
 EVERYONE = everyone
 FIXED = fixed_size
-
-
-class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
-    def _make_test_accountants(self):
-        return [PldAccountant(REPLACE), PldAccountant(ZERO_OUT)]
 
 
 def spent(event, rounds=1):

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
+from rounds import words
 from shufl.accounting import ACCOUNTANTS, GaussianMechanism, LdpSgd, RandomisedResponse
-from shufl.accounting.mechanisms import SystemRandomness
 
 REPORTS = 20_000
 
@@ -28,7 +28,7 @@ def test_an_accountant_guarantees_what_tables_print(name):
 
 def reports_of(mechanism, update):
     """Of one user in as many rounds, of shape (REPORTS, d)."""
-    draws = SystemRandomness().standard_normal(1, np.arange(REPORTS), mechanism.draws(len(update)))
+    draws = words(REPORTS, mechanism.draws(len(update)))
     made = np.stack([mechanism.report(update, each) for each in draws])
     return made * mechanism.unit(len(update))
 

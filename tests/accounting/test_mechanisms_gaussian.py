@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-from shufl.accounting.mechanisms import GaussianMechanism, SystemRandomness, clip, to_normals
+from rounds import words
+from shufl.accounting.mechanisms import GaussianMechanism, clip, to_normals
 
 any_vector = hnp.arrays(
     np.float64,
@@ -44,7 +45,7 @@ def test_an_update_that_is_not_finite_becomes_zero(bad):
 
 @pytest.mark.parametrize("update", [np.ones(40), np.full(40, np.nan), np.full(40, 1e300)])
 def test_a_report_is_the_clipped_update_and_the_noise_in_steps_of_the_unit(update):
-    (noise,) = SystemRandomness().standard_normal(1, np.array([0]), update.size)
+    noise = words(update.size)
     mechanism = GaussianMechanism(clip_norm=0.5, noise_multiplier=3.0)
     report = mechanism.report(update, noise)
     assert report.dtype == np.int16
@@ -56,7 +57,7 @@ def test_a_report_is_the_clipped_update_and_the_noise_in_steps_of_the_unit(updat
 def test_noise_has_standard_deviation_z_times_c():
     update = np.zeros(50_000)
     update[0] = 1e9
-    (noise,) = SystemRandomness().standard_normal(1, np.array([0]), update.size)
+    noise = words(update.size)
     mechanism = GaussianMechanism(clip_norm=0.5, noise_multiplier=3.0)
     report = mechanism.report(update, noise) * mechanism.unit(1)
     report[0] -= 0.5
@@ -94,7 +95,7 @@ def test_the_clip_norm_only_sets_the_unit():
 def test_another_source_of_draws_gives_the_same_law_of_bits():
     """A blanket is a report of the zero update: all values of the low bits are as frequent."""
     mechanism = GaussianMechanism(noise_multiplier=1.0)
-    draws = SystemRandomness().standard_normal(1, np.arange(20), 5000)
+    draws = words(20, 5000)
     blanket = np.stack([mechanism.report(np.zeros(5000), row) for row in draws[:10]])
     users = np.stack([mechanism.report(np.full(5000, 1e-3), row) for row in draws[10:]])
     for reports in (blanket, users):

@@ -27,6 +27,7 @@ from shufl.clients import (
     load_device,
     serve_device,
 )
+from shufl.clients.device import runs_of
 from shufl.shuffler import ControlClient, RoundHeader
 
 PLAN = make_plan(
@@ -280,6 +281,20 @@ def test_a_ledger_that_cannot_be_read_or_written_is_no_reason_to_go_on(tmp_path)
     ledger.path.unlink()
     with pytest.raises(ValueError, match=r"ledger .* cannot be used: unable to open"):
         ledger.offer(header(1), PLAN, 20)
+
+
+def test_a_ledger_that_is_lost_does_not_begin_again_at_nothing(tmp_path):
+    path = tmp_path / "device.db"
+    DeviceLedger(path, limits()).offer(header(1), PLAN, 20)
+    for lose in (lambda: path.write_bytes(b""), path.unlink):
+        lose()
+        for read in (DeviceLedger, runs_of):
+            with pytest.raises(
+                ValueError, match="is lost, and with it what its users were charged"
+            ):
+                read(path, limits())
+    (tmp_path / "device.db.begun").unlink()
+    assert runs_of(path, limits()) == DeviceLedger(path, limits()).offered() == []
 
 
 def test_no_bit_that_flips_makes_a_ledger_count_less(tmp_path):

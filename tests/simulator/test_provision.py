@@ -6,11 +6,9 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tomllib
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import tomli_w
@@ -25,6 +23,7 @@ from shufl.deploy import server_app
 from shufl.deploy.node import agreed_plan, check_data, node_settings
 from shufl.deploy.plan import Deployment
 from shufl.deploy.provision import provision
+from shufl.deploy.register import register
 from shufl.deploy.server_app import DeployedEngine, deployed_experiment
 from shufl.deploy.sites import OUTCOME_FILE, STOP_FILE, NodeSite, ServerSite, load_site
 from shufl.shuffler import Credentials, RoundHeader
@@ -34,6 +33,7 @@ from shufl.shuffler.keys import Authority, Request, make_flower_key
 from shufl.shuffler.store.floor import Floor
 from shufl.simulator.config import load
 from shufl.simulator.data.datasets import load_dataset
+from shufl.simulator.engines import EngineFailed
 from shufl.simulator.experiment import prepare
 from shufl.simulator.run import Run, make_folder
 from shufl.simulator.section import ConfigError
@@ -217,9 +217,24 @@ def test_a_key_that_may_be_stolen_is_known_no_more(base):
     Request.renew(keys, "ward-1")
     for _ in range(2):
         refused = provisioned(base, lambda name, key: False).enrolled
-        assert ({*refused.unapproved}, refused.to_withdraw) == ({"ward-1"}, [])
+        assert ({*refused.unapproved}, refused.to_withdraw) == ({"ward-1"}, [first, second])
     with pytest.raises(ConfigError, match=r"--forget must name a key that was signed .*ward-1$"):
         provisioned(base, forget=["ward-1"])
+    done = provisioned(base, lambda name, key: False, forget=["shuffler-1"]).enrolled
+    assert (done.to_withdraw, {*done.stay_valid}) == ([first, second], {"shuffler-1"})
+
+
+def test_what_is_to_be_withdrawn_is_said_though_the_call_before_ended_early(base):
+    provisioned(base)
+    keys = request_everything(base, "ward-1", "ward-2")
+    provisioned(base)
+    before = Credentials.read(keys["ward-1"], "ward-1").fingerprint
+    (keys["ward-2"] / "ward-2.csr").write_text("no request")
+    with pytest.raises(ConfigError, match=r"ward-2\.csr"):
+        provisioned(base, forget=["ward-1"])
+    Request.create("ward-2").write(base)
+    (base / "ward-2.csr").replace(keys["ward-2"] / "ward-2.csr")
+    assert provisioned(base, lambda name, key: False).enrolled.to_withdraw == [before]
 
 
 def test_after_the_authority_s_disk_is_lost_everybody_is_enrolled_anew(base):
@@ -468,13 +483,8 @@ def test_a_log_file_of_a_node_that_cannot_be_written_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_the_command_says_what_it_waits_for(base):
     (base / "deployment.toml").write_text(tomli_w.dumps(DEPLOYMENT))
-    done = subprocess.run(
-        [sys.executable, "-m", "shufl.cli", "provision", str(base / "deployment.toml")],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["provision", str(base / "deployment.toml")])
+    assert done.exit_code == 0, done.stderr
     assert "README.md says what to do there" in done.stdout
     assert f"waiting for {base}/sites/ward-2/keys/ward-2.csr" in done.stdout
     keys = request_everything(base, "ward-1", "ward-2")
@@ -741,3 +751,14 @@ def test_a_node_reads_a_file_whose_columns_the_configuration_names(base):
         with pytest.raises(ConfigError, match=message):
             records(*lines)
     assert load_site(base / "sites/ward-2/node.toml", NodeSite).data == "simulated"
+
+
+@pytest.mark.slow
+def test_what_flower_does_not_do_is_one_line_of_the_server(base, warm_deployment):
+    """With no SuperLink at its address, whose loss Flower's command tells and ends well."""
+    provisioned(base)
+    request_everything(base, "ward-1", "ward-2")
+    provisioned(base)
+    with pytest.raises(EngineFailed, match=r"^flwr supernode list wards: .*") as failed:
+        list(register(base / "sites/server/server.toml"))
+    assert "\n" not in str(failed.value)

@@ -97,7 +97,11 @@ def provision_command(
     for name in enrolled.waiting:
         typer.echo(f"waiting for {out / name}")
     for fingerprint in enrolled.to_withdraw:
-        typer.echo(f"to withdraw at every shuffler: {fingerprint}")
+        typer.echo(f"to withdraw at every shuffler, if it is not: {fingerprint}")
+    for name, until in enrolled.stay_valid.items():
+        typer.echo(
+            f"valid   the former certificate of {name}, until {until}: it cannot be withdrawn"
+        )
     for name, end in enrolled.ending.items():
         how = f"there: shufl keys renew keys --name {name}, and {name}.csr comes here"
         typer.echo(f"ending  {name}: its certificate is valid until {end:%F}; {how}")
