@@ -24,7 +24,6 @@ from shufl.accounting.audit.attack import (
     AuditResult,
     ClaimCheck,
     delta_lower_bound,
-    epsilon_lower_bound,
 )
 from shufl.accounting.audit.placements import AttackedRound, Placement
 from shufl.clients import Announcement, ClientSettings, LocalTraining, Node, UserRecords
@@ -189,13 +188,6 @@ class CanaryWorlds:
             for world in (self.present, self.replaced)
         ]
         return CanaryWorlds(self.plan, *joined)
-
-    def epsilon_lower_bound(self, score: Score, delta: float, confidence: float = 0.99) -> float:
-        """A lower confidence bound of one round's ε at `delta`, by this adversary.
-
-        A bound above what an accountant states for one round refutes it.
-        """
-        return epsilon_lower_bound(*self.scores(score), delta, confidence)
 
     def scores(self, score: Score) -> tuple[list[float], list[float]]:
         """The adversary's scores of the rounds of either world."""

@@ -291,7 +291,7 @@ def _change(content: dict[str, Any], key: str, value: Any) -> None:
         content = content.setdefault(section, {})
         if not isinstance(content, dict):
             raise ConfigError(f"override {key.strip()}: {section} is not a section")
-    if value == "":
+    if isinstance(value, str) and not value:
         content.pop(last, None)
     else:
         content[last] = value

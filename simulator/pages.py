@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan, epsilon_table
-from shufl.accounting.digits import rounded_up
+from shufl.accounting.digits import rounded_down, rounded_up
 from shufl.accounting.validation import read_toml
 from shufl.simulator.config import flat
 from shufl.simulator.plots import plot_rounds, plot_score_epsilon
@@ -107,6 +107,8 @@ def _of_run(folder: Path) -> str:
     evaluated = scores_of(rows)
     score = rows[0]["score"] if rows else "score"
     scored = score_text(score, evaluated[-1][1]) if evaluated else "not evaluated yet"
+    if summary is not None and summary[summary["score"]] is None:
+        scored = "not a number"
     settings = read_toml(folder / "config.toml")
     least = for_every_pair({name: row["epsilon"] for name, row in epsilons.items()})
     stopped = STOPPED[summary["stopped_by"]] if summary else "not finished when this was made"
@@ -203,10 +205,11 @@ def origin(starts: list[dict[str, str]]) -> list[tuple[str, str]]:
 
 
 def _in_words(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The names of a plan's keys, and their values."""
+    """The names of a plan's keys, and their values, which give no less ε than the true ones."""
     for key, value in flat(plan).items():
         name = key.removeprefix("mechanism.")
-        shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+        rounded = rounded_down if name == "check_in_rate" else rounded_up
+        shown = rounded(value, 6) if isinstance(value, float) else str(value)
         yield _WORDS.get(name, name.replace("_", " ")), shown
 
 

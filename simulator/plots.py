@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shufl.accounting.digits import rounded_up
+from shufl.accounting.digits import rounded_down, rounded_up
 from shufl.simulator.tables import score_axis, scores_of
 
 if TYPE_CHECKING:
@@ -49,24 +49,25 @@ def draw(*paths: Path) -> Iterator[Any]:
         "axes.prop_cycle": cycler(color=colours) + cycler(marker=markers),
         "lines.markersize": 5,
         "lines.linewidth": 1.2,
+        "text.parse_math": False,  # a reader's words may have two dollars
     }
     with rc_context(styles):
         figure = Figure(figsize=(6, 4.4), layout="constrained")
         axes = figure.subplots()
         axes.grid(alpha=0.3)
         yield axes
-    for axis in (axis for each in figure.axes for axis in (each.xaxis, each.yaxis)):
-        if axis.get_scale() == "log":
-            if isinstance(axis.get_major_formatter(), LogFormatter):  # not labels of its own
-                axis.set_major_formatter(PlainNumbers())
-            if isinstance(axis.get_minor_formatter(), LogFormatter):
-                axis.set_minor_formatter(PlainNumbers())
-            if label := axis.get_label_text():
-                axis.set_label_text(f"{label}, log scale")
-    if any(each.get_legend_handles_labels()[0] for each in figure.axes):
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small", handlelength=3.5)
-    for path in paths:
-        figure.savefig(path, dpi=150)
+        for axis in (axis for each in figure.axes for axis in (each.xaxis, each.yaxis)):
+            if axis.get_scale() == "log":
+                if isinstance(axis.get_major_formatter(), LogFormatter):  # not labels of its own
+                    axis.set_major_formatter(PlainNumbers())
+                if isinstance(axis.get_minor_formatter(), LogFormatter):
+                    axis.set_minor_formatter(PlainNumbers())
+                if label := axis.get_label_text():
+                    axis.set_label_text(f"{label}, log scale")
+        if any(each.get_legend_handles_labels()[0] for each in figure.axes):
+            figure.legend(loc="outside lower center", ncols=2, fontsize="small", handlelength=3.5)
+        for path in paths:
+            figure.savefig(path, dpi=150)
 
 
 def style_of(accountant: str) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def plot_score_epsilon(rows: list[dict[str, Any]], plan: PrivacyPlan, *paths: Pa
             xscale="log",
             xlabel=f"ε at δ = {rounded_up(plan.delta)} ({plan.adjacency})",
             ylabel=label,
-            title=f"n = {plan.users}, γ = {plan.check_in_rate:g}, "
+            title=f"n = {plan.users}, γ = {rounded_down(plan.check_in_rate, 6)}, "
             f"z = {rounded_up(plan.mechanism.noise_multiplier, 6)}, "
             f"λ = {rounded_up(plan.shuffler_blankets, 6)}",
         )

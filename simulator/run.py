@@ -26,7 +26,7 @@ from shufl.accounting import (
     participation_note,
     rounds_within_budget,
 )
-from shufl.accounting.digits import rounded_up
+from shufl.accounting.digits import rounded_down, rounded_up
 from shufl.server import (
     Checkpoint,
     CheckpointError,
@@ -298,7 +298,7 @@ def _strength(plan: PrivacyPlan) -> str:
     """What one report's noise is worth by itself."""
     if not isinstance(plan.mechanism, GaussianMechanism):
         return f"{plan.mechanism.name} of ε₀ = {epsilon_text(plan.mechanism.local_epsilon)}"
-    return f"σ = {plan.sigma:g}"
+    return f"σ = {rounded_up(plan.sigma, 6)}"
 
 
 def _drawn(plan: PrivacyPlan) -> str:
@@ -311,8 +311,8 @@ def _mixed(plan: PrivacyPlan) -> str:
     if plan.mixing == "shuffle":
         return f"{rounded_up(plan.shuffler_blankets, 6)} blankets a round expected"
     return (
-        f"sums with noise of {plan.noise_of_sum(plan.least_present):.4g} C: all users send, no "
-        "report can be looked at, and one cheating node can spoil a round"
+        f"sums with noise of {rounded_up(plan.noise_of_sum(plan.least_present))} C: all users "
+        "send, no report can be looked at, and one cheating node can spoil a round"
     )
 
 
@@ -328,7 +328,8 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
         "data": f"{mapped}{config.data.dataset}, {users}; "
         f"{config.model.name}, {experiment.parameters} parameters",
         "engine": engine.description,
-        "privacy": f"γ = {plan.check_in_rate:g}{_drawn(plan)}, C = {plan.mechanism.clip_norm:g}, "
+        "privacy": f"γ = {rounded_down(plan.check_in_rate, 6)}{_drawn(plan)}, "
+        f"C = {plan.mechanism.clip_norm:g}, "
         f"z = {rounded_up(plan.mechanism.noise_multiplier, 6)} ({_strength(plan)}), "
         f"{plan.adjacency}, "
         f"δ = {rounded_up(plan.delta)}, minimum batch {plan.minimum_batch}, "

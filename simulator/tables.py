@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,9 @@ def score_axis(name: str) -> tuple[str, float]:
 
 
 def scores_of(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
-    """The rows of rounds that were evaluated, each with its score."""
-    return [(row, row[row["score"]]) for row in rows if row[row["score"]] is not None]
+    """The rows of rounds that were evaluated and came to a number, each with its score."""
+    scored = ((row, row[row["score"]]) for row in rows)
+    return [(row, score) for row, score in scored if score is not None and math.isfinite(score)]
 
 
 _MAY_BE_KNOWN = {"released", "lost"}  # the server may have received part of a lost round

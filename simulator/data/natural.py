@@ -16,10 +16,6 @@ from shufl.simulator.data.datasets import Dataset, number_users
 from shufl.simulator.data.files import read_table
 from shufl.simulator.section import ConfigError
 
-INSTEVAL_IDS = 1154
-MOVIELENS_IDS = 9116
-"""How many ids there are."""
-
 _KEY = 2972  # of the choice of the users for testing
 _DECADES = range(190, 202)
 

@@ -84,6 +84,24 @@ def check_draws(experiment: Experiment) -> None:
         )
 
 
+def check_cpus(key: str, asked: float) -> None:
+    """Refuses more CPUs than this machine has, unless a Ray that runs already has others.
+
+    Raises:
+        ConfigError: with the key.
+    """
+    here = os.cpu_count() or 1
+    if asked <= here or os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
+        return
+    import ray
+
+    if not ray.is_initialized():
+        raise ConfigError(
+            f"{key} must be at most {here}, the CPUs here, without a Ray cluster at RAY_ADDRESS, "
+            f"got {asked:g}"
+        )
+
+
 def check_cluster() -> None:
     """Refuses a RAY_ADDRESS where no Ray answers; Ray itself would try for minutes.
 

@@ -31,6 +31,7 @@ from shufl.shuffler import ShufflerProcess
 from shufl.simulator.engines.base import (
     EngineFailed,
     check_cluster,
+    check_cpus,
     check_draws,
     interrupts,
     logs_to,
@@ -73,11 +74,7 @@ class FlowerEngine:
                 f"simulation.nodes must be at most the number of users, {plan.users}, "
                 f"got {simulation.nodes}"
             )
-        if simulation.cpus_per_node > (os.cpu_count() or 1):
-            raise ConfigError(
-                f"simulation.cpus_per_node must be at most {os.cpu_count()}, the CPUs here, "
-                f"got {simulation.cpus_per_node:g}"
-            )
+        check_cpus("simulation.cpus_per_node", simulation.cpus_per_node)
         of_node = plan.users // simulation.nodes
         check_report_size(experiment.config, plan, experiment.parameters, of_node)
         check_draws(experiment)

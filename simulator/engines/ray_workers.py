@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from shufl.simulator.data.partition import Partition, PartitionedRecords
 from shufl.simulator.engines.base import EngineFailed, running_ray
 from shufl.simulator.engines.report_sum import Blankets, ReportSum, SumReports, VectorisedSettings
-from shufl.simulator.section import make_importable
+from shufl.simulator.section import make_importable, one_line
 
 _START_SECONDS = 600.0
 _TRIES = 3  # of a shard's part of a round
@@ -152,4 +152,4 @@ def divide(
 def _cause(error: Exception) -> str:
     """One line; of an exception in a worker that exception, not Ray's account of it."""
     cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+    return f"{type(cause).__name__}: {one_line(cause)}"

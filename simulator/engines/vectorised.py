@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ from shufl.server import (
     TrainingSettings,
 )
 from shufl.simulator.engine_table import VectorisedKeys
-from shufl.simulator.engines.base import check_cluster, check_draws, interrupts
+from shufl.simulator.engines.base import check_cluster, check_cpus, check_draws, interrupts
 from shufl.simulator.engines.report_sum import (
     ReportSum,
     SumReports,
@@ -65,9 +64,7 @@ class VectorisedEngine:
 
     def __init__(self, experiment: Experiment):
         """Checks that the device, the CPUs or the Ray cluster are there; tries the model."""
-        simulation = experiment.config.simulation
-        names = VectorisedKeys.model_fields
-        keys = VectorisedKeys(**{name: getattr(simulation, name) for name in names})
+        keys = experiment.config.simulation
         _check_machine(keys)
         check_draws(experiment)
         if (aggregator := experiment.config.training.aggregator) != "mean":
@@ -144,11 +141,7 @@ def _check_machine(keys: VectorisedKeys) -> None:
         )
     if keys.workers == 1:
         return
-    if not os.environ.get("RAY_ADDRESS") and keys.workers > (os.cpu_count() or 1):
-        raise ConfigError(
-            f"simulation.workers must be at most {os.cpu_count()}, the CPUs here, without a Ray "
-            f"cluster at RAY_ADDRESS, got {keys.workers}"
-        )
+    check_cpus("simulation.workers", keys.workers)
     check_cluster()
 
 

@@ -20,12 +20,17 @@ from shufl.simulator.trial import exact_float32
 
 _ANY_PLAN = {
     **{"accountant": "local", "target_epsilon": 1e9, "noise_multiplier": 1.0},
-    **{"shuffler_blankets": 0.0, "participation": "check-in"},
+    **{"shuffler_blankets": 0.0, "participation": "check-in", "mechanism": "gaussian"},
 }
 _CENTRAL = {
     **{"mixing": "sum", "cover": True, "accountant": "sum-distributed", "adjacency": "zero-out"},
     **{"noise_multiplier": None, "shuffler_blankets": 0.0, "participation": "check-in"},
-    **{"central_noise": None, "least_present": None, "minimum_batch": None},
+    **{
+        "mechanism": "gaussian",
+        "central_noise": None,
+        "least_present": None,
+        "minimum_batch": None,
+    },
 }
 
 
@@ -36,7 +41,9 @@ def trusted(config: Config) -> Config:
     """
     privacy = config.privacy.model_copy(update=_CENTRAL)
     simulation = config.simulation.model_copy(update={"noise": "aggregate", "silent": 0.0})
-    return config.model_copy(update={"privacy": privacy, "simulation": simulation})
+    shuffler = config.shuffler.model_copy(update={"number": 1})
+    own = {"privacy": privacy, "simulation": simulation, "shuffler": shuffler}
+    return config.model_copy(update=own)
 
 
 def as_central(came_to: dict[str, Any], users: int) -> dict[str, Any]:

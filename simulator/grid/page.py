@@ -34,7 +34,8 @@ def write_page(
     pages.mkdir(parents=True, exist_ok=True)
     results = finished(points, folder)
     write_rows(results, pages / f"{name}.csv")
-    plot_results(grid, [result for _, result in results], pages / f"{name}.svg")
+    if results:
+        plot_results(grid, [result for _, result in results], pages / f"{name}.svg")
     sections = _sections(grid, points, results, failed, f"{name}.svg")
     page = pages / f"{name}.md"
     text = render("page.md", grid.title, f"All numbers: [{name}.csv]({name}.csv).", sections)
@@ -57,9 +58,10 @@ def html_page(folder: Path) -> str:
         raise ValueError(f"{folder / 'grid.json'}: {first_mistake(error, Grid)}") from None
     points = grid.points()
     results = finished(points, folder)
-    plot = image(plot_results, grid, [result for _, result in results])
+    plot = image(plot_results, grid, [result for _, result in results]) if results else ""
     sections = _sections(grid, points, results, stored["failed"], plot)
-    sections.append(_configurations(grid, results))
+    if results:
+        sections.append(_configurations(grid, results))
     return render("page.html", grid.title, folder.resolve().name, sections)
 
 

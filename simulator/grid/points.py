@@ -153,14 +153,18 @@ def _played(config: Config, folder: Path) -> Path:
     console = Console(quiet=True)
     for begun in sorted(folder.glob("*/checkpoint.pt")):
         try:
-            Run.of(begun.parent, console).train()
-            return begun.parent
+            return _to_its_end(Run.of(begun.parent, console))
         except (CheckpointError, MetricsError):  # as after an update; it is played anew
             pass
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    run = Run.new(config, folder, console)
-    run.train()
+    return _to_its_end(Run.new(config, folder, console))
+
+
+def _to_its_end(run: Run) -> Path:
+    """The folder of a run that has been trained to its end."""
+    if run.train().stopped_by == "interrupt":
+        raise InterruptedError("a signal stopped the run; the same command goes on with it")
     return run.folder
 
 

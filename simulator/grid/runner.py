@@ -141,9 +141,10 @@ def _refuse_mistake(done: Any, point: Point) -> None:
 
     try:
         ray.get(done)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ConfigError):
-            raise ConfigError(f"{point}: {one_line(error.cause)}") from None
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, ConfigError):
+            raise ConfigError(f"{point}: {one_line(cause)}") from None
 
 
 def _outcome(done: Any, point: Point, folder: Path, failed: dict[str, str]) -> str:

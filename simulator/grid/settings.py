@@ -96,7 +96,7 @@ class Grid(Section):
         """Whether the axis changes what the series' runs do."""
         trains = ("privacy.rounds", "privacy.check_in_rate")
         private = self.across.startswith("privacy.") and self.across not in trains
-        return not series.trainer.startswith("plain") or bool(series.each) or not private
+        return series.trainer not in ("plain", "plain-users") or bool(series.each) or not private
 
     def points(self) -> list[Point]:
         """All points, seed by seed, so that the first of each comes early."""

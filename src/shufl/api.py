@@ -7,6 +7,7 @@ import enum
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -256,13 +257,15 @@ def load_run(
             rounds.
     """
     folder = _path("folder", folder).absolute()
+    make_importable([Path.cwd()])
     config = _with_objects(config_of(folder), dataset, model)
     ledger, rows = read_run(folder)
     ended: list[Any] = []
     if (summary := folder / "summary.json").exists():
         try:
             read = json.loads(summary.read_bytes())
-            ended = [float(read[read["score"]]), read["stopped_by"]]
+            score = read[read["score"]]  # null is one that is not finite
+            ended = [math.nan if score is None else float(score), read["stopped_by"]]
         except (ValueError, KeyError, TypeError) as error:
             raise MetricsError(f"{summary} is damaged: {one_line(error)}") from error
     return RunResult(folder, config, ledger.plan, len(ledger.entries), rows, *ended)

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import cloudpickle
+import numpy as np
 import pytest
 from torch import nn
 from typer.testing import CliRunner
@@ -291,6 +292,10 @@ def test_calibrate_finds_the_least_noise():
         (
             lambda: shufl.run("quickstart", {"data": {}}, dataset=load_dataset("digits")),
             "changes must not have data: the argument dataset= stands for it",
+        ),
+        (
+            lambda: shufl.run("quickstart", {"model.options.hidden": np.zeros(2)}),
+            "model.options must hold values that TOML has",
         ),
         (
             lambda: shufl.run("quickstart", {"model.options": {"hidden": None}}),

@@ -1,6 +1,7 @@
 """Blankets end to end: what one user alone costs, silent nodes, shufflers side by side."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from canary_world import delta_shown
 from nights import by_night
 from rounds import make_plan
-from run_world import json_lines, model_of, only_folder, python_path, shufl
+from run_world import LIMIT, json_lines, model_of, only_folder, python_path, shufl
 from shufl.accounting import make_accountant
-from shufl.accounting.audit.attack import clopper_pearson, delta_lower_bound
+from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.accounting.mechanisms import SeededRandomness, seed_of_shuffler
 from shufl.cli.__main__ import app
 from shufl.shuffler import ShufflerProcess
@@ -45,21 +47,14 @@ def claimed(plan=ALONE):
 
 
 def shown(plan, shuffler):
-    """δ(ε) that a server shows at 99 % which sends every round to one user alone.
-
-    By the best event of the claimed plan, {likelihood ratio > e^ε}: it is known beforehand, so no
-    rounds are needed to choose it.
-    """
-    worlds = run_canary(plan, "absent", shuffler, seed=4)
-    counts = [sum(s > EPSILON for s in scores) for scores in worlds.scores(LIKELIHOOD)]
-    least, _ = clopper_pearson(counts[0], plan.rounds, 0.005)
-    _, most = clopper_pearson(counts[1], plan.rounds, 0.005)
-    return least - np.exp(EPSILON) * most
+    """What a server shows that sends every round to one user alone, by the claimed plan's event."""
+    return delta_shown(run_canary(plan, "absent", shuffler, seed=4), LIKELIHOOD, EPSILON)
 
 
 @pytest.fixture
 def shuffler(memory_path):
-    with ShufflerProcess(memory_path / "directory", simulation_seed=9) as process:
+    about = {"simulation_seed": 9, "start_timeout": LIMIT}
+    with ShufflerProcess(memory_path / "directory", **about) as process:
         yield process
 
 
@@ -91,7 +86,8 @@ def shuffler_that_repeats_blankets(memory_path, tmp_path, monkeypatch):
         """)
     )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    with ShufflerProcess(memory_path / "directory", simulation_seed=9) as process:
+    about = {"simulation_seed": 9, "start_timeout": LIMIT}
+    with ShufflerProcess(memory_path / "directory", **about) as process:
         yield process
 
 
@@ -114,14 +110,17 @@ def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(shuffler_that_re
 @pytest.mark.slow
 def test_the_command_attacks_a_users_own_configuration(tmp_path):
     config = blankets_config(tmp_path, rounds=50)
-    arguments = ["audit", "--end-to-end", str(config), "--samples", "60", "--seed", "3", "--json"]
-    result = CliRunner().invoke(app, arguments)
+    arguments = ["audit", "--end-to-end", str(config), "--samples", "4", "--epsilon", "0.7"]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
     checks = json.loads(result.stdout)
     assert set(checks) == {"blanket", "local"}
-    for check in checks.values():
-        assert 0 <= check["delta_lower"] <= check["claimed_delta"]
+    event = prepare(load(str(config))).plan.event()
+    for name, check in checks.items():
+        claim = make_accountant(name, "replace").compose(event).get_delta(0.7)
+        assert check["claimed_delta"] == pytest.approx(claim)
         assert (check["placement"], check["violated_for_every_pair"]) == ("absent", False)
+        assert check["delta_lower"] == 0  # four rounds show nothing
 
 
 @pytest.mark.parametrize(
@@ -140,6 +139,15 @@ def test_a_mistake_in_an_attack_is_one_line(arguments, message):
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and message in line
+
+
+def test_an_attack_finds_the_reader_s_modules_beside_the_configuration(tmp_path):
+    (tmp_path / "my_records.py").write_text("def make():\n    raise ValueError('found it')\n")
+    config = blankets_config(tmp_path, rounds=50)
+    text = re.sub('dataset = ".*"', 'dataset = "my_records:make"', config.read_text())
+    config.write_text(text)
+    result = CliRunner().invoke(app, ["audit", "--end-to-end", str(config)])
+    assert result.exit_code == 2 and "found it" in result.stderr
 
 
 def blankets_config(folder, rounds, users=600, **values):

@@ -17,6 +17,7 @@ from shufl.accounting import Ledger
 from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.sites import OUTCOME_FILE, STOP_FILE
 from shufl.shuffler import Credentials
+from warm import Warm
 
 
 @pytest.mark.slow
@@ -89,7 +90,11 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_its_commands_and_
 def threads_that_take(number, pid):
     """Ids of a process's threads, but for the main one, that do not block a signal."""
     for task in Path(f"/proc/{pid}/task").iterdir():
-        (mask,) = re.findall(r"^SigBlk:\t(\w+)$", (task / "status").read_text(), re.MULTILINE)
+        try:
+            status = (task / "status").read_text()
+        except OSError:  # it has ended
+            continue
+        (mask,) = re.findall(r"^SigBlk:\t(\w+)$", status, re.MULTILINE)
         if int(task.name) != pid and not int(mask, 16) >> (number - 1) & 1:
             yield int(task.name)
 
@@ -105,17 +110,16 @@ def handles(pid, number):
 def test_a_node_ends_whichever_of_its_threads_gets_the_signal(tmp_path):
     rehearsal = Rehearsal(deployment_of(tmp_path, nodes=1, rounds=2), tmp_path, tmp_path / "s")
     log = tmp_path / "node.log"
-    command = shufl_command("node", "--log-file", log)
-    with subprocess.Popen(command, cwd=rehearsal.folder / "ward-1") as node:
-        try:
-            wait_until(lambda: log.exists() and "listening" in log.read_text(), LIMIT, "the node")
-            assert any(  # a thread may have ended
-                ctypes.CDLL(None).tgkill(node.pid, thread, signal.SIGTERM) == 0
-                for thread in threads_that_take(signal.SIGTERM, node.pid)
-            )
-            assert node.wait(LIMIT) == 0
-        finally:
-            node.kill()
+    node = Warm(("node", "--log-file", log), cwd=rehearsal.folder / "ward-1")
+    try:
+        wait_until(lambda: log.exists() and "listening" in log.read_text(), LIMIT, "the node")
+        assert any(  # a thread may have ended
+            ctypes.CDLL(None).tgkill(node.pid, thread, signal.SIGTERM) == 0
+            for thread in threads_that_take(signal.SIGTERM, node.pid)
+        )
+        assert node.wait(LIMIT) == 0
+    finally:
+        node.kill()
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from deployment_world import World, message_seconds
+from ports import free_port
 from shufl.deploy.plan import node_processes
-from shufl.deploy.rehearse import free_ports
 from tiny_disk import fill, tiny_disk_at
 
 
@@ -24,7 +24,7 @@ class Network(socketserver.ThreadingTCPServer):
 
     def __init__(self, port: int):
         """Begins to pass on to a port of loopback."""
-        super().__init__(("127.0.0.1", next(free_ports(1))), _Connection)
+        super().__init__(("127.0.0.1", free_port()), _Connection)
         self.there = ("127.0.0.1", port)
         self.delay = 0.0
         self.whole = threading.Event()

@@ -32,7 +32,7 @@ from shufl.cli.__main__ import app
 from shufl.simulator.config import load
 from shufl.simulator.console import Console
 from shufl.simulator.grid.page import plan_table
-from shufl.simulator.grid.points import check, read_result, write_result
+from shufl.simulator.grid.points import check, play, read_result, write_result
 from shufl.simulator.grid.rows import take_over_rows, write_rows
 from shufl.simulator.grid.settings import load_grid
 from shufl.simulator.run import Run
@@ -296,6 +296,25 @@ def test_a_result_that_is_damaged_is_played_anew(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_point_that_a_signal_stops_has_no_result_and_is_gone_on_with(tmp_path, monkeypatch):
+    (point, *_) = load_grid(str(write_grid(tmp_path, 3)))[1].points()
+    train = Run.train
+
+    def interrupted(run):
+        return train(run, lambda model: signal.raise_signal(signal.SIGTERM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "train", interrupted)
+        with pytest.raises(InterruptedError, match="the same command goes on with it"):
+            play(point, tmp_path / "point", 1)
+    assert read_result(tmp_path / "point") is None
+    (begun,) = (tmp_path / "point").glob("*/metrics.jsonl")
+    assert len(json_lines(begun)) == 1
+    play(point, tmp_path / "point", 1)
+    assert read_result(tmp_path / "point")["rounds"] == len(json_lines(begun)) == 3
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
 def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
     """Each setting is allowed, and that of `central` alone does not fit."""
@@ -314,7 +333,7 @@ def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
 def test_more_processors_than_there_are_is_one_line(tmp_path):
-    grid = write_grid(tmp_path, 3, **{"each = [{}, ": "each = [{}, "})
+    grid = write_grid(tmp_path, 3)
     asked = shufl("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)
     assert asked.returncode == 1
     assert re.fullmatch(r"error: a run needs 4096 CPUs, and Ray has \d+\n", asked.stderr)
@@ -335,6 +354,8 @@ def test_plain_training_is_played_for_every_value_that_changes_it(tmp_path):
         text = grid.read_text().split("[[series]]")[0].replace('"privacy.rounds" = 3', "")
         grid.write_text(text + '[[series]]\nname = "plain"\ntrainer = "plain"\n')
         assert len(load_grid(str(grid))[1].points()) == plays * 2
+        grid.write_text(grid.read_text().replace('trainer = "plain"', 'trainer = "plainly:Mine"'))
+        assert len(load_grid(str(grid))[1].points()) == 2 * 2  # what it changes is not known
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,21 @@
 
 import html.parser
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import figure_1b
+import shufl
+from run_world import LIMIT
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan
 from shufl.cli.__main__ import app
-from shufl.simulator.grid.page import keep_grid
+from shufl.simulator.grid.page import keep_grid, write_page
 from shufl.simulator.grid.points import play
 from shufl.simulator.grid.settings import Grid
 from shufl.simulator.pages import page_of
@@ -22,7 +25,6 @@ from shufl.simulator.records import note_start, read_rows, read_starts
 from shufl.simulator.tables import AS_PLANNED, epsilon_text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-FIGURE_1B = Path(__file__).parents[2] / "benchmarks" / "figure_1b.py"
 HOSTILE = "<img src=x onerror=document.title=1>"
 SETTINGS = {
     "simulation.engine": "vectorised",
@@ -238,6 +240,40 @@ def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
     assert re.search(r"missing\s*other, 3, seed 3", text)
 
 
+def test_the_page_of_a_grid_of_which_every_run_failed_says_why(results, tmp_path):
+    shutil.copy(results / "grid.json", tmp_path)
+    text = check_alone(page_of(tmp_path))
+    assert "0 of 4" in text and "other, 1, seed 3: no <i>luck</i>" in text
+    grid = Grid.model_validate(json.loads((tmp_path / "grid.json").read_bytes())["grid"])
+    page = write_page("x", grid, grid.points(), tmp_path, tmp_path / "pages", {"a, 1": "bad luck"})
+    assert "a, 1: bad luck" in page.read_text()
+    assert not page.with_suffix(".svg").exists()
+
+
+@pytest.mark.slow
+def test_a_score_that_is_no_number_is_told_as_such(run_folder, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    rows = [row | {"accuracy": None} for row in read_rows(folder / "metrics.jsonl")]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    summary = json.loads((folder / "summary.json").read_bytes())
+    (folder / "summary.json").write_text(json.dumps(summary | {"accuracy": None}))
+    assert "not a number" in check_alone(page_of(folder))
+    run = shufl.load_run(folder)
+    assert math.isnan(run.score) and run.stopped_by == summary["stopped_by"]
+    plan = PrivacyPlan.from_json((folder / "plan.json").read_bytes())
+    for score in (math.nan, math.inf):  # as a run has them before they are written
+        told = [row | {"accuracy": score} for row in rows]
+        assert plot_score_epsilon(told, plan, tmp_path / "plot.svg").axes
+
+
+def test_a_plot_shows_words_of_the_reader_as_they_are(tmp_path):
+    with draw(tmp_path / "plot.svg") as axes:
+        axes.bar(["a$^$b", "$0 to $9"], [1, 2], label="$^$")
+        axes.set(title="$^$")
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a$^$b", "$0 to $9"]
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -327,18 +363,16 @@ def browse(folder, *arguments):
         [*command, *options, f"file://{folder / page}"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT,
         check=True,
         cwd=folder,
     )
 
 
 @pytest.mark.slow
-def test_the_page_of_figure_1b_tells_the_end_of_a_run(run_folder, tmp_path):
-    done = subprocess.run(
-        [sys.executable, FIGURE_1B, run_folder, tmp_path], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_page_of_figure_1b_tells_the_end_of_a_run(run_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["figure_1b.py", str(run_folder), str(tmp_path)])
+    figure_1b.main()
     page = (tmp_path / "figure-1b.md").read_text()
     last = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"| 4 | {last['accuracy']:.1%} | {last['epsilon']:.4g} |" in page

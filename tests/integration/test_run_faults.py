@@ -231,7 +231,8 @@ def mistaken(folder, *overrides):
 def test_a_mistake_ends_the_command_itself_in_one_line(tmp_path):
     """After all imports, so that no library writes there either."""
     command = shufl_command(*mistaken(tmp_path, "simulation.cpus_per_node=1e6"))
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    alone = os.environ | {"RAY_ADDRESS": ""}  # else the cluster might have as many
+    result = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: simulation.cpus_per_node must be at most")
@@ -260,10 +261,6 @@ def test_a_mistake_ends_the_command_itself_in_one_line(tmp_path):
                 "model odd_models:in_float64 keeps linear.weight as torch.float64: keep",
             )
             for engine in ("flower", "vectorised")
-        ),
-        (
-            ["model.options={hidden=450000}"],
-            "model mlp has 33750010 parameters; a report holds at most 33554400",
         ),
         (["privacy.clip_norm=9e-19"], "privacy.clip_norm must be a number in [1e-18, 1e15]"),
         (["privacy.clip_norm=1e308"], "privacy.clip_norm must be a number in [1e-18, 1e15]"),

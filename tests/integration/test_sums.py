@@ -8,10 +8,11 @@ import pytest
 import torch
 from scipy import stats
 
+from canary_world import node_with_halved_noise
 from client_world import DIMENSION, USERS, Round, begin_flower_task, device_node, wait_for_rounds
 from nights import by_night
 from rounds import make_plan
-from run_world import json_lines, only_folder, shufl
+from run_world import LIMIT, json_lines, model_of, only_folder, shufl
 from shuffler_world import ShufflerHere
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.accounting.mechanisms import SeededRandomness, seed_of_shuffler
@@ -210,10 +211,6 @@ def config(tmp_path):
     return path
 
 
-def model_of(folder):
-    return torch.load(folder / "model.pt", weights_only=True)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
 def test_a_run_on_flower_ends_with_the_model_that_whole_numbers_say(config, tmp_path):
@@ -303,11 +300,6 @@ def audited(**changes):
     )  # fmt: skip
 
 
-class HalvedNoise(SeededRandomness):
-    def standard_normal(self, round, users, size):
-        return super().standard_normal(round, users, size) / 2
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_an_audit_through_the_system_refutes_no_claim_on_sums():
@@ -321,20 +313,14 @@ def test_an_audit_through_the_system_refutes_no_claim_on_sums():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make_randomness", "violated"), [(HalvedNoise, True), *by_night((SeededRandomness, False))]
+    ("make_node", "violated"), [(node_with_halved_noise, True), *by_night((Node, False))]
 )
-def test_an_audit_through_the_system_finds_missing_noise(make_randomness, violated):
+def test_an_audit_through_the_system_finds_missing_noise(make_node, violated):
     plan = audited(adjacency="zero-out", noise_multiplier=0.15, check_in_rate=1.0, rounds=200)
     claim = plan.make_accountant().compose(plan.event()).get_delta(0.5)
     score = likelihood_score(plan, "zero")
-    with ShufflerProcess() as shuffler:
-        worlds = run_canary(
-            plan,
-            "zero",
-            shuffler,
-            4,
-            lambda settings: Node(settings, make_randomness(settings.seed)),
-        )
+    with ShufflerProcess(start_timeout=LIMIT) as shuffler:
+        worlds = run_canary(plan, "zero", shuffler, 4, make_node)
     found = delta_lower_bound(*worlds.scores(score), 0.5, 0.999)
     assert (found > claim) == violated
 
@@ -351,7 +337,7 @@ def test_noise_of_those_who_checked_in_alone_shows_in_the_variance():
             _, message = super()._message(users[:there], updates, round)
             return range(len(users)), message
 
-    with ShufflerProcess() as shuffler:
+    with ShufflerProcess(start_timeout=LIMIT) as shuffler:
         for kind, honest in ((Node, True), (Saving, False)):
             rounds = canary_rounds(plan, "zero", "zero", shuffler, 5, kind)
             values = np.stack([each.reports[0] for each in rounds])

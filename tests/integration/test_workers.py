@@ -4,7 +4,7 @@ import dataclasses
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import grpc
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from nights import by_night
 from run_world import (
+    LIMIT,
     only_folder,
     ray_of_its_own,
     running,
@@ -83,9 +84,11 @@ def left_behind(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [1, *by_night(2)])
-def test_killed_workers_change_nothing(kills, tmp_path):
-    result = with_workers(tmp_path, kills)
+@pytest.mark.parametrize(("whose", "kills"), [("shared", 1), *by_night(("own", 2))])
+def test_killed_workers_change_nothing(whose, kills, tmp_path):
+    """By night in a Ray that the run starts and ends."""
+    with ray_of_its_own(num_cpus=2) if whose == "shared" else nullcontext("") as address:
+        result = with_workers(tmp_path, kills, RAY_ADDRESS=address)
     assert (result.returncode, result.stderr) == (0, "")
     wait_until(lambda: not left_behind(tmp_path), 30, "Ray's processes to end")
     assert "vectorised on cpu in float32 by 2 Ray workers" in result.stdout
@@ -141,7 +144,7 @@ def test_workers_share_the_gpus_of_a_cluster():
         for number in (1, 2, 3, 11, 12, 13):
             share = needs_of_a_worker("cuda", number)["num_gpus"]
             together = ray.util.placement_group([{"GPU": share}] * number)
-            assert together.wait(30), f"{number} workers with {share} GPUs each"
+            assert together.wait(LIMIT), f"{number} workers with {share} GPUs each"
             ray.util.remove_placement_group(together)
 
 

@@ -12,12 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from deployment_world import World, deployment_of, window_here
+from ports import free_port
 from run_world import LIMIT, wait_until
 from shufl.cli.__main__ import app
 from shufl.clients.device import load_device
 from shufl.deploy.provision import provision
 from shufl.deploy.register import register
-from shufl.deploy.rehearse import Rehearsal, free_ports
+from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.status import newest_run
 from shufl.shuffler import Credentials
 from shufl.shuffler.keys import Request, make_flower_key
@@ -38,8 +39,7 @@ class Year(World):
         first = whole.model_copy(update={"nodes": whole.nodes[:2]})
         Rehearsal.__init__(self, first, base, base / "s")
         self.base, self.server, self.command = base, self.folder / "server", None
-        (port,) = free_ports(1)
-        self.third = whole.nodes[2].model_copy(update={"port": port})
+        self.third = whole.nodes[2].model_copy(update={"port": free_port()})
 
     @property
     def run_folder(self):

@@ -99,7 +99,7 @@ def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
     given = ["--column", "town", "--categories", "A,B,C", "--other", "--epsilon", "1"]
     done = shufl("histogram", str(column), *given, "--out", str(out), "--consistent")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "simulated: coins, answers and blankets follow from the seed" in done.stdout
+    assert "simulated: coins, answers and blankets follow from the seed\non real" in done.stdout
     assert "a round can be lost, with its ε: have a budget for two" in done.stdout
     with (out / "histogram.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

@@ -109,6 +109,12 @@ def test_the_noise_of_a_trusted_server_has_the_epsilon_that_is_told():
     assert delta == pytest.approx(1e-5, rel=0.02) and epsilon <= 20.0
 
 
+def test_references_have_gaussian_noise_whatever_mechanism_they_are_compared_with():
+    signs = config_of("privacy.mechanism=ldp-sgd", "privacy.noise_multiplier=2.0")
+    assert prepare(trusted(signs)).plan.mechanism.name == "gaussian"
+    assert UserReference(signs)._experiment.plan.mechanism.name == "gaussian"
+
+
 def test_without_privacy_users_count_equally_and_nothing_is_clipped():
     plain = reference("privacy.check_in_rate=1.0", "privacy.clip_norm=1e-9")
     model = plain._experiment.make_model().train()

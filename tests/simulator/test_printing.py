@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from run_world import shufl_command
 from shufl.accounting.digits import rounded_down, rounded_up
 from shufl.accounting.lines import one_line
-from shufl.cli.__main__ import app
+from shufl.cli.__main__ import app, main
 from shufl.cli.options import print_error
 from shufl.server import RoundRecord
 from shufl.simulator.config import load
@@ -120,6 +120,16 @@ def test_an_error_is_one_short_printable_line(error, capsys):
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.endswith("\n")
     assert err[:-1].isprintable() and len("error: \n") < len(err) <= 1100
+
+
+def test_ctrl_c_at_a_question_is_no_traceback(monkeypatch):
+    def asked(standalone_mode):
+        raise click.Abort
+
+    monkeypatch.setattr("shufl.cli.__main__.app", asked)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
 
 
 def test_a_long_line_keeps_both_its_ends_and_is_not_cut_twice():

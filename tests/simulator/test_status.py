@@ -62,5 +62,5 @@ def test_a_shuffler_without_an_address_is_one_line(folder, tmp_path, address):
 def test_a_folder_that_is_none_is_one_line(tmp_path):
     done = status(tmp_path)
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: cannot open ledger") or "ledger" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    ledger = tmp_path / "ledger.jsonl"
+    assert done.stderr == f"error: cannot read ledger {ledger}: No such file or directory\n"

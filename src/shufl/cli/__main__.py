@@ -69,6 +69,8 @@ def main() -> None:
         sys.exit(app(standalone_mode=False))
     except NoArgsIsHelpError as error:  # which has shown the help
         sys.exit(error.exit_code)
+    except click.Abort:  # Ctrl-C at a question
+        sys.exit(130)
     except click.ClickException as error:  # an unknown option, a value of the wrong type
         print_error(error)
         sys.exit(error.exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -113,7 +114,9 @@ def _end_to_end(
     from shufl.simulator.canary import check_end_to_end
     from shufl.simulator.config import load
     from shufl.simulator.experiment import prepare
+    from shufl.simulator.section import make_importable
 
+    make_importable([Path(config).parent, Path.cwd()])
     with options.failing(ValueError, ShufflerError):
         heeded = "end_to_end", "epsilon", "samples", "confidence", "seed", "json"
         options.check_alone("--end-to-end, whose CONFIG has the plan", *heeded)

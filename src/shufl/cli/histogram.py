@@ -118,11 +118,11 @@ def histogram_command(
     _print(console, columns, found, plan, title)
     print_epsilons(console, "ε by accountant", rows, plan.accountant)
     if true is not None:
-        console.print(
-            "simulated: coins, answers and blankets follow from the seed\n"
+        for line in (
+            "simulated: coins, answers and blankets follow from the seed",
             "on real machines a round can be lost, with its ε: have a budget for two of them",
-            soft_wrap=True,
-        )
+        ):
+            console.print(line, soft_wrap=True)
     if out is not None:
         console.print(f"written: {out / 'histogram.csv'} and .png", soft_wrap=True)
 
