@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from shufl.accounting import shuffler_of
 from shufl.accounting.validation import Count, Positive, Seconds
+from shufl.shuffler.config import Limits
 from shufl.simulator.section import Section
 
 Name = Annotated[
@@ -223,7 +224,9 @@ def server_process(server: ServerEntry) -> Process:
 
 def shuffler_process() -> Process:
     """A shuffler."""
-    return Process("shuffler", ("shufl", "shuffler", "--config", "shuffler.toml"), "the shuffler")
+    command = ("shufl", "shuffler", "--config", "shuffler.toml")
+    seconds = Limits().stop_seconds + _ENDING_SECONDS  # for releases
+    return Process("shuffler", command, "the shuffler", stop_seconds=seconds)
 
 
 def node_processes(node: NodeEntry, server_address: str, seconds: float) -> tuple[Process, ...]:

@@ -309,7 +309,9 @@ class _Sites:
 
 
 def _listen(host: str) -> str:
-    return "127.0.0.1" if host in _LOOPBACK else "0.0.0.0"
+    if host in _LOOPBACK:
+        return "127.0.0.1"
+    return "[::]" if ":" in host else "0.0.0.0"
 
 
 def _device(plan: PrivacyPlan, rounds: int) -> str:

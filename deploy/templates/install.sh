@@ -42,8 +42,12 @@ if [ -f nftables.conf ]; then  # now, and whenever this machine starts
     grep -qsF /etc/shufl/$prefix.nft /etc/nftables.conf || echo 'include "/etc/shufl/$prefix.nft"' >> /etc/nftables.conf
     systemctl enable nftables
 fi
-# nginx of Debian: a server's file belongs into the http block, a shuffler's outside of it.
+# nginx of Debian: a server's file belongs into the http block, those of all shufflers into one stream block.
 [ ! -f server.toml ] || install -m 644 nginx.conf /etc/nginx/conf.d/$prefix.conf
-[ ! -f shuffler.toml ] || install -m 644 nginx.conf /etc/nginx/modules-enabled/99-$prefix.conf
+if [ -f shuffler.toml ]; then
+    install -D -m 644 nginx.conf /etc/nginx/shufl/$prefix.conf
+    echo 'stream { include /etc/nginx/shufl/*.conf; }' > /etc/nginx/modules-enabled/99-shufl.conf
+    rm -f /etc/nginx/modules-enabled/99-$prefix.conf  # of shufl 0.1.0
+fi
 install -m 644 ./*.service /etc/systemd/system/
 systemctl daemon-reload

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from deployment_world import Nginx
+from ports import free_port
 from run_world import LIMIT, wait_until
-from shuffler_world import World, free_port, in_release, plan
+from shuffler_world import World, in_release, plan
 from shufl.shuffler import (
     ControlClient,
     IntakeClient,
@@ -48,23 +49,28 @@ def test_too_many_open_files_are_no_full_disk():
 
 @pytest.fixture
 def proxied(tmp_path: Path) -> Iterator[tuple[World, int]]:
-    """A shuffler behind nginx, with clients that connect through it; and nginx's port."""
+    """A shuffler behind nginx, with clients that connect through it; and nginx's port.
+
+    nginx has the file of another deployment's shuffler, too.
+    """
     if shutil.which("nginx") is None:
         pytest.skip("nginx is not installed")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 6000:
         pytest.skip("this process may not open 5 000 connections")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    port, local = free_port(), free_port()
+    port, local, *others = (free_port() for _ in range(4))
     template = importlib.resources.files("shufl.deploy") / "templates" / "stream.conf"
-    conf = tmp_path / "nginx.conf"
-    about = {"listen": "127.0.0.1", "port": port, "local_port": local, "most": MOST}
-    conf.write_text(string.Template(template.read_text()).substitute(about))
+    text, folder = string.Template(template.read_text()), tmp_path / "shufl"
+    folder.mkdir()
+    for name, (outer, inner) in (("own", (port, local)), ("other", others)):
+        about = {"listen": "127.0.0.1", "port": outer, "local_port": inner, "most": MOST}
+        (folder / f"{name}.conf").write_text(text.substitute(about))
     with ExitStack() as stack:
         process = stack.enter_context(
             ShufflerProcess(listen=f"127.0.0.1:{local}", start_timeout=LIMIT)
         )
-        nginx = Nginx(conf, tmp_path / "nginx", stream=True)
+        nginx = Nginx(folder / "*.conf", tmp_path / "nginx", stream=True)
         stack.callback(nginx.stop)
         wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, LIMIT, "nginx")
         world = World(process)
@@ -86,7 +92,7 @@ def test_5000_bare_connections_refuse_no_honest_node_and_break_no_release(
     with ExitStack() as stack:
         for _ in range(5000):
             connection = stack.enter_context(
-                socket.create_connection(("127.0.0.1", port), 60, ("127.0.0.2", 0))
+                socket.create_connection(("127.0.0.1", port), LIMIT, ("127.0.0.2", 0))
             )
             with suppress(OSError):  # it is closed already
                 connection.sendall(first)
