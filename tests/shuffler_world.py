@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import tempfile
 import threading
 import urllib.request
@@ -31,6 +30,7 @@ from shufl.shuffler import (
     ControlClient,
     Credentials,
     IntakeClient,
+    Refusal,
     RoundHeader,
     ShufflerProcess,
     ShufflerRefused,
@@ -229,8 +229,8 @@ class World:
     def __init__(self, process: ShufflerProcess) -> None:
         self.process = process
         self.private_key, self.public_key = generate_key_pair()
-        self.control = ControlClient(process.address, process.control, timeout=60)
-        self.intake = IntakeClient(process.address, process.submit, timeout=60)
+        self.control = ControlClient(process.address, process.control, timeout=LIMIT)
+        self.intake = IntakeClient(process.address, process.submit, timeout=LIMIT)
 
     def close(self) -> None:
         self.control.close()
@@ -263,12 +263,6 @@ class World:
 
 def payload(user: int) -> bytes:
     return f"payload of {user}".encode().ljust(PAYLOAD_BYTES, b".")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def scrape(address: str) -> dict[str, float]:
@@ -316,14 +310,27 @@ def in_release(world: World, reports: int = 40):
 
 def open_batches(world: World) -> int:
     """How many batches the shuffler has: files without a name."""
-    process, count = world.process, 0
-    place = str(process.directory) if isinstance(process, ShufflerHere) else ""
-    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+    process = world.process
+    here = isinstance(process, ShufflerHere)
+    return nameless_files(process.pid, str(process.directory) if here else "")
+
+
+def nameless_files(pid: int, place: str) -> int:
+    """How many files without a name a process has open, where they were made in such a place."""
+    count = 0
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since it was listed
             name = str(descriptor.readlink())
             is_ours = int(descriptor.name) > 2 and name.startswith(place)
             count += is_ours and name.endswith(" (deleted)")
     return count
+
+
+def refusal(call: Callable[..., Any], *arguments: object) -> Refusal:
+    """Why the shuffler refuses a call, or a release at its first part."""
+    with pytest.raises(ShufflerRefused) as refused:
+        list(call(*arguments) or [])
+    return refused.value.reason
 
 
 def exit_code(world: World) -> int:

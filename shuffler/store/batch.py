@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 
 _WRITE_BYTES = 2**20  # encrypted at once
+_LARGE_BYTES = 2**26  # of a file whose closing would be waited for
 _RESERVE_BYTES = 128 * 2**10  # of the disk, for the record
 _NO_DESCRIPTORS = (
     "the shuffler has too many files open: its operator raises the limit (ulimit -n, LimitNOFILE)"
@@ -71,13 +72,14 @@ class Batch:
         self._lock = threading.Lock()
         self._ended = False
         self._descriptor = -1
-        length = batch_bytes(report_bytes, slots)
+        self._length = length = batch_bytes(report_bytes, slots)
         try:
             self._descriptor = _unnamed_file(directory)
             os.ftruncate(self._descriptor, length)
             if allocate:
-                disk = os.fstatvfs(self._descriptor)
-                if disk.f_bavail * disk.f_frsize < length + _RESERVE_BYTES:
+                if not _has_room(self._descriptor, length):
+                    _wait_for_files_that_close()
+                if not _has_room(self._descriptor, length):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.posix_fallocate(self._descriptor, 0, length)
         except OSError as error:
@@ -195,11 +197,20 @@ class Batch:
             )
 
     def close(self) -> None:
-        """Destroys the batch; may be repeated. A large file takes a second for each GB."""
+        """Destroys the batch; may be repeated.
+
+        A large file takes a second for each GB: it is closed beside what else the caller does.
+        """
         with self._lock:
             descriptor, self._descriptor, self._ended = self._descriptor, -1, True
-        if descriptor >= 0:
+        if descriptor < 0:
+            return
+        if self._length < _LARGE_BYTES:
             os.close(descriptor)
+            return
+        closing = threading.Thread(target=os.close, args=(descriptor,))
+        closing.start()
+        _CLOSING[:] = [each for each in (*_CLOSING, closing) if each.is_alive()]
 
     def write(self, content: bytes, place: int) -> None:
         """Writes encrypted bytes at a place of the file.
@@ -337,6 +348,21 @@ def storage_refusal(error: OSError) -> ShufflerRefused:
 
 def _places(users: range) -> slice:
     return slice(users.start, users.stop, users.step)
+
+
+_CLOSING: list[threading.Thread] = []
+"""Each closes a large file, whose room the disk has again when it has ended."""
+
+
+def _has_room(descriptor: int, length: int) -> bool:
+    """Whether the disk of this file has room for so many bytes, and for the record."""
+    disk = os.fstatvfs(descriptor)
+    return disk.f_bavail * disk.f_frsize >= length + _RESERVE_BYTES
+
+
+def _wait_for_files_that_close() -> None:
+    for each in tuple(_CLOSING):
+        each.join()
 
 
 def _unnamed_file(directory: Path) -> int:

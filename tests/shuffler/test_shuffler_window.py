@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,16 @@ from typing import Any
 import pytest
 
 from run_world import LIMIT, wait_until
-from shuffler_world import KEY_DIGEST, PUBLIC_KEY, World, fill_up, open_batches, plan, report
+from shuffler_world import (
+    KEY_DIGEST,
+    PUBLIC_KEY,
+    World,
+    fill_up,
+    open_batches,
+    plan,
+    refusal,
+    report,
+)
 from shufl.shuffler import (
     ControlClient,
     Outcome,
@@ -26,7 +36,8 @@ from shufl.shuffler import (
     key_digest,
     sealed_length,
 )
-from shufl.shuffler.store import rounds, runs
+from shufl.shuffler.record import verify
+from shufl.shuffler.store import batch, rounds, runs
 from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire.errors import Closed
@@ -57,12 +68,6 @@ def store_of(tmp_path: Path, **fields: Any) -> RunStore:
     store = RunStore(tmp_path / "state")
     store.create_run("run", plan(**(COVERED | fields)), LENGTH)
     return store
-
-
-def refusal(call: Callable[..., object], *arguments: object) -> Refusal:
-    with pytest.raises(ShufflerRefused) as refused:
-        call(*arguments)
-    return refused.value.reason
 
 
 def test_nothing_is_closed_for_release_before_the_window_ends_nor_taken_after(tmp_path, clock):
@@ -187,6 +192,29 @@ def test_what_nobody_closes_or_ends_is_given_up_even_where_the_disk_is_full(tiny
     assert store.close_round("open", 1) == Closed(Outcome.DISCARDED)
 
 
+def test_a_large_batch_is_destroyed_beside_what_others_ask(tiny_disk, monkeypatch):
+    """Its room is given to the next one, which waits for it."""
+    closed, slow = threading.Event(), SimpleNamespace(**vars(os))
+
+    def close(descriptor):
+        closed.wait(LIMIT)
+        os.close(descriptor)
+
+    slow.close = close
+    store = RunStore(tiny_disk / "state")
+    store.create_run("run", plan(**COVERED), 30_000)
+    store.open_round("run", 1, "model", PUBLIC_KEY)
+    with monkeypatch.context() as patch, ThreadPoolExecutor() as threads:
+        patch.setattr(batch, "_LARGE_BYTES", 0)
+        patch.setattr(batch, "os", slow)
+        store.end_round("run", 1)
+        assert verify(store.record(0))[-1]["event"] == "discarded"
+        reserved = threads.submit(store.reserve, "run")
+        closed.set()
+        assert reserved.result(LIMIT) is None
+    store.close()
+
+
 def test_a_round_without_a_window_that_its_server_leaves_open_is_given_up(tmp_path, clock):
     store = store_of(tmp_path, cover=False, window=None)
     store.open_round("run", 1, "model", PUBLIC_KEY)
@@ -251,10 +279,7 @@ class Cut:
 
     def _accept(self) -> None:
         while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
+            near, _ = self._listener.accept()
             far = socket.create_connection(self._there)
             for one, other, most in ((near, far, None), (far, near, self._cuts)):
                 threading.Thread(target=self._pass, args=(one, other, most), daemon=True).start()
@@ -269,9 +294,6 @@ class Cut:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
-
-    def close(self) -> None:
-        self._listener.close()
 
 
 @pytest.mark.slow
