@@ -15,7 +15,6 @@ from .budget import PrivacyBudget as PrivacyBudget
 from .budget import epsilon_table as epsilon_table
 from .budget import price as price
 from .budget import rounds_within_budget as rounds_within_budget
-from .calibration import MOST_ROUNDS as MOST_ROUNDS
 from .calibration import CalibrationError as CalibrationError
 from .calibration import ideal_note as ideal_note
 from .calibration import largest_rate as largest_rate

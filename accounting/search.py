@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from shufl.accounting.calibration import (
     LEAST_BLANKETS,
+    MOST_ROUNDS,
     CalibrationError,
     largest_local_epsilon,
     largest_rate,
@@ -118,14 +119,18 @@ def unused_note(asked: OpenPlan, found: PrivacyPlan) -> str | None:
     `found` is what `calibrate` made of the plan that was `asked` for.
     """
     values = dict(found) | dict(found.mechanism)
+    of_sums = found.mixing == "sum"
+    least = _LEAST_OF_SUMS if of_sums else getattr(found.mechanism, "least_noise", None)
     edges = {
-        _NOISE: ("noise", getattr(found.mechanism, "least_noise", None)),
+        _NOISE: ("noise", least),
+        "central_noise": ("central-noise", _LEAST_OF_SUMS),
+        "rounds": ("rounds", MOST_ROUNDS),
         _LOCAL: ("local_epsilon", RandomisedResponse.most_epsilon),
         "check_in_rate": ("gamma", 1.0),
         _BLANKETS: ("blankets", LEAST_BLANKETS),
     }
     ends = [
-        f"{word} = {edge:g}"
+        f"{word} = {edge:.7g}"
         for name, (word, edge) in edges.items()
         if name in asked.open and values[name] == edge
     ]

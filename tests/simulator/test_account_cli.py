@@ -208,7 +208,15 @@ def test_rounds_of_which_no_more_are_tried_are_warned_of():
     command = f"calibrate {SMALL} --noise 1000 --target-epsilon 1e5 --accountant local --json"
     result = shufl(command)
     assert json.loads(result.stdout)["rounds"] == 10**6
-    assert result.stderr.splitlines()[-1].startswith("warning: stopped at 1000000 rounds")
+    assert result.stderr.endswith("the search goes no further than rounds = 1000000\n")
+
+
+def test_a_sum_that_needs_no_noise_says_so():
+    sums = "--mixing sum --accountant sum-central --noise 0"
+    of_few = "calibrate --n 10000 --gamma 1e-6 --delta 1e-5 --rounds 1 --target-epsilon 1 --json"
+    result = shufl(f"{of_few} {sums}")
+    assert json.loads(result.stdout)["central-noise"] == 1e-6
+    assert "the search goes no further than central-noise = 1e-06\n" in result.stderr
 
 
 def test_calibrated_rate_is_nearly_the_largest():

@@ -97,12 +97,10 @@ _NAMES = {
 
 def _calibrated(asked: OpenPlan, dimension: int | None) -> dict[str, Any]:
     """The plan with what was left out: its ε, its error, and what a round weighs."""
-    from shufl.accounting import MOST_ROUNDS, fitted, mean_update_error, unused_note
+    from shufl.accounting import fitted, mean_update_error, unused_note
     from shufl.shuffler import message_length, usual_sealing
 
     plan = fitted(asked)
-    if asked.rounds is None and plan.rounds == MOST_ROUNDS:
-        typer.echo(f"warning: stopped at {MOST_ROUNDS} rounds, more may be allowed", err=True)
     blankets, of_sums = plan.shuffler_blankets, plan.mixing == "sum"
     reports = plan.users if of_sums else plan.users * plan.check_in_rate + blankets
     about = plan.mixing, usual_sealing(plan.mixing)
