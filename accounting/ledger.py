@@ -95,8 +95,13 @@ def _entry(body: dict[str, Any], plan: PrivacyPlan, last_round: int) -> LedgerEn
 
 def _next_round(plan: PrivacyPlan, number: int, last_round: int) -> int:
     """A round's number; with allocation the next one, since ε counts the blocks of rounds."""
-    gaps = plan.participation != "allocation"
-    return validation.integer("round", number, last_round + 1, None if gaps else last_round + 1)
+    number = validation.integer("round", number, last_round + 1)
+    if plan.participation == "allocation" and number > last_round + 1:
+        raise ValueError(
+            f"round must be {last_round + 1}, the next one, with participation allocation, "
+            f"got {number}"
+        )
+    return number
 
 
 def _cut_short(line: bytes, check: str, plan: PrivacyPlan, last_round: int) -> LedgerEntry:

@@ -109,7 +109,7 @@ class DeviceNode(Node):
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
         """Begins a round, which ends an older one that is still under way, and returns at once."""
         over = threading.Event()
-        self._playing = threading.Thread(
+        playing = threading.Thread(
             target=self._play,
             args=(users, round, over, node),
             name=f"round {round.header.round}",
@@ -118,7 +118,8 @@ class DeviceNode(Node):
         with self._beginning:  # gRPC's threads may begin two at once
             self._over.set()
             self._over, self.round = over, round
-            self._playing.start()
+            playing.start()
+            self._playing = playing
 
     def _play(
         self, users: np.ndarray, round: PreparedRound, over: threading.Event, node: int

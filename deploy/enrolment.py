@@ -147,7 +147,7 @@ class Enrolment:
             for number, node in self._deployment.numbered.items()
         ]
         text = tomli_w.dumps({"nodes": agreed})
-        (folder / Path(AGREED_FILE).name).write_text(text, encoding="utf-8")
+        replace_file(folder / Path(AGREED_FILE).name, text.encode())
         for node in self._deployment.nodes:
             theirs, ours = self._out / node.name / "keys/flower.pub", folder / f"{node.name}.pub"
             if node.withdrawn:

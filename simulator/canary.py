@@ -238,12 +238,12 @@ def check_end_to_end(
         for accountant in map(plan.make_accountant, accountants_for(event))
         if of_sums or not accountant.counts_on_others
     ]
+    score = likelihood_score(plan, others)
     with ShufflerProcess() as shuffler:
         block = plan.every if plan.participation == "allocation" else 1
         repeated = plan.replace(rounds=rounds * block, minimum_batch=1)
         worlds = run_canary(repeated, others, shuffler, seed)
     worlds = worlds.by_blocks(block) if block > 1 else worlds
-    score = likelihood_score(plan, others)
     lower = delta_lower_bound(*worlds.scores(score), epsilon, confidence)
     found = AuditResult(others, lower, lower, "events")
     checks = []

@@ -205,7 +205,7 @@ def origin(starts: list[dict[str, str]]) -> list[tuple[str, str]]:
 
 
 def _in_words(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The names of a plan's keys, and their values, which give no less ε than the true ones."""
+    """The names of a plan's keys, and their values, rounded as `accounting.digits` says."""
     for key, value in flat(plan).items():
         name = key.removeprefix("mechanism.")
         rounded = rounded_down if name == "check_in_rate" else rounded_up

@@ -16,8 +16,10 @@ import pytest
 import torch
 from hypothesis import is_hypothesis_test, settings
 
+from ports import free_ports
 from run_world import ray_of_its_own
 from shufl import accounting
+from tiny_disk import in_memory
 from warm import flwr_command, run_code, warm_server, warm_sites
 
 # How many examples hypothesis tries, and that no example has a deadline. They are the same each
@@ -117,6 +119,14 @@ def warm_trials():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def ports_of_its_own():
+    """Has deployments on loopback take ports that nothing takes before they listen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shufl.deploy.rehearse.free_ports", free_ports)
+        yield
+
+
 @pytest.fixture(scope="module")
 def warm_deployment(request):
     """By day, the processes of a module's deployments are forks, and Flower's commands too."""
@@ -145,8 +155,7 @@ def shared_ray(ray_address):
 @pytest.fixture
 def memory_path() -> Iterator[Path]:
     """A directory in memory where there is such a place: every report is synced to disk."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         yield Path(folder)
 
 

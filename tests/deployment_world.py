@@ -269,7 +269,7 @@ class Nginx:
         main.write_text(
             (f"load_module {module};\n" if stream and module.exists() else "")
             + f"daemon off; pid {folder / 'pid'}; error_log {folder / 'error.log'};\n"
-            "events {}\n" + (f"stream {{ include {conf}; }}\n" if stream else http)
+            "events {}\n" + (f"include {conf};\n" if stream else http)
         )
         program = shutil.which("nginx")
         assert program is not None

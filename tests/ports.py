@@ -20,11 +20,11 @@ _IN_TURN = itertools.cycle(itertools.chain(_OWN[os.getpid() % len(_OWN) :], _OWN
 
 def free_port() -> int:
     """One that nobody listens on."""
-    for port in _IN_TURN:
+    for port in itertools.islice(_IN_TURN, len(_OWN)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
-    raise AssertionError("the ports never end")
+    raise AssertionError(f"no port of {_OWN} is free")
 
 
 def free_ports(number: int):

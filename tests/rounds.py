@@ -1,6 +1,7 @@
 """Rounds of Gaussian reports and plans of such, in one line each."""
 
 import attrs
+import numpy as np
 
 from shufl.accounting import CheckIn, FixedSize, GaussianMechanism, PrivacyPlan, Shuffled, Summed
 
@@ -21,6 +22,11 @@ def fixed_size(users, reports, noise):
 def with_noise(event, noise):
     central = {"central_noise": noise} if isinstance(event, Summed) else {}
     return attrs.evolve(event, mechanism=GaussianMechanism(noise_multiplier=noise), **central)
+
+
+def words(*shape):
+    """Draws as a deployment has them, but the same each time."""
+    return np.random.default_rng(1).integers(2**64, size=shape, dtype=np.uint64)
 
 
 def make_plan(*, noise_multiplier, clip_norm=1.0, **values):

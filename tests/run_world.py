@@ -124,6 +124,14 @@ def running(pid):
         return False
 
 
+def peak_bytes(pid, anew=False):
+    """The most memory that a process has had. `anew`: from now on, until it is asked anew."""
+    if anew:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
 def wait_until(condition, seconds, what):
     """Waits for a state, for LIMIT seconds at least: a busy machine takes longer than `seconds`."""
     seconds = max(seconds, LIMIT)
@@ -162,7 +170,7 @@ def ray_of_its_own(warm=True, **resources):
 class LongRun:
     """A run in the background with a budget it will not reach."""
 
-    def __init__(self, folder, *arguments, ray="shared"):
+    def __init__(self, folder, *arguments, ray="shared", cwd=None):
         """Begins it in `folder`; `ray`: "own" has it start a Ray."""
         config = tiny_config(folder, 3)
         self.runs = Path(folder) / "runs"
@@ -171,6 +179,7 @@ class LongRun:
         self.process = Warm(
             ("run", config, "--runs", self.runs, *endless, *arguments),
             process_group=0,
+            cwd=cwd,
             env=os.environ | COLD | its_own,  # a forked shuffler would be another's child
         )
         self.spawned = {}

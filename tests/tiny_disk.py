@@ -1,7 +1,8 @@
-"""A disk that a test can fill."""
+"""A disk that a test can fill, and a folder that needs no disk."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,12 @@ def tiny_disk_at(place: Path) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def in_memory() -> Path | None:
+    """Where files are in memory, if there is such a place with room for those of tests."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() and shutil.disk_usage(memory).free > 2**30 else None
 
 
 def fill(disk: Path) -> Path:

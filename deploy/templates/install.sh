@@ -45,9 +45,10 @@ fi
 # nginx of Debian: a server's file belongs into the http block, those of all shufflers into one stream block.
 [ ! -f server.toml ] || install -m 644 nginx.conf /etc/nginx/conf.d/$prefix.conf
 if [ -f shuffler.toml ]; then
-    install -D -m 644 nginx.conf /etc/nginx/shufl/$prefix.conf
-    echo 'stream { include /etc/nginx/shufl/*.conf; }' > /etc/nginx/modules-enabled/99-shufl.conf
     rm -f /etc/nginx/modules-enabled/99-$prefix.conf  # of shufl 0.1.0
+    mkdir -p /etc/nginx/shufl /etc/nginx/modules-enabled
+    sed '/^stream {$$/d; /^}$$/d' nginx.conf > /etc/nginx/shufl/$prefix.conf
+    echo 'stream { include /etc/nginx/shufl/*.conf; }' > /etc/nginx/modules-enabled/99-shufl.conf
 fi
 install -m 644 ./*.service /etc/systemd/system/
 systemctl daemon-reload

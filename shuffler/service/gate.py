@@ -58,11 +58,15 @@ class Gate:
         self._idle_seconds = limits.idle_seconds
         self._calls = PerSender(limits.calls_per_sender)
         self._metrics = metrics
-        self.credentials = credentials
+        self.renew(credentials)
+
+    def renew(self, credentials: Credentials) -> None:
+        """Has credentials take the place of the shuffler's own."""
+        self.credentials, self._name = credentials, credentials.name
 
     def _admit(self, caller: Caller | None, roles: tuple[Role, ...]) -> Caller:
         """The caller, if it may make this call; otherwise the call is refused."""
-        here = caller is not None and caller.shuffler in ("", self.credentials.name)
+        here = caller is not None and caller.shuffler in ("", self._name)
         if caller is not None and here and caller.role in roles and self._is_good(caller):
             return caller
         _log.warning("call without the right credential refused")

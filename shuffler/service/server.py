@@ -104,7 +104,8 @@ class ShufflerServer:
 
         Where their authority is another one, calls on connections that are open are refused, too.
         """
-        before, self._gate.credentials = self._gate.credentials, credentials
+        before = self._gate.credentials
+        self._gate.renew(credentials)
         self._changed |= credentials != before
         return credentials != before
 

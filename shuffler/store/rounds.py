@@ -16,7 +16,7 @@ from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
 from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 from shufl.shuffler.wire.reports import report_length
-from shufl.shuffler.wire.sealing import SEALED_BYTES, RoundHeader, payload_length, seal
+from shufl.shuffler.wire.sealing import RoundHeader, payload_length, seal
 
 _MAX_PLAN_BYTES = 2**16
 
@@ -136,10 +136,8 @@ class Run:
 
 def parse_run(run_id: str, plan: bytes, report_bytes: int, owner: str) -> Run:
     """The run that a plan, a JSON object, describes; one that does not is refused."""
-    if not SEALED_BYTES <= report_bytes <= MAX_REPORT_BYTES:
-        raise _malformed(
-            f"report_bytes must lie in [{SEALED_BYTES}, {MAX_REPORT_BYTES}], got {report_bytes}"
-        )
+    if not 1 <= report_bytes <= MAX_REPORT_BYTES:
+        raise _malformed(f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}")
     if len(plan) > _MAX_PLAN_BYTES:
         raise _malformed(f"a plan has at most {_MAX_PLAN_BYTES} bytes")
     try:

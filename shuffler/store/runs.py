@@ -29,7 +29,7 @@ from shufl.shuffler.store.rounds import Round, Run, parse_run
 from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.shuffler.wire.channel import MOST_USERS
 from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused
-from shufl.shuffler.wire.sealing import RoundHeader, key_digest
+from shufl.shuffler.wire.sealing import SEALED_BYTES, RoundHeader, key_digest
 
 _MAX_NAME = 256  # characters of a run id or a model digest
 _MAX_ROUND = 2**63 - 1
@@ -114,6 +114,9 @@ class RunStore:
         if not 1 <= len(run_id) <= _MAX_NAME:
             raise ShufflerRefused(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
         run = parse_run(run_id, plan, report_bytes, owner)
+        if report_bytes < SEALED_BYTES:  # older records may have such runs
+            what = f"report_bytes must be at least {SEALED_BYTES}, got {report_bytes}"
+            raise ShufflerRefused(Refusal.MALFORMED, what)
         self._floor.check(run.plan)
         if self._durable and run.plan.cover and run.plan.window is None:
             raise ShufflerRefused(Refusal.MALFORMED, "a plan with cover must have a window")

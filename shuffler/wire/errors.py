@@ -76,7 +76,10 @@ class Refusal(StrEnum):
     ROUND_NOT_INCREASING = "ROUND_NOT_INCREASING", "this round does not follow the last one"
     ANOTHER_ROUND_OPEN = "ANOTHER_ROUND_OPEN", "close the open round first"
     ROUND_NOT_CLOSED = "ROUND_NOT_CLOSED", "close the round first"
-    WINDOW_NOT_OVER = "WINDOW_NOT_OVER", "the round goes on until its window ends"
+    WINDOW_NOT_OVER = (
+        "WINDOW_NOT_OVER",
+        "the window is not over, or blankets are still made",
+    )
     BELOW_FLOOR = "BELOW_FLOOR", "less private than this shuffler's operator allows"
     BELOW_MINIMUM = "BELOW_MINIMUM", "the batch was below the plan's minimum and is destroyed"
     DISCARDED = "DISCARDED", "the batch was destroyed before it was released"

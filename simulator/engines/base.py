@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -85,21 +86,18 @@ def check_draws(experiment: Experiment) -> None:
 
 
 def check_cpus(key: str, asked: float) -> None:
-    """Refuses more CPUs than this machine has, unless a Ray that runs already has others.
+    """Refuses more CPUs than this machine has, or the Ray that this program has started.
 
     Raises:
         ConfigError: with the key.
     """
-    here = os.cpu_count() or 1
-    if asked <= here or os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
-        return
-    import ray
-
-    if not ray.is_initialized():
-        raise ConfigError(
-            f"{key} must be at most {here}, the CPUs here, without a Ray cluster at RAY_ADDRESS, "
-            f"got {asked:g}"
-        )
+    ray, most, which = sys.modules.get("ray"), float(os.cpu_count() or 1), "here"
+    if ray is not None and ray.is_initialized():
+        most, which = ray.cluster_resources().get("CPU", 0.0), "of the Ray that runs"
+    elif os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
+        return  # it is not known yet
+    if asked > most:
+        raise ConfigError(f"{key} must be at most {most:g}, the CPUs {which}, got {asked:g}")
 
 
 def check_cluster() -> None:

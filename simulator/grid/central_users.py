@@ -18,19 +18,15 @@ from shufl.simulator.engines.user_gradients import clipped_sum_of_updates, ready
 from shufl.simulator.experiment import optimiser, prepare
 from shufl.simulator.trial import exact_float32
 
-_ANY_PLAN = {
+_GAUSSIAN = {"mechanism": "gaussian", "categories": None, "local_epsilon": None}
+_ANY_PLAN = _GAUSSIAN | {
     **{"accountant": "local", "target_epsilon": 1e9, "noise_multiplier": 1.0},
-    **{"shuffler_blankets": 0.0, "participation": "check-in", "mechanism": "gaussian"},
+    **{"shuffler_blankets": 0.0, "participation": "check-in"},
 }
-_CENTRAL = {
+_CENTRAL = _GAUSSIAN | {
     **{"mixing": "sum", "cover": True, "accountant": "sum-distributed", "adjacency": "zero-out"},
     **{"noise_multiplier": None, "shuffler_blankets": 0.0, "participation": "check-in"},
-    **{
-        "mechanism": "gaussian",
-        "central_noise": None,
-        "least_present": None,
-        "minimum_batch": None,
-    },
+    **{"central_noise": None, "least_present": None, "minimum_batch": None},
 }
 
 

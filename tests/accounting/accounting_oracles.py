@@ -5,7 +5,7 @@ import math
 
 import mpmath as mp
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 mp.mp.dps = 50
 
@@ -93,6 +93,17 @@ def gaussian_delta(shift, epsilon):
     return mp.ncdf(shift / 2 - epsilon / shift) - mp.exp(epsilon) * mp.ncdf(
         -shift / 2 - epsilon / shift
     )
+
+
+def gaussian_deltas(shift):
+    """δ of ε in an array: hardly more, and in doubles."""
+
+    def at(eps):
+        near = special.log_ndtr(shift / 2 - eps / shift)
+        far = eps + special.log_ndtr(-shift / 2 - eps / shift)
+        return np.exp(near) * -np.expm1(np.minimum(far - near, 0.0)) * (1 + 1e-9)
+
+    return at
 
 
 def density(points, center, noise):

@@ -6,7 +6,6 @@ import math
 import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
@@ -14,12 +13,11 @@ from scipy import special, stats
 from nights import by_night
 from rounds import check_in, everyone, make_plan
 from shufl import accounting
-from shufl.accounting.accountants.blanket import BlanketAccountant, divergence_of
+from shufl.accounting.accountants.blanket import divergence_of
 from shufl.accounting.numerics.worst_pairs import against_zero, opposite, zero_against
 
 pytestmark = pytest.mark.slow
 
-REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 PAIRS = {opposite: (1.0, -1.0), against_zero: (1.0, 0.0), zero_against: (0.0, 1.0)}
 
 

@@ -7,8 +7,8 @@ import math
 import mpmath as mp
 import numpy as np
 import pytest
-from accounting_oracles import gaussian_delta
-from scipy import optimize, special
+from accounting_oracles import gaussian_delta, gaussian_deltas
+from scipy import optimize
 
 import other_bounds
 from other_bounds import (
@@ -89,15 +89,6 @@ def test_the_clones_pair_at_its_own_probability():
     coin = np.maximum((math.exp(local) - np.exp(epsilons)) / (1 + math.exp(local)), 0)
     np.testing.assert_allclose(clones_delta(1, local, epsilons), coin, rtol=1e-6)
     assert clones_delta(10_000, local, [0.3])[0] < 1e-9
-
-
-def gaussian_deltas(shift):
-    def at(eps):
-        near = special.log_ndtr(shift / 2 - eps / shift)
-        far = eps + special.log_ndtr(-shift / 2 - eps / shift)
-        return np.exp(near) * -np.expm1(np.minimum(far - near, 0.0)) * (1 + 1e-9)
-
-    return at
 
 
 @pytest.mark.parametrize(("rounds", "rate"), [(1, 1.0), (40, 1.0), (1, 0.05)])

@@ -2,7 +2,6 @@
 
 import math
 
-import attrs
 import numpy as np
 import pytest
 from accounting_oracles import (

@@ -5,7 +5,7 @@ import math
 import mpmath as mp
 import numpy as np
 import pytest
-from accounting_oracles import gaussian_delta
+from accounting_oracles import gaussian_delta, gaussian_deltas
 from dp_accounting import NeighboringRelation, gaussian_mechanism, privacy_accountant_test
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from hypothesis import given
@@ -25,9 +25,7 @@ ZERO_OUT = NeighboringRelation.REPLACE_SPECIAL
 
 def gaussian_profile(shift, points=1500, reach=12.5):
     eps = np.linspace(0.0, shift * shift / 2 + reach * shift, points)
-    near = special.log_ndtr(shift / 2 - eps / shift)
-    far = eps + special.log_ndtr(-shift / 2 - eps / shift)
-    return eps, np.exp(near) * -np.expm1(np.minimum(far - near, 0.0)) * (1 + 1e-9)
+    return eps, gaussian_deltas(shift)(eps)
 
 
 class ToyAccountant(profiles.ProfileShuffleAccountant):

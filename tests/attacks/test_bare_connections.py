@@ -49,28 +49,23 @@ def test_too_many_open_files_are_no_full_disk():
 
 @pytest.fixture
 def proxied(tmp_path: Path) -> Iterator[tuple[World, int]]:
-    """A shuffler behind nginx, with clients that connect through it; and nginx's port.
-
-    nginx has the file of another deployment's shuffler, too.
-    """
+    """A shuffler behind nginx, with clients that connect through it; and nginx's port."""
     if shutil.which("nginx") is None:
         pytest.skip("nginx is not installed")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 6000:
         pytest.skip("this process may not open 5 000 connections")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    port, local, *others = (free_port() for _ in range(4))
+    port, local = free_port(), free_port()
     template = importlib.resources.files("shufl.deploy") / "templates" / "stream.conf"
-    text, folder = string.Template(template.read_text()), tmp_path / "shufl"
-    folder.mkdir()
-    for name, (outer, inner) in (("own", (port, local)), ("other", others)):
-        about = {"listen": "127.0.0.1", "port": outer, "local_port": inner, "most": MOST}
-        (folder / f"{name}.conf").write_text(text.substitute(about))
+    conf = tmp_path / "nginx.conf"
+    about = {"listen": "127.0.0.1", "port": port, "local_port": local, "most": MOST}
+    conf.write_text(string.Template(template.read_text()).substitute(about))
     with ExitStack() as stack:
         process = stack.enter_context(
             ShufflerProcess(listen=f"127.0.0.1:{local}", start_timeout=LIMIT)
         )
-        nginx = Nginx(folder / "*.conf", tmp_path / "nginx", stream=True)
+        nginx = Nginx(conf, tmp_path / "nginx", stream=True)
         stack.callback(nginx.stop)
         wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, LIMIT, "nginx")
         world = World(process)

@@ -26,7 +26,6 @@ from shufl.deploy.rehearse import Rehearsal
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other accounts"),
-    pytest.mark.timeout(280),
 ]
 # And the group shufl; nobody has these numbers.
 _ACCOUNTS = {"shufl-app": 64_002, "shufl-flower": 64_001, "shufl": 64_000}
@@ -47,7 +46,7 @@ def main(grid, context):
     while not (nodes := list(grid.get_node_ids())):
         time.sleep(0.2)
     message = Message(RecordDict({"go": ConfigRecord({"on": 1})}), nodes[0], "query")
-    (answer,) = grid.send_and_receive([message], timeout=120)
+    (answer,) = grid.send_and_receive([message], timeout=LIMIT)
     said = answer.content["said"]["json"] if answer.has_content() else json.dumps(str(answer.error))
     Path(OUT + ".new").write_text(said)
     Path(OUT + ".new").rename(OUT)
@@ -78,7 +77,7 @@ def attempt(work):
 
 def call(kind, content):
     with grpc.insecure_channel(f"unix:{SITE}/node.sock") as channel:
-        answer = channel.unary_unary(f"/shufl.Device/{kind}")(content, timeout=60)
+        answer = channel.unary_unary(f"/shufl.Device/{kind}")(content, timeout=LIMIT)
     return {name: dict(record) for name, record in recorddict_from_proto(
         Proto.FromString(answer)).items()}
 
@@ -202,6 +201,7 @@ def said(warm_deployment):
                 str(path) for path in files if path.suffix != ".out"
             ]  # the journal, as installed
             about = {
+                "LIMIT": LIMIT,
                 "SITE": str(site),
                 "PATHS": [*paths, str(folder / "authority" / "authority.key")],
                 "NODE": rehearsal.running["ward-1", "node"].pid,
@@ -209,7 +209,7 @@ def said(warm_deployment):
             }
             out = folder / "said.json"
             told = "".join(f"{name} = {value!r}\n" for name, value in about.items())
-            write_flower_app(folder / "app", f"OUT = {str(out)!r}\n{_SERVER}", told + _CLIENT)
+            write_flower_app(folder / "app", f"OUT = {str(out)!r}\n{told}{_SERVER}", told + _CLIENT)
             home = folder / "server" / "flower"
             done = run_flwr(home, "run", str(folder / "app"), NAME)
             assert done.returncode == 0, done.stdout

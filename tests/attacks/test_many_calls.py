@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
 
-from run_world import LIMIT, wait_until
+from run_world import LIMIT, peak_bytes, wait_until
 from shuffler_world import ShufflerHere, Silence, World, pass_days, raw_channel
 from shufl.shuffler import ControlClient, Refusal, ShufflerProcess, Verdict
 from shufl.shuffler.callers import Role
@@ -22,11 +21,6 @@ CALLS, CHANNELS = 2000, 10
 LIMITS = {"calls_per_sender": 32, "streams_per_sender": 4}
 BYTES = 20_000
 """So much memory a call takes where each is kept; half of it would be too much."""
-
-
-def peak_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +62,7 @@ def test_thousands_of_calls_of_one_node_keep_nobody_out_and_take_no_memory(attac
     header = world.begin(run_id=method)
     reports = world.reports(header, 50)
     assert world.submit(header, reports[:25]) == [Verdict.ACCEPTED] * 25
-    before = peak_bytes(world.process.pid)
+    before = peak_bytes(world.process.pid, anew=True)
 
     async def attack() -> None:
         begun = asyncio.Event()

@@ -17,7 +17,7 @@ from flwr.proto.recorddict_pb2 import ArrayRecord as ArrayRecordMessage
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
 from deployment_world import deployment_of
-from run_world import LIMIT, wait_until
+from run_world import LIMIT, peak_bytes, wait_until
 from shufl.clients import RoundRefused
 from shufl.clients.device_process import _Reader
 from shufl.clients.node import Announcement, Question
@@ -44,12 +44,6 @@ class Device:
         self.question = {"run_id": "a run", "plan_digest": settings.plan.digest()}
         self.round = {**self.question, "round": 1, "public_key": b"k" * 32, "seconds": 30.0}
         self.model = ArrayRecord(settings.make_model().state_dict())
-
-    @property
-    def peak(self) -> int:
-        """The most memory that the process ever had, in bytes."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
     def call(self, kind: str, message: bytes | dict) -> tuple[str, str]:
         """The code and the details of a refusal; of an answer `OK`."""
@@ -79,7 +73,7 @@ def device(tmp_path_factory):
 @pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip])
 @pytest.mark.parametrize("kind", ["query", "train"])
 def test_a_digest_of_20_megabytes_is_refused_before_it_is_read(device, kind, compression):
-    before, log = device.peak, device.log.stat().st_size
+    before, log = peak_bytes(device.pid, anew=True), device.log.stat().st_size
     fields = device.question if kind == "query" else device.round
     message = {"round": ConfigRecord(fields | {"plan_digest": "f" * (2 * 10**7)})}
     content = recorddict_to_proto(RecordDict(message)).SerializeToString()
@@ -88,7 +82,7 @@ def test_a_digest_of_20_megabytes_is_refused_before_it_is_read(device, kind, com
         with pytest.raises(grpc.RpcError) as refused:
             call(content, timeout=LIMIT, compression=compression)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert device.peak - before < 8e6
+    assert peak_bytes(device.pid) - before < 8e6
     assert device.log.stat().st_size == log
 
 
@@ -131,7 +125,7 @@ def declares(shape: str, model: ArrayRecord) -> ArrayRecord:
 
 @pytest.mark.slow
 def test_nothing_that_a_server_says_forges_a_line_of_the_log_or_makes_it_long(device):
-    start, peak = device.log.stat().st_size, device.peak
+    start, before = device.log.stat().st_size, peak_bytes(device.pid, anew=True)
     model, question, round = device.model, device.question, device.round
     own = model.to_torch_state_dict()
     longer = ArrayRecord(own | {"w\x1b" + "n" * 9000: torch.zeros(1)})
@@ -189,7 +183,7 @@ def test_nothing_that_a_server_says_forges_a_line_of_the_log_or_makes_it_long(de
     assert len(lines) == len(refused)
     assert [line for line in lines if not EVENT.fullmatch(line) or len(line) > 500] == []
     assert "forged" not in "".join(lines)
-    assert device.peak - peak < 8e6
+    assert peak_bytes(device.pid) - before < 8e6
 
 
 GOOD = {

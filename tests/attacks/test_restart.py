@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from run_world import LIMIT
-from shuffler_world import ShufflerHere, World, free_port, kill, open_batches, plan
+from shuffler_world import ShufflerHere, World, kill, open_batches, plan, refusal
 from shufl.shuffler import (
     IntakeClient,
     Refusal,
@@ -56,12 +57,6 @@ def start() -> Iterator[Callable[..., World]]:
 def events(world: World) -> list[tuple[str, int | None]]:
     with RecordClient(world.process.address, world.process.monitor) as client:
         return [(line["event"], line.get("round")) for line in verify(client.entries())]
-
-
-def refusal(call: Callable, *arguments: object) -> Refusal:
-    with pytest.raises(ShufflerRefused) as refused:
-        list(call(*arguments) or [])
-    return refused.value.reason
 
 
 @pytest.mark.slow

@@ -29,9 +29,9 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from deployment_world import NAME, Nginx, World, command, run_flwr, write_flower_app
+from ports import free_port
 from run_world import LIMIT, wait_until
 from shufl.deploy.plan import flower_environment
-from shufl.deploy.rehearse import free_ports
 from shufl.shuffler.keys import make_flower_key
 
 pytestmark = [
@@ -247,9 +247,8 @@ def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
 
 def _refused_supernode(world: Stranger, key: Path) -> None:
     """Starts Flower's SuperNode with a key, which must end without having got a place."""
-    (port,) = free_ports(1)
     arguments = (
-        *("--superlink", world.proxy, "--port", str(port)),
+        *("--superlink", world.proxy, "--port", str(free_port())),
         *("--root-certificates", str(world.authority)),
         *("--auth-supernode-private-key", str(key), "--max-retries", "1"),
     )

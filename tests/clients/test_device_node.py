@@ -62,12 +62,6 @@ def make_round(shuffler, request):
         yield functools.partial(Round, *about, run_id=request.node.name[:200])
 
 
-PRELOADED = [
-    *("pytest", "sympy", "torch._dynamo"),  # the last two are what the first `vmap` imports
-    *("flwr.app", "flwr.supercore.task_identity", "shufl.clients.app"),
-]
-
-
 @pytest.fixture
 def quick_starts(monkeypatch):
     """Has children forked from a process that has imported torch: each new Python takes seconds."""
@@ -136,13 +130,20 @@ def test_a_node_that_is_to_end_at_once_does_not_finish_its_round(
         def wait(self, until, over):
             return over.wait()
 
+    class Counting(threading.Event):
+        asked = 0
+
+        def is_set(self):
+            self.asked += 1
+            return super().is_set()
+
     round = make_round(rate=1.0).deployed(tmp_path / "device.db")
-    at_once = threading.Event()
+    at_once = Counting()
     with closing(DeviceNode(round.settings, clock=Stands())) as node:
         round.open().begin(node)
         ends = threading.Thread(target=node.finish, args=(at_once,))
         ends.start()
-        ends.join(0.5)
+        wait_until(lambda: at_once.asked > 1 or not ends.is_alive(), LIMIT, "it to wait")
         assert ends.is_alive()
         at_once.set()
         ends.join(LIMIT)

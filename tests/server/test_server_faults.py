@@ -21,6 +21,7 @@ from torch import nn
 import shufl.server.fleet
 import shufl.server.rounds
 from client_world import begin_flower_task
+from ports import free_port
 from rounds import make_plan
 from run_world import LIMIT, json_lines, wait_until
 from shuffler_world import ShufflerHere
@@ -347,7 +348,8 @@ def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(
 @pytest.mark.nightly
 def test_a_shuffler_that_hangs_is_found_out_and_loses_its_own_users_round_alone(tmp_path):
     """It neither answers nor closes its connection, as behind a cut cable, for 40 s."""
-    with ShufflerProcess() as one, ShufflerProcess() as other:
+    begun = functools.partial(ShufflerProcess, start_timeout=LIMIT)
+    with begun() as one, begun() as other:
         run = Run(tmp_path, [one, other])
 
         def hang(name):
@@ -397,9 +399,9 @@ class Mortal:
 
     def __init__(self, folder, kind=ShufflerProcess):
         self.folder, self._kind, self._authority = folder, kind, Authority.create()
-        self.process = self._start("127.0.0.1:0")
-        about = self.process.address, self.process.control, self.process.submit
-        self.address, self.control, self.submit = about
+        self.address = f"127.0.0.1:{free_port()}"
+        self.process = self._start()
+        self.control, self.submit = self.process.control, self.process.submit
 
     def __enter__(self):
         return self
@@ -407,10 +409,9 @@ class Mortal:
     def __exit__(self, *about):
         self.process.__exit__(*about)
 
-    def _start(self, address):
-        process = self._kind(
-            self.folder, listen=address, authority=self._authority, start_timeout=LIMIT
-        )
+    def _start(self):
+        about = {"listen": self.address, "authority": self._authority}
+        process = self._kind(self.folder, **about, start_timeout=LIMIT)
         return process.__enter__()
 
     def kill(self, forget=False):
@@ -419,7 +420,7 @@ class Mortal:
         self.process.__exit__()
         if forget:
             shutil.rmtree(self.folder)
-        self.process = self._start(self.address)
+        self.process = self._start()
 
 
 class Watched:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rounds import make_plan
-from shufl.accounting.mechanisms import SeededRandomness, SystemRandomness
+from rounds import make_plan, words
+from shufl.accounting.mechanisms import SeededRandomness
 from shufl.accounting.mechanisms.summed import (
     masked,
     new_seed,
@@ -57,8 +57,8 @@ def aggregate(parts, users=50, noise=DRAWS):
 def vectors():
     random = np.random.default_rng(1)
     updates = [whole_update(random.standard_normal(DIMENSION), 0.5) for _ in range(10)]
-    words = SystemRandomness().standard_normal(1, np.arange(10), DIMENSION)
-    return [u + whole_noise(w, 0.4, 5) for u, w in zip(updates, words, strict=True)]
+    draws = words(10, DIMENSION)
+    return [u + whole_noise(w, 0.4, 5) for u, w in zip(updates, draws, strict=True)]
 
 
 def test_the_sum_is_that_of_what_nodes_and_server_have_added(vectors):
@@ -72,9 +72,8 @@ def test_the_sum_is_that_of_what_nodes_and_server_have_added(vectors):
 
 
 def test_the_servers_noise_has_the_size_of_the_shufflers():
-    words = SystemRandomness().standard_normal(1, np.arange(1), 100_000)[0]
     parts = [bytes(400_000)]
-    result = aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, 100_000, 50, words)
+    result = aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, 100_000, 50, words(100_000))
     noise = result.estimate * 10.0 / (0.7 * 0.5)
     assert stats.kstest(noise, "norm").pvalue > 1e-6
 
@@ -105,8 +104,8 @@ def test_honest_sums_are_as_long_as_is_allowed_for_hardly_ever():
     limit = steps_of_sums(PLAN.longest_sum(50, DIMENSION), DIMENSION)
     same = whole_update(np.ones(DIMENSION), 0.5)
     assert 10 * np.linalg.norm(same) < limit
-    words = SystemRandomness().standard_normal(1, np.arange(2000), DIMENSION)
-    noises = [whole_noise(each, math.hypot(0.4 * math.sqrt(50), 0.7), 1) for each in words]
+    multiplier = math.hypot(0.4 * math.sqrt(50), 0.7)
+    noises = [whole_noise(each, multiplier, 1) for each in words(2000, DIMENSION)]
     assert max(np.linalg.norm(each) for each in noises) < 0.6 * limit
     assert limit < steps_of_sums(50 + 10 * 3, DIMENSION)
 
@@ -116,14 +115,13 @@ def test_whether_a_sum_is_refused_depends_on_the_servers_noise_too():
     edge = steps_of_sums(PLAN.longest_sum(50, DIMENSION), DIMENSION)
     vector = np.zeros(DIMENSION, dtype=np.int64)
     vector[0] = int(edge)
-    randomness, refused = SystemRandomness(), 0
-    for _ in range(60):
-        (draws,) = randomness.standard_normal(1, np.arange(1), DIMENSION)
+    refused = 0
+    for draws in words(60, DIMENSION):
         try:
             aggregate(released([vector]), noise=draws)
         except SpoiledSum:
             refused += 1
-    assert 0 < refused < 60  # by chance all or none once in 10^14
+    assert 0 < refused < 60
 
 
 def test_sums_hold_some_ten_million_users_of_a_model_of_mnists_size():

@@ -16,15 +16,15 @@ from run_world import LIMIT
 from shuffler_world import Ended, ShufflerHere, World, restored_log, tls_section
 from shufl.cli.__main__ import main
 from shufl.shuffler import ShufflerProcess
-from tiny_disk import tiny_disk_at
+from tiny_disk import in_memory, tiny_disk_at
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def temporary_directories_in_memory() -> Iterator[None]:
     """Where there is such a place: nothing here needs a disk but what is under `tmp_path`."""
     before = tempfile.tempdir
-    if Path("/dev/shm").is_dir():
-        tempfile.tempdir = "/dev/shm"
+    if (memory := in_memory()) is not None:
+        tempfile.tempdir = str(memory)
     yield
     tempfile.tempdir = before
 

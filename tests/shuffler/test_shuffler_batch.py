@@ -16,6 +16,7 @@ import pytest
 from scipy.stats import chisquare, spearmanr
 
 import shuffler_world
+from run_world import LIMIT
 from shuffler_world import PUBLIC_KEY, only, plan
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.store.batch import Batch, Slot
@@ -259,7 +260,7 @@ def test_many_threads_lose_and_double_nothing(memory_path):
     together = threading.Barrier(6)
 
     def submit(thread: int) -> Counter:
-        together.wait(60)
+        together.wait(LIMIT)
         verdicts = Counter()
         for user in range(500):
             content = bytes([thread]) + user.to_bytes(7, "big")
@@ -276,7 +277,7 @@ def test_many_threads_lose_and_double_nothing(memory_path):
         return verdicts
 
     def make(keep: bool) -> Counter:
-        together.wait(60)
+        together.wait(LIMIT)
         for number in range(50):
             assert some.add_own(b"\xff" + number.to_bytes(7, "big"), keep=keep)
         return Counter()

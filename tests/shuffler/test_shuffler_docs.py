@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shuffler_world import free_port, plan, scrape
+from ports import free_port
+from run_world import LIMIT
+from shuffler_world import plan, scrape
 from shufl.shuffler import ControlClient, Credentials, Refusal, ShufflerRefused
 from shufl.shuffler.config import ShufflerConfig
 
@@ -73,7 +75,7 @@ def test_the_commands_and_the_configuration_of_the_page_start_a_shuffler(
                 phone.end_run("run")
             assert refused.value.reason is Refusal.NOT_PERMITTED
         child.terminate()
-        assert child.communicate(timeout=60) == ("", "")
+        assert child.communicate(timeout=LIMIT) == ("", "")
         assert child.returncode == 0
     finally:
         child.kill()

@@ -116,8 +116,8 @@ def test_a_node_that_does_not_take_its_answers_is_ended_and_keeps_only_itself_ou
 
 
 RELAY = """
-import socket, sys, threading, time
-port, burst, seconds, pauses = map(float, sys.argv[1:])
+import socket, sys, threading
+port, burst, pauses = map(float, sys.argv[1:])
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 def copy(source, target, pauses):
@@ -127,7 +127,7 @@ def copy(source, target, pauses):
         passed += len(data)
         if passed > burst and pauses > 0:
             passed, pauses = 0, pauses - 1
-            time.sleep(seconds)
+            sys.stdin.readline()
 while True:
     near, _ = listener.accept()
     far = socket.create_connection(("127.0.0.1", int(port)))
@@ -137,52 +137,78 @@ while True:
 
 
 @pytest.fixture
-def relay() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts processes that pass connections on to an address, with pauses between bursts."""
-    relays: list[subprocess.Popen[str]] = []
+def relay() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts processes that pass connections on to an address, with pauses between bursts.
 
-    def starter(
-        address: str, burst: int = 0, seconds: float = 0, pauses: float = 0
-    ) -> subprocess.Popen[str]:
-        numbers = (address.rpartition(":")[2], burst, seconds, pauses)
+    A pause ends with a line on standard input.
+    """
+    relays: list[subprocess.Popen[bytes]] = []
+
+    def starter(address: str, burst: int = 0, pauses: float = 0) -> subprocess.Popen[bytes]:
+        numbers = address.rpartition(":")[2], burst, pauses
         command = [sys.executable, "-c", RELAY, *map(str, numbers)]
-        relays.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        relays.append(subprocess.Popen(command, **pipes))
         return relays[-1]
 
     yield starter
     for process in relays:
         process.kill()
         process.wait()
+        process.stdin.close()
         process.stdout.close()
 
 
-PAUSE = 5 * IDLE  # so that the shuffler, which may get no turn for a while, ends its stream in it
+def wait_for_ends(world: World, count: int, or_state: Callable[[], bool] = lambda: False) -> None:
+    """Waits until the shuffler has ended so many streams because they were idle."""
+    name = 'shufl_refusals_total{reason="IDLE"}'
+    wait_until(
+        lambda: world.process.scrape().get(name, 0) >= count or or_state(), LIMIT, "an idle stream"
+    )
 
 
 def test_a_report_that_stops_on_its_way_is_sent_again(here, relay):
     """The stream that is ended has brought no verdict yet, as on a machine that stands still."""
     world = here(limits={"idle_seconds": IDLE})
     header = world.begin(report_bytes=8 * PIECE_BYTES, users=1)
-    port = int(relay(world.process.address, 3 * PIECE_BYTES, PAUSE, 1).stdout.readline())
+    between = relay(world.process.address, 3 * PIECE_BYTES, 1)
+    port = int(between.stdout.readline())
     sealed = os.urandom(8 * PIECE_BYTES)
-    with IntakeClient(f"127.0.0.1:{port}", world.process.submit, LIMIT) as intake:
-        assert list(intake.submit(header, [(0, sealed)])) == [Verdict.ACCEPTED]
-    assert world.process.scrape()['shufl_refusals_total{reason="IDLE"}'] >= 1
+    with (
+        IntakeClient(f"127.0.0.1:{port}", world.process.submit, LIMIT) as intake,
+        ThreadPoolExecutor() as threads,
+    ):
+        sending = threads.submit(lambda: list(intake.submit(header, [(0, sealed)])))
+        wait_for_ends(world, 1)
+        between.stdin.write(b"\n")
+        assert sending.result(LIMIT) == [Verdict.ACCEPTED]
     assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
     assert list(world.control.release("run", 1)) == [sealed]
 
 
 def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(here, relay):
-    """No stream lasts until the whole report has passed."""
+    """No stream lasts until the whole report has passed.
+
+    Whatever is left of a stream that has ended, each burst has a part of the next, but not all.
+    """
     world = here(limits={"idle_seconds": IDLE})
-    header = world.begin(report_bytes=8 * PIECE_BYTES, users=1)
-    bursts = 3 * PIECE_BYTES, PAUSE, math.inf
-    port = int(relay(world.process.address, *bursts).stdout.readline())
+    header = world.begin(report_bytes=16 * PIECE_BYTES, users=1)
+    between = relay(world.process.address, 12 * PIECE_BYTES, math.inf)
+    port = int(between.stdout.readline())
     with (
         IntakeClient(f"127.0.0.1:{port}", world.process.submit, timeout=2) as intake,
-        pytest.raises(ShufflerUnavailable, match=r"nothing within 2 s"),
+        ThreadPoolExecutor() as threads,
     ):
-        list(intake.submit(header, [(0, bytes(8 * PIECE_BYTES))]))
+        sealed = bytes(16 * PIECE_BYTES)
+        sending = threads.submit(lambda: list(intake.submit(header, [(0, sealed)])))
+        for ended in range(1, 1000):
+            wait_for_ends(world, ended, or_state=sending.done)
+            if sending.done():
+                break
+            between.stdin.write(b"\n")
+        assert sending.done()
+        with pytest.raises(ShufflerUnavailable, match=r"nothing within 2 s"):
+            sending.result(LIMIT)
 
 
 def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(here, relay):
@@ -193,13 +219,10 @@ def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(here, relay):
     port = int(between.stdout.readline())
     hold = threading.Event()
 
-    def counted(name: str) -> bool:
-        return bool(world.process.scrape().get(name))
-
     def reports():
         yield 0, bytes(3 * PIECE_BYTES)
         accepted = 'shufl_reports_total{verdict="ACCEPTED"}'
-        wait_until(lambda: counted(accepted), LIMIT, "the first report")
+        wait_until(lambda: world.process.scrape().get(accepted), LIMIT, "the first report")
         os.kill(between.pid, signal.SIGSTOP)
         os.waitpid(between.pid, os.WUNTRACED)  # until it has stopped: not a byte passes now
         yield 1, bytes(3 * PIECE_BYTES)
@@ -210,7 +233,7 @@ def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(here, relay):
         ThreadPoolExecutor() as threads,
     ):
         lost = threads.submit(lambda: list(intake.submit(header, reports())))
-        wait_until(lambda: counted('shufl_refusals_total{reason="IDLE"}'), LIMIT, "its end")
+        wait_for_ends(world, 1)
         wait_for_streams(world.process, 0)
         later = [(user, bytes(3 * PIECE_BYTES)) for user in (0, 1)]
         # Its stream is nobody's by now, but its credential's until the end of it is sent.

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from nights import by_night
-from run_world import LIMIT
+from run_world import LIMIT, peak_bytes
 from shuffler_world import World, open_batches, raw_channel, wait_for_streams
 from shufl.shuffler import IntakeClient, Outcome, Verdict
 from shufl.shuffler.wire import shuffler_pb2
@@ -19,11 +19,6 @@ from shufl.shuffler.wire.channel import PIECE_BYTES
 from shufl.shuffler.wire.stub import Stub
 
 FEW = 1e-20  # blankets: two are made, and none is kept
-
-
-def peak_mb(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
 def submit_at_once(world: World, header, streams: int, reports: int, length: int) -> list[Verdict]:
@@ -66,7 +61,7 @@ def test_memory_stays_flat(
     assert sum(len(sealed) for sealed in world.control.release("run", 1)) == (
         streams * reports * length
     )
-    assert peak_mb(world.process.pid) < most_mb
+    assert peak_bytes(world.process.pid) < most_mb * 1e6
 
 
 def pieces(header, count: int, more: bool, user: int = 0):

@@ -190,6 +190,23 @@ def test_an_empty_piece_ends_the_stream(shared: World, pieces: tuple[bytes]):
     assert ended.value.details() == "MALFORMED: a piece of a report is empty"
 
 
+def test_a_message_with_more_reports_than_a_client_sends_at_once_ends_the_stream(shared: World):
+    shared.begin("many", users=1000)
+    length = 64
+    for number, code in ((256, None), (257, grpc.StatusCode.INVALID_ARGUMENT)):
+        message = shuffler_pb2.SubmitRequest(
+            run_id="many", round=1, users=range(number), sealed=bytes(number * length)
+        )
+        with raw_channel(shared) as channel:
+            call = Stub("Intake", channel).Submit(iter([message]), timeout=LIMIT)
+            if code is None:
+                assert len(next(call).verdicts) == number
+                continue
+            with pytest.raises(grpc.RpcError, match="must have at most 256 reports") as ended:
+                list(call)
+            assert ended.value.code() is code
+
+
 @pytest.fixture(scope="module")
 def fuzzed(shared: World):
     """A round, and a channel for each role."""

@@ -93,7 +93,7 @@ def attempt(channel: grpc.Channel, call: str) -> grpc.StatusCode:
         "EndRound": lambda: control.EndRound(pb.EndRoundRequest(run_id="nobody")),
         "EndRun": lambda: control.EndRun(pb.EndRunRequest(run_id="nobody")),
         "Check": lambda: health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(), timeout=20
+            health_pb2.HealthCheckRequest(), timeout=LIMIT
         ),
     }
     try:

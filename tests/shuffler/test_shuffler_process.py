@@ -216,7 +216,7 @@ def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
     with ShufflerProcess(Path("directory"), start_timeout=LIMIT) as process:
         assert process.alive
         assert (tmp_path / "directory" / "record.jsonl").exists()
-        with socket.create_connection(("127.0.0.1", int(process.address.rpartition(":")[2])), 5):
+        with socket.create_connection(("127.0.0.1", int(process.address.rpartition(":")[2]))):
             pass
         arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert b"PRIVATE" not in arguments

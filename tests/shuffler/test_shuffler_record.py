@@ -13,6 +13,7 @@ from shuffler_world import PUBLIC_KEY, fill_up, plan, report
 from shufl.accounting import chain
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.record import verify
+from shufl.shuffler.store import runs
 from shufl.shuffler.store.runs import RunStore
 
 
@@ -212,4 +213,19 @@ def test_what_is_not_in_the_record_has_not_happened(tiny_disk: Path):
     assert [sealed for sealed, _ in store.release("run", 1).chunks(64)] == [[bytes(64)]]
     store.end_run("run")
     assert [event for event in events(store) if event[1] == 1] == [("opened", 1), ("released", 1)]
+    store.close()
+
+
+def test_a_run_of_an_older_shuffler_with_too_short_reports_is_no_reason_not_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as older:
+        older.setattr(runs, "SEALED_BYTES", 0)
+        store = RunStore(tmp_path)
+        store.create_run("short", plan(), 1)
+        store.close()
+    store = RunStore(tmp_path)
+    with pytest.raises(ShufflerRefused, match="report_bytes must be at least 64, got 63"):
+        store.create_run("another", plan(), 63)
+    store.end_run("short")
     store.close()

@@ -18,7 +18,16 @@ from pathlib import Path
 import pytest
 
 from run_world import LIMIT, wait_until
-from shuffler_world import PAYLOAD_BYTES, PUBLIC_KEY, World, fill_up, open_batches, payload, plan
+from shuffler_world import (
+    PAYLOAD_BYTES,
+    PUBLIC_KEY,
+    World,
+    fill_up,
+    open_batches,
+    payload,
+    plan,
+    refusal,
+)
 from shufl.shuffler import (
     ControlClient,
     IntakeClient,
@@ -36,15 +45,6 @@ from shufl.shuffler.keys import Authority
 from shufl.shuffler.service import server
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.errors import Closed
-
-FALSE_ALARM = 1e-6
-
-
-def refusal(call: Callable, *arguments: object) -> Refusal:
-    with pytest.raises(ShufflerRefused) as refused:
-        result = call(*arguments)
-        list(result or [])
-    return refused.value.reason
 
 
 def test_a_release_is_exactly_the_accepted_reports_in_another_order(shared: World):
@@ -251,7 +251,7 @@ def test_closing_while_many_streams_submit_splits_accepted_from_late(here):
     world = here()
     header = world.begin(users=15_000)
     accepted: list[list[bytes]] = [[] for _ in range(3)]
-    late = threading.Event()
+    late, closed = threading.Event(), threading.Event()
 
     def stream(number: int) -> None:
         sent = []
@@ -260,6 +260,8 @@ def test_closing_while_many_streams_submit_splits_accepted_from_late(here):
             for index in range(5000):
                 if late.is_set():
                     return
+                if index == 2500:  # more than may be without a verdict
+                    assert closed.wait(LIMIT)
                 sealed = os.urandom(sealed_length(PAYLOAD_BYTES))
                 sent.append(sealed)
                 yield number * 5000 + index, sealed
@@ -278,6 +280,7 @@ def test_closing_while_many_streams_submit_splits_accepted_from_late(here):
     while min(map(len, accepted)) < 50 and all(thread.is_alive() for thread in threads):
         threads[0].join(0.01)
     world.control.close_round("run", 1)
+    closed.set()
     released = list(world.control.release("run", 1))
     for thread in threads:
         thread.join(LIMIT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import tempfile
 from contextlib import suppress
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shuffler_world import PUBLIC_KEY, only, plan, report
+from shuffler_world import PUBLIC_KEY, nameless_files, only, plan, report
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.callers import Caller, Role
 from shufl.shuffler.record import verify
@@ -42,16 +43,6 @@ LIVE = ("open", "closed", "released")
 
 def read(batch: Batch, limit: int = 2 * LENGTH) -> list[bytes]:
     return [sealed for reports, _ in batch.chunks(limit) for sealed in reports]
-
-
-def open_batches(directory: Path) -> int:
-    """How many files without a name, of that directory, this process has open."""
-    count = 0
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed since it was listed
-            name = str(descriptor.readlink())
-            count += name.startswith(str(directory)) and name.endswith(" (deleted)")
-    return count
 
 
 class Rounds(RuleBasedStateMachine):
@@ -197,7 +188,7 @@ class Rounds(RuleBasedStateMachine):
     @invariant()
     def batches_are_those_of_live_rounds(self):
         live = sum(state in LIVE for state, _ in self.rounds.values())
-        assert open_batches(self.directory) == live
+        assert nameless_files(os.getpid(), str(self.directory)) == live
 
     @invariant()
     def the_record_says_how_each_round_ended(self):
@@ -240,7 +231,7 @@ def test_a_day_of_rounds_leaves_nothing_that_grows(memory_path: Path):
         if store.close_round("run", number).outcome is Outcome.RELEASABLE:
             assert len(read(store.release("run", number))) == USERS
             store.end_round("run", number)
-        assert open_batches(memory_path) == 0
+        assert nameless_files(os.getpid(), str(memory_path)) == 0
         if number % 120 == 100:
             (file,) = memory_path.iterdir()
             assert file.stat().st_size < 2**12 + 600 * number  # the record, by two lines a round

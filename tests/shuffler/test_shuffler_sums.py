@@ -132,7 +132,7 @@ def test_many_threads_add_up_exactly(memory_path):
     together, verdicts = threading.Barrier(nodes), []
 
     def send(node):
-        together.wait(60)
+        together.wait(LIMIT)
         for user in range(100):
             content = message(*[node * 1000 + user] * 1000)
             if user % 2:

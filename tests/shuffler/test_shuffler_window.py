@@ -194,11 +194,12 @@ def test_what_nobody_closes_or_ends_is_given_up_even_where_the_disk_is_full(tiny
 
 def test_a_large_batch_is_destroyed_beside_what_others_ask(tiny_disk, monkeypatch):
     """Its room is given to the next one, which waits for it."""
-    closed, slow = threading.Event(), SimpleNamespace(**vars(os))
+    may_close, slow, closed = threading.Event(), SimpleNamespace(**vars(os)), []
 
     def close(descriptor):
-        closed.wait(LIMIT)
+        may_close.wait(LIMIT)
         os.close(descriptor)
+        closed.append(descriptor)
 
     slow.close = close
     store = RunStore(tiny_disk / "state")
@@ -208,10 +209,10 @@ def test_a_large_batch_is_destroyed_beside_what_others_ask(tiny_disk, monkeypatc
         patch.setattr(batch, "_LARGE_BYTES", 0)
         patch.setattr(batch, "os", slow)
         store.end_round("run", 1)
-        assert verify(store.record(0))[-1]["event"] == "discarded"
+        assert not closed and verify(store.record(0))[-1]["event"] == "discarded"
         reserved = threads.submit(store.reserve, "run")
-        closed.set()
-        assert reserved.result(LIMIT) is None
+        may_close.set()
+        assert reserved.result(LIMIT) is None and closed
     store.close()
 
 

@@ -21,6 +21,7 @@ from shufl.deploy.plan import (
     server_process,
 )
 from shufl.deploy.provision import provision
+from shufl.shuffler.config import Limits
 from shufl.shuffler.service.operations import Metrics
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -169,7 +170,7 @@ def test_a_machine_is_installed_by_one_command_that_may_be_run_again(sites, tmp_
         called.write_text("")
         folder = shutil.copytree(sites / site, tmp_path / site, dirs_exist_ok=True)
         script = (folder / "install.sh").read_text().replace("/etc/nftables.conf", f"{tmp_path}/n")
-        (folder / "install.sh").write_text(script)
+        (folder / "install.sh").write_text(script.replace("/etc/nginx", f"{tmp_path}/nginx"))
         for _ in range(2):
             subprocess.run(
                 ["sh", str(folder / "install.sh")],
@@ -186,6 +187,49 @@ def test_a_machine_is_installed_by_one_command_that_may_be_run_again(sites, tmp_
         included = tmp_path / "n"
         assert (included.read_text().count("include") if included.exists() else 0) == closed
         included.unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+def test_shufflers_of_several_deployments_share_one_nginx(sites, tmp_path):
+    """One of them is the first one's file as shufl 0.1.0 installed it."""
+    for name in ("groupadd", "useradd", "chown", "chmod", "systemctl", "install", "id", "getent"):
+        _program(tmp_path, name, "true")
+    etc, own = tmp_path / "nginx", (sites / "shuffler-1/nginx.conf").read_text()
+    (etc / "modules-enabled").mkdir(parents=True)
+    (etc / "modules-enabled/99-shufl.conf").write_text(own)
+    for prefix, port in (("shufl", "9000"), ("other", "9443")):
+        folder = shutil.copytree(sites / "shuffler-1", tmp_path / prefix)
+        local = str(int(port) + 1)
+        nginx = own.replace(":9001", f":{local}").replace("-9001", f"-{local}")
+        (folder / "nginx.conf").write_text(nginx.replace(":9000", f":{port}"))
+        script = (folder / "install.sh").read_text().replace("/etc/nginx", str(etc))
+        (folder / "install.sh").write_text(script.replace("/shufl.conf", f"/{prefix}.conf"))
+        subprocess.run(
+            ["sh", str(folder / "install.sh")],
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            check=True,
+        )
+    module = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
+    load = f"load_module {module};\n" if module.exists() else ""
+    log = f"error_log {tmp_path}/log; pid {tmp_path}/pid; events {{}}\n"
+    main = tmp_path / "main.conf"
+    main.write_text(f"{load}{log}include {etc}/modules-enabled/*.conf;\n")
+    tried = subprocess.run(["nginx", "-T", "-c", str(main)], capture_output=True, text=True)
+    assert tried.returncode == 0, tried.stderr
+    assert tried.stdout.count("stream {") == 1 and tried.stdout.count("limit_conn_zone") == 2
+
+
+def test_a_release_has_its_time_wherever_a_shuffler_is_stopped(sites):
+    seconds = Limits().stop_seconds
+    unit = (sites / "shuffler-1/shufl-shuffler.service").read_text()
+    manifest = (DEPLOY / "kubernetes/shuffler.yaml").read_text()
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    allowed = [
+        re.search(r"TimeoutStopSec=(\d+)", unit)[1],
+        re.search(r"terminationGracePeriodSeconds: (\d+)", manifest)[1],
+        *(compose[name]["stop_grace_period"][:-1] for name in ("shuffler-1", "shuffler-1-nginx")),
+    ]
+    assert min(map(float, allowed)) > seconds
 
 
 _PROBE = """

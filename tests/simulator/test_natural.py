@@ -110,9 +110,15 @@ def test_the_noise_of_a_trusted_server_has_the_epsilon_that_is_told():
 
 
 def test_references_have_gaussian_noise_whatever_mechanism_they_are_compared_with():
-    signs = config_of("privacy.mechanism=ldp-sgd", "privacy.noise_multiplier=2.0")
-    assert prepare(trusted(signs)).plan.mechanism.name == "gaussian"
-    assert UserReference(signs)._experiment.plan.mechanism.name == "gaussian"
+    for mechanism in (
+        {"mechanism": "ldp-sgd", "noise_multiplier": 2.0},
+        {"mechanism": "randomised-response", "categories": 10, "local_epsilon": 1.0},
+    ):
+        config = config_of()
+        changed = config.privacy.model_copy(update={"noise_multiplier": None} | mechanism)
+        config = config.model_copy(update={"privacy": changed})
+        assert prepare(trusted(config)).plan.mechanism.name == "gaussian"
+        assert UserReference(config)._experiment.plan.mechanism.name == "gaussian"
 
 
 def test_without_privacy_users_count_equally_and_nothing_is_clipped():

@@ -753,6 +753,12 @@ def test_a_node_reads_a_file_whose_columns_the_configuration_names(base):
     assert load_site(base / "sites/ward-2/node.toml", NodeSite).data == "simulated"
 
 
+def test_a_shuffler_whose_host_is_an_ipv6_address_is_listened_for_there(base):
+    shuffler = DEPLOYMENT["shufflers"][0] | {"host": "2001:db8::7"}
+    provisioned(base, shufflers=[shuffler])
+    assert "listen [::]:9000;" in (base / "sites/shuffler-1/nginx.conf").read_text()
+
+
 @pytest.mark.slow
 def test_what_flower_does_not_do_is_one_line_of_the_server(base, warm_deployment):
     """With no SuperLink at its address, whose loss Flower's command tells and ends well."""
