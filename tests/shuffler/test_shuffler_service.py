@@ -170,11 +170,12 @@ def test_a_batch_that_the_server_leaves_is_destroyed_in_time(
     """And where its end cannot be entered in the record, as soon as there is room again."""
     monkeypatch.setattr(server, "_MEMORY_SECONDS", 0.0)
     log = tmp_path / "log"
-    world = here(tiny_disk / "directory", log_file=log, limits={"release_hours": 1e-9})
+    world = here(tiny_disk / "directory", log_file=log)
     header = world.begin(users=3)
     world.submit(header, world.reports(header, 3))
     filler = fill_up(tiny_disk, world.control)
     world.control.close_round("run", 1)
+    monkeypatch.setattr(world.process._server, "_release_seconds", 0.0)
     wait_until(lambda: "old batches are not destroyed" in log.read_text(), LIMIT, "an attempt")
     assert open_batches(world) == 1
     filler.unlink()
