@@ -84,7 +84,7 @@ def register(site_path: Path) -> Iterator[str]:
 
 
 def _told(folder: Path, *arguments: str) -> dict[str, Any]:
-    """What a command of Flower's tells as JSON; where it fails it tells that alone, and ends well.
+    """What a command of Flower's tells as JSON; a failure is told there alone, with exit code 0.
 
     Raises:
         EngineFailed: it failed; with what it said.

@@ -15,8 +15,7 @@ ValueError of one line.
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import dp_accounting
 import numpy as np
@@ -75,10 +74,6 @@ class ClaimCheck:
         return max(self.results, key=lambda result: result.delta_lower)
 
 
-# Values an event on probabilities (least of P, most of Q, both arrays or both floats).
-_Value = Callable[[Any, Any], Any]
-
-
 def clopper_pearson(
     successes: npt.ArrayLike, trials: int, error: float
 ) -> tuple[FloatArray, FloatArray]:
@@ -106,9 +101,9 @@ def _bounds(
 
 
 def _choose(
-    first: FloatArray, second: FloatArray, error: float, value: _Value
+    first: FloatArray, second: FloatArray, error: float, factor: float
 ) -> tuple[float, float]:
-    """The event of the largest value on these draws, among quantiles and both directions.
+    """The event that shows the largest δ on these draws, among quantiles and both directions.
 
     Its sign and threshold: {score > threshold} for D, or {-score > threshold} for D′.
     """
@@ -116,7 +111,8 @@ def _choose(
     best, chosen = -math.inf, (1.0, math.inf)
     for sign, above, below in ((1.0, first, second), (-1.0, -second, -first)):
         thresholds = np.unique(np.quantile(np.concatenate([above, below]), levels))
-        values = value(*_bounds(above, below, thresholds, error))
+        least, most = _bounds(above, below, thresholds, error)
+        values = least - factor * most
         at = int(np.argmax(values))
         if values[at] > best:
             best, chosen = float(values[at]), (sign, float(thresholds[at]))
@@ -124,9 +120,9 @@ def _choose(
 
 
 def _evaluate(
-    first: npt.ArrayLike, second: npt.ArrayLike, confidence: float, value: _Value
+    first: npt.ArrayLike, second: npt.ArrayLike, confidence: float, factor: float
 ) -> tuple[float, float]:
-    """The value's lower bound on the second halves and as observed there."""
+    """δ's lower bound on the second halves and as observed there, for e^ε, the factor."""
     validation.real("confidence", confidence, "(0, 1)")
     one, two = np.asarray(first, np.float64), np.asarray(second, np.float64)
     for scores in (one, two):
@@ -136,12 +132,12 @@ def _evaluate(
             )
     error = 1.0 - confidence
     half_one, half_two = len(one) // 2, len(two) // 2
-    sign, threshold = _choose(one[:half_one], two[:half_two], error, value)
+    sign, threshold = _choose(one[:half_one], two[:half_two], error, factor)
     one, two = one[half_one:], two[half_two:]
     above, below = (one, two) if sign > 0.0 else (-two, -one)
     least, most = _bounds(above, below, np.array([threshold]), error)
-    observed = value(np.mean(above > threshold), np.mean(below > threshold))
-    return float(value(least[0], most[0])), float(observed)
+    observed = np.mean(above > threshold) - factor * np.mean(below > threshold)
+    return float(least[0] - factor * most[0]), float(observed)
 
 
 def _from_ratios(
@@ -167,27 +163,11 @@ def delta_lower_bound(
     `first` and `second` are scores of independent draws of the two worlds; the first half of each
     chooses the event. ε lies in [0, 700], `confidence` in (0, 1).
     """
-    return max(0.0, _evaluate(first, second, confidence, _delta_value(epsilon))[0])
+    return max(0.0, _evaluate(first, second, confidence, _factor(epsilon))[0])
 
 
-def epsilon_lower_bound(
-    first: npt.ArrayLike, second: npt.ArrayLike, delta: float, confidence: float
-) -> float:
-    """Returns a lower confidence bound of ε at `delta` between two worlds, in the worse direction.
-
-    The scores are those of `delta_lower_bound`; δ lies in [0, 1), `confidence` in (0, 1).
-    """
-    validation.real("delta", delta, "[0, 1)")
-
-    def value(least: Any, most: Any) -> Any:
-        return np.log(np.maximum(least - delta, 1e-300)) - np.log(np.maximum(most, 1e-300))
-
-    return max(0.0, _evaluate(first, second, confidence, value)[0])
-
-
-def _delta_value(epsilon: float) -> _Value:
-    factor = math.exp(validation.real("epsilon", epsilon, "[0, 700]"))
-    return lambda least, most: least - factor * most
+def _factor(epsilon: float) -> float:
+    return math.exp(validation.real("epsilon", epsilon, "[0, 700]"))
 
 
 def audit_round(
@@ -212,7 +192,7 @@ def audit_round(
     if adjacency == "zero-out" and np.any(placement.second):
         raise ValueError(f"user 1's second record must be 0 for zero-out, got {placement.second}")
     count = validation.integer("samples", samples, 2)
-    value = _delta_value(epsilon)
+    factor = _factor(epsilon)
     validation.real("confidence", confidence, "(0, 1)")
     validation.choice("method", method, ("auto", "events"))
     generator = np.random.default_rng() if rng is None else rng
@@ -223,7 +203,7 @@ def audit_round(
     if ratios:
         lower, estimate = _from_ratios(first, second, epsilon, confidence)
     else:
-        lower, estimate = _evaluate(first, second, confidence, value)
+        lower, estimate = _evaluate(first, second, confidence, factor)
     used = "ratios" if ratios else "events"
     return AuditResult(placement.name, max(0.0, lower), max(0.0, estimate), used)
 
@@ -256,7 +236,7 @@ def check_claims(
     """
     if not placements:
         raise ValueError("placements must be at least one, got none")
-    _delta_value(epsilon)
+    _factor(epsilon)
     validation.integer("samples", samples, 2)
     validation.real("confidence", confidence, "(0, 1)")
     relations = {accountant.neighboring_relation for accountant in accountants}

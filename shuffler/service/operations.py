@@ -1,6 +1,6 @@
-"""Metrics.
+"""Metrics: counts and reasons only.
 
-Counts and reasons only. No metric names a sender, a user or a report. The counts tell how many
+No metric names a sender, a user or a report. The counts tell how many
 reports came in a round, which the server must not know before a release: they are for the
 shuffler's operator alone, on loopback.
 """

@@ -78,7 +78,7 @@ class Refusal(StrEnum):
     ROUND_NOT_CLOSED = "ROUND_NOT_CLOSED", "close the round first"
     WINDOW_NOT_OVER = (
         "WINDOW_NOT_OVER",
-        "the window is not over, or blankets are still made",
+        "the window is not over, or blankets are still being made",
     )
     BELOW_FLOOR = "BELOW_FLOOR", "less private than this shuffler's operator allows"
     BELOW_MINIMUM = "BELOW_MINIMUM", "the batch was below the plan's minimum and is destroyed"

@@ -147,7 +147,7 @@ def test_the_blankets_of_one_server_s_round_do_not_hold_up_another_s(
 def test_a_round_that_is_closed_while_it_is_opened_still_gets_all_its_blankets(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """With fewer of them the server would know which reports it has to tell apart."""
+    """Fewer of them would hide the users' reports less than its ε says."""
     opening, asked, go_on, over = (threading.Event() for _ in range(4))
 
     async def check_nothing(_: object, request: object, caller: object) -> None:

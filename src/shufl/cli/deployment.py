@@ -97,7 +97,7 @@ def provision_command(
     for name in enrolled.waiting:
         typer.echo(f"waiting for {out / name}")
     for fingerprint in enrolled.to_withdraw:
-        typer.echo(f"to withdraw at every shuffler, if it is not: {fingerprint}")
+        typer.echo(f"to withdraw at every shuffler, unless that is done: {fingerprint}")
     for name, until in enrolled.stay_valid.items():
         typer.echo(
             f"valid   the former certificate of {name}, until {until}: it cannot be withdrawn"
