@@ -230,6 +230,15 @@ class Plan(Checked):
         own = self.mechanism.noise_multiplier * math.sqrt(users)
         return math.hypot(own, self.central_noise * math.sqrt(2 * shufflers))
 
+    @property
+    def noise_of_batch(self) -> float:
+        """The standard deviation over C of the noise in the least sum that a shuffler hands over.
+
+        0 without sums.
+        """
+        own = self.mechanism.noise_multiplier * math.sqrt(self.fewest_present)
+        return math.hypot(own, self.central_noise) if self.mixing == "sum" else 0.0
+
     def longest_sum(self, users: int, dimension: int) -> float:
         """Returns a length over C that a sum of so many honest users' messages hardly exceeds.
 
@@ -249,7 +258,7 @@ class Plan(Checked):
         """
         if self.mixing == "sum":
             noise = self.mechanism.noise_multiplier, self.central_noise
-            check_sums(self.longest_sum(self.users, 1), *noise, of_node, dimension)
+            check_sums(self.longest_sum(self.users, dimension), *noise, of_node, dimension)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

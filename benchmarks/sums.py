@@ -41,6 +41,7 @@ from shufl.shuffler import (
     seal,
     usual_sealing,
 )
+from shufl.shuffler.wire.seeds import seal_seed
 
 RANDOMNESS = SystemRandomness()
 
@@ -113,7 +114,7 @@ def play(mixing: str, users: int, nodes: int, dimension: int) -> dict:
         about = private_key, plan, dimension
         if of_sums:
             zeros = np.zeros(dimension)
-            aggregate_sum((header, counted()), *about, users, zeros)
+            aggregate_sum((header, counted()), *about, zeros)
         else:
             aggregate_reports([(header, counted())], *about, Mean(plan, dimension), users)
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -138,7 +139,7 @@ def messages(
         users = range(node, plan.users, nodes)
         (draws,) = RANDOMNESS.standard_normal(1, np.arange(1), dimension)
         whole, seed = whole_noise(draws, plan.mechanism.noise_multiplier, len(users)), new_seed()
-        yield users, masked(whole, seed) + seal(seed, public_key, header)
+        yield users, masked(whole, seed) + seal_seed(seed, len(users), public_key, header)
 
 
 def reports(

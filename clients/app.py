@@ -12,6 +12,7 @@ from flwr.clientapp import ClientApp
 from shufl.clients.device import RoundRefused
 from shufl.clients.node import Announcement, Node, Question
 from shufl.clients.settings import ClientSettings
+from shufl.shuffler.wire.seeds import SUM_VERSION
 
 _nodes: dict[str | None, Node] = {}
 """The node of this process's last simulated run: Flower builds the app anew per message."""
@@ -45,6 +46,7 @@ def ready(node: Node, asked: RecordDict, number: int, users: np.ndarray) -> Reco
     node.check_frozen(question.frozen)
     node.accept_run(question.run_id, number)
     said = {"number": number, "users": len(users), "shuffler": node.shuffler_of(number)}
+    said |= {"sums": SUM_VERSION}
     return _acknowledgement(said)
 
 

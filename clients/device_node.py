@@ -16,7 +16,7 @@ from shufl.clients.device import RoundRefused
 from shufl.clients.node import Node, PreparedRound
 from shufl.clients.settings import ClientSettings
 from shufl.clients.worker import DONE, FAILED, Worker
-from shufl.shuffler import ShufflerError
+from shufl.shuffler import Credentials, ShufflerError
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,10 @@ class DeviceNode(Node):
                 "used",
                 *(more, users, window.most_records, window.most_records),
             )
+
+    @property
+    def _signer(self) -> Credentials:
+        return self._intakes[self.shuffler_of(self.settings.number)].credentials
 
     def finish(self, at_once: threading.Event) -> None:
         """Returns when no round is under way any more, or as soon as `at_once` is set."""

@@ -29,6 +29,7 @@ from shufl.clients.device import DeviceLedger, RoundRefused
 from shufl.clients.settings import ClientSettings
 from shufl.clients.work import ERRORS, Records, Work
 from shufl.shuffler import (
+    Credentials,
     IntakeClient,
     RoundHeader,
     ShufflerError,
@@ -40,6 +41,7 @@ from shufl.shuffler import (
     seal,
 )
 from shufl.shuffler.wire.sealing import is_of
+from shufl.shuffler.wire.seeds import seal_seed
 from shufl.trained import frozen_digest, sent
 
 log = logging.getLogger(__name__)
@@ -343,6 +345,11 @@ class Node:
         report, empty = encode_report(values), empty_report(values.size)  # whichever is sent
         return seal(report if checked_in else empty, round.public_key, round.header)
 
+    @property
+    def _signer(self) -> Credentials | None:
+        """Who signs this node's seeds: nobody does in a simulation."""
+        return None
+
     def _message(
         self, users: np.ndarray, updates: Iterable[np.ndarray], round: PreparedRound
     ) -> tuple[range, bytes]:
@@ -353,7 +360,8 @@ class Node:
         for update in updates:
             whole += whole_update(update, plan.mechanism.clip_norm)
         seed = new_seed()
-        message = masked(whole, seed) + seal(seed, round.public_key, round.header)
+        sealed = seal_seed(seed, len(users), round.public_key, round.header, self._signer)
+        message = masked(whole, seed) + sealed
         step = int(users[1] - users[0]) if len(users) > 1 else 1
         return range(int(users[0]), int(users[-1]) + 1, step), message
 

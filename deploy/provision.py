@@ -214,6 +214,7 @@ class _Sites:
             config,
             blankets=rounded_down(plan.shuffler_blankets, 6),
             batch=plan.minimum_batch,
+            sum_noise=rounded_down(plan.noise_of_batch, 6),
             rounds=plan.rounds,
         )
         files = {"shuffler.toml": text, "revoked": "", "nginx.conf": nginx}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from shufl.accounting.mechanisms.summed import (
-    SEED_BYTES,
     mask,
     signed,
     steps_of_sums,
@@ -27,6 +26,7 @@ from shufl.shuffler import (
     decode_report,
     empty_report,
 )
+from shufl.shuffler.wire.seeds import Seed, read_seed
 
 if TYPE_CHECKING:
     from shufl.accounting import PrivacyPlan
@@ -84,15 +84,31 @@ class Aggregate:
 
     Attributes:
         estimate: float32 of shape (d,).
-        reports: how many count: users' reports and shufflers' blankets alike, and no empty ones.
+        reports: how many count: users' reports and shufflers' blankets alike, and no empty ones. Of
+            a sum, how many users are in it.
         rejected: how many did not open, no honest client could have sent, or do not count.
         reasons: how many of them for which reason (`RejectReason`).
+        length: of a sum with all its noise, in clip norms.
     """
 
     estimate: np.ndarray
     reports: int
     rejected: int
     reasons: dict[str, int]
+    length: float = 0.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Which nodes' messages a shuffler may have, by what the server knows itself.
+
+    Attributes:
+        users: for how many users each node speaks, by the name in its certificate.
+        authority: PEM of the certificates that have issued the nodes'.
+    """
+
+    users: dict[str, int]
+    authority: bytes
 
 
 class SpoiledSum(RuntimeError):
@@ -104,39 +120,66 @@ def aggregate_sum(
     private_key: PrivateKey,
     plan: PrivacyPlan,
     dimension: int,
-    users: int,
     noise: np.ndarray,
+    expected: Expected | None = None,
 ) -> Aggregate:
     """Unmasks the sum that a shuffler released, adds the server's own noise, and scales it.
 
-    `users` is how many were present; `noise` are draws of a `Randomness`, of shape (d,).
+    The shuffler is not believed: how many users are in the sum is what the nodes have sealed. The
+    noise is added modulo 2^32, before anything else is done with the sum, so that whatever vector
+    the shuffler has made up, the result is a function of some users' sum and the noise.
+
+    `noise` are draws of a `Randomness`, of shape (d,). `expected` is None in a simulation, where
+    nodes sign nothing.
 
     Raises:
-        SpoiledSum: there is no vector of d numbers, a seed does not open, or the sum is longer than
-            one of honest users is.
+        SpoiledSum: there is no vector of d numbers, a seed does not open or is not one of an
+            expected node, the seeds stand for fewer users than the plan asks for or more than it
+            has, or the sum is longer than one of honest users is.
     """
-    header, parts = batch[0], list(batch[1])
-    vector, seeds = b"".join(parts[:1]), parts[1:]
+    header, parts = batch[0], iter(batch[1])
+    vector = next(parts, b"")
     if len(vector) != 4 * dimension:
         raise SpoiledSum(f"a sum must have {4 * dimension} bytes, got {len(vector)}")
     total = np.frombuffer(vector, dtype="<u4").astype(np.uint32)
-    opener = ReportOpener(private_key)
-    try:
-        for sealed in seeds:
-            seed = opener.open(sealed, header)
-            if len(seed) != SEED_BYTES:
-                raise SpoiledSum(f"a seed has {len(seed)} bytes")
-            total -= mask(seed, dimension)
-    except ReportRejected as rejected:
-        raise SpoiledSum(f"a seed does not open: {rejected.reason.name}") from None
-    whole = signed(total) + whole_noise(noise, plan.central_noise, 1)
+    users, opener = 0, ReportOpener(private_key)
+    left = dict(expected.users) if expected is not None else {}
+    for sealed in parts:
+        seed = _open_seed(opener, sealed, header, expected.authority if expected else None)
+        most = left.pop(seed.node, 0) if expected is not None else plan.users
+        if seed.users > most:
+            raise SpoiledSum(
+                f"a seed of {seed.node or 'a node'} stands for {seed.users} users, and may for "
+                f"{most}"
+            )
+        users += seed.users
+        if users > plan.users:  # also ends a release without end
+            raise SpoiledSum(f"seeds stand for more users than the plan has, {plan.users}")
+        total -= mask(seed.seed, dimension)
+    if users < plan.fewest_present:
+        raise SpoiledSum(f"seeds must stand for at least {plan.fewest_present} users, got {users}")
+    total += whole_noise(noise, plan.central_noise, 1).astype(np.uint32)
+    whole = signed(total)
     # Of the sum with all its noise: everybody sees by the model whether it was refused.
     length = math.sqrt(np.einsum("i,i->", *[whole.astype(np.float64)] * 2))
-    if length > (most := steps_of_sums(plan.longest_sum(users, dimension), dimension)):
-        raise SpoiledSum(f"the sum is {length / most:.3g} times as long as one of honest users")
+    if length > (most_steps := steps_of_sums(plan.longest_sum(users, dimension), dimension)):
+        raise SpoiledSum(
+            f"the sum is {length / most_steps:.3g} times as long as one of honest users"
+        )
     unit = unit_of_sums(plan.mechanism.clip_norm, dimension)
     estimate = (whole * (unit / (users * plan.check_in_rate))).astype(np.float32)
-    return Aggregate(estimate, users, 0, {})
+    return Aggregate(estimate, users, 0, {}, length / steps_of_sums(1.0, dimension))
+
+
+def _open_seed(
+    opener: ReportOpener, sealed: bytes, header: RoundHeader, authority: bytes | None
+) -> Seed:
+    try:
+        return read_seed(opener.open(sealed, header), header, authority)
+    except ReportRejected as rejected:
+        raise SpoiledSum(f"a seed does not open: {rejected.reason.name}") from None
+    except ValueError as error:
+        raise SpoiledSum(f"a seed is refused: {error}") from None
 
 
 def aggregate_reports(

@@ -16,9 +16,11 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from shufl.accounting import shuffler_of
+from shufl.accounting.plan import Mixing
 from shufl.server.broadcast import Exchange, greet, pause_after
 from shufl.server.settings import NodeFailed, RoundFailed, ServerSettings
 from shufl.server.words import NODES_FILE, AgreedNode
+from shufl.shuffler.wire.seeds import SUM_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +49,12 @@ class NodeState:
     trouble: str = ""
 
 
-def read_node(said: dict[str, Any], shufflers: int) -> NodeState:
+def read_node(said: dict[str, Any], shufflers: int, mixing: Mixing = "shuffle") -> NodeState:
     """Checks what a node said of itself.
 
     Raises:
-        ValueError: it named no number of users, or not the shuffler of its number.
+        ValueError: it named no number of users, or not the shuffler of its number; or its messages
+            are not those of this server, with sums.
     """
     number, users, shuffler = (said.get(name) for name in ("number", "users", "shuffler"))
     if type(number) is not int or type(users) is not int or type(shuffler) is not int or users < 1:
@@ -61,6 +64,12 @@ def read_node(said: dict[str, Any], shufflers: int) -> NodeState:
     if shuffler != (right := shuffler_of(number, shufflers)):
         raise ValueError(
             f"node {number} must report to shuffler {right} of {shufflers}, it said {shuffler}"
+        )
+    if mixing == "sum" and (version := said.get("sums", 1)) != SUM_VERSION:
+        older = "the node" if version == 1 else "this server"
+        raise ValueError(
+            f"its messages with sums are of version {reprlib.repr(version)}, this server's of "
+            f"{SUM_VERSION}: upgrade shufl on {older}"
         )
     return NodeState(number, users, shuffler)
 
@@ -225,6 +234,21 @@ class Fleet:
             users[self.known[node].shuffler] += self.known[node].users
         return users
 
+    def expected_at(self, shuffler: int) -> dict[str, int]:
+        """For how many users each node may speak that was agreed for a shuffler, by its name."""
+        shufflers = len(self.settings.shufflers)
+        return {
+            each.name: each.users
+            for number, each in self._agreed.items()
+            if shuffler_of(number, shufflers) == shuffler
+        }
+
+    def most_at(self, shuffler: int) -> int:
+        """How many users may send to a shuffler."""
+        if self.settings.agreed is None:
+            return self.users_of(self.known)[shuffler]
+        return sum(self.expected_at(shuffler).values())
+
     def note(self, answers: Exchange, absent: Iterable[str] = ()) -> None:
         """Remembers who answered to a round, also in the run folder.
 
@@ -280,7 +304,8 @@ class Fleet:
         while greeting.received:
             node, said = greeting.received.popitem()
             try:
-                state = read_node(said, len(self.settings.shufflers))
+                about = len(self.settings.shufflers), self.settings.plan.mixing
+                state = read_node(said, *about)
                 if self.settings.agreed is not None:
                     self._read_agreed()
                     check_agreed(node, state, self._agreed)

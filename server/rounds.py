@@ -17,7 +17,13 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from shufl.accounting.mechanisms import make_randomness
-from shufl.server.aggregate import Aggregate, SpoiledSum, aggregate_reports, aggregate_sum
+from shufl.server.aggregate import (
+    Aggregate,
+    Expected,
+    SpoiledSum,
+    aggregate_reports,
+    aggregate_sum,
+)
 from shufl.server.broadcast import Exchange, broadcast
 from shufl.server.counts import Counts
 from shufl.server.fleet import START_SECONDS, Fleet
@@ -245,6 +251,8 @@ class RoundLoop:
         there = self._fleet.users_of(answers.received)
         if plan.cover and self._patient:
             there = Counter({number: each.senders for number, each in closed.items()})
+            for number in self._untrue(closed, lost):
+                del closed[number], there[number]
         parts: dict[int, Aggregate] = {}
         fetched: list[int] = []
         for number, each in closed.items():
@@ -255,6 +263,8 @@ class RoundLoop:
                     fetched.append(number)
                     if part is not None:
                         parts[number] = part
+                        if plan.mixing == "sum":
+                            there[number] = part.reports
         del private_key  # overwritten: nobody can open this round's reports again
         outcomes = [_OUTCOMES[each.outcome] for each in closed.values()]
         outcome: RoundOutcome = (
@@ -270,9 +280,22 @@ class RoundLoop:
         for number, part in parts.items():
             if plan.mixing == "shuffle":
                 self._counts.add(number, part.reports + part.rejected, there[number])
+            else:
+                self._counts.add_sum(number, part.length, there[number], self._training.dimension)
         if doubt := self._counts.doubt:
             log.warning("%s", doubt)
         return PlayedRound(outcome, aggregate, users, smallest, silent, doubt)
+
+    def _untrue(self, closed: dict[int, Closed], lost: dict[int, ShufflerError]) -> Iterator[int]:
+        """Shufflers that say of a batch that fewer users sent than it takes, or more than may."""
+        for number, each in [*closed.items()]:
+            least, most = self.settings.plan.fewest_present, self._fleet.most_at(number)
+            if each.outcome is Outcome.RELEASABLE and not least <= each.senders <= most:
+                lost[number] = ShufflerError(
+                    f"it says that {each.senders} users sent: {least} to {most} may"
+                )
+                log.warning("shuffler %d: %s", number + 1, lost[number])
+                yield number
 
     def _close(
         self, round: int, numbers: list[int], answers: Exchange, lost: dict[int, ShufflerError]
@@ -318,7 +341,11 @@ class RoundLoop:
                 (noise,) = self._randomness.blanket_noise(
                     header.round, np.array([number]), self._training.dimension
                 )
-                aggregate = aggregate_sum(batch, private_key, *about, users, noise)
+                expected: Expected | None = None
+                if settings.agreed is not None:
+                    authority = shuffler.credentials.authority
+                    expected = Expected(self._fleet.expected_at(number), authority)
+                aggregate = aggregate_sum(batch, private_key, *about, noise, expected)
             else:
                 own = settings.make_aggregator(*about)
                 aggregate = aggregate_reports([batch], private_key, *about, own, users)

@@ -83,6 +83,13 @@ class Credentials:
         return str(names[0].value) if names else ""
 
     @property
+    def signing_key(self) -> ec.EllipticCurvePrivateKey:
+        """The private key, to sign with."""
+        key = serialization.load_pem_private_key(self.private_key, None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        return key
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of the certificate, hexadecimal: what withdraws it alone (`Revoked`)."""
         return fingerprint_of(x509.load_pem_x509_certificate(self.certificate))

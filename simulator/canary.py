@@ -154,7 +154,7 @@ def canary_rounds(
             batch = replace(header, nonce=nonce), control.release(header.run_id, number)
             about = private_key, plan, DIMENSION
             if of_sums:
-                aggregate = aggregate_sum(batch, *about, len(users), np.zeros(DIMENSION))
+                aggregate = aggregate_sum(batch, *about, np.zeros(DIMENSION))
                 reports = aggregate.estimate[None] * (plan.check_in_rate * len(users))
             else:
                 mean = _MeanAndReports(plan, DIMENSION)

@@ -42,7 +42,8 @@ def check_sums(
     """Refuses sums that 32 bits do not hold, or noise that is too little to be rounded.
 
     Args:
-        longest: how long a sum may be, noise of one coordinate with it, in clip norms.
+        longest: how long a sum may be with its noise, in clip norms. If it has 31 bits, so has each
+            coordinate of every sum that is accepted.
         multiplier, central: z and σ.
         of_node: the fewest users of a node; None: not known, and z is not checked.
         dimension: d, of the model.
@@ -84,12 +85,15 @@ def whole_update(update: np.ndarray, clip_norm: float) -> np.ndarray:
     return whole
 
 
-def whole_noise(draws: np.ndarray, multiplier: float, users: int) -> np.ndarray:
+def whole_noise(
+    draws: np.ndarray, multiplier: float, users: int, dimension: int | None = None
+) -> np.ndarray:
     """The noise of so many users who add N(0, (zC)²) each, in whole units: int64 of shape (d,).
 
     `draws` are of a `Randomness`, of shape (d,), and decide every whole number as real numbers do.
+    `dimension` is that of the model where the draws are for some of its parameters only.
     """
-    steps = steps_of_sums(multiplier * math.sqrt(users), draws.size) * _MORE
+    steps = steps_of_sums(multiplier * math.sqrt(users), dimension or draws.size) * _MORE
     zeros = np.broadcast_to(0.0, draws.size)
     return rounded(zeros, draws, Fraction(steps), 1.0, _MOST_STEPS).astype(np.int64)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from pydantic import BaseModel, ConfigDict
 
 from shufl.accounting.plan import Blankets, Plan, Rounds
@@ -40,10 +38,8 @@ class Floor(BaseModel):
             raise self._below("least_blankets", f"the plan has {plan.shuffler_blankets:.15g}")
         if plan.minimum_batch < self.least_batch:
             raise self._below("least_batch", f"the plan's minimum batch is {plan.minimum_batch}")
-        if plan.mixing == "sum":
-            own = plan.mechanism.noise_multiplier * math.sqrt(plan.fewest_present)
-            if (noise := math.hypot(own, plan.central_noise)) < self.least_sum_noise:
-                raise self._below("least_sum_noise", f"the plan has {noise:.4g}")
+        if plan.mixing == "sum" and plan.noise_of_batch < self.least_sum_noise:
+            raise self._below("least_sum_noise", f"the plan has {plan.noise_of_batch:.4g}")
         if self.most_rounds is None:
             return
         if plan.rounds > self.most_rounds:

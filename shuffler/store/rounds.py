@@ -9,14 +9,13 @@ from collections import Counter
 
 from pydantic import ValidationError
 
-from shufl.accounting.mechanisms.summed import SEED_BYTES
 from shufl.accounting.plan import Plan
 from shufl.accounting.validation import ConfigError, first_mistake
 from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
 from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
 from shufl.shuffler.wire.reports import report_length
-from shufl.shuffler.wire.sealing import RoundHeader, payload_length, seal
+from shufl.shuffler.wire.sealing import SEED_PAYLOAD_BYTES, RoundHeader, payload_length, seal
 
 _MAX_PLAN_BYTES = 2**16
 
@@ -114,7 +113,7 @@ class Run:
 
     def dimension_of_sums(self, public_key: bytes) -> int:
         """How many numbers a masked vector has, whose seed is sealed to this key."""
-        return (payload_length(self.report_bytes, public_key) - SEED_BYTES) // 4
+        return (payload_length(self.report_bytes, public_key) - SEED_PAYLOAD_BYTES) // 4
 
     def check_key(self, public_key: bytes, header: RoundHeader) -> None:
         """Refuses a public key to which this run's reports cannot be sealed."""
@@ -124,8 +123,11 @@ class Run:
         except Exception as error:
             raise _malformed(f"the public key is not one to seal reports to: {error}") from error
         if self.plan.mixing == "sum":
-            if length <= SEED_BYTES or (length - SEED_BYTES) % 4:
-                raise _malformed(f"no vector with its seed has {self.report_bytes} bytes")
+            if length <= SEED_PAYLOAD_BYTES or (length - SEED_PAYLOAD_BYTES) % 4:
+                raise _malformed(
+                    f"no vector with its seed has {self.report_bytes} bytes: shuffler and server "
+                    "must have the same shufl"
+                )
             try:
                 self.plan.check_dimension(self.dimension_of_sums(public_key))
             except ConfigError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -307,10 +308,10 @@ class RunStore:
         kind = SummedBatch if run.plan.mixing == "sum" else Batch
         return kind(self._directory, run.report_bytes, users, slots, allocate=self._durable)
 
-    def _noise(self, plan: Plan, round: int, dimension: int) -> np.ndarray:
-        """The shuffler's own, of a sum."""
-        (draws,) = self._randomness.blanket_noise(round, np.arange(1), dimension)
-        return whole_noise(draws, plan.central_noise, 1)
+    def _noise(self, plan: Plan, round: int, dimension: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """The shuffler's own, of a sum, piece by piece."""
+        for places, draws in self._randomness.blanket_pieces(round, 0, dimension):
+            yield places, whole_noise(draws, plan.central_noise, 1, dimension)
 
     def _end_lease(self, run: Run) -> None:
         if run.lease is not None:

@@ -7,6 +7,7 @@ server can open, and the server sees no vector: only their sum.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import numpy as np
 
 from shufl.shuffler.store.batch import Batch, Slot
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
+
+_Pieces = Iterator[tuple[slice, np.ndarray]]
+"""Whole numbers for some places of a vector after the other."""
 
 
 class SummedBatch(Batch):
@@ -29,29 +33,37 @@ class SummedBatch(Batch):
         super().__init__(directory, report_bytes, users, slots, allocate=allocate)
         self._total = np.zeros(0, dtype=np.uint32)
         self._seeds: list[bytes] = []
-        self._noise: Callable[[], np.ndarray] | None = None
+        self._noise: Callable[[], _Pieces] | None = None
+        self._drawing = threading.Lock()  # held for seconds, and never inside the other one
 
-    def begin(self, dimension: int, noise: Callable[[], np.ndarray]) -> None:
-        """Says how long vectors are, and what draws the shuffler's own noise, int64 (d,)."""
+    def begin(self, dimension: int, noise: Callable[[], _Pieces]) -> None:
+        """Says how long vectors are, and what draws the shuffler's own noise, int64."""
         self._total, self._noise = np.zeros(dimension, dtype=np.uint32), noise
 
     def chunks(self, limit: int) -> Iterator[tuple[list[bytes], bool]]:
         """The sum with the shuffler's noise, and the sealed seeds, sorted; see `Batch.chunks`."""
-        draw = self._noise
-        drawn = draw().astype(np.uint32) if draw is not None else None  # which takes long
-        with self._lock:
-            if self._descriptor < 0:
-                raise ShufflerRefused(Refusal.DISCARDED)
-            if self._noise is not None and drawn is not None:  # once, whoever asks again
-                self._total += drawn
-                self._noise = None
-                self._seeds.sort()
-            total, seeds = self._total.astype("<u4").tobytes(), self._seeds
+        with self._drawing:
+            self._add_noise()
+        total, seeds = self._total.astype("<u4", copy=False).view(np.uint8), self._seeds
         for start in range(0, len(total), limit):
-            yield [total[start : start + limit]], start + limit < len(total)
+            yield [total[start : start + limit].tobytes()], start + limit < len(total)
         together = limit // len(seeds[0]) if seeds else 1
         for first in range(0, len(seeds), together):
             yield seeds[first : first + together], False
+
+    def _add_noise(self) -> None:
+        """Adds the shuffler's noise, once, whoever asks again; in pieces, which take no memory."""
+        for places, drawn in self._noise() if self._noise is not None else ():
+            with self._lock:
+                if self._descriptor < 0:
+                    break
+                self._total[places] += drawn.astype(np.uint32)
+        with self._lock:
+            if self._descriptor < 0:
+                raise ShufflerRefused(Refusal.DISCARDED)
+            if self._noise is not None:
+                self._noise = None
+                self._seeds.sort()
 
     def _take(self, content: bytes | Slot) -> None:
         """Adds a vector, and keeps its sealed seed."""

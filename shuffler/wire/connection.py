@@ -67,7 +67,7 @@ class Connection:
             # After a fork the lock may be held by a thread that does not exist here.
             self._lock, self._channel, self._owner = threading.Lock(), None, os.getpid()
         with self._lock:
-            show = self._to_show()
+            show = self.credentials
             if self._channel is None or show != self._shown:
                 tls = grpc.ssl_channel_credentials(
                     show.authority, show.private_key, show.certificate
@@ -76,7 +76,13 @@ class Connection:
                 self._shown = show
             return self._channel
 
-    def _to_show(self) -> Credentials:
+    @property
+    def credentials(self) -> Credentials:
+        """This party's, as they are now.
+
+        Raises:
+            OSError, ValueError: they cannot be read, and none were before.
+        """
         if isinstance(self._credentials, Credentials):
             return self._credentials
         try:

@@ -9,11 +9,13 @@ from typing import Any
 
 from shufl.shuffler.keys import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
 from shufl.shuffler.wire.connection import Answers, Connection
 from shufl.shuffler.wire.errors import (
     Closed,
     Outcome,
     Refusal,
+    ShufflerError,
     ShufflerRefused,
     ShufflerUnavailable,
 )
@@ -156,6 +158,8 @@ class ControlClient(Connection):
                     return
                 if chunk.more or pieces:
                     pieces += chunk.sealed
+                    if sum(map(len, pieces)) > MAX_REPORT_BYTES:
+                        raise ShufflerError("what it releases is longer than any report")
                     if not chunk.more:
                         yield b"".join(pieces)
                         pieces.clear()

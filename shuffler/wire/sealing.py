@@ -46,7 +46,6 @@ from cryptography.hazmat.primitives.hpke import (
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from shufl.accounting.mechanisms.summed import SEED_BYTES
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
 from shufl.shuffler.wire.errors import RejectReason, ReportRejected
 from shufl.shuffler.wire.reports import report_length
@@ -59,6 +58,13 @@ PrivateKey = X25519PrivateKey | MLKEM768X25519PrivateKey
 
 ID_BYTES = 16
 """Length of a report's id."""
+
+SEED_PAYLOAD_BYTES = 885
+"""Length of what a node seals of a seed (`wire.seeds`): also of the longest names' certificate.
+
+A vector and what version 1 sealed never have the same length as a vector and this, so shufflers and
+servers of different versions refuse each other's runs.
+"""
 
 _DOMAIN = b"shufl.v5 sealed report"
 _TAG_BYTES = 16
@@ -204,7 +210,7 @@ def usual_sealing(mixing: str) -> Sealing:
 def message_length(dimension: int, mixing: str, sealing: Sealing = "x25519") -> int:
     """Length in bytes of what is sent in a round: a sealed report, or a vector with its seed."""
     if mixing == "sum":
-        return 4 * dimension + sealed_length(SEED_BYTES, sealing)
+        return 4 * dimension + sealed_length(SEED_PAYLOAD_BYTES, sealing)
     return sealed_length(report_length(dimension), sealing)
 
 

@@ -35,6 +35,7 @@ from shufl.clients import app as client_app
 from shufl.clients import node as node_module
 from shufl.clients.device import RoundRefused
 from shufl.shuffler import ControlClient, IntakeClient, ReportOpener, ShufflerProcess, Verdict
+from shufl.shuffler.wire.seeds import read_seed
 from shufl.simulator.canary import canary_rounds, check_end_to_end, likelihood_score, run_canary
 from shufl.simulator.config import load
 from shufl.simulator.console import Console
@@ -60,14 +61,19 @@ class SumRound(Round):
         super().__init__(*about, **named)
         self.under(**SUM)
 
-    def total(self):
-        """The server's view: the unmasked sum, and how many nodes it is of."""
+    def total(self, authority=None):
+        """The server's view: the unmasked sum, and how many nodes it is of.
+
+        Each must have signed its seed by a certificate of the `authority`, if there is one.
+        """
         about = self.header.run_id, self.header.round
         self.senders = self.control.close_round(*about).senders
         vector, *seeds = self.control.release(*about)
         opener, total = ReportOpener(self.private_key), np.frombuffer(vector, dtype="<u4").copy()
         for sealed in seeds:
-            total -= mask(opener.open(sealed, self.header), self.dimension)
+            seed = read_seed(opener.open(sealed, self.header), self.header, authority)
+            assert seed.node == (self.settings.shufflers[0][1].name if authority else "")
+            total -= mask(seed.seed, self.dimension)
         return signed(total), len(seeds)
 
 
@@ -129,7 +135,7 @@ def test_a_deployed_node_sends_one_message_of_all_its_users(make_round, tmp_path
         wait_for_rounds()
     finally:
         node.close()
-    total, nodes = round.total()
+    total, nodes = round.total(round.settings.shufflers[0][1].authority)
     assert (round.senders, nodes) == (USERS, 1)
     away = total - expected_of(round, SeededRandomness(5), [np.arange(USERS)])
     assert np.abs(away).max() <= 1 * USERS  # a child process may add up in another order
@@ -326,7 +332,7 @@ def test_an_audit_through_the_system_finds_missing_noise(make_node, violated):
 
 
 @pytest.mark.slow
-def test_noise_of_those_who_checked_in_alone_shows_in_the_variance():
+def test_noise_of_those_who_checked_in_alone_shows_in_the_variance(monkeypatch):
     """By 150 rounds and two coordinates; with cover every user's noise is in a sum."""
     plan = audited().replace(rounds=150)
     expected = 0.2**2 * 12
@@ -334,8 +340,9 @@ def test_noise_of_those_who_checked_in_alone_shows_in_the_variance():
     class Saving(Node):
         def _message(self, users, updates, round):
             there = max(int(self._coins(users, round, 0).sum()), 1)
-            _, message = super()._message(users[:there], updates, round)
-            return range(len(users)), message
+            with monkeypatch.context() as less:
+                less.setattr(node_module, "whole_noise", lambda w, z, _: whole_noise(w, z, there))
+                return super()._message(users, updates, round)
 
     with ShufflerProcess(start_timeout=LIMIT) as shuffler:
         for kind, honest in ((Node, True), (Saving, False)):

@@ -30,8 +30,10 @@ from shufl.accounting.plan import Window
 from shufl.clients import ClientSettings, LocalTraining, make_client_app, node
 from shufl.server import MOST_IN_VAIN, Mean, Optimiser, RoundFailed, ServerSettings, load_checkpoint
 from shufl.server.rounds import RoundLoop
+from shufl.server.words import AgreedNode
 from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.keys import Authority
+from shufl.shuffler.store.runs import RunStore
 from shufl.simulator.tasks import CLASSIFICATION
 from tiny_disk import fill, tiny_disk_at
 
@@ -45,6 +47,8 @@ PLAN = make_plan(
     users=USERS, check_in_rate=1.0, noise_multiplier=1e-3, rounds=9, delta=1e-5,
     target_epsilon=1e12, minimum_batch=1, accountant="local", cover=True, window=WINDOW,
 )  # fmt: skip
+
+SUMS = {"mixing": "sum", "accountant": "sum-central", "central_noise": 0.5}
 
 
 def make_model(width):
@@ -144,7 +148,7 @@ class Run:
                 checkpoint_every=1, origin={}, reproducible=False,
                 checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
                 nodes=0, shufflers=tuple((each.address, each.control) for each in self.shufflers),
-                patience=600.0, tell=tell, **{"round_timeout": 60.0} | settings,
+                tell=tell, **{"round_timeout": 60.0, "patience": 600.0} | settings,
             )  # fmt: skip
             done = len(self.rows) + rounds
             loop = RoundLoop(
@@ -195,8 +199,7 @@ def test_undisturbed_rounds_make_steps_of_the_length_of_an_update(run):
 @pytest.mark.slow
 def test_a_node_that_spoils_sums_spends_rounds_and_ends_no_run(tmp_path, shufflers, monkeypatch):
     """Not even after more of them in a row than there may be otherwise."""
-    sums = {"mixing": "sum", "accountant": "sum-central", "central_noise": 0.5}
-    run, honest = Run(tmp_path, shufflers[:1], PLAN.replace(**sums)), node.masked
+    run, honest = Run(tmp_path, shufflers[:1], PLAN.replace(**SUMS)), node.masked
     monkeypatch.setattr(node, "masked", lambda whole, seed: honest(whole + 10**6, seed))
     run.play(MOST_IN_VAIN + 1)
     assert [row.outcome for row in run.rows] == ["lost"] * (MOST_IN_VAIN + 1)
@@ -204,6 +207,72 @@ def test_a_node_that_spoils_sums_spends_rounds_and_ends_no_run(tmp_path, shuffle
     run.play(1)
     assert (run.rows[-1].outcome, run.rows[-1].users_present) == ("released", USERS)
     assert run.spent == list(range(1, MOST_IN_VAIN + 3))
+
+
+class Lying:
+    """A client of a shuffler that says that so many users sent."""
+
+    def __init__(self, client, senders):
+        self._client, self.senders = client, senders
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def close_round(self, *about):
+        return self._client.close_round(*about)._replace(senders=self.senders)
+
+
+@pytest.mark.parametrize("mixing", ["sum", "shuffle"])
+def test_a_shuffler_that_says_that_more_users_sent_than_its_nodes_have_is_not_believed(
+    tmp_path, shufflers, mixing
+):
+    """Nor one that says that there were fewer than a release takes."""
+    plan = PLAN.replace(minimum_batch=2, **(SUMS if mixing == "sum" else {}))
+    run = Run(tmp_path, shufflers[:1], plan)
+    for senders, outcome in ((USERS + 1, "lost"), (1, "lost"), (2, "released")):
+        run.play(1, control=lambda number, client, said=senders: Lying(client, said))
+        assert run.rows[-1].outcome == outcome
+        assert run.rows[-1].users_present <= USERS
+    assert run.rows[-1].users_present == (USERS if mixing == "sum" else 2)
+
+
+@pytest.mark.slow
+def test_a_deployed_server_takes_no_sum_whose_nodes_have_not_signed(tmp_path, shufflers):
+    run = Run(tmp_path, shufflers[:1], PLAN.replace(**SUMS))
+    agreed = {n: AgreedNode(f"node-{n}", USERS // NODES, n + 1) for n in range(NODES)}
+    run.play(1, agreed=lambda: agreed)
+    assert run.rows[-1].outcome == "lost"
+    run.play(1)
+    assert run.rows[-1].outcome == "released"
+
+
+def test_a_node_of_another_version_is_told_what_to_upgrade(tmp_path, shufflers, monkeypatch):
+    """One of 0.1.0, whose answer has no version, and one that is newer than this server."""
+    run = Run(tmp_path, shufflers[:1], PLAN.replace(**SUMS))
+    answers = run.network._deliver
+    for version, upgrade in ((None, "the node"), (3, "this server")):
+
+        def of_another_version(message, node, version=version):
+            reply = answers(message, node)
+            said = reply.content["acknowledgement"]
+            said.pop("sums")
+            if version is not None:
+                said["sums"] = version
+            return reply
+
+        monkeypatch.setattr(run.network, "_deliver", of_another_version)
+        with pytest.raises(RoundFailed, match=f"this server's of 2: upgrade shufl on {upgrade}"):
+            run.play(1, patience=0.0)
+    assert run.spent == []
+
+
+def test_a_shuffler_whose_sums_lack_its_noise_is_named_beside_every_round(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunStore, "_noise", lambda *about: iter(()))
+    with ShufflerHere() as shuffler:
+        plan = PLAN.replace(**SUMS | {"central_noise": 500.0})
+        run = Run(tmp_path, [shuffler], plan, width=999)
+        run.play(1)
+    assert run.rows[-1].doubt.startswith("shuffler 1 released sums that are shorter than their")
 
 
 class LeavesOut(Mean):

@@ -10,6 +10,7 @@ from scipy import stats
 from rounds import make_plan, words
 from shufl.accounting.mechanisms import SeededRandomness
 from shufl.accounting.mechanisms.summed import (
+    mask,
     masked,
     new_seed,
     steps_of_sums,
@@ -19,6 +20,7 @@ from shufl.accounting.mechanisms.summed import (
 )
 from shufl.server.aggregate import SpoiledSum, aggregate_sum
 from shufl.shuffler import RoundHeader, generate_key_pair, key_digest, seal
+from shufl.shuffler.wire.seeds import seal_seed
 
 PLAN = make_plan(
     users=50,
@@ -41,16 +43,19 @@ DRAWS = SeededRandomness(8).standard_normal(3, np.arange(1), DIMENSION)[0]
 SERVERS = whole_noise(DRAWS, 0.7, 1)
 
 
-def released(vectors, header=HEADER, key=PUBLIC, more=0):
-    """What an honest shuffler hands over of such vectors, and noise of its own."""
+def released(vectors, header=HEADER, key=PUBLIC, more=0, users=5):
+    """What an honest shuffler hands over of vectors of so many users each, and noise of its own."""
     seeds = [new_seed() for _ in vectors]
     hidden = [masked(each, seed) for each, seed in zip(vectors, seeds, strict=True)]
     total = sum(np.frombuffer(each, dtype="<u4") for each in hidden) + np.uint32(more)
-    return [total.astype("<u4").tobytes(), *sorted(seal(seed, key, header) for seed in seeds)]
+    return [
+        total.astype("<u4").tobytes(),
+        *sorted(seal_seed(seed, users, key, header) for seed in seeds),
+    ]
 
 
-def aggregate(parts, users=50, noise=DRAWS):
-    return aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, DIMENSION, users, noise)
+def aggregate(parts, noise=DRAWS):
+    return aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, DIMENSION, noise)
 
 
 @pytest.fixture
@@ -67,13 +72,16 @@ def test_the_sum_is_that_of_what_nodes_and_server_have_added(vectors):
     unit = unit_of_sums(0.5, DIMENSION)
     assert (result.estimate == (whole * (unit / 10.0)).astype(np.float32)).all()
     assert (result.reports, result.rejected) == (50, 0)
-    fewer = aggregate(released(vectors), users=25)
+    length = np.linalg.norm(whole.astype(float)) / steps_of_sums(1.0, DIMENSION)
+    assert result.length == pytest.approx(length)
+    fewer = aggregate(released(vectors[:5], more=sum(vectors[5:]).astype(np.uint32)))
     np.testing.assert_allclose(fewer.estimate, 2 * result.estimate, rtol=1e-6)
+    assert fewer.reports == 25
 
 
 def test_the_servers_noise_has_the_size_of_the_shufflers():
-    parts = [bytes(400_000)]
-    result = aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, 100_000, 50, words(100_000))
+    parts = [mask(bytes(32), 100_000).tobytes(), seal_seed(bytes(32), 50, PUBLIC, HEADER)]
+    result = aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, 100_000, words(100_000))
     noise = result.estimate * 10.0 / (0.7 * 0.5)
     assert stats.kstest(noise, "norm").pvalue > 1e-6
 
@@ -87,11 +95,16 @@ def test_a_sum_that_no_honest_users_make_is_spoiled(vectors):
         ([good[0] + bytes(4), *good[1:]], "must have 160 bytes, got 164"),
         ([*good, good[1]], "a seed does not open: REPLAYED"),
         ([*good, b"nothing"], "a seed does not open"),
-        ([*good, seal(bytes(31), PUBLIC, HEADER)], "has 31 bytes"),
+        ([*good, seal(bytes(32), PUBLIC, HEADER)], "not of version 2: nodes and server must have"),
+        ([*good, seal(b"\3" + bytes(884), PUBLIC, HEADER)], "not of version 2"),
+        ([*good, seal_seed(bytes(32), 0, PUBLIC, HEADER)], "stands for no user"),
+        ([*good, seal_seed(bytes(32), 1, PUBLIC, HEADER)], "more users than the plan has, 50"),
+        ([*good, seal_seed(bytes(32), 10**9, PUBLIC, HEADER)], "for 1000000000 users, and may for"),
         (good[:-1], "times as long as one of honest users"),
+        (good[:1], "must stand for at least 1 users, got 0"),
         (released(vectors, header=other_round), "a seed does not open"),
         (released(vectors, key=generate_key_pair()[1]), "a seed does not open"),
-        (released([*vectors, np.full(DIMENSION, 10_000)]), "times as long"),
+        (released([*vectors[1:], np.full(DIMENSION, 10_000)]), "times as long"),
         (released(vectors, more=2**31), "times as long"),
     ):
         with pytest.raises(SpoiledSum, match=why):
@@ -118,7 +131,7 @@ def test_whether_a_sum_is_refused_depends_on_the_servers_noise_too():
     refused = 0
     for draws in words(60, DIMENSION):
         try:
-            aggregate(released([vector]), noise=draws)
+            aggregate(released([vector], users=50), noise=draws)
         except SpoiledSum:
             refused += 1
     assert 0 < refused < 60
@@ -130,5 +143,5 @@ def test_sums_hold_some_ten_million_users_of_a_model_of_mnists_size():
         central_noise=0.0,
     )  # fmt: skip
     plan.check_dimension(26_010, 1)
-    with pytest.raises(ValueError, match=r"at most 31 bits with mixing sum, got 31\.6"):
+    with pytest.raises(ValueError, match=r"at most 31 bits with mixing sum, got 31\.8"):
         plan.replace(users=2 * 10**7, least_present=10**7).check_dimension(26_010, 1)

@@ -21,7 +21,6 @@ from shufl.shuffler import (
     ShufflerRefused,
     Verdict,
     message_length,
-    seal,
 )
 from shufl.shuffler.callers import Caller, Role
 from shufl.shuffler.store.batch import Slot
@@ -30,6 +29,7 @@ from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
+from shufl.shuffler.wire.seeds import read_seed, seal_seed
 from shufl.shuffler.wire.stub import Stub
 
 SEAL = 9  # bytes of a seed, sealed to nobody
@@ -42,7 +42,7 @@ def sums(users: int = 1000, **others: object) -> bytes:
 
 def batch(place, dimension=3, users=10, slots=2, noise=0):
     some = SummedBatch(place, 4 * dimension + SEAL, users, slots, allocate=False)
-    some.begin(dimension, lambda: np.full(dimension, noise))
+    some.begin(dimension, lambda: iter([(slice(None), np.full(dimension, noise))]))
     return some
 
 
@@ -94,7 +94,7 @@ def test_the_sum_holds_each_users_message_once_and_only_whole_ones(memory_path):
 def test_the_shufflers_noise_is_in_it_once_however_often_it_is_asked_for(memory_path):
     drawn = []
     some = batch(memory_path)
-    some.begin(3, lambda: drawn.append(1) or np.array([-1, 10**9, 0]))
+    some.begin(3, lambda: drawn.append(1) or iter([(slice(None), np.array([-1, 10**9, 0]))]))
     some.add("a", only(0), 1, message(1, 2**30, 3))
     assert read(some)[0] == read(some, 9)[0] == [0, 10**9 + 2**30, 3]
     some.close()
@@ -169,7 +169,7 @@ def messages(world, header, vectors):
     """A node's message for each vector."""
     for vector in vectors:
         seed = new_seed()
-        yield masked(vector, seed) + seal(seed, world.public_key, header)
+        yield masked(vector, seed) + seal_seed(seed, 1, world.public_key, header)
 
 
 def opened(world, header):
@@ -177,7 +177,8 @@ def opened(world, header):
     vector, *seeds = world.control.release(header.run_id, header.round)
     total, opener = np.frombuffer(vector, dtype="<u4").copy(), ReportOpener(world.private_key)
     for sealed in seeds:
-        total -= mask(opener.open(sealed, header), total.size)
+        seed = read_seed(opener.open(sealed, header), header, None)
+        total -= mask(seed.seed, total.size)
     return signed(total), len(seeds)
 
 

@@ -1,0 +1,293 @@
+"""A shuffler that cheats with sums: it makes up vectors, leaves nodes out, adds no noise, lies."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from rounds import make_plan
+from shufl.accounting import make_accountant
+from shufl.accounting.mechanisms import SeededRandomness, SystemRandomness
+from shufl.accounting.mechanisms.summed import (
+    mask,
+    masked,
+    new_seed,
+    signed,
+    steps_of_sums,
+    whole_noise,
+    whole_update,
+)
+from shufl.server.aggregate import Expected, SpoiledSum, aggregate_sum
+from shufl.server.counts import Counts
+from shufl.shuffler import ReportOpener, RoundHeader, generate_key_pair, key_digest, seal
+from shufl.shuffler.callers import Role
+from shufl.shuffler.keys import Authority
+from shufl.shuffler.wire.seeds import read_seed, seal_seed
+
+PRIVATE, PUBLIC = generate_key_pair("mlkem768-x25519")
+NODES = {"a": 20, "b": 30, "c": 50}
+DIMENSION = 64
+
+
+def plan_of(**changes):
+    given = {
+        **{"users": 100, "check_in_rate": 0.1, "noise_multiplier": 0.0, "rounds": 100},
+        **{"delta": 1e-5, "target_epsilon": 1e9, "minimum_batch": 1, "mixing": "sum"},
+        **{"cover": True, "central_noise": 2.0, "accountant": "sum-central"},
+    }
+    return make_plan(**given | changes)
+
+
+DISTRIBUTED = plan_of(accountant="sum-distributed", noise_multiplier=0.5, central_noise=0.0)
+
+
+def header_of(plan, round=3):
+    return RoundHeader("run", round, "version", plan.digest(), key_digest(PUBLIC), b"n" * 16)
+
+
+def lift(estimate, plan, users):
+    """The whole numbers that an estimate was made of, next to those of float32."""
+    steps = steps_of_sums(users * plan.check_in_rate / plan.mechanism.clip_norm, estimate.size)
+    return np.rint(estimate.astype(np.float64) * steps)
+
+
+# The largest noise of a plan, so that a sum that goes around is not too long to be used.
+LOUD, LOUD_DIMENSION = plan_of(central_noise=1e6), 400
+
+
+def shifted(x, draws, offset):
+    """What the server makes of one node's vector, to which the shuffler has added an offset."""
+    seed, header = new_seed(), header_of(LOUD)
+    hidden = np.frombuffer(masked(x, seed), dtype="<u4") + offset.astype(np.uint32)
+    parts = [hidden.astype("<u4").tobytes(), seal_seed(seed, 100, PUBLIC, header)]
+    return aggregate_sum((header, iter(parts)), PRIVATE, LOUD, LOUD_DIMENSION, draws).estimate
+
+
+def test_a_shuffler_reads_no_sign_out_of_a_sum_that_it_shifts_to_where_it_goes_around():
+    """Whoever adds noise after the lift to signed numbers shows the sign in all rounds."""
+    randomness, generator = SeededRandomness(1), np.random.default_rng(0)
+    offset = np.zeros(LOUD_DIMENSION, dtype=np.int64)
+    offset[7] = 2**31
+    seen = 0
+    for round in range(40):
+        update = generator.standard_normal(LOUD_DIMENSION)
+        update[7] = 3.0 * (-1) ** round
+        whole = whole_update(update / np.linalg.norm(update), 1.0)
+        draws = randomness.standard_normal(round, np.arange(1), LOUD_DIMENSION)[0]
+        found = shifted(whole, draws, offset)[7]
+        seen += (found < 0) == (whole[7] > 0)
+    assert 6 <= seen <= 34  # of 40 coins, but for one chance in a million
+
+
+def test_whatever_vector_a_shuffler_makes_up_only_the_noisy_sum_counts():
+    """The same offset, and a node's vector and noise that add up to the same, give the same."""
+    generator = np.random.default_rng(2)
+    draws = SeededRandomness(3).standard_normal(1, np.arange(1), LOUD_DIMENSION)[0]
+    noise = whole_noise(draws, LOUD.central_noise, 1)
+    for _ in range(5):
+        offset = np.zeros(LOUD_DIMENSION, dtype=np.int64)
+        offset[generator.choice(LOUD_DIMENSION, 5)] = generator.integers(0, 2**32, 5)
+        x = generator.integers(-(2**20), 2**20, LOUD_DIMENSION)
+        expected = signed((x + offset + noise).astype(np.uint32))
+        found = lift(shifted(x, draws, offset), LOUD, 100)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_no_sum_that_is_accepted_goes_around():
+    """`check_dimension` asks for so few bits that all coordinates of it keep their signs."""
+    plan = plan_of(users=60_000, check_in_rate=1.0, central_noise=236.0)
+    with pytest.raises(ValueError, match=r"at most 31 bits with mixing sum, got 31\.89: take"):
+        plan.check_dimension(10**6, 1)
+    plan.check_dimension(3 * 10**5, 1)
+    longest = plan.longest_sum(plan.users, 3 * 10**5)
+    assert steps_of_sums(longest, 3 * 10**5) < 2**31
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return Authority.create()
+
+
+@pytest.fixture(scope="module")
+def credentials(authority):
+    """Of the nodes, and of others who would like to be some."""
+    made = {name: authority.issue(Role.NODE, name, users=users) for name, users in NODES.items()}
+    made["server"] = authority.issue(Role.SERVER, "server")
+    made["unknown"] = authority.issue(Role.NODE, "unknown", users=50)
+    stranger = Authority.create().issue(Role.NODE, "c", users=50)
+    return made | {"stranger": stranger}
+
+
+def message(plan, credentials, name, header=None, users=None):
+    """A node's vector of zero updates, and its sealed seed; nobody signs for the name ""."""
+    header, users = header or header_of(plan), users or NODES.get(name, 50)
+    seed, draws = new_seed(), SystemRandomness().standard_normal(1, np.arange(1), DIMENSION)[0]
+    noise = whole_noise(draws, plan.mechanism.noise_multiplier, users)
+    signer = credentials[name] if name else None
+    return masked(noise, seed), seal_seed(seed, users, PUBLIC, header, signer)
+
+
+def handed_over(messages):
+    """What a shuffler releases of some nodes' messages."""
+    total = sum(np.frombuffer(vector, dtype="<u4") for vector, _ in messages)
+    return [total.astype("<u4").tobytes(), *(sealed for _, sealed in messages)]
+
+
+def server_takes(plan, authority, parts, names=tuple(NODES)):
+    expected = Expected({name: NODES[name] for name in names}, authority.certificate)
+    draws = SystemRandomness().standard_normal(1, np.arange(1), DIMENSION)[0]
+    return aggregate_sum((header_of(plan), iter(parts)), PRIVATE, plan, DIMENSION, draws, expected)
+
+
+def test_a_sum_of_fewer_users_than_are_counted_on_is_refused(authority, credentials):
+    """A shuffler that leaves nodes out, or stands in for them, has nothing published."""
+    plan = DISTRIBUTED
+
+    def of(*names, **about):
+        return [message(plan, credentials, name, **about) for name in names]
+
+    honest = of("a", "b", "c")
+    assert server_takes(plan, authority, handed_over(honest)).reports == 100
+    another = header_of(plan, round=4)
+    for messages, why in (
+        (honest[:1], "must stand for at least 100 users, got 20"),
+        (honest[:2], "must stand for at least 100 users, got 50"),
+        ([*honest[:2], honest[1]], "does not open: REPLAYED"),
+        ([*honest[:2], *of("b")], "a seed of b stands for 30 users, and may for 0"),
+        ([*honest[:2], *of("")], "no node has signed it"),
+        ([*honest[:2], *of("stranger")], "has no valid certificate of a node"),
+        ([*honest[:2], *of("server", users=50)], "has no valid certificate of a node"),
+        ([*honest[:2], *of("unknown")], "a seed of unknown stands for 50 users, and may for 0"),
+        (of("a", users=100), "a says that it stands for 100 users, its certificate for 20"),
+        ([*honest[:2], *of("c", header=another)], "does not open: NOT_OPENED"),
+    ):
+        with pytest.raises(SpoiledSum, match=why):
+            server_takes(plan, authority, handed_over(messages))
+    with pytest.raises(SpoiledSum, match="a seed of c stands for 50 users, and may for 0"):
+        server_takes(plan, authority, handed_over(honest), ["a", "b"])  # c is at another shuffler
+
+
+def test_what_one_node_has_signed_is_good_for_its_own_seed_and_number_alone(credentials, authority):
+    plan = DISTRIBUTED
+    header = header_of(plan)
+    _, sealed = message(plan, credentials, "a")
+    payload = ReportOpener(PRIVATE).open(sealed, header)
+    assert read_seed(payload, header, authority.certificate).node == "a"
+    for place in (1, 32, 40, 41, 60):  # of the seed, of the number of users, of the signature
+        changed = bytearray(payload)
+        changed[place] ^= 1
+        with pytest.raises(ValueError, match="no node has signed it"):
+            read_seed(bytes(changed), header, authority.certificate)
+    other = dataclasses.replace(header, nonce=b"m" * 16)
+    with pytest.raises(ValueError, match="no node has signed it"):
+        read_seed(payload, other, authority.certificate)
+
+
+def test_a_shuffler_with_nodes_of_its_own_gets_the_sum_of_the_others(authority, credentials):
+    """What is said beside ε: n counts no user of such a node. Here c, with 50 of 100, is one."""
+    seed = new_seed()
+    nothing = masked(np.zeros(DIMENSION, dtype=np.int64), seed)
+
+    def of_a_and_c(plan):
+        own = nothing, seal_seed(seed, 50, PUBLIC, header_of(plan), credentials["c"])
+        return server_takes(plan, authority, handed_over([message(plan, credentials, "a"), own]))
+
+    with pytest.raises(SpoiledSum, match="at least 100 users, got 70"):
+        of_a_and_c(DISTRIBUTED)
+    fewer = DISTRIBUTED.replace(least_present=70)
+    assert of_a_and_c(fewer).reports == 70
+    stated = fewer.make_accountant().epsilon_after(fewer.event(), 1e-5, 10)
+    left = fewer.replace(users=20, least_present=20)
+    assert left.make_accountant().epsilon_after(left.event(), 1e-5, 10) > stated
+
+
+def test_a_release_without_end_is_not_read_to_its_end(authority, credentials):
+    """Of seeds that are all good: each stands for a user at least, and the plan has 100."""
+    plan, header = plan_of(), header_of(plan_of())
+    read = []
+
+    def seeds():
+        for number in itertools.count():
+            read.append(number)
+            yield seal_seed(new_seed(), 1, PUBLIC, header)
+
+    zeros = bytes(4 * DIMENSION)
+    draws = np.zeros(DIMENSION)
+    with pytest.raises(SpoiledSum, match="for more users than the plan has, 100"):
+        aggregate_sum((header, itertools.chain([zeros], seeds())), PRIVATE, plan, DIMENSION, draws)
+    assert len(read) == 101
+
+
+def test_a_seed_of_version_1_is_refused_with_what_to_upgrade():
+    plan = plan_of()
+    header = header_of(plan)
+    parts = [bytes(4 * DIMENSION), seal(new_seed(), PUBLIC, header)]
+    with pytest.raises(SpoiledSum, match="not of version 2: nodes and server must have the same"):
+        aggregate_sum((header, iter(parts)), PRIVATE, plan, DIMENSION, np.zeros(DIMENSION))
+
+
+@pytest.mark.parametrize("by", ["shuffler", "nodes"])
+def test_a_shuffler_or_nodes_that_add_no_noise_to_sums_are_named(by):
+    """And nobody is by whose noise and updates sums are as they should be."""
+    d, rounds = 2_000, 6
+    plan = plan_of(
+        users=1000,
+        least_present=1000,
+        central_noise=23.6 if by == "shuffler" else 0.0,
+        noise_multiplier=0.0 if by == "shuffler" else 0.75,
+        accountant="sum-central" if by == "shuffler" else "sum-distributed",
+    )
+    generator, randomness = np.random.default_rng(1), SystemRandomness()
+    for honest in (True, False):
+        counts = Counts(plan)
+        for round in range(1, rounds):
+            header, seed = header_of(plan, round), new_seed()
+            whole = sum(whole_update(generator.standard_normal(d), 1.0) for _ in range(100))
+            if honest:
+                noise = plan.noise_of_batch
+                (draws,) = randomness.blanket_noise(round, np.arange(1), d)
+                whole = whole + whole_noise(draws, noise, 1)
+            parts = [masked(whole, seed), seal_seed(seed, 1000, PUBLIC, header)]
+            (draws,) = randomness.blanket_noise(round, np.arange(1), d)
+            found = aggregate_sum((header, iter(parts)), PRIVATE, plan, d, draws)
+            counts.add_sum(0, found.length, 1000, d)
+        assert bool(counts.doubt) != honest
+    assert "shuffler 1 released sums that are shorter than their noise" in counts.doubt
+
+
+def test_that_a_sum_is_too_short_is_told_by_the_sum_with_the_servers_noise():
+    """A shuffler that leaves its noise out learns by its name no more than the model shows."""
+    plan = plan_of()
+    header, seed = header_of(plan), new_seed()
+    parts = [masked(np.zeros(DIMENSION, dtype=np.int64), seed)]
+    parts.append(seal_seed(seed, 100, PUBLIC, header))
+    (draws,) = SystemRandomness().blanket_noise(1, np.arange(1), DIMENSION)
+    found = aggregate_sum((header, iter(parts)), PRIVATE, plan, DIMENSION, draws)
+    servers = whole_noise(draws, plan.central_noise, 1)
+    length = np.linalg.norm(servers.astype(float)) / steps_of_sums(1.0, DIMENSION)
+    assert found.length == pytest.approx(length)
+
+
+def test_how_far_one_node_moves_a_sum_is_what_the_documents_say():
+    """docs/sums.md: the vector that a cheating node adds at most, with a sum of noise as usual."""
+    plan = plan_of(users=1000, central_noise=23.6)
+    d = 26_010
+    noise = plan.noise_of_sum(1000) * math.sqrt(d)
+    limit = plan.longest_sum(1000, d)
+    assert math.sqrt(limit**2 - noise**2) == pytest.approx(2170, abs=10)
+
+
+def test_the_servers_noise_alone_is_what_a_cheating_shuffler_faces():
+    """It leaves its noise out and hands over one node: ε of one noise is stated, not of both."""
+    plan = plan_of()
+    assert plan.noise_of_sum(100) == pytest.approx(math.sqrt(2) * plan.central_noise)
+    d, seed, header = 20_000, new_seed(), header_of(plan)
+    parts = [mask(seed, d).astype("<u4").tobytes(), seal_seed(seed, 20, PUBLIC, header)]
+    (draws,) = SystemRandomness().blanket_noise(1, np.arange(1), d)
+    found = aggregate_sum((header, iter(parts)), PRIVATE, plan, d, draws)
+    left = found.estimate * (20 * plan.check_in_rate)
+    assert left.std() == pytest.approx(plan.central_noise, rel=0.05)
+    accountant = make_accountant("sum-central")
+    assert accountant._noise(plan.event()) == plan.central_noise
