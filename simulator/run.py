@@ -306,13 +306,15 @@ def _drawn(plan: PrivacyPlan) -> str:
     return f" (one round in every {plan.every}, drawn by the device)" if by_allocation else ""
 
 
-def _mixed(plan: PrivacyPlan) -> str:
+def _mixed(plan: PrivacyPlan, parameters: int) -> str:
     """What is added to users' reports; with sums what that gives and takes."""
     if plan.mixing == "shuffle":
         return f"{rounded_up(plan.shuffler_blankets, 6)} blankets a round expected"
+    most = plan.longest_cheat(plan.users, parameters)
     return (
         f"sums with noise of {rounded_up(plan.noise_of_sum(plan.least_present))} C: all users "
-        "send, no report can be looked at, and one cheating node can spoil a round"
+        "send, no report can be looked at, and one cheating node can spoil a round, or add "
+        f"{rounded_up(most)} C to its sum"
     )
 
 
@@ -333,7 +335,7 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
         f"z = {rounded_up(plan.mechanism.noise_multiplier, 6)} ({_strength(plan)}), "
         f"{plan.adjacency}, "
         f"δ = {rounded_up(plan.delta)}, minimum batch {plan.minimum_batch}, "
-        f"{_mixed(plan)}; coins and noise from {randomness}",
+        f"{_mixed(plan, experiment.parameters)}; coins and noise from {randomness}",
         "budget": f"ε ≤ {plan.target_epsilon:g} by {plan.accountant}, which allows "
         f"{experiment.halting_round} rounds of at most {plan.rounds}",
         "folder": str(folder),

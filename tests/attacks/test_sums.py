@@ -273,10 +273,21 @@ def test_that_a_sum_is_too_short_is_told_by_the_sum_with_the_servers_noise():
 def test_how_far_one_node_moves_a_sum_is_what_the_documents_say():
     """docs/sums.md: the vector that a cheating node adds at most, with a sum of noise as usual."""
     plan = plan_of(users=1000, central_noise=23.6)
-    d = 26_010
-    noise = plan.noise_of_sum(1000) * math.sqrt(d)
-    limit = plan.longest_sum(1000, d)
-    assert math.sqrt(limit**2 - noise**2) == pytest.approx(2170, abs=10)
+    d, header, seed = 26_010, header_of(plan), new_seed()
+    most = plan.longest_cheat(1000, d)
+    assert most == pytest.approx(2170, abs=5)
+    (draws, shufflers) = SystemRandomness().blanket_noise(1, np.arange(2), d)
+    cheat = np.zeros(d, dtype=np.int64)
+    for share, accepted in ((0.95, True), (1.1, False)):
+        cheat[0] = share * most * steps_of_sums(1.0, d)
+        vector = masked(cheat + whole_noise(shufflers, plan.central_noise, 1), seed)
+        parts = [vector, seal_seed(seed, 1000, PUBLIC, header)]
+        try:
+            aggregate_sum((header, iter(parts)), PRIVATE, plan, d, draws)
+        except SpoiledSum:
+            assert not accepted
+        else:
+            assert accepted
 
 
 def test_the_servers_noise_alone_is_what_a_cheating_shuffler_faces():
