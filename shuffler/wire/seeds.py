@@ -6,17 +6,19 @@ node out of a sum, cannot make the server believe that more users are in it than
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from shufl.accounting.mechanisms.summed import SEED_BYTES
-from shufl.shuffler.callers import Role, caller_of
+from shufl.shuffler.callers import Caller, Role, caller_of
 from shufl.shuffler.keys import Credentials
 from shufl.shuffler.wire.sealing import SEED_PAYLOAD_BYTES, RoundHeader, seal
 
@@ -91,23 +93,32 @@ def read_seed(payload: bytes, header: RoundHeader, authority: bytes | None) -> S
         raise ValueError("it stands for no user")
     if authority is None:
         return Seed(seed, users, "")
+    caller, key = _signer(payload[_START.size :][:length], authority)
+    if caller is None or caller.expired:
+        raise ValueError("no node with a valid certificate has signed it")
     try:
-        certificate = x509.load_der_x509_certificate(payload[_START.size :][:length])
-        key, pem = certificate.public_key(), certificate.public_bytes(Encoding.PEM)
-        if not isinstance(key, ec.EllipticCurvePublicKey):
-            raise InvalidSignature
         key.verify(signature, _signed(seed, users, header), _ALGORITHM)
-    except (ValueError, InvalidSignature):
-        raise ValueError("no node has signed it") from None
-    caller = caller_of(pem)
-    if caller is None or caller.role is not Role.NODE or not caller.is_of(authority):
-        raise ValueError("who signed it has no valid certificate of a node")
+    except InvalidSignature:
+        raise ValueError(f"{caller.name} has not signed it") from None
     if users > caller.users:
         raise ValueError(
             f"{caller.name} says that it stands for {users} users, its certificate for "
             f"{caller.users}"
         )
     return Seed(seed, users, caller.name)
+
+
+@functools.lru_cache(maxsize=2**14)
+def _signer(certificate: bytes, authority: bytes) -> tuple[Caller | None, Any]:
+    """The node that a certificate (DER) of the authority names, and its key; None: it is none."""
+    try:
+        loaded = x509.load_der_x509_certificate(certificate)
+        key, caller = loaded.public_key(), caller_of(loaded.public_bytes(Encoding.PEM))
+    except (ValueError, UnsupportedAlgorithm):
+        return None, None
+    if caller is None or caller.role is not Role.NODE or not caller.is_of(authority):
+        return None, None
+    return (caller, key) if isinstance(key, ec.EllipticCurvePublicKey) else (None, None)
 
 
 def _signed(seed: bytes, users: int, header: RoundHeader) -> bytes:

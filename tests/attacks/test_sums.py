@@ -156,9 +156,9 @@ def test_a_sum_of_fewer_users_than_are_counted_on_is_refused(authority, credenti
         (honest[:2], "must stand for at least 100 users, got 50"),
         ([*honest[:2], honest[1]], "does not open: REPLAYED"),
         ([*honest[:2], *of("b")], "a seed of b stands for 30 users, and may for 0"),
-        ([*honest[:2], *of("")], "no node has signed it"),
-        ([*honest[:2], *of("stranger")], "has no valid certificate of a node"),
-        ([*honest[:2], *of("server", users=50)], "has no valid certificate of a node"),
+        ([*honest[:2], *of("")], "no node with a valid certificate has signed it"),
+        ([*honest[:2], *of("stranger")], "no node with a valid certificate has signed"),
+        ([*honest[:2], *of("server", users=50)], "no node with a valid certificate has signed"),
         ([*honest[:2], *of("unknown")], "a seed of unknown stands for 50 users, and may for 0"),
         (of("a", users=100), "a says that it stands for 100 users, its certificate for 20"),
         ([*honest[:2], *of("c", header=another)], "does not open: NOT_OPENED"),
@@ -175,13 +175,13 @@ def test_what_one_node_has_signed_is_good_for_its_own_seed_and_number_alone(cred
     _, sealed = message(plan, credentials, "a")
     payload = ReportOpener(PRIVATE).open(sealed, header)
     assert read_seed(payload, header, authority.certificate).node == "a"
-    for place in (1, 32, 40, 41, 60):  # of the seed, of the number of users, of the signature
+    for place in (1, 32, 40, 60):  # of the seed, of the number of users, of the signature
         changed = bytearray(payload)
         changed[place] ^= 1
-        with pytest.raises(ValueError, match="no node has signed it"):
+        with pytest.raises(ValueError, match="a has not signed it"):
             read_seed(bytes(changed), header, authority.certificate)
     other = dataclasses.replace(header, nonce=b"m" * 16)
-    with pytest.raises(ValueError, match="no node has signed it"):
+    with pytest.raises(ValueError, match="a has not signed it"):
         read_seed(payload, other, authority.certificate)
 
 
