@@ -249,7 +249,10 @@ class Plan(Checked):
         return updates + self.noise_of_sum(users) * (math.sqrt(dimension) + 8)
 
     def longest_cheat(self, users: int, dimension: int) -> float:
-        """Returns how long a vector over C one node may add to a sum that is then accepted."""
+        """Returns how long a vector over C a node of one user may add to a sum that is accepted.
+
+        With more users it leaves out more noise of its own, and may add more.
+        """
         noise = self.noise_of_sum(users) * math.sqrt(dimension)
         return math.sqrt(self.longest_sum(users, dimension) ** 2 - noise**2)
 

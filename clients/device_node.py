@@ -12,11 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from shufl.accounting.mechanisms import Randomness
+from shufl.accounting.mechanisms.summed import SEED_BYTES
 from shufl.clients.device import RoundRefused
 from shufl.clients.node import Node, PreparedRound
 from shufl.clients.settings import ClientSettings
 from shufl.clients.worker import DONE, FAILED, Worker
-from shufl.shuffler import Credentials, ShufflerError
+from shufl.shuffler import Credentials, RoundHeader, ShufflerError, generate_key_pair
+from shufl.shuffler.wire.seeds import seal_seed
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class DeviceNode(Node):
         window, users = settings.plan.window, settings.users
         assert window is not None and users is not None
         settings.plan.check_dimension(self._work.dimension, users)  # whoever has made the settings
+        if settings.plan.mixing == "sum":
+            self._check_signer()
         self.window, self.clock = window, clock or Clock()
         self.round: PreparedRound | None = None
         self._playing: threading.Thread | None = None
@@ -90,6 +94,11 @@ class DeviceNode(Node):
     @property
     def _signer(self) -> Credentials:
         return self._intakes[self.shuffler_of(self.settings.number)].credentials
+
+    def _check_signer(self) -> None:
+        """Refuses a key or a certificate with which no seed can be signed."""
+        header = RoundHeader("", 0, "", "", "")
+        seal_seed(bytes(SEED_BYTES), 1, generate_key_pair()[1], header, self._signer)
 
     def finish(self, at_once: threading.Event) -> None:
         """Returns when no round is under way any more, or as soon as `at_once` is set."""
@@ -146,6 +155,8 @@ class DeviceNode(Node):
             log.warning("round %d: not all reports were submitted: %s", number, error)
         except Exception:
             log.exception("round %d: not all reports were submitted", number)
+        if verdicts["WRONG_LENGTH"]:
+            log.warning("round %d: node and server must have the same version of shufl", number)
         states = self._worker.states
         log.info(
             "round %d: of %d users %d updates are done and %d failed; reports: %s",

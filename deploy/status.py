@@ -18,7 +18,7 @@ from shufl.shuffler.wire.connection import Connection
 from shufl.shuffler.wire.errors import ShufflerError
 from shufl.simulator.records import read_run
 from shufl.simulator.section import ConfigError
-from shufl.simulator.tables import scores_of
+from shufl.simulator.tables import last_doubt, scores_of
 
 _LATELY = 5  # rounds whose time says how long the rest will take
 _SECONDS = 5.0  # for a shuffler to answer
@@ -91,7 +91,7 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
         shufflers={each: health_of(each, site.credentials) for each in site.shufflers}
         if site
         else {},
-        doubt=rows[-1]["doubt"] if rows else "",
+        doubt=last_doubt(rows),
     )
 
 

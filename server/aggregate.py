@@ -111,8 +111,16 @@ class Expected:
     authority: bytes
 
 
-class SpoiledSum(RuntimeError):
-    """A round's sum is no sum of honest nodes' messages."""
+class SpoiledBatch(RuntimeError):
+    """What a shuffler has released is not what honest parties make.
+
+    Attributes:
+        users: how many users' sum was looked at, if it was.
+    """
+
+    def __init__(self, why: str, users: int = 0):
+        super().__init__(why)
+        self.users = users
 
 
 def aggregate_sum(
@@ -133,14 +141,14 @@ def aggregate_sum(
     nodes sign nothing.
 
     Raises:
-        SpoiledSum: there is no vector of d numbers, a seed does not open or is not one of an
+        SpoiledBatch: there is no vector of d numbers, a seed does not open or is not one of an
             expected node, the seeds stand for fewer users than the plan asks for or more than it
             has, or the sum is longer than one of honest users is.
     """
     header, parts = batch[0], iter(batch[1])
     vector = next(parts, b"")
     if len(vector) != 4 * dimension:
-        raise SpoiledSum(f"a sum must have {4 * dimension} bytes, got {len(vector)}")
+        raise SpoiledBatch(f"a sum must have {4 * dimension} bytes, got {len(vector)}")
     total = np.frombuffer(vector, dtype="<u4").astype(np.uint32)
     users, opener = 0, ReportOpener(private_key)
     left = dict(expected.users) if expected is not None else {}
@@ -148,23 +156,26 @@ def aggregate_sum(
         seed = _open_seed(opener, sealed, header, expected.authority if expected else None)
         most = left.pop(seed.node, 0) if expected is not None else plan.users
         if seed.users > most:
-            raise SpoiledSum(
+            raise SpoiledBatch(
                 f"a seed of {seed.node or 'a node'} stands for {seed.users} users, and may for "
                 f"{most}"
             )
         users += seed.users
         if users > plan.users:  # also ends a release without end
-            raise SpoiledSum(f"seeds stand for more users than the plan has, {plan.users}")
+            raise SpoiledBatch(f"seeds stand for more users than the plan has, {plan.users}")
         total -= mask(seed.seed, dimension)
     if users < plan.fewest_present:
-        raise SpoiledSum(f"seeds must stand for at least {plan.fewest_present} users, got {users}")
+        raise SpoiledBatch(
+            f"seeds must stand for at least {plan.fewest_present} users, got {users}"
+        )
     total += whole_noise(noise, plan.central_noise, 1).astype(np.uint32)
     whole = signed(total)
     # Of the sum with all its noise: everybody sees by the model whether it was refused.
     length = math.sqrt(np.einsum("i,i->", *[whole.astype(np.float64)] * 2))
     if length > (most_steps := steps_of_sums(plan.longest_sum(users, dimension), dimension)):
-        raise SpoiledSum(
-            f"the sum is {length / most_steps:.3g} times as long as one of honest users"
+        raise SpoiledBatch(
+            f"the sum is {length / most_steps:.3g} times as long as one of honest users",
+            users,
         )
     unit = unit_of_sums(plan.mechanism.clip_norm, dimension)
     estimate = (whole * (unit / (users * plan.check_in_rate))).astype(np.float32)
@@ -177,9 +188,9 @@ def _open_seed(
     try:
         return read_seed(opener.open(sealed, header), header, authority)
     except ReportRejected as rejected:
-        raise SpoiledSum(f"a seed does not open: {rejected.reason.name}") from None
+        raise SpoiledBatch(f"a seed does not open: {rejected.reason.name}") from None
     except ValueError as error:
-        raise SpoiledSum(f"a seed is refused: {error}") from None
+        raise SpoiledBatch(f"a seed is refused: {error}") from None
 
 
 def aggregate_reports(
@@ -196,6 +207,7 @@ def aggregate_reports(
     this round alone, and `users` is how many were present.
 
     Raises:
+        SpoiledBatch: a batch has more reports than the plan has users and blankets.
         ValueError: the aggregator has left more out than it was given.
         Exception: what the aggregator raises.
     """
@@ -204,7 +216,11 @@ def aggregate_reports(
     opener = ReportOpener(private_key)
     reports = 0
     reasons: Counter[str] = Counter()
-    for header, sealed in ((header, each) for header, batch in batches for each in batch):
+    most = plan.users + plan.most_blankets
+    numbered = ((header, *each) for header, batch in batches for each in enumerate(batch))
+    for header, number, sealed in numbered:
+        if number == most:
+            raise SpoiledBatch(f"a batch must have at most {most} reports, and has more")
         try:
             payload = opener.open(sealed, header)
             if payload == empty:

@@ -7,7 +7,8 @@ from collections import defaultdict
 
 from shufl.accounting import PrivacyPlan
 
-_MOST_DEVIATIONS = 5.0  # by chance once in a million, for a shuffler that is as agreed
+_MOST_DEVIATIONS = 5.0  # by chance once in a million at each look, for a shuffler that is as agreed
+_MOST_SHORT = 25.0  # by chance in T rounds with probability below T exp(-25)
 
 
 class Counts:
@@ -21,6 +22,8 @@ class Counts:
         self._plan = plan
         self._excess: dict[int, float] = defaultdict(float)
         self._variance: dict[int, float] = defaultdict(float)
+        self._short: dict[int, float] = defaultdict(float)
+        self._shortest: dict[int, float] = defaultdict(float)
 
     def add(self, shuffler: int, reports: int, users: int) -> None:
         """Counts a released batch: binomially many users' reports, and Poisson many blankets."""
@@ -31,30 +34,34 @@ class Counts:
     def add_sum(self, shuffler: int, length: float, users: int, dimension: int) -> None:
         """Compares a sum with its noise alone, which users' updates only make longer.
 
-        `length` is that of the sum with all its noise, the server's too, over C. In units of the
-        noise its square is at least chi-squared with d degrees of freedom.
+        `length` is that of the sum with all its noise, the server's too, over C. Its square in
+        units of the noise is at least chi-squared with d degrees of freedom. What is missing adds
+        up, in standard deviations, from the round on in which it began (a cumulative sum, Page
+        1954, with 1/2 as its reference value). Its exponential is a supermartingale while all add
+        their noise, since that law's lower tail is below a Gaussian's.
         """
         if noise := self._plan.noise_of_sum(users):
-            self._excess[shuffler] += (length / noise) ** 2 - dimension
-            self._variance[shuffler] += 2.0 * dimension
+            missing = (dimension - (length / noise) ** 2) / math.sqrt(2.0 * dimension)
+            self._short[shuffler] = max(self._short[shuffler] + missing - 0.5, 0.0)
+            self._shortest[shuffler] = max(self._shortest[shuffler], self._short[shuffler])
 
     @property
     def doubt(self) -> str:
-        """One line about shufflers that are five standard deviations off or more; or nothing."""
+        """One line about shufflers whose releases no chance explains; or nothing."""
         lines = []
         for shuffler, excess in sorted(self._excess.items()):
             deviations = excess / math.sqrt(max(self._variance[shuffler], 1.0))
-            if self._plan.mixing == "sum":
-                if deviations <= -_MOST_DEVIATIONS:
-                    lines.append(
-                        f"shuffler {shuffler + 1} released sums that are shorter than their noise, "
-                        f"by {-deviations:.1f} standard deviations: ask its operator and the "
-                        "nodes' owners whether all add noise"
-                    )
-            elif abs(deviations) >= _MOST_DEVIATIONS:
+            if abs(deviations) >= _MOST_DEVIATIONS:
                 lines.append(
                     f"shuffler {shuffler + 1} released {abs(excess):.0f} reports "
                     f"{'more' if excess > 0 else 'fewer'} than expected, "
                     f"{abs(deviations):.1f} standard deviations: ask its operator"
+                )
+        for shuffler, short in sorted(self._shortest.items()):
+            if short >= _MOST_SHORT:
+                lines.append(
+                    f"shuffler {shuffler + 1} released sums that are shorter than their noise, by "
+                    f"{short:.0f} standard deviations: ask its operator and the nodes' owners "
+                    "whether all add noise"
                 )
         return "; ".join(lines)

@@ -65,8 +65,10 @@ def read_node(said: dict[str, Any], shufflers: int, mixing: Mixing = "shuffle") 
         raise ValueError(
             f"node {number} must report to shuffler {right} of {shufflers}, it said {shuffler}"
         )
-    if mixing == "sum" and (version := said.get("sums", 1)) != SUM_VERSION:
-        older = "the node" if version == 1 else "this server"
+    version = said.get("sums", 1)
+    if mixing == "sum" and (type(version) is not int or version != SUM_VERSION):
+        newer = type(version) is int and version > SUM_VERSION
+        older = "this server" if newer else "the node"
         raise ValueError(
             f"its messages with sums are of version {reprlib.repr(version)}, this server's of "
             f"{SUM_VERSION}: upgrade shufl on {older}"

@@ -20,7 +20,7 @@ from shufl.accounting.mechanisms import make_randomness
 from shufl.server.aggregate import (
     Aggregate,
     Expected,
-    SpoiledSum,
+    SpoiledBatch,
     aggregate_reports,
     aggregate_sum,
 )
@@ -234,7 +234,16 @@ class RoundLoop:
 
         def open_at(number: int) -> bytes:
             self._unended[number] = round
-            return self._shufflers[number].open_round(header.run_id, round, digest, public_key)
+            try:
+                return self._shufflers[number].open_round(header.run_id, round, digest, public_key)
+            except ShufflerRefused as refused:
+                if refused.reason is Refusal.MALFORMED and plan.mixing == "sum":
+                    raise ShufflerRefused(
+                        refused.reason,
+                        f"{refused.detail}: shuffler and server must have the same "
+                        "version of shufl",
+                    ) from None
+                raise
 
         nonces = self._at_each(list(self._ready), open_at, lost)
         nodes = sorted(node for number in nonces for node in self._ready[number])
@@ -255,16 +264,20 @@ class RoundLoop:
                 del closed[number], there[number]
         parts: dict[int, Aggregate] = {}
         fetched: list[int] = []
+        doubts: list[str] = []
         for number, each in closed.items():
             if each.outcome is Outcome.RELEASABLE:
                 with self._passing(number, lost):
                     own = dataclasses.replace(header, nonce=nonces[number])
                     part = self._fetch(number, own, private_key, there[number])
                     fetched.append(number)
-                    if part is not None:
+                    if isinstance(part, Aggregate):
                         parts[number] = part
-                        if plan.mixing == "sum":
-                            there[number] = part.reports
+                    else:
+                        doubts.append(f"round {round}, shuffler {number + 1}: {part}")
+                        log.warning("%s", doubts[-1])
+                    if plan.mixing == "sum":  # what nodes have sealed, not what a shuffler says
+                        there[number] = getattr(part, "reports", getattr(part, "users", 0))
         del private_key  # overwritten: nobody can open this round's reports again
         outcomes = [_OUTCOMES[each.outcome] for each in closed.values()]
         outcome: RoundOutcome = (
@@ -284,13 +297,15 @@ class RoundLoop:
                 self._counts.add_sum(number, part.length, there[number], self._training.dimension)
         if doubt := self._counts.doubt:
             log.warning("%s", doubt)
-        return PlayedRound(outcome, aggregate, users, smallest, silent, doubt)
+            doubts.append(doubt)
+        return PlayedRound(outcome, aggregate, users, smallest, silent, "; ".join(doubts))
 
     def _untrue(self, closed: dict[int, Closed], lost: dict[int, ShufflerError]) -> Iterator[int]:
-        """Shufflers that say of a batch that fewer users sent than it takes, or more than may."""
+        """Shufflers that say that fewer users sent than a release takes, or more than may."""
         for number, each in [*closed.items()]:
-            least, most = self.settings.plan.fewest_present, self._fleet.most_at(number)
-            if each.outcome is Outcome.RELEASABLE and not least <= each.senders <= most:
+            releasable, most = each.outcome is Outcome.RELEASABLE, self._fleet.most_at(number)
+            least = self.settings.plan.fewest_present if releasable else 0
+            if not least <= each.senders <= most:
                 lost[number] = ShufflerError(
                     f"it says that {each.senders} users sent: {least} to {most} may"
                 )
@@ -328,13 +343,13 @@ class RoundLoop:
 
     def _fetch(
         self, number: int, header: RoundHeader, private_key: PrivateKey, users: int
-    ) -> Aggregate | None:
-        """Aggregates a shuffler's batch and has it destroyed; returns None for a spoiled sum."""
+    ) -> Aggregate | SpoiledBatch:
+        """Aggregates a shuffler's batch and has it destroyed; returns why it is not used if so."""
         shuffler, settings = self._shufflers[number], self.settings
         about = settings.plan, self._training.dimension
         patience = _SHUFFLER_SECONDS if self._patient else 0.0
         batch = header, shuffler.release(header.run_id, header.round, patience)
-        aggregate: Aggregate | None = None
+        aggregate: Aggregate | SpoiledBatch
         try:
             if settings.plan.mixing == "sum":
                 # The streams of the shufflers' own draws have other seeds.
@@ -349,8 +364,8 @@ class RoundLoop:
             else:
                 own = settings.make_aggregator(*about)
                 aggregate = aggregate_reports([batch], private_key, *about, own, users)
-        except SpoiledSum as spoiled:
-            log.warning("round %d, shuffler %d: %s", header.round, number + 1, spoiled)
+        except SpoiledBatch as spoiled:
+            aggregate = spoiled
         except ShufflerError:
             raise
         except (Exception, SystemExit) as error:  # whatever the reader's aggregator does

@@ -84,9 +84,14 @@ class Credentials:
 
     @property
     def signing_key(self) -> ec.EllipticCurvePrivateKey:
-        """The private key, to sign with."""
+        """The private key, to sign with.
+
+        Raises:
+            ValueError: it is not one of P-256.
+        """
         key = serialization.load_pem_private_key(self.private_key, None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        if not (isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, _CURVE)):
+            raise ValueError(f"the key of {self.name} must be one of P-256 to sign with")
         return key
 
     @property

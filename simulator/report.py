@@ -18,6 +18,7 @@ from shufl.simulator.records import RunRecorder
 from shufl.simulator.tables import (
     STOPPED,
     epsilon_rows,
+    last_doubt,
     print_epsilons,
     score_text,
     too_few_present,
@@ -52,7 +53,7 @@ def summarise(
         "accountant": plan.accountant,
         "target_epsilon": plan.target_epsilon,
         "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few)),
-        "doubt": rows[-1]["doubt"] if rows else "",
+        "doubt": last_doubt(rows),
         "versions": {
             name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy", "flwr")
         },

@@ -314,7 +314,7 @@ def _mixed(plan: PrivacyPlan, parameters: int) -> str:
     return (
         f"sums with noise of {rounded_up(plan.noise_of_sum(plan.least_present))} C: all users "
         "send, no report can be looked at, and one cheating node can spoil a round, or add "
-        f"{rounded_up(most)} C to its sum"
+        f"{rounded_down(most, 3)} C to its sum or more"
     )
 
 

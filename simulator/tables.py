@@ -43,6 +43,14 @@ def scores_of(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
     return [(row, score) for row, score in scored if score is not None and math.isfinite(score)]
 
 
+def last_doubt(rows: list[dict[str, Any]]) -> str:
+    """What a run's operator should look into, as the last round with a doubt said; or nothing.
+
+    One round without doubt, or a resumed run's first, does not take an earlier one's back.
+    """
+    return next((row["doubt"] for row in reversed(rows) if row["doubt"]), "")
+
+
 _MAY_BE_KNOWN = {"released", "lost"}  # the server may have received part of a lost round
 
 

@@ -124,10 +124,7 @@ class Run:
             raise _malformed(f"the public key is not one to seal reports to: {error}") from error
         if self.plan.mixing == "sum":
             if length <= SEED_PAYLOAD_BYTES or (length - SEED_PAYLOAD_BYTES) % 4:
-                raise _malformed(
-                    f"no vector with its seed has {self.report_bytes} bytes: shuffler and server "
-                    "must have the same shufl"
-                )
+                raise _malformed(f"no vector with its seed has {self.report_bytes} bytes")
             try:
                 self.plan.check_dimension(self.dimension_of_sums(public_key))
             except ConfigError as error:

@@ -30,7 +30,12 @@ from shufl.shuffler.store.rounds import Round, Run, parse_run
 from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.shuffler.wire.channel import MOST_USERS
 from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused
-from shufl.shuffler.wire.sealing import SEALED_BYTES, RoundHeader, key_digest
+from shufl.shuffler.wire.sealing import (
+    SEALED_BYTES,
+    SEED_PAYLOAD_BYTES,
+    RoundHeader,
+    key_digest,
+)
 
 _MAX_NAME = 256  # characters of a run id or a model digest
 _MAX_ROUND = 2**63 - 1
@@ -118,6 +123,10 @@ class RunStore:
         if report_bytes < SEALED_BYTES:  # older records may have such runs
             what = f"report_bytes must be at least {SEALED_BYTES}, got {report_bytes}"
             raise ShufflerRefused(Refusal.MALFORMED, what)
+        if run.plan.mixing == "sum" and (report_bytes - SEED_PAYLOAD_BYTES) % 4:  # of any suite
+            what = f"no vector with its seed has {report_bytes} bytes"
+            more = "shuffler and server must have the same version of shufl"
+            raise ShufflerRefused(Refusal.MALFORMED, f"{what}: {more}")
         self._floor.check(run.plan)
         if self._durable and run.plan.cover and run.plan.window is None:
             raise ShufflerRefused(Refusal.MALFORMED, "a plan with cover must have a window")

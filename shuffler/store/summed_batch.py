@@ -46,6 +46,8 @@ class SummedBatch(Batch):
             self._add_noise()
         total, seeds = self._total.astype("<u4", copy=False).view(np.uint8), self._seeds
         for start in range(0, len(total), limit):
+            if self._descriptor < 0:
+                raise ShufflerRefused(Refusal.DISCARDED)
             yield [total[start : start + limit].tobytes()], start + limit < len(total)
         together = limit // len(seeds[0]) if seeds else 1
         for first in range(0, len(seeds), together):

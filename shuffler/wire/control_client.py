@@ -107,7 +107,10 @@ class ControlClient(Connection):
         request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round)
         patience = window + max(self.timeout, _BLANKET_SECONDS)
         reply = self._call("CloseRound", request, patience)
-        return Closed(Outcome(reply.outcome), reply.senders, tuple(reply.absent))
+        try:
+            return Closed(Outcome(reply.outcome), reply.senders, tuple(reply.absent))
+        except ValueError:
+            raise ShufflerError(f"it says that the round ended as {reply.outcome}") from None
 
     def end_round(self, run_id: str, round: int) -> None:
         """Has the batch of a round destroyed, whatever there is of it; there may be none.
@@ -156,7 +159,10 @@ class ControlClient(Connection):
                     chunk = answers.next(time.monotonic() + self.timeout)
                 if chunk is None:
                     return
-                if chunk.more or pieces:
+                in_pieces = bool(chunk.more or pieces)
+                if not (chunk.sealed and all(chunk.sealed)) or (in_pieces and chunk.sealed[1:]):
+                    raise ShufflerError("what it releases is no report")
+                if in_pieces:
                     pieces += chunk.sealed
                     if sum(map(len, pieces)) > MAX_REPORT_BYTES:
                         raise ShufflerError("what it releases is longer than any report")

@@ -1,11 +1,16 @@
 """A shuffler that cheats with sums: it makes up vectors, leaves nodes out, adds no noise, lies."""
 
 import dataclasses
+import datetime
 import itertools
 import math
 
 import numpy as np
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from rounds import make_plan
 from shufl.accounting import make_accountant
@@ -19,16 +24,21 @@ from shufl.accounting.mechanisms.summed import (
     whole_noise,
     whole_update,
 )
-from shufl.server.aggregate import Expected, SpoiledSum, aggregate_sum
+from shufl.server.aggregate import Expected, SpoiledBatch, aggregate_sum
 from shufl.server.counts import Counts
 from shufl.shuffler import ReportOpener, RoundHeader, generate_key_pair, key_digest, seal
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.wire.seeds import read_seed, seal_seed
+from shufl.shuffler.wire.sealing import SEED_PAYLOAD_BYTES
+from shufl.shuffler.wire.seeds import _START, SUM_VERSION, read_seed, seal_seed
 
 PRIVATE, PUBLIC = generate_key_pair("mlkem768-x25519")
 NODES = {"a": 20, "b": 30, "c": 50}
 DIMENSION = 64
+DAY = datetime.timedelta(days=1)
+P256_OID = bytes.fromhex("06082a8648ce3d030107")
+KEY_OID = bytes.fromhex("06072a8648ce3d0201")
+SUBJECT_NAME_OID, ISSUER_NAME_OID = bytes.fromhex("0603551d11"), bytes.fromhex("0603551d12")
 
 
 def plan_of(**changes):
@@ -163,9 +173,9 @@ def test_a_sum_of_fewer_users_than_are_counted_on_is_refused(authority, credenti
         (of("a", users=100), "a says that it stands for 100 users, its certificate for 20"),
         ([*honest[:2], *of("c", header=another)], "does not open: NOT_OPENED"),
     ):
-        with pytest.raises(SpoiledSum, match=why):
+        with pytest.raises(SpoiledBatch, match=why):
             server_takes(plan, authority, handed_over(messages))
-    with pytest.raises(SpoiledSum, match="a seed of c stands for 50 users, and may for 0"):
+    with pytest.raises(SpoiledBatch, match="a seed of c stands for 50 users, and may for 0"):
         server_takes(plan, authority, handed_over(honest), ["a", "b"])  # c is at another shuffler
 
 
@@ -194,7 +204,7 @@ def test_a_shuffler_with_nodes_of_its_own_gets_the_sum_of_the_others(authority, 
         own = nothing, seal_seed(seed, 50, PUBLIC, header_of(plan), credentials["c"])
         return server_takes(plan, authority, handed_over([message(plan, credentials, "a"), own]))
 
-    with pytest.raises(SpoiledSum, match="at least 100 users, got 70"):
+    with pytest.raises(SpoiledBatch, match="at least 100 users, got 70"):
         of_a_and_c(DISTRIBUTED)
     fewer = DISTRIBUTED.replace(least_present=70)
     assert of_a_and_c(fewer).reports == 70
@@ -215,7 +225,7 @@ def test_a_release_without_end_is_not_read_to_its_end(authority, credentials):
 
     zeros = bytes(4 * DIMENSION)
     draws = np.zeros(DIMENSION)
-    with pytest.raises(SpoiledSum, match="for more users than the plan has, 100"):
+    with pytest.raises(SpoiledBatch, match="for more users than the plan has, 100"):
         aggregate_sum((header, itertools.chain([zeros], seeds())), PRIVATE, plan, DIMENSION, draws)
     assert len(read) == 101
 
@@ -224,7 +234,7 @@ def test_a_seed_of_version_1_is_refused_with_what_to_upgrade():
     plan = plan_of()
     header = header_of(plan)
     parts = [bytes(4 * DIMENSION), seal(new_seed(), PUBLIC, header)]
-    with pytest.raises(SpoiledSum, match="not of version 2: nodes and server must have the same"):
+    with pytest.raises(SpoiledBatch, match="not of version 2: nodes and server must have the same"):
         aggregate_sum((header, iter(parts)), PRIVATE, plan, DIMENSION, np.zeros(DIMENSION))
 
 
@@ -257,6 +267,65 @@ def test_a_shuffler_or_nodes_that_add_no_noise_to_sums_are_named(by):
     assert "shuffler 1 released sums that are shorter than their noise" in counts.doubt
 
 
+def test_missing_noise_is_named_however_long_it_was_there_before():
+    """Long updates in earlier rounds do not pay for a later sum; and a doubt stays."""
+    plan = plan_of(users=1000, central_noise=23.6)
+    noise, d = plan.noise_of_sum(1000), 26_010
+    counts = Counts(plan)
+    for _ in range(1000):
+        counts.add_sum(0, math.hypot(noise * math.sqrt(d), 1800.0), 1000, d)
+    assert not counts.doubt
+    counts.add_sum(0, math.hypot(plan.central_noise * math.sqrt(d), 300.0), 1000, d)
+    assert counts.doubt.startswith("shuffler 1 released sums that are shorter than their noise, by")
+    counts.add_sum(0, 2 * noise * math.sqrt(d), 1000, d)
+    assert counts.doubt
+
+
+@pytest.mark.parametrize("dimension", [2, 100, 10_000])
+def test_honest_noise_is_never_named(dimension):
+    """Without updates, which only make sums longer: 2 000 runs of 100 rounds."""
+    plan = plan_of(central_noise=1.0)
+    noise, generator = plan.noise_of_sum(100), np.random.default_rng(5)
+    shortest = 0.0
+    for shuffler in range(2000):
+        counts = Counts(plan)
+        for square in generator.chisquare(dimension, 100):
+            counts.add_sum(shuffler, noise * math.sqrt(square), 100, dimension)
+        assert not counts.doubt
+        shortest = max(shortest, counts._shortest[shuffler])
+    # exp(-x) bounds the chance that a run's largest value is x, times its rounds.
+    assert shortest < math.log(2000 * 100 * 1e3)
+
+
+def made_up_certificate(extension):
+    """One of nobody, DER, with a subject's alternative name and this extension."""
+    key, now, name = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(), x509.Name([])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + DAY)
+    names = x509.SubjectAlternativeName([x509.DNSName("a")])
+    builder = builder.add_extension(names, False).add_extension(extension, False)
+    return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
+
+
+@pytest.mark.parametrize("kind", ["version", "curve", "key", "names", "cut", "rubbish"])
+def test_no_certificate_that_somebody_makes_up_ends_a_run(authority, credentials, kind):
+    """Whoever has the round's public key can seal one: it is a spoiled sum, and no other error."""
+    der = x509.load_pem_x509_certificate(credentials["a"].certificate).public_bytes(Encoding.DER)
+    with_two_names = made_up_certificate(x509.IssuerAlternativeName([x509.DNSName("a")]))
+    changed = {
+        "version": der.replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x05", 1),
+        "curve": der.replace(P256_OID, P256_OID[:-1] + b"\x7f", 1),
+        "key": der.replace(KEY_OID, KEY_OID[:-1] + b"\x7f", 1),
+        "names": with_two_names.replace(ISSUER_NAME_OID, SUBJECT_NAME_OID),
+        "cut": der[:-9],
+        "rubbish": b"rubbish",
+    }[kind]
+    plan = DISTRIBUTED
+    header, payload = header_of(plan), _START.pack(SUM_VERSION, bytes(32), 20, b"s", len(changed))
+    sealed = seal((payload + changed).ljust(SEED_PAYLOAD_BYTES, b"\0"), PUBLIC, header)
+    with pytest.raises(SpoiledBatch, match="no node with a valid certificate has signed it"):
+        server_takes(plan, authority, [bytes(4 * DIMENSION), sealed])
+
+
 def test_that_a_sum_is_too_short_is_told_by_the_sum_with_the_servers_noise():
     """A shuffler that leaves its noise out learns by its name no more than the model shows."""
     plan = plan_of()
@@ -284,7 +353,7 @@ def test_how_far_one_node_moves_a_sum_is_what_the_documents_say():
         parts = [vector, seal_seed(seed, 1000, PUBLIC, header)]
         try:
             aggregate_sum((header, iter(parts)), PRIVATE, plan, d, draws)
-        except SpoiledSum:
+        except SpoiledBatch:
             assert not accepted
         else:
             assert accepted

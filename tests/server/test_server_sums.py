@@ -18,7 +18,7 @@ from shufl.accounting.mechanisms.summed import (
     whole_noise,
     whole_update,
 )
-from shufl.server.aggregate import SpoiledSum, aggregate_sum
+from shufl.server.aggregate import SpoiledBatch, aggregate_sum
 from shufl.shuffler import RoundHeader, generate_key_pair, key_digest, seal
 from shufl.shuffler.wire.seeds import seal_seed
 
@@ -107,7 +107,7 @@ def test_a_sum_that_no_honest_users_make_is_spoiled(vectors):
         (released([*vectors[1:], np.full(DIMENSION, 10_000)]), "times as long"),
         (released(vectors, more=2**31), "times as long"),
     ):
-        with pytest.raises(SpoiledSum, match=why):
+        with pytest.raises(SpoiledBatch, match=why):
             aggregate(spoiled)
     assert aggregate(good)
 
@@ -132,7 +132,7 @@ def test_whether_a_sum_is_refused_depends_on_the_servers_noise_too():
     for draws in words(60, DIMENSION):
         try:
             aggregate(released([vector], users=50), noise=draws)
-        except SpoiledSum:
+        except SpoiledBatch:
             refused += 1
     assert 0 < refused < 60
 

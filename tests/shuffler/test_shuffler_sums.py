@@ -21,6 +21,7 @@ from shufl.shuffler import (
     ShufflerRefused,
     Verdict,
     message_length,
+    sealed_length,
 )
 from shufl.shuffler.callers import Caller, Role
 from shufl.shuffler.store.batch import Slot
@@ -271,10 +272,21 @@ def test_what_does_not_go_with_sums_is_refused_by_the_shuffler(tmp_path, changed
 
 def test_a_message_that_is_no_vector_with_its_seed_is_refused_at_the_key(tmp_path):
     store = RunStore(tmp_path / "directory", durable=False)
-    for number, length in enumerate((message_length(0, "sum"), message_length(3, "sum") + 1)):
-        store.create_run(f"run {number}", sums(), length)
-        with pytest.raises(ShufflerRefused, match="no vector with its seed"):
-            store.open_round(f"run {number}", 1, "model", PUBLIC_KEY)
+    store.create_run("run", sums(), message_length(0, "sum"))
+    with pytest.raises(ShufflerRefused, match="no vector with its seed"):
+        store.open_round("run", 1, "model", PUBLIC_KEY)
+    store.close()
+
+
+@pytest.mark.parametrize("sealing", ["x25519", "mlkem768-x25519"])
+def test_a_server_of_version_1_is_told_that_versions_differ(tmp_path, sealing):
+    """Before any round. It sealed the 32 bytes of a seed alone, whatever the model."""
+    store = RunStore(tmp_path / "directory", durable=False)
+    for dimension in (1, 26_010):
+        length = 4 * dimension + sealed_length(32, sealing)
+        with pytest.raises(ShufflerRefused, match="must have the same version of shufl"):
+            store.create_run("run", sums(), length)
+        store.create_run(f"{dimension}", sums(), message_length(dimension, "sum", sealing))
     store.close()
 
 
