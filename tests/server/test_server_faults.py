@@ -271,7 +271,7 @@ def test_a_shuffler_whose_sums_lack_its_noise_is_named_beside_every_round(tmp_pa
     with ShufflerHere() as shuffler:
         plan = PLAN.replace(**SUMS | {"central_noise": 500.0})
         run = Run(tmp_path, [shuffler], plan, width=999)
-        run.play(1)
+        run.play(2)  # 16 standard deviations a round
     assert run.rows[-1].doubt.startswith("shuffler 1 released sums that are shorter than their")
 
 
