@@ -68,8 +68,8 @@ class SumCentralAccountant(SumAccountant):
     Guarantee:
         ε holds for every pair of neighbouring datasets, in any dimension, whoever else takes part,
         against server, shuffler, other users and whoever sees the models; assumes that the user's
-        own device follows the protocol, and that one of shuffler and server does so too, every
-        round, and tells the other nothing of its noise.
+        own device flips its coin, that shuffler and server both add their noise every round, and
+        that they do not collude.
     """
 
     name = "sum-central"
@@ -77,8 +77,8 @@ class SumCentralAccountant(SumAccountant):
     covers = (
         "every pair of neighbouring datasets, in any dimension, whoever else takes part, against "
         "server, shuffler, other users and whoever sees the models; assumes that the user's own "
-        "device follows the protocol, and that one of shuffler and server does so too, every "
-        "round, and tells the other nothing of its noise"
+        "device flips its coin, that shuffler and server both add their noise every round, and "
+        "that they do not collude"
     )
 
     def _noise(self, event: Summed) -> float:
