@@ -14,6 +14,7 @@ shares δ_k of δ that add up to it, `(Σ ε_k, Σ δ_k)` holds however the next
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -39,6 +40,7 @@ from shufl.accounting.plan import (
 )
 from shufl.accounting.validation import (
     Checked,
+    Count,
     NotNegative,
     Positive,
     Probability,
@@ -79,6 +81,9 @@ class DeviceLimits(Checked):
         most_check_in_rate: a plan's check-in rate γ is at most this.
         least_work_seconds: a plan's `window.work_until` is at least this. Above 0, a server cannot
             choose a window so short that slow devices report noise alone.
+        most_runs: the device takes part in so many runs. Without it, runs whose ε is 0 would make
+            its ledger longer, and each offer slower, without end.
+        most_rounds: the rounds that all runs together may have are no more.
         plans: digests of the plans that are accepted; any within the limits, if there are none.
 
     Raises:
@@ -92,6 +97,8 @@ class DeviceLimits(Checked):
     least_noise: NotNegative = 0.0
     most_check_in_rate: CheckInRate = 1.0
     least_work_seconds: NotNegative = 0.0
+    most_runs: Count = 100
+    most_rounds: Count = 100_000
     plans: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = Field(
         default=(),
         strict=False,
@@ -125,11 +132,20 @@ class DeviceLimits(Checked):
             )
 
     def check_runs(self, runs: list[RunOffered]) -> None:
-        """Refuses runs that cost more together than the owner accepts.
+        """Refuses runs that are or cost more together than the owner accepts.
 
         Raises:
-            RoundRefused: as `charge`; or one line that says how much they would cost.
+            RoundRefused: as `charge`; or one line that says what they would be or cost.
         """
+        for name, most, count in (
+            ("runs", self.most_runs, len(runs)),
+            ("rounds over all runs", self.most_rounds, sum(run.allotted for run in runs)),
+        ):
+            if count > most:
+                raise RoundRefused(
+                    f"the device's owner accepts up to {most} {name}, with this one it would be "
+                    f"{count}"
+                )
         epsilon = math.fsum(self.charge(run) for run in runs)
         if not epsilon <= self.most_epsilon:
             raise RoundRefused(
@@ -148,14 +164,22 @@ class DeviceLimits(Checked):
             accounting.check_accountant(self.accountant, run.plan.event())
         except ValueError as error:
             raise RoundRefused(f"the device's owner counts otherwise: {error}") from None
-        accountant = accounting.make_accountant(self.accountant, self.adjacency)
-        if accountant.counts_on_others and run.plan.accountant in ON_THEIR_OWN:
+        counts_on_others = accounting.ACCOUNTANTS[self.accountant].counts_on_others
+        if counts_on_others and run.plan.accountant in ON_THEIR_OWN:
             raise RoundRefused(
                 f"the device's owner counts on other users ({self.accountant}), and nobody "
                 f"enforces least_present of a plan with accountant {run.plan.accountant}"
             )
-        accountant.compose(run.plan.event(), run.allotted)
-        return float(accountant.get_epsilon(self.delta * 6.0 / (math.pi * run.number) ** 2))
+        delta = self.delta * 6.0 / (math.pi * run.number) ** 2
+        return _epsilon(self.accountant, self.adjacency, run.plan, run.allotted, delta)
+
+
+@functools.lru_cache(maxsize=2**16)  # each offer asks for all runs
+def _epsilon(
+    accountant: str, adjacency: str, plan: PrivacyPlan, rounds: int, delta: float
+) -> float:
+    pricing = accounting.make_accountant(accountant, adjacency)
+    return float(pricing.epsilon_after(plan.event(), delta, rounds))
 
 
 @dataclass(frozen=True)
@@ -402,7 +426,7 @@ def _read(rows: sqlite3.Connection) -> list[RunOffered]:
     Raises:
         ValueError: they are not what was written.
     """
-    (sound,) = rows.execute("PRAGMA integrity_check(1)").fetchone()
+    (sound,) = rows.execute("PRAGMA integrity_check(runs)").fetchone()  # not of all the rounds
     found = rows.execute(
         "SELECT number, run_id, plan, allotted, offered, last_round, latest, checksum FROM runs"
         " ORDER BY number"

@@ -326,6 +326,7 @@ def _device(plan: PrivacyPlan, rounds: int) -> str:
     charge = limits.charge(RunOffered(1, "", plan, rounds))
     about = {"ledger": "device.db", "most_epsilon": float(f"{charge * 1.01:.3g}")}
     about |= {"delta": plan.delta, "accountant": accountant, "adjacency": plan.adjacency}
+    about |= {"most_rounds": rounds} if rounds > limits.most_rounds else {}
     work_until = 0.0 if plan.window is None else plan.window.work_until
     return _toml("device.toml", about | {"plans": [plan.digest()]}, work_until=f"{work_until:g}")
 

@@ -1,5 +1,6 @@
 """The documents are true of the code where a test can tell, link to what exists, and keep form."""
 
+import ast
 import contextlib
 import csv
 import io
@@ -125,6 +126,91 @@ def test_the_table_of_accountants_says_of_each_what_it_holds_for(name):
     said = dict(re.findall(form, text_of(name), re.M))
     said = {name: words.replace("**", "").removeprefix("the ") for name, words in said.items()}
     assert said == {name: cls.holds_for for name, cls in ACCOUNTANTS.items()}
+
+
+PARTIES = (
+    *("server", "shuffler", "network", "other users", "a node's owner", "authority"),
+    "whoever sees the models",
+)
+
+
+def rows_of(text):
+    """The rows of the first table by their first cell, each a dictionary by heads of columns."""
+    table = re.search(r"(?:^\|.*\n)+", text, re.M)[0].splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+
+
+def claims():
+    """The section on claims, and its table: what is said and the numbers of attacks."""
+    (section,) = re.findall(r"^## Claims\n(.*?)^## ", text_of("docs/threat-model.md"), re.S | re.M)
+    form = re.compile(r"(no claim|holds|holds if [^()]+) ?(?:\(([\d, ]+)\))?")
+    found = {}
+    for row, cells in rows_of(section).items():
+        assert tuple(cells) == PARTIES
+        matches = {party: form.fullmatch(cell) for party, cell in cells.items()}
+        assert all(matches.values()), cells
+        found[row] = {
+            party: (match[1].strip(), re.findall(r"\d+", match[2] or ""))
+            for party, match in matches.items()
+        }
+    return section, found
+
+
+def test_each_claim_that_holds_names_attacks_that_are_tests():
+    section, found = claims()
+    attacks = dict(re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", section, re.S | re.M))
+    named = set()
+    for row, cells in found.items():
+        for party, (said, numbers) in cells.items():
+            assert bool(numbers) == said.startswith("holds"), (row, party)
+            named |= set(numbers)
+    assert named == set(attacks)
+    for number, text in attacks.items():
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text)
+        assert tests and len(tests) == text.count("::"), number
+        for file, name in tests:
+            functions = ast.parse(text_of(file)).body
+            assert name in {each.name for each in functions if isinstance(each, ast.FunctionDef)}
+
+
+def test_claims_are_those_of_the_accountants_and_of_the_other_tables():
+    _, found = claims()
+    pages = {
+        page: {row: " ".join(cells.values()) for row, cells in rows_of(text).items()}
+        for page, text in (
+            ("README.md", text_of("README.md").partition("## What ε means")[2]),
+            ("accounting.md", text_of("docs/accounting.md").partition("## What ε means")[2]),
+        )
+    }
+    names = [re.match(r"`([\w-]+)`", row)[1] for row in found]
+    assert names == [*ACCOUNTANTS]
+    for row, name in zip(found, names, strict=True):
+        accountant = ACCOUNTANTS[name]
+        assert ("homogeneous pair" in row) == (accountant.holds_for == "homogeneous pair")
+        same = "the same assumptions as theorem3"
+        covers = accountant.covers.replace(same, ACCOUNTANTS["theorem3"].covers)
+        said = {party: words for party, (words, _) in found[row].items()}
+        for party in ("other users", "a node's owner", "authority"):
+            assert said[party].startswith(
+                "holds if enough are honest" if accountant.counts_on_others else "holds"
+            )
+            assert (said[party] == "holds") != accountant.counts_on_others
+        counts = "n users" in covers
+        assert counts == accountant.counts_on_others
+        # Whoever counts on others must have them counted, against those who leave them out.
+        for party in ("server", "network"):
+            assert said[party] == ("holds if counted" if counts else "holds")
+        assert (said["shuffler"] == "no claim") == ("shuffled reports" in covers)
+        assert ("against all but the shuffler" in covers) == accountant.counts_on_blankets
+        assert said["whoever sees the models"] == "holds"
+        (readme,) = (text for row, text in pages["README.md"].items() if f"`{name}`" in row)
+        (page,) = (text for row, text in pages["accounting.md"].items() if f"`{name}`" in row)
+        for text in (readme, page):
+            assert bool(re.search(r"other (n − 1 )?users|all users|homogeneous", text)) == counts
+            assert ("blankets" in text or "noise alone" in text) == accountant.counts_on_blankets
+        assert ("whoever else takes part" in page) != counts
+        assert ("shuffler cheats" in page or "or server" in page) == (said["shuffler"] == "holds")
 
 
 def keys_of(section, prefix=""):

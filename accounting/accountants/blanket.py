@@ -41,9 +41,10 @@ class BlanketAccountant(AmplifiedAccountant):
     Prices rounds with λ > 0 only. Source: docs/theory/blanket.md.
 
     Guarantee:
-        ε holds for every pair of neighbouring datasets, in any dimension, whoever else takes part;
-        assumes that the user's own device follows the protocol, that the shuffler adds its
-        blankets, and that the server gets nothing of the round but the shuffled reports.
+        ε holds for every pair of neighbouring datasets, in any dimension, whoever else takes part,
+        against all but the shuffler; assumes that the user's own device follows the protocol, that
+        the shuffler adds its blankets, and that the server gets nothing of the round but the
+        shuffled reports.
     """
 
     name = "blanket"
@@ -51,9 +52,10 @@ class BlanketAccountant(AmplifiedAccountant):
     counts_on_others = False
     counts_on_blankets = True
     covers = (
-        "every pair of neighbouring datasets, in any dimension, whoever else takes part; assumes "
-        "that the user's own device follows the protocol, that the shuffler adds its blankets, and "
-        "that the server gets nothing of the round but the shuffled reports"
+        "every pair of neighbouring datasets, in any dimension, whoever else takes part, against "
+        "all but the shuffler; assumes that the user's own device follows the protocol, that the "
+        "shuffler adds its blankets, and that the server gets nothing of the round but the "
+        "shuffled reports"
     )
     participations = (CheckIn, Allocation)
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)

@@ -102,16 +102,16 @@ class Theorem3Accountant(RdpShuffleAccountant):
 
     Guarantee:
         ε holds for the homogeneous pair only (all other users hold the differing user's record);
-        assumes that all n users flip their coins every round, and that the server gets nothing of
-        the round but the shuffled reports.
+        assumes that all n users flip their coins and add their noise every round, and that the
+        server gets nothing of the round but the shuffled reports.
     """
 
     name = "theorem3"
     holds_for = "homogeneous pair"
     covers = (
         "the homogeneous pair only (all other users hold the differing user's record); assumes "
-        "that all n users flip their coins every round, and that the server gets nothing of the "
-        "round but the shuffled reports"
+        "that all n users flip their coins and add their noise every round, and that the server "
+        "gets nothing of the round but the shuffled reports"
     )
     default_max_order = 256
 

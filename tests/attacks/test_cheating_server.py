@@ -18,7 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from deployment_world import NAME, deployment_of, run_flwr, write_flower_app
+from deployment_world import (
+    ACCOUNTS,
+    NAME,
+    deployment_of,
+    number_accounts,
+    run_flwr,
+    write_flower_app,
+)
 from run_world import LIMIT, wait_until
 from shufl.deploy.provision import experiment_of
 from shufl.deploy.rehearse import Rehearsal
@@ -28,7 +35,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other accounts"),
 ]
 # And the group shufl; nobody has these numbers.
-_ACCOUNTS = {"shufl-app": 64_002, "shufl-flower": 64_001, "shufl": 64_000}
 _GROUP = 64_000
 _NEW_MOUNTS, _BIND, _PRIVATE = 0x20000, 0x1000, 0x44000
 
@@ -157,14 +163,7 @@ class AsInstalled(Rehearsal):
         (site / ".venv").mkdir()
         (site / "records").mkdir()
         (site / "records" / "0.npz").write_bytes(b"records")
-        script = (site / "install.sh").read_text()
-
-        def numbered(line: re.Match[str]) -> str:
-            names = re.compile(r"\bshufl(-\w+)?\b")
-            return names.sub(lambda name: str(_ACCOUNTS[name[0]]), line[0])
-
-        script = re.sub("^ *chown .*$", numbered, script, flags=re.MULTILINE)
-        (site / "install.sh").write_text(script)
+        number_accounts(site / "install.sh")
         self.install_modes(name)
 
     def install_modes(self, name: str) -> None:
@@ -177,7 +176,7 @@ class AsInstalled(Rehearsal):
             unit = (self.folder / name / f"shufl-{process}.service").read_text()
             about = dict(re.findall(r"^(User|Group|UMask)=(.*)$", unit, re.MULTILINE))
             assert about["Group"] == "shufl"
-            become = _become(_ACCOUNTS[about["User"]], int(about["UMask"], 8))
+            become = _become(ACCOUNTS[about["User"]], int(about["UMask"], 8))
             self.start(name, process, preexec_fn=become)
 
 
@@ -219,7 +218,7 @@ def said(warm_deployment):
 
 
 def test_hostile_code_runs_in_an_account_of_its_own(said):
-    assert said["account"] == [_ACCOUNTS["shufl-app"]] * 3
+    assert said["account"] == [ACCOUNTS["shufl-app"]] * 3
     assert said["became"] == "PermissionError"
 
 

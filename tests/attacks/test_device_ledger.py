@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from client_world import WINDOW, Round, reply_content
 from rounds import make_plan
 from shuffler_world import ShufflerHere
+from shufl import accounting
 from shufl.clients import (
     DeviceLedger,
     DeviceLimits,
@@ -149,6 +151,62 @@ def test_a_plan_chosen_by_the_first_runs_release_is_charged_beside_it(tmp_path):
         with pytest.raises(RoundRefused, match="accepts epsilon up to 3 over all runs"):
             ledger.offer(header(1, "second", second), second, second.rounds)
     assert max(together) < 3.0
+
+
+FREE = PLAN.replace(
+    check_in_rate=1e-9, mechanism=PLAN.mechanism.replace(noise_multiplier=1e3), rounds=10**6
+)
+"""A plan whose ε is 0, however many runs have come before."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("most", "allotted", "taken", "why"),
+    [
+        ({}, 1, 100, "accepts up to 100 runs, with this one it would be 101"),
+        ({"most_runs": 3}, 1, 3, "accepts up to 3 runs, with this one it would be 4"),
+        ({}, 30_000, 3, "up to 100000 rounds over all runs, with this one it would be 120000"),
+        ({}, 10**6, 0, "up to 100000 rounds over all runs, with this one it would be 1000000"),
+    ],
+)
+def test_runs_that_cost_nothing_are_not_without_end(tmp_path, most, allotted, taken, why):
+    path, owner = tmp_path / "device.db", limits(**most)
+    ledger = DeviceLedger(path, owner)
+    for number in range(taken):
+        ledger.offer(header(1, f"run {number}", FREE), FREE, allotted)
+    assert math.fsum(map(owner.charge, ledger.offered())) == 0.0
+    content = path.read_bytes()
+    for number in range(3):
+        for refuse in (ledger.offer, ledger.check):
+            about = header(1, "r" * 250 + f"{number}", FREE)
+            with pytest.raises(RoundRefused, match=f"{why}$"):
+                refuse(about if refuse == ledger.offer else about.run_id, FREE, allotted)
+    assert path.read_bytes() == content
+
+
+def bytes_read():
+    (line,) = [each for each in Path("/proc/self/io").read_text().splitlines() if "rchar" in each]
+    return int(line.split()[1])
+
+
+def test_an_offer_costs_as_much_whatever_was_offered_before(tmp_path, monkeypatch):
+    """No run is priced again, and the rounds that were offered are not read."""
+    ledger = DeviceLedger(tmp_path / "device.db", limits())
+    for number in range(20):
+        plan = FREE.replace(minimum_batch=number + 1)
+        ledger.offer(header(1, f"run {number}", plan), plan, 100)
+    monkeypatch.setattr(accounting, "make_accountant", lambda *about: pytest.fail("priced again"))
+    costs = []
+    for number in (2, 3):
+        before = bytes_read()
+        ledger.offer(header(number, "run 0", FREE), FREE, 100)
+        costs.append(bytes_read() - before)
+        with closing(sqlite3.connect(ledger.path)) as rows:
+            values = [("run 1", round, "c" * 64) for round in range(100, 20_000)]
+            rows.executemany("INSERT OR IGNORE INTO rounds VALUES (?, ?, ?)", values)
+            rows.commit()
+    assert ledger.path.stat().st_size > 2_000_000 > costs[0] + 1_000_000
+    assert costs[1] < costs[0] + 100_000
 
 
 def test_a_run_has_one_plan_and_its_rounds_rise(tmp_path):
