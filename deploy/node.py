@@ -85,7 +85,7 @@ def check_data(
         _check_records(records, user, form)
     training = local_training(config)
     together = try_users(make_model, training, training.local_batch_size + 1)
-    return plan, make_model, load_users, together
+    return plan, make_model, functools.partial(_without_quotes, load_users), together
 
 
 def users_told(site: NodeSite, config: Config) -> str:
@@ -182,6 +182,19 @@ def _records(
     if data.features is None:
         return own
     return functools.partial(_mapped, own, data.features, site.label_type)
+
+
+def _without_quotes(load_users: Callable[[], UserRecords]) -> UserRecords:
+    """What gives the records that were checked before; if it fails now, its error quotes none."""
+    failure = "data: the records cannot be read any more"
+    with readers_code(failure, quote=False):
+        records = load_users()
+
+    def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with readers_code(failure, quote=False):
+            return records(user)
+
+    return read
 
 
 def _simulated(load_users: Callable[[], UserRecords], first: int) -> UserRecords:

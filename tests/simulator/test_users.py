@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from run_world import tiny_config
 from shufl.cli.__main__ import app
-from shufl.deploy.node import _check_records, _from_file, users_told
+from shufl.deploy.node import _check_records, _from_file, _without_quotes, users_told
 from shufl.simulator.config import Data, load
 from shufl.simulator.console import Console
 from shufl.simulator.data.datasets import Dataset, load_dataset
@@ -388,6 +388,17 @@ def test_no_error_of_a_nodes_records_quotes_one(kind):
     with pytest.raises(ConfigError, match="the records of user 0 cannot be read: ") as error:
         _check_records(records, 0, Form((1,), 2))
     assert SECRET not in str(error.value) and "test_users.py, line" in str(error.value)
+
+
+def test_records_that_cannot_be_read_any_more_are_not_quoted_either():
+    """They are checked at the start, and read once more for the process that computes."""
+
+    def records(user):
+        raise ValueError(f"could not convert string to float: {SECRET!r}")
+
+    with pytest.raises(ConfigError, match=r"any more: ValueError \(test_users.py, line") as error:
+        _without_quotes(lambda: records)(0)
+    assert SECRET not in str(error.value)
 
 
 @pytest.mark.parametrize(
