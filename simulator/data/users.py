@@ -13,7 +13,7 @@ import numpy as np
 
 from shufl.accounting.validation import ConfigError
 
-_IDS = str, bytes, int, UUID  # exactly these: a subclass may compare in its own way
+_IDS = {str, bytes, int, UUID}  # exactly these: a subclass may compare in its own way
 _MISSING = {
     *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
     *("<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", "nan", "null"),
@@ -84,8 +84,8 @@ def number_users(
         raise ConfigError(
             f"{what} must be a list or an array of ids, one for each record, got {_kind(given)}"
         )
-    ids = [each if type(each) in _IDS else _plain(each) for each in given]
-    if not all(map(_is_id, ids)):
+    ids = given if _IDS.issuperset(map(type, given)) else list(map(_plain, given))
+    if ids is not given and not all(map(_is_id, ids)):
         wrong = [not _is_id(each) for each in ids]
         raise ConfigError(
             f"{what} must be text, bytes, whole numbers, UUIDs or tuples of these, which are "
@@ -132,7 +132,7 @@ def _plain(given: Any) -> Any:
 
 
 def _is_id(value: Any) -> bool:
-    return type(value) in (*_IDS, tuple, NoneType)
+    return type(value) in _IDS or type(value) in (tuple, NoneType)
 
 
 def _kind(value: Any) -> str:
