@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +28,12 @@ Records = tuple[torch.Tensor, torch.Tensor]
 _TOGETHER = 256  # records of users whose updates are computed at once, at most
 _ALONE = 7  # so many at most are computed one by one: what vmap imports takes a second
 _NUMBERS_TOGETHER = 2**22  # in their updates, and in their records, at most
+
+
+def raised(error: BaseException) -> str:
+    """The kind of an error and the line that raised it, for a log; its text may quote a record."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f"{type(error).__name__} ({Path(frame.f_code.co_filename).name}, line {line})"
 
 
 class Work:
@@ -69,7 +77,7 @@ class Work:
                 updates = self._at_once(records, seeds, real)
             except ERRORS as error:  # above all: a model that draws random numbers
                 self._renew(error)
-                log.info("updates are computed one by one: %s", error)
+                log.info("updates are computed one by one: %s", raised(error))
             else:
                 yield from updates
                 return

@@ -32,7 +32,7 @@ from shufl.accounting.digits import rounded_up
 from shufl.accounting.lines import one_line
 from shufl.accounting.plan import Window
 from shufl.clients.settings import LocalTraining, UserRecords
-from shufl.clients.work import Records, Work, log
+from shufl.clients.work import Records, Work, log, raised
 from shufl.trained import dimension
 
 TO_DO, AT_WORK, DONE, FAILED = range(4)
@@ -301,7 +301,7 @@ def compute(work: Work, memory: _Memory, seeds: np.ndarray, tell: Callable[[str]
         for user, update in zip(users, found, strict=True):
             if isinstance(update, BaseException):
                 states[user] = FAILED
-                tell(one_line(f"user {user}: {type(update).__name__}: {update}"))
+                tell(f"user {user}: {raised(update)}")
             else:
                 updates[user], states[user] = update, DONE
 

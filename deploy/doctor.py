@@ -166,11 +166,12 @@ class _Examination:
         with self.look("key for Flower", "shufl keys flower keys"):
             _check_private(self._keys / "flower.key")
         self._plan()
-        with self.look("model and records", "mend data in node.toml"):
-            from shufl.deploy.node import check_data, check_work, link_needed
+        with self.look("model and records", "mend data in node.toml") as shown:
+            from shufl.deploy.node import check_data, check_work, link_needed, users_told
 
             config = load(site.config)
             data = check_data(site, self._folder, config)
+            shown.append(f"of {users_told(site, config)}")
             with self.look("link") as shown:
                 shown.append(f"must carry {link_needed(site, config, *data[:2]):.2g} Mbit/s")
             with self.look("work", "a longer window.work_until, or fewer users") as shown:

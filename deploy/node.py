@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -17,9 +19,10 @@ from shufl.clients.worker import Worker
 from shufl.deploy.sites import NodeSite, check_cover
 from shufl.shuffler import message_length
 from shufl.simulator.config import Config, load
-from shufl.simulator.data.datasets import number_users, wrong_tensor
+from shufl.simulator.data.datasets import outside, wrong_tensor
 from shufl.simulator.data.features import map_records
 from shufl.simulator.data.files import RecordFile, tensor_of
+from shufl.simulator.data.users import spaced, where
 from shufl.simulator.experiment import (
     check_report_size,
     local_training,
@@ -28,9 +31,13 @@ from shufl.simulator.experiment import (
     records_loader,
 )
 from shufl.simulator.section import READERS_ERRORS, ConfigError, find, one_line, readers_code
-from shufl.simulator.tasks import PADDING, TYPES, Form
+from shufl.simulator.tasks import TYPES, Form
 from shufl.simulator.trial import try_users
 from shufl.trained import dimension
+
+log = logging.getLogger(__name__)
+
+_FILES = ".csv", ".parquet"
 
 
 def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
@@ -41,6 +48,7 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
     """
     config = load(site.config)
     plan, make_model, load_users, together = check_data(site, folder, config)
+    log.info("%s", users_told(site, config))
     _ = site.credentials  # which are read again at every call: they are renewed meanwhile
     device = load_device(Path(site.device))
     return ClientSettings(
@@ -71,13 +79,25 @@ def check_data(
     make_model = model_maker(config, form)
     check_report_size(config, plan, dimension(make_model()), site.users)
     load_users = _records(site, folder, config, plan)
-    with readers_code("data: the records cannot be read"):
+    with readers_code("data: the records cannot be read", quote=False):
         records = load_users()
     for user in range(site.users):
         _check_records(records, user, form)
     training = local_training(config)
     together = try_users(make_model, training, training.local_batch_size + 1)
-    return plan, make_model, load_users, together
+    return plan, make_model, functools.partial(_without_quotes, load_users), together
+
+
+def users_told(site: NodeSite, config: Config) -> str:
+    """For how many people the node speaks, and what says so."""
+    data, by = config.data, f"as {site.data} numbers them"
+    if site.data == "simulated":
+        by = data.users_by
+    elif isinstance(data.dataset, RecordFile) and Path(site.data).suffix in _FILES:
+        by = f"by column {data.dataset.user} of {site.data}"
+    elif ":" not in site.data:
+        by = f"by the files of {site.data}, each of which is taken for one person's"
+    return f"{spaced(site.users)} users {by}"
 
 
 def check_work(
@@ -150,7 +170,7 @@ def _records(
     if data.features is not None:
         types = "float32", site.label_type
     own = functools.partial(_from_folder, folder / site.data, types)
-    if Path(site.data).suffix in (".csv", ".parquet"):
+    if Path(site.data).suffix in _FILES:
         if not isinstance(data.dataset, RecordFile):
             raise ConfigError(
                 f"data {site.data}: the configuration must name its columns in [data.dataset], "
@@ -164,6 +184,19 @@ def _records(
     return functools.partial(_mapped, own, data.features, site.label_type)
 
 
+def _without_quotes(load_users: Callable[[], UserRecords]) -> UserRecords:
+    """What gives the records that were checked before; if it fails now, its error quotes none."""
+    failure = "data: the records cannot be read any more"
+    with readers_code(failure, quote=False):
+        records = load_users()
+
+    def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with readers_code(failure, quote=False):
+            return records(user)
+
+    return read
+
+
 def _simulated(load_users: Callable[[], UserRecords], first: int) -> UserRecords:
     records = load_users()
     return lambda user: records(first + user)
@@ -175,7 +208,7 @@ def _mapped(own: Callable[[], UserRecords], features: str, label_type: str) -> U
     def mapped(user: int) -> tuple[torch.Tensor, torch.Tensor]:
         raw, labels = records(user)
         if mistake := _mistake(raw, labels, "float32", label_type):
-            raise ValueError(f"they {mistake}")
+            raise ConfigError(f"they {mistake}")
         return map_records(features, raw), labels
 
     return mapped
@@ -183,8 +216,7 @@ def _mapped(own: Callable[[], UserRecords], features: str, label_type: str) -> U
 
 def _from_file(path: Path, columns: RecordFile, users: int) -> UserRecords:
     """Gives the records of a CSV or Parquet file, by the order in which users appear in it."""
-    features, labels, given = columns.records_in(path)
-    owners = number_users(given)
+    features, labels, owners = columns.records_in(path)
     if (there := int(owners.max()) + 1) != users:
         raise ConfigError(f"users must be {there}, those of {path.name}, got {users}")
     if columns.mean is not None:
@@ -202,12 +234,15 @@ def _from_file(path: Path, columns: RecordFile, users: int) -> UserRecords:
 
 def _from_folder(folder: Path, types: tuple[str, str]) -> UserRecords:
     def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with np.load(folder / f"{user}.npz") as arrays:
-            features, labels = (
-                tensor_of(name, arrays[name], kind)
-                for name, kind in zip(("features", "labels"), types, strict=True)
-            )
-            return features, labels
+        try:
+            with np.load(folder / f"{user}.npz") as arrays:
+                given = arrays["features"], arrays["labels"]
+        except (ValueError, KeyError, EOFError, BadZipFile):
+            raise ConfigError(
+                f"{user}.npz must be made by np.savez, of arrays features and labels of numbers"
+            ) from None
+        features, labels = map(tensor_of, ("features", "labels"), given, types)
+        return features, labels
 
     return read
 
@@ -217,8 +252,8 @@ def _mistake(features: Any, labels: Any, *types: str) -> str | None:
     for name, given, kind in zip(("features", "labels"), (features, labels), types, strict=True):
         if wrong := wrong_tensor(given, TYPES[kind]):
             return f"must have {name} as {wrong}"
-        if not given.isfinite().all():
-            return f"must have finite {name}, got NaN or infinity"
+        if at := where(~given.isfinite()):
+            return f"must have finite {name}, got NaN or infinity {at}"
     return None
 
 
@@ -229,7 +264,7 @@ def _check_records(records: UserRecords, user: int, form: Form) -> None:
         mistake = _mistake(features, labels, form.input_type, form.label_type)
     except READERS_ERRORS as error:
         raise ConfigError(
-            f"data: the records of user {user} cannot be read: {one_line(error)}"
+            f"data: the records of user {user} cannot be read: {one_line(error, quote=False)}"
         ) from error
     if mistake:
         raise ConfigError(f"data: the records of user {user} {mistake}")
@@ -246,10 +281,7 @@ def _check_records(records: UserRecords, user: int, form: Form) -> None:
         )
     if form.task not in ("classification", "next-token"):
         return
-    counted = labels[labels != PADDING] if form.task == "next-token" else labels
-    lowest, highest = (int(end) for end in counted.aminmax()) if counted.numel() else (0, 0)
-    if not 0 <= lowest <= highest < form.outputs:
+    if at := where(outside(labels, form.outputs, form.task)):
         raise ConfigError(
-            f"data: the labels of user {user} must lie in 0 to {form.outputs - 1}, "
-            f"got {lowest} to {highest}"
+            f"data: the labels of user {user} must lie in 0 to {form.outputs - 1}, got others {at}"
         )

@@ -75,6 +75,15 @@ class Data(Section):
     concentration: Positive = 0.5
     most_records: Count | None = None
 
+    @property
+    def users_by(self) -> str:
+        """Where the users of a run come from, once the partition is decided."""
+        if self.partition != "natural":
+            return f"made by partition {self.partition}"
+        if isinstance(self.dataset, RecordFile):
+            return f"by column {self.dataset.user}"
+        return "by Dataset.users"
+
 
 class Model(Section):
     """A model by name or `module:callable`, and its keyword arguments."""

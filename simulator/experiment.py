@@ -82,6 +82,15 @@ class Experiment:
         return load_partition(self.config.data.dataset, *_about_users(self.config))
 
     @property
+    def users_by(self) -> str:
+        """Who is one user, for the start of a run; what a partition deals may be of many people."""
+        by = self.config.data.users_by
+        if self.config.data.partition == "natural":
+            return by
+        named = load_dataset(self.config.data.dataset).users is not None
+        return f"{by}{', not those of the data' * named} (what each gets is taken for one person's)"
+
+    @property
     def shuffler_of(self) -> functools.partial[np.ndarray]:
         """Says to which shuffler, from 0, each of some users reports: that of their node."""
         nodes, shufflers = self.config.simulation.nodes, self.config.shuffler.number
@@ -193,7 +202,7 @@ _NO_METRICS = {
     *("reports", "rejected", "reasons", "silent_nodes", "score", "seconds", "doubt", "loss"),
     *("engine", "noise", "device", "precision", "gradients", "stopped_by", "delta", "adjacency"),
     *("shuffler_blankets", "least_present", "fewest_users_present", "accountant", "versions"),
-    *("target_epsilon", "mixing", "central_noise"),
+    *("target_epsilon", "mixing", "central_noise", "users", "users_by"),
 }
 """What else a row of metrics.jsonl and a summary have."""
 
@@ -205,7 +214,8 @@ def _try_task(experiment: Experiment) -> None:
         return
     dataset = experiment.dataset
     features, labels = dataset.inputs(dataset.test_features[:10]), dataset.test_labels[:10]
-    with readers_code(f"data.task {name} cannot measure the model on test records"):
+    failure = f"data.task {name} cannot measure the model on test records"
+    with readers_code(failure, quote=False):
         found = evaluate(experiment.make_model(), features, labels, task.metrics)
         numbers = {str(metric): float(value) for metric, value in found.items()}
     if task.score not in numbers:

@@ -8,10 +8,9 @@ what a shuffler releases of them is how many there are of each category, and not
 from __future__ import annotations
 
 import csv
-import unicodedata
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +22,10 @@ from shufl.accounting import (
     calibrate,
     unused_note,
 )
+from shufl.accounting.mechanisms import make_randomness
 from shufl.accounting.plan import AccountantName
-from shufl.accounting.validation import shown
+from shufl.simulator.data.files import no_column
+from shufl.simulator.data.users import looks, number_users, spelt
 
 _CONFIDENT = 1.959964  # standard errors of 95 %
 
@@ -133,8 +134,25 @@ def plan_for(
     return plan, unused_note(asked, plan)
 
 
-def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:
-    """What a server would estimate; `counts` are the users of each category, shape (k,)."""
+class Column(NamedTuple):
+    """A column of a file.
+
+    Attributes:
+        counts: how many users report each category, shape (k,), of one row each.
+        shares: the mean over users of the shares of each category among their rows, shape (k,).
+        rows: how many there are.
+    """
+
+    counts: np.ndarray
+    shares: np.ndarray
+    rows: int
+
+
+def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int, one_each: bool = True) -> Histogram:
+    """What a server would estimate; `counts` are the users of each category, shape (k,).
+
+    `one_each` is as for `Histogram.of`.
+    """
     draw, k = np.random.Generator(np.random.Philox(key=seed)), len(counts)
     rate, truth = plan.check_in_rate, response_of(plan).truth
     present = draw.binomial(counts, rate)
@@ -142,22 +160,34 @@ def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int) -> Histogram:
     uniform = int((present - true).sum()) + int(draw.poisson(plan.shuffler_blankets))
     reports = true + draw.multinomial(uniform, np.full(k, 1.0 / k))
     shares = 1.0 / k + (reports - reports.sum() / k) / (plan.users * rate * truth)
-    return Histogram.of(shares, plan, one_each=True)
+    return Histogram.of(shares, plan, one_each=one_each)
 
 
-def count_column(path: Path, column: str, categories: list[str], other: bool) -> np.ndarray:
-    """How many rows of a CSV file have each category, shape (k,).
+def count_column(
+    path: Path,
+    column: str,
+    categories: list[str],
+    other: bool,
+    user_column: str | None = None,
+    seed: int | None = None,
+) -> Column:
+    """How many users of a CSV file report each category.
 
     The first line names the columns, and each other line is a row: a quote left open would make one
-    value of many users. `other` says that the last category stands for any other value.
+    value of many users.
+
+    Args:
+        other: the last category stands for any other value.
+        user_column: says whose a row is; of each user one row counts, drawn by the seed, or by the
+            operating system's entropy. None: each row is a user's.
 
     Raises:
-        ValueError: a line is no row, the column or a value's category is not there, or there are no
-            rows.
+        ValueError: a line is no row, a column or a value's category is not there, or there are no
+            rows. Only what looks like a category or like another user's id is quoted.
     """
     names: list[str] = []
-    found: Counter[str] = Counter()
-    first: dict[str, int] = {}  # line of each value
+    values: list[str] = []
+    users: list[str] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -168,44 +198,52 @@ def count_column(path: Path, column: str, categories: list[str], other: bool) ->
                 if names and len(row) != len(names):
                     raise csv.Error(f"it has {len(row)} fields, line 1 has {len(names)}")
             except (csv.Error, UnicodeDecodeError) as error:
+                why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
                 raise ValueError(
                     f"{path} must be CSV in UTF-8, a row a line, with no quote left open: "
-                    f"line {number}: {error}"
+                    f"line {number}: {why}"
                 ) from None
             if not names:
-                names, place = row, _place(column, row)
+                names, place = row, _place("--column", column, row)
+                of_user = None if user_column is None else _place("--user-column", user_column, row)
+                if of_user == place:
+                    raise ValueError(f"--user-column must be another than --column, got {column}")
             else:
-                found[row[place]] += 1
-                first.setdefault(row[place], number)
-    if not found:
+                values.append(row[place])
+                if of_user is not None:
+                    users.append(row[of_user])
+    if not values:
         raise ValueError(f"{path} has no rows")
     named = dict.fromkeys(categories[:-1] if other else categories)
-    looks = {_looks(category): category for category in named}
-    for value in (value for value in first if value not in named):
-        where = f"{path}, line {first[value]}: column {column!r} has {shown(value)}"
-        if (meant := looks.get(_looks(value))) is not None:
-            raise ValueError(f"{where}, which looks like the category {meant!r} and is another")
-        if not other:
-            how = ' as ""' if value == "" else ""
+    seen = {looks(category): category for category in named}
+    for value in (value for value in dict.fromkeys(values) if value not in named):
+        where = f"{path}, line {values.index(value) + 2}: column {column!r} has"
+        if (meant := seen.get(looks(value))) is not None:
             raise ValueError(
-                f"{where}, which is not among --categories; name it there{how}, or give --other"
+                f"{where} {spelt(value)}, which looks like the category {spelt(meant)} and is "
+                "another"
             )
-    counts = [found.pop(category, 0) for category in categories]
-    if other:
-        counts[-1] += found.total()
-    return np.array(counts)
+        if not other:
+            what = 'the empty value, which "" names,' if value == "" else "a value"
+            raise ValueError(f"{where} {what} that is not among --categories; or give --other")
+    places = {category: place for place, category in enumerate(categories)}
+    held = np.array([places.get(value, len(categories) - 1) for value in values])
+    owners = np.arange(len(values))
+    if user_column is not None:
+        owners = number_users(users, f"{path}: column {user_column!r}", "line", 2)
+    sizes = np.bincount(owners)
+    draws = make_randomness(seed).training_seeds(0, np.arange(len(sizes)))
+    of_own = (draws % sizes.astype(np.uint64)).astype(np.int64)  # uniform, to some 2^-64 sizes
+    chosen = owners.argsort(kind="stable")[sizes.cumsum() - sizes + of_own]
+    k = len(categories)
+    shares = np.bincount(held, 1.0 / sizes[owners], k) / len(sizes)
+    return Column(np.bincount(held[chosen], minlength=k), shares, len(values))
 
 
-def _place(column: str, names: list[str]) -> int:
+def _place(option: str, column: str, names: list[str]) -> int:
     """Where a column is."""
     if column not in names:
-        raise ValueError(f"--column must be one of {', '.join(names)[:300]}, got {column}")
-    if list(map(_looks, names)).count(_looks(column)) > 1:
-        raise ValueError(f"--column must differ from all other columns, got {column}")
+        raise ValueError(f"{option}: {no_column(column, names)}")
+    if list(map(looks, names)).count(looks(column)) > 1:
+        raise ValueError(f"{option} must differ from all other columns, got {column}")
     return names.index(column)
-
-
-def _looks(text: str) -> str:
-    """What a reader sees of a text, without quotes."""
-    normal = unicodedata.normalize("NFKC", text).replace('"', "")
-    return "".join(filter(str.isprintable, normal)).strip()

@@ -12,6 +12,7 @@ from shufl.accounting import epsilon_table
 from shufl.accounting.digits import rounded_up
 from shufl.server import RunEnd
 from shufl.simulator.console import Console
+from shufl.simulator.data.users import spaced
 from shufl.simulator.engines import Engine
 from shufl.simulator.experiment import Experiment
 from shufl.simulator.records import RunRecorder
@@ -23,6 +24,9 @@ from shufl.simulator.tables import (
     score_text,
     too_few_present,
 )
+
+ENROLLED = "as the authority enrolled them (each node's log says by which column)"
+"""Where the users of real nodes come from."""
 
 
 def summarise(
@@ -43,6 +47,8 @@ def summarise(
         "stopped_by": result.stopped_by,
         "score": experiment.task.score,
         **result.metrics,
+        "users": plan.users,
+        "users_by": experiment.users_by if engine.nodes == "simulated" else ENROLLED,
         "delta": plan.delta,
         "adjacency": plan.adjacency,
         "shuffler_blankets": plan.shuffler_blankets,
@@ -69,6 +75,7 @@ def print_summary(console: Console, summary: dict[str, Any], engine: Engine, fol
     score = summary["score"]
     run.add_row(f"test {score}", score_text(score, summary[score]))
     run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
+    run.add_row("users", f"{spaced(summary['users'])} {summary['users_by']}")
     if summary["mixing"] == "sum":
         run.add_row("mixing", "the shuffler hands over a sum, and no report")
     else:

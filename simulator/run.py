@@ -39,13 +39,14 @@ from shufl.server import (
 from shufl.simulator.config import Config, dumps, load
 from shufl.simulator.console import Console
 from shufl.simulator.data.datasets import dataset_digest
+from shufl.simulator.data.users import spaced
 from shufl.simulator.engines import Engine, engine_of, interrupts
 from shufl.simulator.experiment import Experiment, prepare
 from shufl.simulator.names import DATASETS
 from shufl.simulator.plots import plot_score_epsilon
 from shufl.simulator.progress import RoundProgress
 from shufl.simulator.records import RunRecorder, check_ledger, note_start, rounds_told
-from shufl.simulator.report import print_summary, summarise
+from shufl.simulator.report import ENROLLED, print_summary, summarise
 from shufl.simulator.section import ConfigError
 from shufl.simulator.tables import epsilon_text
 from shufl.trained import frozen_digest, load_sent
@@ -322,9 +323,9 @@ def _describe(console: Console, experiment: Experiment, engine: Engine, folder: 
     """What is about to run, in a few lines."""
     plan, config = experiment.plan, experiment.config
     mapped = "" if config.data.features is None else f"{config.data.features} of "
-    users = f"{plan.users} users"
+    users = f"{spaced(plan.users)} users {ENROLLED}"
     if engine.nodes == "simulated":  # real ones may have data of their own
-        users = str(experiment.partition)
+        users = experiment.partition.told(experiment.users_by)
     randomness = "the operating system's entropy" if experiment.seed is None else "the seed"
     facts = {
         "data": f"{mapped}{config.data.dataset}, {users}; "

@@ -144,13 +144,16 @@ def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"{kind} must be one of {', '.join(known)}, or module:callable, got {name}"
         )
-    with readers_code(f"{kind} {name} could not be imported"):
+    with readers_code(f"{kind} {name} could not be imported", quote=False):
         return pkgutil.resolve_name(meant)
 
 
 @contextmanager
-def readers_code(failure: str) -> Iterator[None]:
+def readers_code(failure: str, quote: bool = True) -> Iterator[None]:
     """Runs code of the reader's, of which every error is one line.
+
+    `quote` is false for code that has users' records, whose errors may quote one: of these the line
+    says the kind and where it was raised.
 
     Raises:
         ConfigError: `failure`, and what the code raised; or a ConfigError that it raised.
@@ -160,26 +163,42 @@ def readers_code(failure: str) -> Iterator[None]:
     except ConfigError:
         raise
     except READERS_ERRORS as error:
-        raise ConfigError(f"{failure}: {one_line(error)}") from error
+        raise ConfigError(f"{failure}: {one_line(error, quote)}") from error
 
 
-def one_line(error: BaseException) -> str:
+_NAMES_ALONE = ImportError, AttributeError, NameError, SyntaxError, ConfigError
+"""Errors of Python whose texts quote code and no values."""
+
+
+def one_line(error: BaseException, quote: bool = True) -> str:
     """What an exception says, in one printable line; its kind if it says nothing.
 
-    If it comes from code of the reader's, also from which file and line.
+    If it comes from code of the reader's, also from which file and line. `quote` is as for
+    `readers_code`.
     """
-    said = lines.one_line(str(error)) or type(error).__name__
+    frames = list(traceback.walk_tb(error.__traceback__))
+    quote = quote or isinstance(error, _NAMES_ALONE)
+    if isinstance(error, TypeError) and frames:  # of a call of ours that does not fit
+        quote = quote or Path(frames[-1][0].f_code.co_filename).is_relative_to(_OURS)
+    said = lines.one_line(str(error)) if quote else ""
     if isinstance(error, SystemExit):
-        said = f"it calls sys.exit({error.code!r})"
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        code = error.code if quote or not isinstance(error.code, str) else ...
+        said = f"it calls sys.exit({code!r})".replace("Ellipsis", "…")
+    elif not quote and isinstance(error, OSError) and error.strerror and error.filename:
+        said = lines.one_line(f"{error.strerror}: {error.filename}")
+    said = said or type(error).__name__
+    for frame, line in reversed(frames):
         path = Path(frame.f_code.co_filename)
         if path.is_file() and not _is_of_others(path):
             return f"{said} ({path.name}, line {line})"
     return said
 
 
+_OURS = Path(__file__).parents[1]
+
+
 def _is_of_others(path: Path) -> bool:
     """Whether a file is Python's, of an installed package or ours, and so none of the reader's."""
     installed = {"site-packages", "dist-packages"}.intersection(path.parts)
-    others = sysconfig.get_path("stdlib"), Path(__file__).parents[1]
+    others = sysconfig.get_path("stdlib"), _OURS
     return bool(installed) or any(path.is_relative_to(other) for other in others)

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import distribution
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from shufl.simulator.data.files import RecordFile
+from shufl.simulator.data.users import number_users, where
 from shufl.simulator.names import DATASETS
 from shufl.simulator.section import Carried, ConfigError, find, is_carried, one_line, readers_code
 from shufl.simulator.tasks import PADDING, Form, Task
@@ -40,8 +41,8 @@ class Dataset:
         mean, std: of the training records after division by `scale`: one number, or one for each
             channel. They are not protected, so they must not be estimated from users' data; those
             of the datasets here are published constants.
-        users: whose each training record is, any hashable ids; here they become 0 to n - 1, in the
-            order of appearance: int64 of shape (r,). None: the data do not say.
+        users: whose each training record is: ids that `number_users` takes. Here they become 0 to
+            n - 1, in the order of appearance: int64 of shape (r,). None: the data do not say.
         task: what is learnt: a name (`data.task`), or a `Task`.
     """
 
@@ -68,7 +69,7 @@ class Dataset:
             scale: float = 1.0,
             mean: Sequence[float] = (0.0,),
             std: Sequence[float] = (1.0,),
-            users: Iterable[Hashable] | None = None,
+            users: Sequence[Hashable] | torch.Tensor | np.ndarray | None = None,
             task: str | Task = "classification",
         ) -> None: ...
 
@@ -244,7 +245,7 @@ def load_dataset(name: str | RecordFile) -> Dataset:
         ConfigError: it is not available, its archive does not verify, or it is no dataset.
     """
     make = name.load if isinstance(name, RecordFile) else find("data.dataset", name, DATASETS)
-    with readers_code(f"data.dataset {name} could not be loaded"):
+    with readers_code(f"data.dataset {name} could not be loaded", quote=False):
         dataset = make() if callable(make) else make
         if isinstance(dataset, Dataset):
             dataset = _without_numpy(dataset)
@@ -272,27 +273,12 @@ def _without_numpy(dataset: Dataset) -> Dataset:
     changes: dict[str, Any] = {}
     for name, value in vars(dataset).items():
         if name == "users":
-            changes[name] = None if value is None else number_users(value)
+            changes[name] = None if value is None else torch.from_numpy(number_users(value))
         elif name in ("classes", "scale", "mean", "std"):
             changes[name] = value.tolist() if hasattr(value, "tolist") else value
         elif isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
             changes[name] = torch.from_numpy(np.array(value))  # writable, of positive strides
     return replace(dataset, **changes)
-
-
-def number_users(users: Iterable[Hashable]) -> torch.Tensor:
-    """Numbers in the place of ids, from 0 in the order of appearance.
-
-    Raises:
-        ConfigError: an id is missing (None or NaN).
-    """
-    given = users.tolist() if isinstance(users, (np.ndarray, torch.Tensor)) else users
-    numbers: dict[Hashable, int] = {}
-    own = [numbers.setdefault(user, len(numbers)) for user in given]
-    for user in numbers:
-        if user is None or user != user:
-            raise ConfigError(f"users must say whose each record is, got {user}")
-    return torch.tensor(own, dtype=torch.int64)
 
 
 _CONVERT = {
@@ -362,18 +348,10 @@ def _mistake(dataset: Any) -> str | None:
                 "must have labels alike in training and test, got "
                 f"{tuple(dataset.train_labels.shape)} and {tuple(labels.shape)}"
             )
-        if labels.is_floating_point() and not labels.isfinite().all():
-            return f"must have finite {part}_labels, got NaN or infinity"
-        counted = labels[labels != PADDING] if task == "next-token" else labels
-        if (
-            classes is not None
-            and counted.numel()
-            and not (0 <= counted.min() <= counted.max() < classes)
-        ):
-            return (
-                f"must have {part}_labels from 0 to {classes - 1}, got "
-                f"{int(counted.min())} to {int(counted.max())}"
-            )
+        if at := where(~labels.isfinite()):
+            return f"must have finite {part}_labels, got NaN or infinity {at}"
+        if classes is not None and (at := where(outside(labels, classes, task))):
+            return f"must have {part}_labels from 0 to {classes - 1}, got others {at}"
         if features.dtype == torch.int64 and dataset.normalises:
             return "must have no scale, mean and std with features of int64"
     if dataset.users is not None and dataset.users.shape != dataset.train_labels.shape[:1]:
@@ -392,12 +370,20 @@ def _mistake(dataset: Any) -> str | None:
             )
         except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
             return f"cannot be normalised by its scale, mean and std: {one_line(error)}"
+        if not inputs.isfinite().all() and (at := where(~features.isfinite())):
+            return f"must have finite {name}, got NaN or infinity {at}"
         if not (inputs.isfinite().all() and inputs.shape[1:] == dataset.input_shape):
             return (
                 "must give finite records of the same shape, normalised by its scale, mean and "
-                f"std, got {name} from {low:g} to {high:g}"
+                f"std, got others of {name}"
             )
     return None
+
+
+def outside(labels: torch.Tensor, classes: int, task: str) -> torch.Tensor:
+    """Which labels are none of the classes or tokens, bool of the same shape."""
+    counted = labels != PADDING if task == "next-token" else torch.tensor(True)
+    return counted & ((labels < 0) | (labels >= classes))
 
 
 def wrong_tensor(thing: Any, *dtypes: torch.dtype) -> str:

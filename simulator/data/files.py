@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from shufl.accounting.validation import Count
-from shufl.simulator.section import ConfigError, Section, one_line
+from shufl.simulator.data.users import number_users, where
+from shufl.simulator.section import ConfigError, Section
 
 if TYPE_CHECKING:
     import pyarrow
@@ -84,10 +86,9 @@ class RecordFile(Section):
         """
         import torch
 
-        from shufl.simulator.data.datasets import Dataset, number_users
+        from shufl.simulator.data.datasets import Dataset
 
-        features, labels, users = self.records_in(Path(self.file))
-        owners = number_users(users)
+        features, labels, owners = self.records_in(Path(self.file))
         random = np.random.Generator(np.random.Philox(key=_TEST_KEY))
         drawn_of = int(owners.max()) + 1 if self.test_of == "users" else len(owners)
         count = round(self.test * drawn_of)
@@ -105,12 +106,18 @@ class RecordFile(Section):
             self.classes,
             mean=self.mean or (0.0,),
             std=self.std or (1.0,),
-            users=owners[~tested].tolist(),
+            users=owners[~tested],
             task="classification" if self.classes else "regression",
         )
 
-    def records_in(self, path: Path) -> tuple[torch.Tensor, torch.Tensor, list[object]]:
-        """Features of shape (r, f), labels and owners of all records in such a file."""
+    def records_in(self, path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Features of shape (r, f), labels and owners of all records in such a file.
+
+        Owners are numbered from 0 in the order of appearance, int64 of shape (r,).
+
+        Raises:
+            ConfigError: as for `load`; none quotes a record.
+        """
         import torch
 
         table = read_table(path, self.user)
@@ -119,24 +126,20 @@ class RecordFile(Section):
         if features is None:
             features = tuple(n for n in table.column_names if n not in (self.user, *labels))
         named = (self.user, *labels, *features)
+        for name in named:
+            if table.column_names.count(name) > 1:
+                raise ConfigError(f"{path.name}: only one column may be called {name}")
+            if name not in table.column_names:
+                raise ConfigError(f"{path.name}: {no_column(name, table.column_names)}")
+            if name != self.user and (at := where(table.column(name).is_null().to_numpy())):
+                raise ConfigError(
+                    f"{path.name}: column {name} must have no empty cells, got some {at}"
+                )
         if twice := {name for name in named if named.count(name) > 1}:
             raise ConfigError(
                 f"{path.name}: user, label and features must be different columns, got "
                 f"{min(twice)} twice"
             )
-        for name in named:
-            if table.column_names.count(name) > 1:
-                raise ConfigError(f"{path.name}: only one column may be called {name}")
-            if name not in table.column_names:
-                raise ConfigError(
-                    f"{path.name}: a column must be one of {', '.join(table.column_names)}, "
-                    f"got {name}"
-                )
-            if empty := table.column(name).null_count:
-                raise ConfigError(
-                    f"{path.name}: column {name} must have no empty cells, got {empty} in "
-                    f"{len(table)} records"
-                )
         if not features or not len(table):
             raise ConfigError(f"{path.name} must have records, and at least one feature")
         if self.mean is not None and len(self.mean) != len(features):
@@ -150,53 +153,93 @@ class RecordFile(Section):
         label = found[labels[0]]
         if not isinstance(self.label, str):
             label = torch.stack([found[name] for name in labels], dim=1)
-        owners: list[object] = table.column(self.user).to_pylist()
+        ids = table.column(self.user).to_pylist()
+        owners = torch.from_numpy(number_users(ids, f"{path.name}: column {self.user}"))
         return torch.stack([found[name] for name in features], dim=1), label, owners
 
 
 def read_table(path: Path, user: str = "") -> pyarrow.Table:
-    """The columns of a CSV or Parquet file. In CSV the column `user` is text: 007 is not 7.
+    """The columns of a CSV or Parquet file.
+
+    In CSV the column `user` is text: 007 is not 7, and no cell is null.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read. Pyarrow's own text may quote a record, and is left out.
     """
     import pyarrow
     from pyarrow import csv, parquet
 
+    failure, broken = f"{path} cannot be read as CSV or Parquet", ""
+
+    def end_at(row: Any) -> str:
+        nonlocal broken
+        fields = f"{row.actual_columns} fields, line 1 has {row.expected_columns}"
+        broken = broken or f"line {row.number}, of those that are not blank, has {fields}"
+        return "error"
+
     try:
+        path.open("rb").close()
         if path.suffix == ".parquet":
             return parquet.read_table(path)
         given = {user: pyarrow.string()} if user else {}
-        options = csv.ConvertOptions(strings_can_be_null=True, column_types=given)
-        return csv.read_csv(path, convert_options=options)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"{path} cannot be read as CSV or Parquet: {one_line(error)}") from error
+        table = csv.read_csv(
+            path,
+            csv.ReadOptions(use_threads=False),  # else nobody counts lines
+            csv.ParseOptions(invalid_row_handler=end_at),
+            csv.ConvertOptions(column_types=given),
+        )
+        assert table.column_names  # or UnicodeDecodeError
+        return table
+    except OSError as error:
+        raise ConfigError(f"{failure}: {error.strerror or 'it is cut short or damaged'}") from None
+    except (pyarrow.ArrowException, UnicodeDecodeError):
+        why = broken or "it is empty, damaged, of another kind, or not in UTF-8"
+        raise ConfigError(f"{failure}: {why}") from None
+
+
+def no_column(name: str, names: list[str]) -> str:
+    """What is wrong if a file has no such column.
+
+    The others are not listed: in a file without a line of names they are somebody's record.
+    """
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"line 1 must name a column {name}, got {len(names)} other columns{hint}"
 
 
 def _numbers(path: Path, table: pyarrow.Table, name: str, kind: str) -> torch.Tensor:
+    array = table.column(name).to_numpy()
     try:
-        array = table.column(name).to_numpy()
         return tensor_of(name, array + 0 if array.dtype == bool else array, kind)
-    except ValueError as error:
-        raise ConfigError(f"{path.name}: column {error}") from None
+    except ConfigError as error:
+        text = [isinstance(each, str) and not _is_number(each) for each in array]
+        at = f": no number is {where(text)}" if any(text) else ""
+        raise ConfigError(f"{path.name}: column {error}{at}") from None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def tensor_of(name: str, array: np.ndarray, kind: str) -> torch.Tensor:
     """An array of a file as a tensor, `float32` or `int64`.
 
     Raises:
-        ValueError: it holds something else than numbers, or whole numbers that the cast changes.
+        ConfigError: it holds something else than numbers, or whole numbers that the cast changes.
     """
     import torch
 
     dtype, kinds, allowed, most = _CASTS[kind]
     if array.dtype.kind not in kinds:
-        raise ValueError(f"{name} must be {allowed}, got {array.dtype}")
-    exact = array.dtype.kind == "f" or not array.size
-    if not exact and not -most <= int(array.min()) <= int(array.max()) <= most:
-        raise ValueError(
-            f"{name} must be whole numbers of at most {most}, got {array.min()} to {array.max()}: "
-            f"{dtype.__name__} does not hold them"
+        raise ConfigError(f"{name} must be {allowed}, got {array.dtype}")
+    if array.dtype.kind != "f" and (at := where((array > most) | (array < -most))):
+        raise ConfigError(
+            f"{name} must be whole numbers of at most {most}, which {dtype.__name__} holds, got "
+            f"others {at}"
         )
     with np.errstate(over="ignore"):  # what is infinite then is refused
         return torch.from_numpy(array.astype(dtype))

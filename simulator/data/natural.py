@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shufl.simulator.data.datasets import Dataset, number_users
+from shufl.simulator.data.datasets import Dataset
 from shufl.simulator.data.files import read_table
+from shufl.simulator.data.users import number_users
 from shufl.simulator.section import ConfigError
 
 _KEY = 2972  # of the choice of the users for testing
@@ -78,13 +79,13 @@ def _dataset(
     counts = counts or [int(each.max()) + 1 for each in properties]
     starts = np.concatenate([[0], np.cumsum(counts[:-1])])
     ids = torch.from_numpy(np.stack(properties, axis=1) + starts)
-    owners = number_users(users)
+    owners = torch.from_numpy(number_users(users))
     random = np.random.Generator(np.random.Philox(key=_KEY))
     chosen = random.permutation(int(owners.max()) + 1)
     tested = torch.isin(owners, torch.from_numpy(chosen[: len(chosen) // 5]))
     return Dataset(
         *(ids[~tested], torch.from_numpy(labels)[~tested]),
         *(ids[tested], torch.from_numpy(labels)[tested]),
-        users=owners[~tested].tolist(),
+        users=owners[~tested],
         task="regression",
     )

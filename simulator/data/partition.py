@@ -11,6 +11,7 @@ import torch
 from shufl.simulator.data.datasets import Dataset, load_dataset
 from shufl.simulator.data.features import check_digest, load_records
 from shufl.simulator.data.files import RecordFile
+from shufl.simulator.data.users import spaced
 from shufl.simulator.names import Scheme
 from shufl.simulator.section import ConfigError
 
@@ -61,22 +62,18 @@ class Partition:
         """The most records that a user has."""
         return int(np.diff(self.starts).max())
 
-    def __str__(self) -> str:
+    def told(self, users_by: str) -> str:
         """How many users and records there are, for the start of a run."""
         sizes = np.diff(self.starts)
-        each = f"{_spaced(sizes.max())} record{'s' * int(sizes.max() > 1)} each"
+        each = f"{spaced(sizes.max())} record{'s' * int(sizes.max() > 1)} each"
         if sizes.min() < sizes.max():
-            each = f"{_spaced(sizes.min())} to {each} (median {_spaced(np.median(sizes))})"
-        total = f"{_spaced(len(self.index))} in all"
+            each = f"{spaced(sizes.min())} to {each} (median {spaced(np.median(sizes))})"
+        total = f"{spaced(len(self.index))} in all"
         if self.left:
-            total += f" ({_spaced(self.left)} more are left out)"
+            total += f" ({spaced(self.left)} more are left out)"
         if self.users > len(self):
-            total += f", each held by up to {_spaced(-(-self.users // len(self)))} users"
-        return f"{_spaced(self.users)} users, {each}, {total}"
-
-
-def _spaced(number: float) -> str:
-    return f"{number:,.0f}".replace(",", " ")
+            total += f", each held by up to {spaced(-(-self.users // len(self)))} users"
+        return f"{spaced(self.users)} users {users_by}, {each}, {total}"
 
 
 def deal(

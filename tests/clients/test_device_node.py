@@ -276,7 +276,7 @@ def test_a_user_whose_records_make_the_model_fail_or_crash_counts_as_zero_alone(
     np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
     assert node._worker.states.tolist() == [DONE, FAILED, FAILED, FAILED, DONE, DONE]
     assert node._worker._child.process.pid != first
-    assert "user 1: ZeroDivisionError: of this user" in caplog.text
+    assert "user 1: ZeroDivisionError (device_models.py, line 41)" in caplog.text
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def test_torchvision_is_imported_in_a_process_of_its_own(place):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("blobs:mistaken", r"could not be loaded: 'train' \(blobs.py, line 28\)"),
+        ("blobs:mistaken", r"could not be loaded: KeyError \(blobs.py, line 28\)"),
         ("blobs:told_by_torch", r"could not be loaded: .* \(blobs.py, line 32\)"),
         ("imports:it", r"could not be imported: No module .* \(imports.py, line 2\)"),
         ("typo:it", r"could not be imported: [^()]* \(typo.py, line 3\)"),
@@ -193,5 +193,6 @@ def test_a_run_begins_with_how_the_records_are_shared(place):
     console = Console(record=True, quiet=False, width=200, file=io.StringIO())
     sets = ["simulation.engine=vectorised", "data.users=60", "privacy.rounds=1"]
     Run.new(load(str(tiny_config(place, 1)), sets), place / "runs", console).train()
-    line = "data digits, 60 users, 23 to 24 records each (median 24), 1 437 in all; mlp"
+    by = "made by partition iid (what each gets is taken for one person's)"
+    line = f"data digits, 60 users {by}, 23 to 24 records each (median 24), 1 437 in all; mlp"
     assert line in " ".join(console.export_text().split())

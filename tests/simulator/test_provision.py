@@ -538,7 +538,7 @@ def test_records_from_a_folder_are_checked_before_any_round(base):
     with pytest.raises(ConfigError, match="features of shape \\(r, 1, 8, 8\\)"):
         settings()
     write(1, np.zeros((1, 1, 8, 8)), np.array([10]))
-    with pytest.raises(ConfigError, match="must lie in 0 to 9, got 10 to 10"):
+    with pytest.raises(ConfigError, match="must lie in 0 to 9, got others at 1 of 1 records"):
         settings()
     file = folder / "wrong_types.py"
     file.write_text(
@@ -717,7 +717,7 @@ def test_what_is_there_and_would_be_another_is_named(base):
 
 
 @pytest.mark.slow
-def test_a_node_reads_a_file_whose_columns_the_configuration_names(base):
+def test_a_node_reads_a_file_whose_columns_the_configuration_names(base, caplog):
     """The server's file is public; a ward's has patients of its own."""
     dataset = {
         "file": "public.csv", "user": "patient", "label": "ill", "features": ["age"],
@@ -738,15 +738,22 @@ def test_a_node_reads_a_file_whose_columns_the_configuration_names(base):
         site = load_site(folder / "node.toml", NodeSite)
         return node_settings(site, folder).load_users()
 
-    read = records("1,b,x,60", "0,a,y,40", "1,c,z,50", "0,b,x,55")
+    with caplog.at_level("INFO"):
+        read = records("1,b,x,60", "0,a,y,40", "1,c,z,50", "0,b,x,55")
+    assert "3 users by column patient of ward.csv" in caplog.messages
     assert [labels.tolist() for _, labels in map(read, range(3))] == [[1, 0], [0], [1]]
     assert [features.flatten().tolist() for features, _ in map(read, range(3))] == [
         [1.0, 0.5], [-1.0], [0.0]
     ]  # fmt: skip
     for lines, message in (
         (["1,b,x,60", "0,a,y,40"], "users must be 2, those of ward.csv, got 3"),
+        (["1,a,x,60", "0,b,y,5", "0,a ,y,50"], "ward.csv: column patient must be spelt alike .* 3"),
+        (["1,a,x,60", "0,b,y,5", "0,NA,y,50"], "ward.csv: column patient must say whose .* got no"),
         (["1,a,x,60", "0,b,y,", "0,c,y,50"], "ward.csv: column age must have no empty cells"),
-        (["1,a,x,60", "2,b,y,50", "0,c,y,50"], "labels of user 1 must lie in 0 to 1, got 2"),
+        (
+            ["1,a,x,60", "2,b,y,50", "0,c,y,50"],
+            "labels of user 1 must lie in 0 to 1, got others at 1",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             records(*lines)

@@ -146,7 +146,7 @@ NOT_A_TASK = {"loss": mean_of_all}
             "must have its score, mae, among its metrics",
         ),
         ("houses", f"{__name__}:TAKEN", "must name its metric score otherwise"),
-        ("houses", f"{__name__}:RAISES", "cannot measure the model on test records: no metrics"),
+        ("houses", f"{__name__}:RAISES", "model on test records: ValueError (test_tasks.py"),
         ("houses", "next-token", "must have classes"),
         ("sentences", "regression", "must have no classes, got 7, for data.task regression"),
         ("sentences", "classification", "must have one train label for each"),

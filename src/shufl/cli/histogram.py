@@ -17,6 +17,7 @@ from shufl.accounting.digits import rounded_up
 from shufl.cli import options
 from shufl.cli.options import needed
 from shufl.simulator.console import Console
+from shufl.simulator.data.users import spaced
 from shufl.simulator.plots import draw
 from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
@@ -32,12 +33,16 @@ _MOST_SHOWN = 60
 def histogram_command(
     source: Annotated[
         Path,
-        typer.Argument(
-            help="A CSV file with one row a user, or the folder of a run of "
-            "mechanism randomised-response."
-        ),
+        typer.Argument(help="A CSV file, or the folder of a run of mechanism randomised-response."),
     ],
     column: Annotated[str | None, typer.Option(help="The column of the file.")] = None,
+    user_column: Annotated[
+        str | None,
+        typer.Option(
+            help="The column that says whose a row is: of each person one row, at random, counts. "
+            "Default: each row is taken for one person."
+        ),
+    ] = None,
     categories: Annotated[
         str | None,
         typer.Option(
@@ -80,7 +85,7 @@ def histogram_command(
         if source.is_dir():
             shown = "categories", "consistent", "out", "json"
             options.check_alone("a run folder, which has its plan", *shown)
-            plan, found, too_few = _of_run(source)
+            plan, found, too_few, by = _of_run(source)
             names = _categories(categories, False) or [str(i) for i in range(len(found.shares))]
             if len(names) != len(found.shares):
                 raise ValueError(
@@ -90,21 +95,26 @@ def histogram_command(
         else:
             choice("--accountant", accountant, ("blanket", "crowd", "local"))
             names = needed("--categories", _categories(categories, other))
-            counts = count_column(source, needed("--column", column), names, other)
+            about = needed("--column", column), names, other, user_column, seed
+            counts, true, rows_there = count_column(source, *about)
             users = int(counts.sum())
+            by = f"each of {spaced(rows_there)} rows is taken for one person"
+            if user_column is not None:
+                by = f"by column {user_column}: one of each one's rows counts, at random, of "
+                by += f"{spaced(rows_there)} in all"
             budget = needed("--epsilon", epsilon), options.number(delta)
             with options.naming_flags():
                 plan, note = plan_for(
                     users, len(names), *budget, gamma, cast(Any, accountant), local_epsilon
                 )
-            found, true = simulate(counts, plan, seed), counts / users
+            found = simulate(counts, plan, seed, one_each=user_column is None)
         found = found.consistent() if consistent else found
         rows = epsilon_rows(epsilon_table(plan, 1, too_few))
         columns = {"category": names, "share": found.shares, "standard_error": found.errors}
         told = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         columns |= {} if true is None else {"true": true}
         title = f"ε = {plan.target_epsilon:g} by {plan.accountant}, δ = {rounded_up(plan.delta)}"
-        title += f", n = {plan.users}"
+        title += f", n = {plan.users} users, {by}"
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             _write(out / "histogram.csv", columns)
@@ -112,14 +122,16 @@ def histogram_command(
     if note:
         typer.echo(f"warning: {note}", err=True)
     if json:
-        options.print_json({"histogram": told, "plan": plan.model_dump(), "epsilon": rows})
+        options.print_json(
+            {"histogram": told, "users_by": by, "plan": plan.model_dump(), "epsilon": rows}
+        )
         return
     console = Console()
     _print(console, columns, found, plan, title)
     print_epsilons(console, "ε by accountant", rows, plan.accountant)
     if true is not None:
         for line in (
-            "simulated: coins, answers and blankets follow from the seed",
+            "simulated: all that is random follows from the seed",
             "on real machines a round can be lost, with its ε: have a budget for two of them",
         ):
             console.print(line, soft_wrap=True)
@@ -144,8 +156,8 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
     return names
 
 
-def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool]:
-    """The plan and the estimate of a run that has ended, and whether `too_few_present`."""
+def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool, str]:
+    """Of a run that has ended: plan, estimate, `too_few_present`, and where its users come from."""
     from shufl.accounting import RandomisedResponse
     from shufl.server import load_tensors
     from shufl.simulator.config import load
@@ -165,14 +177,14 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool]:
         raise ValueError(f"{folder}/metrics.jsonl has no row that tells how many were present")
     if row["outcome"] != "released":
         raise ValueError(f"{folder} has released no histogram: its only round failed")
-    shufflers = load(str(folder / "config.toml")).shuffler.number
+    config = load(str(folder / "config.toml"))
     try:
         scores = load_tensors(folder / "model.pt")["scores"].double().numpy()
     except Exception as error:  # of all the kinds that a damaged file can raise
         raise ValueError(f"{folder / 'model.pt'} is damaged: {type(error).__name__}") from None
     shares = scores + 1.0 / len(scores)
-    found = Histogram.of(shares, plan, row["users_present"], shufflers)
-    return plan, found, too_few_present(plan, [row], 1)
+    found = Histogram.of(shares, plan, row["users_present"], config.shuffler.number)
+    return plan, found, too_few_present(plan, [row], 1), config.data.users_by
 
 
 def _print(
@@ -182,7 +194,7 @@ def _print(
 
     response = response_of(plan)
     about = (
-        f"{plan.users} users; reports of ε₀ = {epsilon_text(response.local_epsilon)}, true with "
+        f"reports of ε₀ = {epsilon_text(response.local_epsilon)}, true with "
         f"probability {response.truth:.4g}; {rounded_up(plan.shuffler_blankets)} blankets expected"
     )
     for line in (about, title):
