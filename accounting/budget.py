@@ -94,6 +94,13 @@ TOO_FEW_PRESENT = "counts on more users than were present in some rounds"
 _MOST_BOUNDED_ROUNDS = 10**6  # a lower bound is composed on a fine grid: 10⁸ rounds take 2 GiB
 
 
+ON_MACHINES = (
+    "; on real machines it also assumes that in a round at most one user of a node has the process "
+    "that computes updates end or hang"
+)
+"""What ε of a plan with a window assumes beside its accountant's own assumptions."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EpsilonRow:
     """One accountant's answer.
@@ -149,11 +156,14 @@ def epsilon_table(
     """Returns ε after `rounds` rounds of the plan, by every accountant of the registry.
 
     `lower` is as for `price`. If `too_few_present`, a batch was released with fewer users present
-    than the plan's `least_present`: accountants that count on others then have no ε.
+    than the plan's `least_present`: accountants that count on others then have no ε. Of a plan for
+    real machines, `covers` also says what is assumed of these.
     """
     about, allowed = (plan.adjacency, plan.delta), rounds_within_budget(plan)
     spent = price(plan.event(), rounds, *about, lower=lower)
     planned = price(plan.event(), allowed, *about) if rounds < allowed else spent
+    if plan.window is not None:
+        spent = [dataclasses.replace(row, covers=row.covers + ON_MACHINES) for row in spent]
     return [
         dataclasses.replace(row, epsilon=None, warning=TOO_FEW_PRESENT, lower=None)
         if too_few_present and ACCOUNTANTS[row.name].counts_on_others

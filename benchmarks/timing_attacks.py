@@ -1,21 +1,23 @@
 """Does the server or the network tell a user of 20 records from one of 2000 by moments alone?
 
     python benchmarks/timing_attacks.py
-    python benchmarks/timing_attacks.py --learn 2 --rounds 2   # a smoke test
+    python benchmarks/timing_attacks.py --rounds 4   # a smoke test
 
-A real shuffler, and two real device processes with one user each under a plan with cover and a
-window: one user has few records, the other many. Each round is one of the two devices', by a secret
-coin. Reports are sent without a spread. The attackers:
+A real shuffler, and a real device process with one user under a plan with cover and a window.
+Before each round a secret coin decides whether the user has few records or many. Another decides
+whether the server closes the round before reports are sent, or when its window is over. Reports are
+sent without a spread. The attackers:
 
-    early close   the server closes the round at some moment of its window and counts the release:
-                  was the report in by then?
+    early close   the server counts the release: does what is in it depend on when it closed?
+    closed        when the shuffler answers the closing, counted from the opening of the round.
     answer        how long the device takes to answer the round's message.
     probe         how long it takes to answer a query while its work goes on.
     arrival       when the report passes the network, counted from the opening of the round.
+    sending       the same, counted from the round's message.
 
-Each attacker first sees rounds of which it knows whose they are, and then guesses whichever of the
-two means is nearer. It fails if one of them is right more often than chance is in one of a thousand
-tries: more than 124 of 200 times.
+Each compares what it sees in the rounds of one side of a coin with those of the other, by the rank
+test of Mann and Whitney. The exit status is 1 if one of them finds a difference, which without any
+leak happens in one of a thousand calls at most.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import grpc
@@ -40,11 +42,21 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.serde import recorddict_to_proto
+from scipy import stats
 
 from shufl.accounting import GaussianMechanism, PrivacyPlan
 from shufl.accounting.mechanisms import most_blankets
 from shufl.accounting.plan import Window
-from shufl.clients import ClientSettings, LocalTraining, load_device, serve_device
+from shufl.clients import (
+    ClientSettings,
+    LocalTraining,
+    UserRecords,
+    device_node,
+    load_device,
+    serve_device,
+    worker,
+)
+from shufl.clients.worker import Worker
 from shufl.shuffler import (
     ControlClient,
     Credentials,
@@ -60,30 +72,53 @@ from shufl.simulator.tasks import Form
 
 RECORDS = {"few": 20, "many": 2000}
 SHAPE, CLASSES, BLANKETS = (1, 28, 28), 10, 5.0
+FALSE_ALARMS = 1e-3  # of all attackers together, at most
 make_model = functools.partial(build_model, "mlp", Form(SHAPE, CLASSES), 0, {"hidden": 256})
 
 
-def load_users(records: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    features = torch.rand(records, *SHAPE, generator=generator)
-    return lambda user: (features, torch.zeros(records, dtype=torch.int64))
+def load_users() -> UserRecords:
+    """Users with many records; user 0's are exchanged."""
+    most = max(RECORDS.values())
+    features = torch.rand(most, *SHAPE, generator=torch.Generator().manual_seed(1))
+    return lambda user: (features, torch.zeros(most, dtype=torch.int64))
 
 
-def serve(folder: Path, plan: PrivacyPlan, address: str, own: Credentials, records: int) -> None:
-    """The process of one device."""
+def serve(
+    folder: Path, plan: PrivacyPlan, address: str, own: Credentials, changes: Connection
+) -> None:
+    """The process of the device, which is told how many records its user has."""
     limits = 'ledger = "device.db"\nmost_epsilon = 1e9\ndelta = 1e-5\naccountant = "local"\n'
     (folder / "device.toml").write_text(limits)
     settings = ClientSettings(
         run_id=None,
         plan=plan,
         make_model=make_model,
-        load_users=functools.partial(load_users, records),
+        load_users=load_users,
         training=LocalTraining(),
         shufflers=((address, own),),
         seed=None,
         ledger=lambda number: load_device(folder / "device.toml"),
         users=1,
     )
+    made: list[Worker] = []
+
+    class Changing(Worker):
+        def fill(self, records: UserRecords) -> int:
+            made.append(self)
+            return super().fill(records)
+
+    def change() -> None:
+        whole = load_users()(0)
+        while True:
+            count = changes.recv()
+            own = tuple(each[:count] for each in whole)
+            made[-1].fill(lambda user, own=own: own)
+            changes.send(None)
+
+    device_node.Worker = Changing
+    own = "grpc", "flwr.app", "scipy.stats", "shufl.simulator.models", worker.__name__
+    worker._PROCESSES.set_forkserver_preload([*own])  # a child imports this file too
+    threading.Thread(target=change, daemon=True).start()
     never = threading.Event()
     serve_device(settings, folder / "node.sock", never, never)
 
@@ -117,7 +152,7 @@ class Wire:
 class Attack:
     """The server's side of the rounds, and what it and the network see of each."""
 
-    def __init__(self, plan: PrivacyPlan, control: ControlClient, wire: Wire, calls: dict):
+    def __init__(self, plan: PrivacyPlan, control: ControlClient, wire: Wire, calls: tuple):
         self._plan, self._control, self._wire, self._calls = plan, control, wire, calls
         self._state = make_model().state_dict()
         self._window = plan.window
@@ -126,8 +161,8 @@ class Attack:
         length = sealed_length(report_length(dimension))
         control.create_run("timing", plan.to_json().encode(), length)
 
-    def play(self, who: str) -> dict[str, float]:
-        """What one round of a device shows."""
+    def play(self, early: bool) -> dict[str, float]:
+        """What one round of the device shows; `early`: the server tries to close it before."""
         self._round += 1
         _, public_key = generate_key_pair()
         about = {"run_id": "timing", "plan_digest": self._plan.digest()}
@@ -137,30 +172,34 @@ class Attack:
         round = about | {"round": self._round, "public_key": public_key, "seconds": 60.0}
         model = ArrayRecord(self._state)
         message = serialised({"model": model, "round": ConfigRecord(round)})
-        train, query = self._calls[who]
+        train, query = self._calls
         began = time.monotonic()
         try:
             train(message, timeout=60)
         except grpc.RpcError:  # before any coin: on a busy machine too little of the window is left
             self._control.end_round("timing", self._round)
-            return self.play(who)
+            return self.play(early)
         answered = time.monotonic()
         query(serialised({"round": ConfigRecord(about)}), timeout=60)
         probed = time.monotonic()
-        cut = opened + secrets.SystemRandom().uniform(0.0, self._window.seconds)
-        time.sleep(max(0.0, cut - time.monotonic()))
+        window = self._window
+        cut = secrets.SystemRandom().uniform(0.0, window.send_after) if early else window.seconds
+        time.sleep(max(0.0, opened + cut - time.monotonic()))
         outcome = self._control.close_round("timing", self._round).outcome
+        closed = time.monotonic()
         released = 0
         if outcome is Outcome.RELEASABLE:
             released = len(list(self._control.release("timing", self._round)))
-        time.sleep(max(0.0, opened + self._window.seconds + 0.2 - time.monotonic()))
+        time.sleep(max(0.0, opened + window.seconds + 0.2 - time.monotonic()))
         self._control.end_round("timing", self._round)
         sent = [at for at, size in self._wire.passed if at > opened and size > 2**12]
         return {
             "early close": float(released > most_blankets(BLANKETS)),
+            "closed": closed - opened,
             "answer": answered - began,
             "probe": probed - answered,
-            "arrival": sent[0] - opened if sent else math.inf,
+            "arrival": min(sent, default=math.inf) - opened,
+            "sending": min(sent, default=math.inf) - began,
         }
 
 
@@ -170,9 +209,8 @@ def serialised(content: dict) -> bytes:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--learn", type=int, default=40, help="rounds whose device is known")
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--work-until", type=float, default=1.5)
+    parser.add_argument("--work-until", type=float, default=4.0)
     options = parser.parse_args()
     window = Window(
         work_until=options.work_until,
@@ -184,7 +222,7 @@ def main() -> int:
         most_records=max(RECORDS.values()),
     )
     plan = PrivacyPlan(
-        users=2,
+        users=1,
         check_in_rate=0.5,
         mechanism=GaussianMechanism(noise_multiplier=2.0),
         rounds=10_000,
@@ -201,46 +239,48 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
         process = stack.enter_context(ShufflerProcess(folder / "shuffler"))
         control = stack.enter_context(ControlClient(process.address, process.control))
-        wire, calls = Wire(process.address), {}
-        for who, records in RECORDS.items():
-            (folder / who).mkdir()
-            about = folder / who, plan, wire.address, process.submit, records
-            device = multiprocessing.get_context("spawn").Process(target=serve, args=about)
-            device.start()
-            stack.callback(device.join)
-            stack.callback(device.terminate)
-            while not (folder / who / "node.sock").exists():
-                if not device.is_alive():
-                    return 1  # it has said why
-                time.sleep(0.1)
-            channel = stack.enter_context(grpc.insecure_channel(f"unix:{folder / who}/node.sock"))
-            calls[who] = tuple(
-                channel.unary_unary(f"/shufl.Device/{kind}") for kind in ("train", "query")
-            )
+        wire = Wire(process.address)
+        ours, theirs = multiprocessing.Pipe()
+        about = folder, plan, wire.address, process.submit, theirs
+        device = multiprocessing.get_context("spawn").Process(target=serve, args=about)
+        device.start()
+        stack.callback(device.join)
+        stack.callback(device.terminate)
+        while not (folder / "node.sock").exists():
+            if not device.is_alive():
+                return 2  # it has said why
+            time.sleep(0.1)
+        channel = stack.enter_context(grpc.insecure_channel(f"unix:{folder}/node.sock"))
+        calls = tuple(channel.unary_unary(f"/shufl.Device/{kind}") for kind in ("train", "query"))
         attack = Attack(plan, control, wire, calls)
-        for who in RECORDS:
-            attack.play(who)  # connects
-        sides = [*RECORDS] * (options.learn // 2)
-        known = [(who, attack.play(who)) for who in sides]
-        coins = [secrets.choice([*RECORDS]) for _ in range(options.rounds)]
-        seen = [(who, attack.play(who)) for who in coins]
-    if not any(shown["early close"] and math.isfinite(shown["arrival"]) for _, shown in seen):
-        raise SystemExit("timing_attacks.py: no report came, so that no attacker could see any")
-    most = options.rounds / 2 + 3.4 * math.sqrt(options.rounds) / 2
-    print(f"right guesses of {options.rounds}; more than {most:.0f} is not chance")
-    worst = 0
-    for attacker in seen[0][1]:
-        means = {
-            who: np.mean([shown[attacker] for side, shown in known if side == who])
-            for who in RECORDS
-        }
-        right = sum(
-            min(means, key=lambda side: abs(means[side] - shown[attacker])) == who
-            for who, shown in seen
-        )
-        print(f"{attacker:12} {right:4}", "  ".join(f"{k} {v:.4f}" for k, v in means.items()))
-        worst = max(worst, right)
-    return int(worst > most)
+        attack.play(False)  # connects
+        seen = []
+        for _ in range(options.rounds):
+            who, early = secrets.choice([*RECORDS]), secrets.choice([False, True])
+            ours.send(RECORDS[who])
+            ours.recv()
+            seen.append((who, early, attack.play(early)))
+    if not any(shown["early close"] for *_, shown in seen):
+        print("timing_attacks.py: no report came, so that no attacker could see any")
+        return 2
+    leaks = [found(attacker, seen) for attacker in seen[0][2]]
+    return int(any(leaks))
+
+
+def found(attacker: str, seen: list) -> bool:
+    """Whether an attacker sees a difference; prints what it sees."""
+    sides: dict[str, list[float]] = {}
+    for who, early, shown in seen:
+        side = ("early" if early else "late") if attacker == "early close" else who
+        sides.setdefault(side, []).append(shown[attacker])
+    if len(sides) < 2:
+        chance = 1.0
+    else:
+        chance = float(stats.mannwhitneyu(*sides.values(), method="asymptotic").pvalue)
+    leaks = chance < FALSE_ALARMS / len(seen[0][2])
+    medians = "  ".join(f"{side} {np.median(each):.4f}" for side, each in sorted(sides.items()))
+    print(f"{attacker:12} {'LEAK' if leaks else 'none':5} by chance {chance:.2g}  {medians}")
+    return leaks
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ class DeviceNode(Node):
         randomness, clock: for tests.
 
     Raises:
-        ValueError: the work does not fit into the window, or cannot be done.
+        ValueError: the work does not fit into the window, or cannot be done; names a user with
+            whose records it cannot.
     """
 
     def __init__(
@@ -71,7 +72,6 @@ class DeviceNode(Node):
         self._worker = Worker(
             settings.make_model,
             settings.training,
-            settings.together,
             users,
             window.most_records,
             self._records(0),
@@ -79,6 +79,7 @@ class DeviceNode(Node):
         try:
             self._worker.check(window)
             more = self._worker.fill(self._records)
+            self._worker.check_records(window)
         except BaseException:
             self._worker.close()
             raise
@@ -143,7 +144,12 @@ class DeviceNode(Node):
             seeds = self._randomness.training_seeds(number, users)
             left = opened + self.window.work_until - self.clock.now()
             try:
-                self._worker.compute(round.parameters, seeds, left, over)
+                failed = self._worker.compute(round.parameters, seeds, left, over)
+                for user, why in [*failed.items()][:1]:  # one line, however many there are
+                    log.warning(
+                        "%d of the updates cannot be computed, and count as zero; user %d: %s",
+                        *(len(failed), user, why),
+                    )
             except Exception:  # whoever's update is not done reports noise alone
                 log.exception("round %d: not all updates are computed", number)
             first = opened + self.window.send_after

@@ -116,7 +116,7 @@ def user_updates(
         places = torch.arange(users * records, device=labels.device).reshape(users, records)
         flat = features.flatten(0, 1), labels.flatten(0, 1), places
         sizes = torch.full((users,), records) if real is None else real
-        return epochs_of_users(model, *flat, sizes, training, keys, call, real is not None)
+        return epochs_of_users(model, *flat, sizes, training, keys, call)
     state = ModuleState(model)
     counted: tuple[torch.Tensor, ...] = ()
     if real is not None:
@@ -139,12 +139,10 @@ def epochs_of_users(
     training: LocalTraining,
     keys: torch.Tensor,
     call: Callable[..., torch.Tensor] = functional_call,
-    constant: bool = False,
 ) -> dict[str, torch.Tensor]:
     """`user_updates` of k users with local epochs, whose records lie anywhere among n.
 
-    Each user takes as many steps as it has batches. Those who have none left are left out, or with
-    `constant` compute on for nothing, so that all the work is that of r records each.
+    Each user takes as many steps as it has batches; those who have none left are left out.
 
     Args:
         features, labels: shape (n, ...).
@@ -159,7 +157,7 @@ def epochs_of_users(
     counts = sizes.numpy(force=True)
     batches = -(-counts // size)  # of an epoch
     order = (-batches).argsort(kind="stable")  # who has most steps comes first
-    ends, longest = epochs * batches[order], -(-most // size) if constant else int(batches.max())
+    ends = epochs * batches[order]
     users = torch.from_numpy(order).to(device)
     seeds = keys.numpy(force=True).view(np.uint64)
     turns = record_orders(seeds, epochs, most, counts).to(device)[:, users]
@@ -167,12 +165,12 @@ def epochs_of_users(
     each = torch.from_numpy(batches).to(device)[users]
     local, kept = start, dict[str, Any]()
     try:
-        for step in range(epochs * longest):
-            active = len(order) if constant else int((ends > step).sum())
+        for step in range(int(ends.max())):
+            active = int((ends > step).sum())
             number, epoch = step % each[:active], step // each[:active]
             place = number[:, None] * size + torch.arange(size, device=device)
-            counted = (place < sizes[:active, None]) & (epoch < epochs)[:, None]
-            turn = turns[epoch.clamp(max=epochs - 1), torch.arange(active, device=device)]
+            counted = place < sizes[:active, None]
+            turn = turns[epoch, torch.arange(active, device=device)]
             rows = places[:active].gather(1, turn.gather(1, place.clamp(max=most - 1)))
             given = keys[:active], features[rows], labels[rows], counted
             axis = 0 if step else None  # faster: at first all have the same parameters
@@ -183,9 +181,7 @@ def epochs_of_users(
             own = axis if kept else None
             made = vmap(training.step, (axis, 0, None, own))(before[0], found, start, before[1])
             made = tree_map(torch.clone, made)  # it may be, or hold, what it was given
-            if constant:
-                local, kept = _taken(counted.any(1), made, (local, kept))
-            elif active == len(order):
+            if active == len(order):
                 local, kept = made
             else:
                 tree_map(_write, before, made)
@@ -263,17 +259,13 @@ def in_type(dtype: torch.dtype, outputs: Any) -> Any:
 
 
 def _taken(there: torch.Tensor | None, made: _Made, before: _Made) -> _Made:
-    """What a step made; users without a record in the batch keep what they had before.
+    """What a step made; a user without a record in the batch keeps what it had before.
 
-    `there` says who had one, bool of shape (k,) or (); None: everybody.
+    `there` says whether it has one, bool of shape (); None: it has.
     """
     if there is None:
         return made
-
-    def merged(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        users = there.reshape(*there.shape, *[1] * (new.dim() - there.dim()))
-        return torch.where(users, new, old)
-
+    merged = functools.partial(torch.where, there)
     parameters: Tensors = tree_map(merged, made[0], before[0])
     # Before the first step, in which everybody has records, there is no state.
     return parameters, tree_map(merged, made[1], before[1]) if before[1] else made[1]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shufl.clients.module_state import ModuleState, StateError
+from shufl.clients.module_state import ModuleState
 from shufl.clients.settings import LocalTraining
 from shufl.clients.update import as_keys, local_update, user_updates
 from shufl.trained import dimension, load_sent, sent
@@ -45,75 +45,80 @@ class Work:
         self._make_model, self._training, self._together = make_model, training, together
         self.model = make_model()
         self.dimension = dimension(self.model)
+        self._state: ModuleState | None = None  # of the round's model
 
     def load(self, parameters: dict[str, torch.Tensor]) -> None:
         """Begins with what a server has broadcast of its model."""
         load_sent(self.model, parameters)
         self.model.train()
+        self._state = None
 
     def most_at_once(self, features: torch.Tensor) -> int:
         """How many users with such records are a group, for reasons of memory."""
         size = max(self.dimension, features.numel())
         return max(1, min(_NUMBERS_TOGETHER // size, _TOGETHER // max(1, len(features))))
 
+    def alone(self, records: Records, seed: int, real: int | None = None) -> np.ndarray:
+        """One user's update; the arguments are those of `local_update`.
+
+        Whatever this raises, the next user finds the model as this one found it.
+        """
+        state = self._before()
+        try:
+            return local_update(self.model, *records, self._training, seed, state, real)
+        except BaseException:
+            self._put_back()
+            raise
+
     def updates(
-        self,
-        records: Sequence[Records],
-        seeds: np.ndarray,
-        real: np.ndarray | None = None,
-        begin: Callable[[list[int]], None] = lambda places: None,
+        self, records: Sequence[Records], seeds: np.ndarray
     ) -> Iterator[np.ndarray | BaseException]:
         """The updates of a group, in order; in the place of one that fails, why.
 
         Args:
             records: of k users; equally many each.
             seeds: of their local training, uint64 of shape (k,).
-            real: how many of each one's records count, int64 of shape (k,); left out: all.
-            begin: is told the places of users, before their updates are computed.
         """
         if self._together and len(records) > _ALONE:
-            begin(list(range(len(records))))
             try:
-                updates = self._at_once(records, seeds, real)
+                updates = self._at_once(records, seeds)
             except ERRORS as error:  # above all: a model that draws random numbers
-                self._renew(error)
+                self._put_back()
                 log.info("updates are computed one by one: %s", raised(error))
             else:
                 yield from updates
                 return
-        counts = [None] * len(records) if real is None else real.tolist()
-        state = ModuleState(self.model)
-        for place, (each, seed, count) in enumerate(
-            zip(records, seeds.tolist(), counts, strict=True)
-        ):
-            begin([place])
+        for each, seed in zip(records, seeds.tolist(), strict=True):
             update: np.ndarray | BaseException
             try:
-                update = local_update(self.model, *each, self._training, seed, state, count)
+                update = self.alone(each, seed)
             except ERRORS as error:
                 update = error
-                if self._renew(error):
-                    state = ModuleState(self.model)
             yield update
 
-    def _at_once(
-        self, records: Sequence[Records], seeds: np.ndarray, real: np.ndarray | None
-    ) -> np.ndarray:
+    def _at_once(self, records: Sequence[Records], seeds: np.ndarray) -> np.ndarray:
         """`local_update` of users with equally many records, by vmap: shape (k, d)."""
-        training = self._training
+        self._before()
         features, labels = map(torch.stack, zip(*records, strict=True))
-        counts = None if real is None else torch.from_numpy(real)
         with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
             warnings.simplefilter("ignore", UserWarning)
-            given = features, labels, training, as_keys(seeds)
-            updates = user_updates(self.model, *given, real=counts)
+            given = features, labels, self._training, as_keys(seeds)
+            updates = user_updates(self.model, *given)
         return torch.cat([each.flatten(1) for each in updates.values()], dim=1).numpy()
 
-    def _renew(self, error: BaseException) -> bool:
-        """Makes the model anew where it could not be put back, so that nobody else sees what is."""
-        if not isinstance(error, StateError):
-            return False
-        parameters = {name: value.clone() for name, value in sent(self.model).items()}
-        self.model = self._make_model()
-        self.load(parameters)
-        return True
+    def _before(self) -> ModuleState:
+        """What the model holds before anybody's update."""
+        if self._state is None:
+            self._parameters = {name: value.clone() for name, value in sent(self.model).items()}
+            self._state = ModuleState(self.model)
+        return self._state
+
+    def _put_back(self) -> None:
+        """Puts the model back after an error, or else makes it anew."""
+        try:
+            if self._state is not None:
+                self._state.restore()
+        except Exception:  # whatever a part of the model raises when it is put back
+            del self.model  # so that nobody sees what is in it, if no other can be made
+            self.model = self._make_model()
+            self.load(self._parameters)

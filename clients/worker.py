@@ -1,26 +1,26 @@
 """The child process of a deployed node that holds the users' records and computes updates.
 
-Every user's update is the same work: the plan fixes the number of records, which padding without
-weight fills up. Groups, their order and the way of computing follow from the plan, the model and
-the number of users. So neither how long the work takes nor which users are done when it is ended
-depends on a record. The child does nothing else, and the parent, which answers and sends, does no
-such work.
+Each user's update is computed alone, one after the other, and is the same work: the plan fixes the
+number of records, which padding without weight fills up. So neither how long the work takes nor
+which users are done when it is ended depends on a record. A record for which the model raises an
+error, ends the process or hangs costs its own user's update: `Worker.seconds` has room for that.
+(Users who are computed at once, by vmap, would all have to be computed again after an error, one by
+one. So a window must have room for that anyway, and at once it would need more.) The child does
+nothing else, and the parent, which answers and sends, does no such work.
 """
 
 from __future__ import annotations
 
-import functools
 import mmap
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -29,17 +29,21 @@ import torch
 from torch import nn
 
 from shufl.accounting.digits import rounded_up
-from shufl.accounting.lines import one_line
 from shufl.accounting.plan import Window
 from shufl.clients.settings import LocalTraining, UserRecords
-from shufl.clients.work import Records, Work, log, raised
-from shufl.trained import dimension
+from shufl.clients.work import Records, Work, raised
+from shufl.trained import dimension, sent
 
 TO_DO, AT_WORK, DONE, FAILED = range(4)
 """How far a user's update is."""
 
-_MARGIN = 2.0  # of the time that the work takes on a machine that is busy with other things
-_SPAWN = multiprocessing.get_context("spawn")
+_SHARES = 3
+"""Of a window: one for a user who hangs, two for the others, on a machine that is busy besides."""
+
+_MARGIN = 1.25  # of what a round needs: its announcement takes a while to come
+_LONG = 1e6  # seconds
+_PROCESSES = multiprocessing.get_context("forkserver")  # which has imported torch
+_PROCESSES.set_forkserver_preload([__name__])
 
 
 class _Shared:
@@ -83,7 +87,7 @@ class _Memory:
 
 @dataclass
 class _Child:
-    process: SpawnProcess
+    process: ForkServerProcess
     pipe: Connection
     is_ready: bool = False
 
@@ -92,7 +96,8 @@ class Worker:
     """The child, as its parent sees it. It is killed and started again as the rounds need it.
 
     Attributes:
-        seconds: how long the updates of all users take here, of made-up records.
+        seconds: how much of a window a round needs: three times what a new process takes here for
+            the updates of all users, of made-up records.
         states: as in `_Memory`.
     """
 
@@ -100,17 +105,17 @@ class Worker:
         self,
         make_model: Callable[[], nn.Module],
         training: LocalTraining,
-        together: bool,
         users: int,
         most_records: int,
         example: Records,
     ):
-        """Starts it and has it measure the work; `example` has the form of a user's records.
+        """Starts it and measures the work; `example` has the form of a user's records.
 
         Raises:
             ValueError: it cannot compute the updates of made-up users.
         """
-        numbers = dimension(make_model())
+        model = make_model()
+        self._initial = {name: value.clone() for name, value in sent(model).items()}
         features, labels = (
             _Shared((users, most_records, *each.shape[1:]), each.numpy().dtype.type)
             for each in example
@@ -119,25 +124,26 @@ class Worker:
             features,
             labels,
             _Shared((users,), np.int64),
-            _Shared((users, numbers), np.float32),
+            _Shared((users, dimension(model)), np.float32),
             _Shared((users,), np.uint8),
         )
-        self._about = make_model, training, together, max(1, len(os.sched_getaffinity(0)) - 1)
+        self._about = make_model, training, max(1, len(os.sched_getaffinity(0)) - 1)
         self.states, self._updates = self._memory.states.mapped(), self._memory.updates.mapped()
         self._lock = threading.Lock()  # held for moments
         self._over: threading.Event | None = None  # of the round at work
         self._closed = False
-        self._child = self._start(measured=True)
+        self._child = self._start()
         try:
-            said = self._child.pipe.recv()
-        except EOFError:
-            self._child.process.join()
-            said = f"the process ended with {self._child.process.exitcode}"
-        if isinstance(said, str):
+            made_up = torch.ones_like(example[0][:1]), torch.zeros_like(example[1][:1])
+            self.fill(lambda user: made_up)
+            self._try(_LONG)  # what is imported or allocated once costs no round
+            begun = time.monotonic()
+            self._restart(self._child)
+            self._try(_LONG)
+            self.seconds = _SHARES * (time.monotonic() - begun)
+        except (ValueError, OSError) as error:
             self.close()
-            raise ValueError(f"the updates of made-up users cannot be computed: {said}")
-        self.seconds: float = said
-        self._child.is_ready = True
+            raise ValueError(f"the updates of made-up users cannot be computed: {error}") from None
 
     def close(self) -> None:
         """Kills the child."""
@@ -155,9 +161,27 @@ class Worker:
         if (needed := _MARGIN * self.seconds) > window.work_until:
             raise ValueError(
                 f"window.work_until must be at least {rounded_up(needed, 3)} on this machine, "
-                f"twice the time that the updates of {len(self.states)} users take, "
-                f"got {window.work_until:g}"
+                f"{_MARGIN * _SHARES:g} times as long as the updates of {len(self.states)} users "
+                f"take, got {window.work_until:g}"
             )
+
+    def check_records(self, window: Window) -> None:
+        """Refuses records, those that it was filled with, of which the model makes no update.
+
+        Raises:
+            ValueError: there are such; names the first such user.
+        """
+        try:
+            self._try(window.work_until)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"data: the updates of this node's users: {error}") from None
+
+    def _try(self, seconds: float) -> None:
+        """Computes everybody's update of the model as it is made."""
+        seeds = np.arange(len(self.states), dtype=np.uint64)
+        failed = self.compute(self._initial, seeds, seconds, threading.Event())
+        for user in np.flatnonzero(self.states != DONE).tolist():
+            raise ValueError(f"user {user}: {failed.get(user, 'it is not done in time')}")
 
     def fill(self, records: UserRecords) -> int:
         """Loads the records of all users; returns how many users have more than are used."""
@@ -181,17 +205,19 @@ class Worker:
         seeds: np.ndarray,
         seconds: float,
         over: threading.Event,
-    ) -> None:
+    ) -> dict[int, str]:
         """Has the updates of a round computed; ends the work on an older one, whose `over` is set.
 
-        Returns when all are done, after `seconds`, or when a newer round begins. A user whose
-        update crashes the child counts as failed; a new child goes on with the others.
+        Returns when all are done, after `seconds`, or when a newer round begins: why the updates
+        that failed did, by user. A user whose update ends the child, or takes longer than a third
+        of `seconds`, has failed; a new child goes on with the others.
 
         Raises:
             OSError: the machine starts no child; then none is done.
         """
+        failed: dict[int, str] = {}
         if over.is_set():
-            return
+            return failed
         try:
             if self._over is not None:
                 self._restart(self._child)
@@ -199,25 +225,30 @@ class Worker:
             self.states[:] = TO_DO
         until = time.monotonic() + seconds
         self._over = over
-        given = {name: value.numpy() for name, value in parameters.items()}, seeds
+        named = {name: value.numpy() for name, value in parameters.items()}
+        given = named, seeds, seconds / _SHARES
         while not over.is_set() and (self.states == TO_DO).any():
             child = self._child
             try:
                 if not child.is_ready:
-                    _hear(child, until)
+                    _hear(child, until, failed)
                     child.is_ready = True
                 child.pipe.send(given)
-                _hear(child, until)
+                _hear(child, until, failed)
             except TimeoutError:
                 if child.is_ready:  # else it is still starting
                     self._restart(child)
                 break
             except (EOFError, OSError):
                 if not over.is_set():
-                    self.states[self.states == AT_WORK] = FAILED
+                    lost, self.states[lost] = self.states == AT_WORK, FAILED
                     self._restart(child)
+                    failed |= dict.fromkeys(np.flatnonzero(lost).tolist(), _end_of(child))
+                    if not child.is_ready:
+                        raise ChildProcessError(f"{_end_of(child)} when it started") from None
         if self._over is over:
             self._over = None
+        return failed
 
     def _restart(self, child: _Child) -> None:
         with self._lock:
@@ -226,116 +257,84 @@ class Worker:
                 child.process.join()
                 self._child = self._start()
 
-    def _start(self, measured: bool = False) -> _Child:
-        ours, theirs = _SPAWN.Pipe()
-        process = _SPAWN.Process(
-            target=_serve, args=(theirs, *self._about, self._memory, measured), daemon=True
+    def _start(self) -> _Child:
+        ours, theirs = _PROCESSES.Pipe()
+        process = _PROCESSES.Process(
+            target=_serve, args=(theirs, *self._about, self._memory), daemon=True
         )
         process.start()
         theirs.close()
         return _Child(process, ours)
 
 
-def _hear(child: _Child, until: float) -> None:
-    """Waits for the child's next message that is not why an update fails.
+def _hear(child: _Child, until: float, failed: dict[int, str]) -> None:
+    """Waits for the child's next message that is not why an update fails, which is noted.
 
     Raises:
         EOFError, OSError: the child has ended.
         TimeoutError: there is none in time.
     """
-    reasons = Counter[str]()
-    try:
-        while child.pipe.poll(max(0.0, until - time.monotonic())):
-            said = child.pipe.recv()
-            if not isinstance(said, str):
-                return
-            reasons[said] += 1
-        raise TimeoutError
-    finally:
-        if reasons:  # one line, however many users there are
-            ((most, _),) = reasons.most_common(1)
-            count = reasons.total()
-            log.warning("%d of the updates cannot be computed, and count as zero: %s", count, most)
+    while child.pipe.poll(max(0.0, until - time.monotonic())):
+        if (said := child.pipe.recv()) is None:
+            return
+        user, why = said
+        failed[user] = why
+    raise TimeoutError
+
+
+def _end_of(child: _Child) -> str:
+    """Why a child has ended by itself."""
+    code = child.process.exitcode
+    return "it takes too long" if code == -signal.SIGALRM else f"the process ended with {code}"
 
 
 def _serve(
     pipe: Connection,
     make_model: Callable[[], nn.Module],
     training: LocalTraining,
-    together: bool,
     threads: int,
     memory: _Memory,
-    measured: bool,
 ) -> None:
     """What the child does."""
     torch.set_flush_denormal(True)  # a processor takes longer for denormal numbers
     torch.set_num_threads(threads)
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the parent
         signal.signal(number, signal.SIG_IGN)
-    work = Work(make_model, training, together)
+    work = Work(make_model, training, together=False)
     try:
-        try:
-            pipe.send(_measure(work, memory) if measured else 0.0)
-        except Exception as error:
-            pipe.send(one_line(f"{type(error).__name__}: {error}"))
         while True:
-            parameters, seeds = pipe.recv()
-            work.load({name: torch.from_numpy(each) for name, each in parameters.items()})
-            compute(work, memory, seeds, pipe.send)
             pipe.send(None)
+            parameters, seeds, longest = pipe.recv()
+            work.load({name: torch.from_numpy(each) for name, each in parameters.items()})
+            compute(work, memory, seeds, pipe.send, longest)
     except (EOFError, BrokenPipeError):  # the parent has ended
         return
 
 
-def compute(work: Work, memory: _Memory, seeds: np.ndarray, tell: Callable[[str], None]) -> None:
-    """Computes what is to do, in groups; `tell` is told why an update fails."""
+def compute(
+    work: Work,
+    memory: _Memory,
+    seeds: np.ndarray,
+    tell: Callable[[tuple[int, str]], None],
+    longest: float = 0.0,
+) -> None:
+    """Computes what is to do. `tell` is told of each user whose update fails, and why.
+
+    An update that takes more than `longest` seconds ends this process; 0: none does.
+    """
     features, labels = (
         torch.from_numpy(each.mapped()) for each in (memory.features, memory.labels)
     )
     real, updates, states = memory.real.mapped(), memory.updates.mapped(), memory.states.mapped()
-    for group in _groups(work, features):
-        users = [user for user in group if states[user] == TO_DO]
-        records = [(features[user], labels[user]) for user in users]
-        begin = functools.partial(_note_at_work, states, np.array(users))
-        found = work.updates(records, seeds[users], real[users], begin)
-        for user, update in zip(users, found, strict=True):
-            if isinstance(update, BaseException):
-                states[user] = FAILED
-                tell(f"user {user}: {raised(update)}")
-            else:
-                updates[user], states[user] = update, DONE
-
-
-def _groups(work: Work, features: torch.Tensor) -> list[range]:
-    """Users whose updates are computed one after another, or at once."""
-    most, users = work.most_at_once(features[0]), len(features)
-    return [range(start, min(start + most, users)) for start in range(0, users, most)]
-
-
-def _note_at_work(states: np.ndarray, users: np.ndarray, places: list[int]) -> None:
-    """Marks the users at `places` as at work; others of the group that were are to do again."""
-    unfinished = users[states[users] == AT_WORK]
-    states[unfinished] = TO_DO
-    states[users[places]] = AT_WORK
-
-
-def _measure(work: Work, memory: _Memory) -> float:
-    """How many seconds the updates of so many users take, of records that are made up."""
-    features = torch.from_numpy(memory.features.mapped())
-    groups = _groups(work, features)
-    labels = torch.from_numpy(memory.labels.mapped())
-    ones = torch.ones_like(features[0]), torch.zeros_like(labels[0])
-
-    def play(users: range) -> None:
-        seeds = np.arange(len(users), dtype=np.uint64)
-        for update in work.updates([ones] * len(users), seeds, np.full(len(users), len(ones[1]))):
-            if isinstance(update, BaseException):
-                raise update
-
-    work.model.train()
-    for users in {len(group): group for group in groups}.values():
-        play(users)  # what is imported or allocated once costs no round
-    started = time.perf_counter()
-    for users in groups:
-        play(users)
-    return time.perf_counter() - started
+    for user in np.flatnonzero(states == TO_DO).tolist():
+        states[user] = AT_WORK
+        signal.setitimer(signal.ITIMER_REAL, longest)  # its signal ends a process
+        try:
+            records = features[user], labels[user]
+            updates[user] = work.alone(records, int(seeds[user]), int(real[user]))
+        except BaseException as error:  # whatever its records have the model raise
+            states[user] = FAILED
+            tell((user, raised(error)))
+        else:
+            states[user] = DONE
+    signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -174,8 +174,10 @@ class _Examination:
             shown.append(f"of {users_told(site, config)}")
             with self.look("link") as shown:
                 shown.append(f"must carry {link_needed(site, config, *data[:2]):.2g} Mbit/s")
-            with self.look("work", "a longer window.work_until, or fewer users") as shown:
-                shown.append(f"of a round takes {check_work(site, *data):.2g} s")
+            with self.look(
+                "work", "a longer window.work_until, or mend data in node.toml"
+            ) as shown:
+                shown.append(f"of a round needs {check_work(site, *data):.2g} s of its window")
         with self.look(
             "owner's limits",
             "nothing, if no further run is meant; else device.toml, if its owner agrees",

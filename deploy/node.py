@@ -47,7 +47,7 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
         ValueError: a mistake, found before any work.
     """
     config = load(site.config)
-    plan, make_model, load_users, together = check_data(site, folder, config)
+    plan, make_model, load_users = check_data(site, folder, config)
     log.info("%s", users_told(site, config))
     _ = site.credentials  # which are read again at every call: they are renewed meanwhile
     device = load_device(Path(site.device))
@@ -63,14 +63,13 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
         users=site.users,
         number=site.number,
         sealing=config.shuffler.sealing,
-        together=together,
     )
 
 
 def check_data(
     site: NodeSite, folder: Path, config: Config
-) -> tuple[PrivacyPlan, functools.partial[Any], functools.partial[Any], bool]:
-    """The plan, what makes the model, what gives access to the users' records, and `try_users`.
+) -> tuple[PrivacyPlan, functools.partial[Any], functools.partial[Any]]:
+    """The plan, what makes the model, and what gives access to the users' records.
 
     A model that computes a user's update from other users' records is refused.
     """
@@ -84,8 +83,8 @@ def check_data(
     for user in range(site.users):
         _check_records(records, user, form)
     training = local_training(config)
-    together = try_users(make_model, training, training.local_batch_size + 1)
-    return plan, make_model, functools.partial(_without_quotes, load_users), together
+    try_users(make_model, training, training.local_batch_size + 1)
+    return plan, make_model, functools.partial(_without_quotes, load_users)
 
 
 def users_told(site: NodeSite, config: Config) -> str:
@@ -105,17 +104,20 @@ def check_work(
     plan: PrivacyPlan,
     make_model: functools.partial[Any],
     load_users: functools.partial[Any],
-    together: bool,
 ) -> float:
-    """How many seconds the updates of all users take here, of made-up records.
+    """How many seconds of a window the updates of all users need here.
 
-    The arguments are those that `check_data` has found. A window that is too short is refused.
+    The arguments are those that `check_data` has found. Refused are a window that is too short, and
+    records of which the model makes no update.
     """
     window, training = plan.window, local_training(load(site.config))
     assert window is not None
-    about = site.users, window.most_records, load_users()(0)
-    with closing(Worker(make_model, training, together, *about)) as worker:
+    records = load_users()
+    about = site.users, window.most_records, records(0)
+    with closing(Worker(make_model, training, *about)) as worker:
         worker.check(window)
+        worker.fill(records)
+        worker.check_records(window)
         return worker.seconds
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rounds import make_plan
 from shufl import accounting
+from shufl.accounting.plan import Window
 
 
 def small_plan(**change):
@@ -161,6 +162,10 @@ def test_the_table_has_every_accountant_with_what_it_covers():
         expected = small_plan().make_accountant(name).compose(small_plan().event(), 20)
         assert by_name[name].epsilon == expected.get_epsilon(1e-5)
     assert not any(row.epsilon for row in accounting.epsilon_table(small_plan(), 0))
+    assert not any("real machines" in row.covers for row in rows)
+    deployed = small_plan().replace(window=Window(most_records=3), cover=True, least_present=2000)
+    rows = accounting.epsilon_table(deployed, 20)
+    assert all("at most one user of a node has the process" in row.covers for row in rows)
 
 
 @pytest.mark.parametrize("rounds", [0, 20])

@@ -1,7 +1,9 @@
 """Models and records for the child process of a deployed node, which imports them by name."""
 
 import functools
+import io
 import os
+import signal
 import sys
 import time
 
@@ -10,56 +12,119 @@ from torch import nn
 
 from client_world import WIDTH, make_model, records
 
-SHAPES = []
-"""Of what forwards were given."""
-
-
-class Noting(nn.Module):
-    """Notes what shapes its forward is given; a module's state would be put back."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = make_model()
-
-    def forward(self, features):
-        SHAPES.append(tuple(features.shape))
-        return self.inner(features)
+TROUBLES = (
+    "raises", "exits", "interrupts", "recurses", "has no memory", "crashes", "has no time left",
+    "leaves something", "leaves what cannot be put back",
+)  # fmt: skip
+"""What `Troubled` does, by the number that the records of a user have more, in thousands."""
 
 
 class Troubled(nn.Module):
-    """Fails as the first number of the records says, and hangs where its own bias is large."""
+    """Does to a user what its records say, where its own bias is large; hangs where it is huge."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.rest = [0.0]
+        self.file = io.BytesIO()
+
+    def forward(self, features):
+        number = round(features[0, 0].item() / 1000)
+        if self.inner.bias[0] > 1 and number:
+            self.meet(TROUBLES[number - 1], features)
+        if self.inner.bias[0] > 100:
+            time.sleep(10_000)
+        return self.inner(features + self.seen) + self.rest[-1] + len(self.file.getvalue())
+
+    def meet(self, trouble, features):
+        match trouble:
+            case "raises":
+                raise ZeroDivisionError(f"of this user, with {features[0, 0]}")
+            case "exits":
+                sys.exit(3)
+            case "interrupts":
+                raise KeyboardInterrupt
+            case "recurses":
+                self.meet(trouble, features)
+            case "has no memory":
+                torch.empty(2**60)
+            case "crashes":
+                os._exit(9)
+            case "has no time left":
+                assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+                signal.raise_signal(signal.SIGALRM)
+            case "leaves something":
+                self.seen += features[0]
+                self.rest.append(1.0)
+                self.inner.bias.data += 1.0
+                raise ArithmeticError
+            case "leaves what cannot be put back":
+                self.file.write(b"record")
+
+
+def with_bias(round, more):
+    """The parameters of a round's model, with a larger bias."""
+    state = {name: value.clone() for name, value in round.model.to_torch_state_dict().items()}
+    state["inner.bias"] += more
+    return state
+
+
+def _troubled(numbers, user):
+    features, labels = records(user)
+    return features + 1000.0 * numbers.get(user, 0), labels
+
+
+def troubled_users(**numbers):
+    """Users whose records say that the model does to them what is numbered so, by "u1" and so on.
+
+    The bias of `Troubled` must be large for that.
+    """
+    return functools.partial(_troubled, {int(user[1:]): each for user, each in numbers.items()})
+
+
+class Tokens(nn.Module):
+    """Takes tokens 0 to 49, of however many users at once; any other is an IndexError."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 16)
+        self.output = nn.Linear(16, 10)
+
+    def forward(self, tokens):
+        return self.output(torch.tanh(self.embedding(tokens).mean(1)))
+
+
+class Slow(nn.Module):
+    """Takes 20 ms at least for a forward."""
 
     def __init__(self):
         super().__init__()
         self.inner = make_model()
 
     def forward(self, features):
-        if self.inner.bias[0] > 100:
-            time.sleep(10_000)
-        match features[0, 0]:
-            case 1001:
-                raise ZeroDivisionError("of this user")
-            case 1002:
-                sys.exit(3)
-            case 1003:
-                os._exit(9)
+        time.sleep(0.02)
         return self.inner(features)
 
 
-def hanging(round):
-    """The parameters of a model that hangs."""
-    state = {name: value.clone() for name, value in round.model.to_torch_state_dict().items()}
-    state["inner.bias"] += 1000
-    return state
+class Fails(nn.Module):
+    """Fails for records whose first number is negative."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, features):
+        if (features < 0).any():
+            raise LookupError(f"the record has {features[0, 0]}")
+        return self.inner(features)
 
 
-def troubled_records(user):
+def negative_records(whose, user):
+    """Records with which `Fails` fails, of these users."""
     features, labels = records(user)
-    return features + (1000 if user in (1, 2, 3) else 0), labels
-
-
-def troubled_users():
-    return troubled_records
+    return features - (1234.5 if user in whose else 0.0), labels
 
 
 def _of_user(sizes, user):

@@ -30,8 +30,8 @@ def test_no_report_is_lost_under_a_small_flood():
 
 
 def test_moments_are_attacked_in_a_few_rounds():
-    rows = played("timing_attacks.py", "--learn", "2", "--rounds", "2").splitlines()[1:]
-    attackers = "early close", "answer", "probe", "arrival"
+    rows = played("timing_attacks.py", "--rounds", "4", "--work-until", "5").splitlines()
+    attackers = "early close", "closed", "answer", "probe", "arrival", "sending"
     assert [row[:12].strip() for row in rows] == list(attackers)
 
 

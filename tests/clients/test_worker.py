@@ -1,0 +1,200 @@
+"""One user's record decides about that user alone, whatever the model does with it."""
+
+import functools
+import inspect
+import threading
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from device_models import TROUBLES, Slow, Tokens, Troubled, of_sizes, troubled_users
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from client_world import WIDTH, WINDOW, load_users, make_model, records
+from nights import by_night
+from run_world import LIMIT, wait_until
+from shufl.clients import LocalTraining, worker
+from shufl.clients.work import Work
+from shufl.clients.worker import AT_WORK, DONE, FAILED, Worker, _Memory, _Shared
+from shufl.trained import sent
+
+pytestmark = pytest.mark.slow
+
+USERS, BAD = 12, 4
+FEDAVG = LocalTraining("fedavg", 2, 0.5, 15)
+
+
+def start(make, users=USERS, training=None):
+    return Worker(make, training or LocalTraining(), users, WINDOW.most_records, records(0))
+
+
+def with_trouble():
+    """Parameters of a round in which `Troubled` has trouble with some records."""
+    parameters = {name: value.clone() for name, value in sent(Troubled()).items()}
+    parameters["inner.bias"] += 10
+    return parameters
+
+
+def play(child, of_user, parameters):
+    """A round: every user's update, the states, and why updates failed."""
+    child.fill(of_user)
+    seeds = np.arange(len(child.states), dtype=np.uint64)
+    failed = child.compute(parameters, seeds, LIMIT, threading.Event())
+    updates = np.array([child.update(user) for user in range(len(child.states))])
+    return updates, child.states.tolist(), failed
+
+
+@pytest.mark.parametrize("training", [LocalTraining(), *by_night(FEDAVG)])
+def test_a_record_changes_its_own_users_update_alone(training):
+    """To the bit. The model has trouble with it in a later round only: the start sees nothing."""
+    parameters, window = with_trouble(), WINDOW
+    healthy = np.arange(USERS) != BAD
+    with closing(start(Troubled, training=training)) as child:
+        expected, states, failed = play(child, troubled_users(), parameters)
+        assert states == [DONE] * USERS and not failed and expected.any(axis=1).all()
+        for number, trouble in enumerate(TROUBLES, start=1):
+            of_user = troubled_users(**{f"u{BAD}": number})
+            child.fill(of_user)
+            child.check_records(window)
+            updates, states, failed = play(child, of_user, parameters)
+            assert [states[user] for user in np.flatnonzero(healthy)] == [DONE] * (USERS - 1)
+            assert states[BAD] == FAILED and not updates[BAD].any(), trouble
+            assert np.array_equal(updates[healthy], expected[healthy]), trouble
+            assert [*failed] == [BAD] and "1004" not in failed[BAD] and "tensor" not in failed[BAD]
+
+
+def test_a_token_out_of_range_costs_its_users_update_alone():
+    """Of a model that `vmap` takes: users computed at once would all be computed again."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 50, (USERS, 1, 8), generator=generator)
+
+    def of_user(user, bad=None):
+        return (torch.full((1, 8), 10**6) if user == bad else tokens[user]), torch.tensor(
+            [user % 10]
+        )
+
+    parameters = sent(Tokens())
+    with closing(Worker(Tokens, LocalTraining(), USERS, 1, of_user(0))) as child:
+        expected, states, _ = play(child, of_user, parameters)
+        assert states == [DONE] * USERS
+        updates, states, failed = play(child, functools.partial(of_user, bad=BAD), parameters)
+    healthy = np.arange(USERS) != BAD
+    assert failed[BAD].startswith("IndexError (") and "1000000" not in failed[BAD]
+    assert states[BAD] == FAILED and states.count(DONE) == USERS - 1
+    assert np.array_equal(updates[healthy], expected[healthy])
+
+
+def test_of_all_users_each_can_fail_in_its_own_way():
+    of_user = troubled_users(**{f"u{number}": number for number in range(1, len(TROUBLES) + 1)})
+    parameters = with_trouble()
+    with closing(start(Troubled)) as child:
+        expected, *_ = play(child, troubled_users(), parameters)
+        updates, states, failed = play(child, of_user, parameters)
+        again, *_ = play(child, troubled_users(), parameters)
+    bad = [*range(1, len(TROUBLES) + 1)]
+    healthy = np.setdiff1d(np.arange(USERS), bad)
+    assert np.flatnonzero(np.array(states) == FAILED).tolist() == sorted(failed) == bad
+    assert np.array_equal(updates[healthy], expected[healthy])
+    assert np.array_equal(again, expected)
+    ends = {user: why for user, why in failed.items() if " in " not in why}
+    assert ends == {6: "the process ended with 9", 7: "it takes too long"}
+
+
+def test_an_update_that_is_no_number_is_its_users_alone():
+    def of_user(user):
+        features, labels = records(user)
+        return features * (torch.inf if user == BAD else 1.0), labels
+
+    parameters = sent(make_model())
+    with closing(start(make_model)) as child:
+        expected, *_ = play(child, load_users(), parameters)
+        updates, states, _ = play(child, of_user, parameters)
+    healthy = np.arange(USERS) != BAD
+    assert states == [DONE] * USERS and not np.isfinite(updates[BAD]).all()
+    assert np.array_equal(updates[healthy], expected[healthy])
+
+
+def test_the_window_must_have_room_for_all_users_one_by_one_three_times():
+    """`Slow` takes 20 ms at least for each user, and so does a node, whoever fails."""
+    with closing(start(Slow)) as child:
+        assert child.seconds > 3 * USERS * 0.02
+        child.seconds = 0.99 * WINDOW.work_until / 1.25
+        child.check(WINDOW)
+        child.seconds *= 1.02
+        with pytest.raises(
+            ValueError, match=r"^window\.work_until must be at least .* 12 users take"
+        ):
+            child.check(WINDOW)
+
+
+MUTANT = "features[user], labels[user]", "features[user][: real[user]], labels[user][: real[user]]"
+"""Computes with a user's own records alone: nobody's padding."""
+
+
+class Counting(TorchDispatchMode):
+    """Notes each operation of torch, and the shapes that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        shapes = [tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]
+        self.noted.append((str(func), shapes))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("training", [LocalTraining(), FEDAVG], ids=["fedsgd", "fedavg"])
+def test_the_work_for_20_records_and_for_2000_is_the_same_operations(training):
+    source = inspect.getsource(worker.compute)
+    assert source.count(MUTANT[0]) == 1
+    mutant = dict(vars(worker))
+    exec(source.replace(*MUTANT), mutant)  # the same but for the padding
+
+    def operations(compute, sizes):
+        users, most = 3, 40
+        work = Work(make_model, training, together=False)
+        shapes = (users, most, WIDTH), (users, most), (users,), (users, work.dimension), (users,)
+        memory = _Memory(
+            *map(_Shared, shapes, (np.float32, np.int64, np.int64, np.float32, np.uint8))
+        )
+        Worker.fill(_with(memory), of_sizes(sizes))
+        with Counting() as counting:
+            compute(work, memory, np.arange(users, dtype=np.uint64), pytest.fail)
+        assert (memory.states.mapped() == DONE).all()
+        assert memory.updates.mapped().any(axis=1).all()
+        return counting.noted
+
+    few, many, one = {None: 20}, {None: 2000}, {None: 20, 1: 2000}
+    expected = operations(worker.compute, few)
+    assert len(expected) > 10
+    assert expected == operations(worker.compute, many) == operations(worker.compute, one)
+    assert operations(mutant["compute"], few) != operations(mutant["compute"], one)
+
+
+def _with(memory):
+    filled = Worker.__new__(Worker)
+    filled._memory = memory
+    return filled
+
+
+def test_a_child_that_is_killed_from_outside_costs_who_is_at_work():
+    """Whoever was done stays so, and the others go on in another process."""
+    parameters = with_trouble()
+    with closing(start(Troubled)) as child:
+        first = child._child.process
+        child.fill(troubled_users())
+        over, hanging = threading.Event(), parameters | {"inner.bias": torch.full((2,), 1e3)}
+        seeds = np.arange(USERS, dtype=np.uint64)
+        about = hanging, seeds, 3 * LIMIT, over
+        plays = threading.Thread(target=child.compute, args=about)
+        plays.start()
+        wait_until(lambda: child.states[0] == AT_WORK, LIMIT, "the first user's work")
+        first.kill()
+        wait_until(lambda: child.states[1] == AT_WORK, LIMIT, "the second user's work")
+        assert child.states[0] == FAILED
+        over.set()
+        play(child, troubled_users(), parameters)
+        plays.join(LIMIT)
+        assert child.states.tolist() == [DONE] * USERS
